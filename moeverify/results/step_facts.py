@@ -210,6 +210,57 @@ class ShareFacts(Record):
     is_corrected: bool = False
 
 
+ScheduleWay = Literal[
+    "shifted",
+    "faster",
+    "slower",
+    "shape",
+    "length",
+    "decay-from-start",
+    "no-warmup",
+    "warmup",
+    "geometric",
+    "floor",
+    "scaled",
+]
+
+ScheduleCount = Literal["ranks", "data-parallel ranks", "micro-batches"]
+
+ScheduleName = Literal[
+    "",
+    "constant",
+    "linear",
+    "cosine",
+    "quarter-cosine",
+    "quarter-sine",
+    "whole-cosine",
+    "root",
+    "one-minus-root",
+    "square",
+    "one-minus-square",
+    "inverse-root",
+    "inverse",
+    "ranks",
+    "data-parallel ranks",
+    "micro-batches",
+]
+"""The decay of the learning rate, or the count of the layout by which it is multiplied."""
+
+
+class ScheduleForm(Record):
+    """A rule that gives the rates of all steps that were seen.
+
+    `number` is by how many steps it is shifted (before them where below 0), how many it takes in one or for one, the
+    length of its decay, what a step or the end keeps, or the power of the count `name`. A warmup is
+    (step + number) / over.
+    """
+
+    way: ScheduleWay
+    number: float = 0.0
+    name: ScheduleName = ""
+    over: int = 0
+
+
 class RecomputedFacts(Record):
     """A result of the optimizer that does not follow from what this rank's optimizer started from.
 
@@ -221,7 +272,8 @@ class RecomputedFacts(Record):
     do not. `decay` and `share` are the one number by which a moment is explained, if there is one. `variants` are
     the formulas of the step that give what a smaller sample has, up to rounding; the right one is among them where
     that tells nothing. `means` is what the factor of the gradient, or of the step, is of norms, where that is known.
-    `number` is what the one factor of all wrong terms, or of the rate, is of the numbers of the run.
+    `number` is what the one factor of all wrong terms, or of the rate, is of the numbers of the run. `rates` are
+    those that the optimizer had in all steps, `schedule` the rules by which these are made, if it is known.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -239,6 +291,8 @@ class RecomputedFacts(Record):
     variants: tuple[StepForm, ...] = ()
     means: tuple[FactorMeaning, ...] = ()
     number: Factor | None = None
+    rates: tuple[float, ...] = ()
+    schedule: tuple[ScheduleForm, ...] = ()
 
     @property
     def forms(self) -> tuple[StepForm, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.factor import describe_sources
+from moeverify.report.words.rates import describe_schedule
 from moeverify.report.words.step_changes import describe_form
 from moeverify.report.words.step_options import describe_number
 from moeverify.results.checks import Kind
@@ -182,8 +183,11 @@ def _describe_forms(facts: RecomputedFacts, quantity: str) -> Said:
 
 
 def _describe_rate(facts: RecomputedFacts, finding: Finding) -> Said:
+    evidence = ("with that rate the update is what the rank's own gradient, moments and options give",)
+    if facts.schedule:
+        cause = f"{describe_schedule(facts)}; in step {finding.step} the recipe gives {facts.scheduled:.6g}"
+        return cause, evidence
     of_step = "" if facts.rate_step is None else f", as in step {facts.rate_step}"
     scheduled = f"the recipe gives {facts.scheduled:.6g}"
     cause = f"the learning rate of step {finding.step} is {facts.rate:.6g}{of_step}; {scheduled}"
-    evidence = ("with that rate the update is what the rank's own gradient, moments and options give",)
     return cause, evidence
