@@ -22,6 +22,8 @@ from moeverify.checks.step_agreement import keep_agreeing
 from moeverify.checks.step_coefficients import find_corrected, find_decay, find_share, name_share
 from moeverify.checks.step_corrections import CorrectedSteps
 from moeverify.checks.step_norms import StepNorms, find_one_factor, name_factor
+from moeverify.checks.step_options import name_coefficients
+from moeverify.checks.step_schedule import add_schedule
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.observer import Named
@@ -30,7 +32,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
-from moeverify.results.step_facts import RecomputedFacts, StepForm
+from moeverify.results.step_facts import RecomputedFacts, ScheduleCount, StepForm
 from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 from moeverify.train.program import Program
@@ -269,6 +271,13 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         if any(_rate(row) > 1.0 for _, row in found):
             norms = of_step.setdefault(key[0], StepNorms(_rows_of(by_key, key[0]), limit))
             findings.append(_make_finding(shown, key, found, rates, norms))
+    recipe = shown.case.recipe
+    counts = _count(shown, len(reports))
+    findings = add_schedule(
+        findings, [row for _, row in _rows_of_all(by_key)], rates, recipe.optimizer, counts
+    )
+    agreeing = keep_agreeing(findings, _list_steps(shown, limits))
+    named = name_coefficients(agreeing, by_key, recipe.optimizer, rates, recipe.precision)
     worst = max((row for found in by_key.values() for _, row in found), key=_rate)
     scale = _scale_of([worst])
     result = CheckResult(
@@ -284,7 +293,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         if _is_known(worst)
         else None,
     )
-    return Outcome(result, tuple(keep_agreeing(findings, _list_steps(shown, limits))), limits)
+    return Outcome(result, tuple(named), limits)
 
 
 def _list_steps(shown: Shown, limits: Mapping[Key, float]) -> CorrectedSteps:
@@ -325,6 +334,22 @@ def _scale_of(rows: Sequence[Row]) -> float:
     total = sum(row.sum_expected2 for row in rows)
     count = sum(row.num_elements for row in rows)
     return math.sqrt(total / count) if total > 0.0 else 1.0
+
+
+def _rows_of_all(by_key: Mapping[Key, Sequence[tuple[int, Row]]]) -> list[tuple[int, Row]]:
+    return [row for rows in by_key.values() for row in rows]
+
+
+def _count(shown: Shown, num_ranks: int) -> Mapping[ScheduleCount, int]:
+    """Return the counts of a layout that a rate may be multiplied by, each number once."""
+    layout = shown.case.layout
+    counts: Mapping[ScheduleCount, int] = {
+        "micro-batches": layout.micro_batches,
+        "data-parallel ranks": layout.dp_replicate * layout.dp_shard,
+        "ranks": num_ranks,
+    }
+    is_known = num_ranks in list(counts.values())[:2]
+    return {name: count for name, count in counts.items() if name != "ranks" or not is_known}
 
 
 def _rows_of(by_key: Mapping[Key, Sequence[tuple[int, Row]]], step: int) -> list[tuple[int, Row]]:

@@ -176,7 +176,9 @@ def count_wrong(
     largest_size = torch.maximum(scored.scores.amax(dim=-1), selection.abs().amax(dim=-1))
     room = 2.0 * scored.relative.squeeze(-1) * largest_size
     ids = record.ids.flatten(0, -2)[::stride]
-    other = (torch.zeros_like(chosen).scatter(-1, ids, True) != chosen).any(dim=-1)
+    times = torch.ones_like(ids, dtype=selection.dtype)
+    actual_choice = torch.zeros_like(selection).scatter_add(-1, ids, times)
+    other = (actual_choice != chosen).any(dim=-1)
     excess = torch.where(other, margin / room, 0.0)
 
     used = routing.ids.flatten(0, -2)[::stride]
@@ -199,7 +201,6 @@ def count_wrong(
     numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike.unbind()]
     largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(ways)
     found = torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
-    actual_choice = torch.zeros_like(chosen).scatter(-1, ids, True)
     scores = (scored.logits, scored.scores, scored.relative.expand(len(tokens), 1), selection)
     is_wrong = (ratios[0] > 1.0, ratios[1] > 1.0)
     sample = RouterSample(*scores, actual_choice, used, actual, *is_wrong, unit=unit)

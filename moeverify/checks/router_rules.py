@@ -27,6 +27,9 @@ _TRIED, _ROUNDS = 41, 12  # of a temperature: numbers to begin with, and steps f
 _EXACT = 1e-9
 """Relative: scores of float64 are known better than this."""
 
+BEST = "best-"
+"""Begins the name of a choice of other numbers: `best-5` experts, `best-1-in-2` choices, `best-1-to-5` by token."""
+
 _SMALL = 1e-20  # what a router adds to the sum that it divides weights by
 
 
@@ -34,9 +37,9 @@ _SMALL = 1e-20  # what a router adds to the sum that it divides weights by
 class RouterSample:
     """Some tokens of a router: what it computed by right, and what it chose and weighed.
 
-    Shapes: logits, scores, `selection` (the scores with the selection bias), `chosen` (N, E); `relative` (N, 1), the
-    largest error of a score; `used` and `weights` (N, k); `is_chosen_wrong`, `is_weighed_wrong` (N). `unit` is the
-    rounding of the weights.
+    Shapes: logits, scores, `selection` (the scores with the selection bias), `chosen` (N, E), how many times each
+    expert is; `relative` (N, 1), the largest error of a score; `used` and `weights` (N, k); `is_chosen_wrong`,
+    `is_weighed_wrong` (N). `unit` is the rounding of the weights.
     """
 
     logits: Tensor
@@ -76,13 +79,40 @@ def name_choices(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
     """Return by which rules the experts were chosen: all wrong tokens must have them, and nearly all others."""
     if not bool(sample.is_chosen_wrong.any()):
         return Named({})
+    counted = name_numbers(spec, sample)
+    if counted is not None:
+        return Named({counted: float(spec.top_k)} if counted else {})
     parts = list_choice_parts(spec, has_bias=has_bias)
 
     def fits(ways: Collection[str]) -> bool:
-        other = (choose_by(ways, spec, sample) != sample.chosen).any(dim=-1)
+        other = (choose_by(ways, spec, sample) != (sample.chosen > 0.0)).any(dim=-1)
         return not bool((other & sample.is_chosen_wrong).any()) and _are_few(other, sample)
 
     return Named(dict.fromkeys(_find(parts, lambda ways: 1.0 if fits(ways) else None)))
+
+
+def name_numbers(spec: MoE, sample: RouterSample) -> str | None:
+    """Return how many of its best experts each token has, and in how many choices, where it is not what it should be.
+
+    None where each token has as many different experts as it should, nothing where they are not the best ones.
+    """
+    experts, choices = (sample.chosen > 0.0).sum(dim=-1), sample.chosen.sum(dim=-1).round().long()
+    if bool((experts == spec.top_k).all()) and bool((choices == spec.top_k).all()):
+        return None
+    selection = sample.selection
+    if spec.top_groups < spec.num_groups:
+        selection = selection.where(_allow((), spec, selection), -torch.inf)
+    order = selection.sort(dim=-1, descending=True, stable=True).indices
+    ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    best = torch.zeros_like(order).scatter(-1, order, ranks) < experts.unsqueeze(-1)
+    if not _are_few((best != (sample.chosen > 0.0)).any(dim=-1), sample):
+        return ""
+    (least, most), (fewest, many) = (each.aminmax() for each in (experts, choices))
+    if int(fewest) != int(many):
+        return "" if bool((choices != experts).any()) else f"{BEST}{int(least)}-to-{int(most)}"
+    if int(least) != int(most):
+        return ""
+    return f"{BEST}{int(least)}" + (f"-in-{int(many)}" if int(many) != int(least) else "")
 
 
 def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:

@@ -166,12 +166,20 @@ class Formulas:
                 each[OTHER_STEP] = None
         left = [number for number, each in enumerate(found) if wrong[number] and not each]
         if left and Rounding.of(self.dtypes).unit <= _EXACT:
+            left = self._leave_out_known(grammar, left)
             for count in (2, 3):
                 several = self._find_several(grammar, left, count) if left else {}
                 for number, forms in several.items():
                     found[number] = forms if len(forms) <= _MOST_ALIKE else {}
                 left = [number for number in left if not several[number]]
         return found
+
+    def _leave_out_known(self, grammar: Grammar, left: Sequence[int]) -> list[int]:
+        """Return the shards without those that one coefficient explains, beside which no further change is any."""
+        known: list[Found] = [{} for _ in self.sizes]
+        for changes in grammar.list_known():
+            self._try(known, grammar, changes)
+        return [number for number in left if not known[number]]
 
     def _find_several(self, grammar: Grammar, left: Sequence[int], count: int) -> Mapping[int, Found]:
         """Return the formulas with `count` changes of the shards `left`; a few elements of each choose them."""

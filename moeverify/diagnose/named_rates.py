@@ -52,7 +52,14 @@ def _put(facts: RecomputedFacts, number: Factor) -> RecomputedFacts:
 
 def _measure(facts: RecomputedFacts) -> tuple[float, float] | None:
     """Return the one factor of a rate, or of all terms that are off, and how far it may be off, relatively."""
-    if facts.is_still or facts.is_rounding_sure or facts.variants or facts.means or facts.is_unclipped:
+    if (
+        facts.is_still
+        or facts.is_rounding_sure
+        or facts.variants
+        or facts.means
+        or facts.is_unclipped
+        or facts.schedule
+    ):
         return None
     if facts.rate is not None:
         return (facts.rate / facts.scheduled, _KNOWN) if facts.rate > 0.0 < facts.scheduled else None

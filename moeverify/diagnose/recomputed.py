@@ -11,15 +11,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from moeverify.checks.registry import KIND_ORDER
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.router_findings import (
+    find_weighed,
+    is_made_by_choice,
+    is_rounded,
+    scores_otherwise,
+)
 from moeverify.diagnose.step_forms import is_of_form
 from moeverify.diagnose.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
-from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
+from moeverify.results.facts import ClipFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Altered, Carried, OwnTokens, Redefined, Scaled, Unclipped, Unmoved
+from moeverify.results.operation import (
+    Altered,
+    Carried,
+    OwnTokens,
+    Redefined,
+    Scaled,
+    Unclipped,
+    Unmoved,
+)
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.step_facts import NEAR, Changes, RecomputedFacts
 from moeverify.results.token_weights import Reaveraged
@@ -65,13 +79,13 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
         head = _find_head(finding, heads) if finding.check in RECOMPUTED else None
         if finding.check == CheckName.OBJECTIVE:
             gradients = [found for found in heads.values() if _is_gradient_of(found, finding)]
-            gradients = gradients or [found for found in heads.values() if _scores_otherwise(found, finding)]
+            gradients = gradients or [found for found in heads.values() if scores_otherwise(found, finding)]
             head = gradients[0] if gradients else head
             if any(_is_unknown(found) and found.step == finding.step for found in heads.values()):
                 finding = finding.model_copy(update={"code": Cause.FORWARD.value})
         elif _is_unknown(finding):
             head = _find_known(finding, heads.values()) or head
-        head = _find_weighed(finding, heads.values()) or head
+        head = find_weighed(finding, heads.values()) or head
         is_led = head is not None and head is not each
         joined.append(finding.model_copy(update={"follows": head.tensor}) if head and is_led else finding)
     return joined
@@ -125,48 +139,10 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
         each
         for each in heads
         if each.step == unknown.step
-        and (each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE) or _is_rounded(each))
+        and (each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE) or is_rounded(each))
         and not _is_unknown(each)
     ]
     return min(found, key=lambda each: each.check != CheckName.ROUTER_GRADIENT, default=None)
-
-
-def _find_weighed(finding: Finding, heads: Iterable[Finding]) -> Finding | None:
-    """Return the weights that tell by which scores routers work, and have chosen; None of what is no choice."""
-    facts = finding.facts
-    if not isinstance(facts, RouterFacts) or facts.quantity != "choice":
-        return None
-    earlier = [each for each in heads if each.step <= finding.step]
-    return next(
-        (each for each in earlier if isinstance(each.facts, RouterFacts) and _changes_scores(each.facts)),
-        None,
-    )
-
-
-def _is_rounded(finding: Finding) -> bool:
-    """Return whether it is a router whose weights are those of rounded scores, whose gradient is then another one."""
-    return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
-
-
-def _scores_otherwise(finding: Finding, loss: Finding) -> bool:
-    """Return whether a router has other scores in the same step, of which the balance loss is made too."""
-    facts = finding.facts
-    if not isinstance(facts, RouterFacts) or finding.step != loss.step:
-        return False
-    return _changes_scores(facts) and loss.tensor in (
-        "balance",
-        "total",
-    )
-
-
-_OF_SCORES = frozenset(
-    {"softmax-scores", "sigmoid-scores", "of-allowed", "other-temperature", "scores-again"}
-)
-
-
-def _changes_scores(facts: RouterFacts) -> bool:
-    """Return whether a router weighs by a rule whose scores are others, of all experts."""
-    return facts.rule is not None and not facts.rivals and bool(_OF_SCORES & set(facts.rule.split("+")))
 
 
 def _is_gradient_of(finding: Finding, loss: Finding) -> bool:
@@ -220,11 +196,12 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     That a norm is off by a factor, where they tell which parameters it counts otherwise. That an update or a moment
     is off by a factor or as by rounding, where it is known which multiples of its terms it is made of. That only the
     reported value of a loss is wrong; that a loss is computed otherwise, or that gradients are wrong from a module
-    on, where the gradient inside a router tells how. That an update is zero, where the learning rate was.
+    on, where the gradient inside a router tells how. That an update is zero, where the learning rate was. That counts
+    of choices are others, where it is known by which rule the router chooses.
     """
     explanation = origin.explanation
-    if explanation is None:
-        return False
+    if explanation is None or any(is_made_by_choice(origin, finding) for finding in recomputed):
+        return explanation is not None
     if isinstance(explanation.operation, Unmoved | Unclipped):
         return any(_tells_step(finding) and _is_of_same(origin, finding) for finding in recomputed)
     if explanation.cause in _SAYS_MORE:
@@ -282,6 +259,8 @@ _SAYS_MORE: Mapping[Cause, Callable[[Finding, Finding], bool]] = {
 
 def _comes_before(finding: Finding, origin: Finding) -> bool:
     """Return whether a router got something wrong before an origin, which may be made of it."""
+    if is_made_by_choice(origin, finding):
+        return True
     if not isinstance(finding.facts, RouterGradientFacts) or finding.follows:
         return False
     after = (origin.step, KIND_ORDER.get(origin.kind, -1))

@@ -14,6 +14,7 @@ from moeverify.results.observation import DiagnosisFailed, Observation
 from moeverify.results.parameter_part import ParameterPart
 from moeverify.results.place import Place
 from moeverify.results.record import Record
+from moeverify.results.step_facts import RecomputedFacts
 from moeverify.results.trial import Trial
 
 MAX_CONCLUSIVE = 0.5
@@ -175,7 +176,9 @@ class Finding(Record):
     @property
     def is_estimate(self) -> bool:
         """Return whether its cause is one that rounding leaves a guess: a wider run may show an earlier one."""
-        return self.explanation is not None and self.explanation.is_estimate
+        if self.explanation is not None:
+            return self.explanation.is_estimate
+        return isinstance(self.facts, RecomputedFacts) and self.facts.is_estimate
 
 
 def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed) -> list[Finding]:

@@ -43,11 +43,28 @@ class Draw(Record):
     is_after_cut: bool = False
 
 
+class Tails(Record):
+    """Values beyond so many `deviations`, or a `bound`, are others; all within are `factor` times the right ones.
+
+    The others are drawn again within the bound, stand at it, or are zero. Neither is given where nothing is known but
+    that these are the largest of each weight.
+    """
+
+    way: Literal["drawn-again", "cut-off", "zero"]
+    deviations: float | None = None
+    bound: float | None = None
+    factor: float = 1.0
+    num_beyond: int
+    num_elements: int
+
+
 class Drawn(Record):
     """Initial values that are other ones than the seed and the names give, and how they are distributed.
 
-    `draws` are all distributions that they may have, the simplest first.
+    `draws` are all distributions that they may have, the simplest first. With `tails` they are the right ones but for
+    the largest.
     """
 
     kind: Literal["drawn"] = "drawn"
-    draws: tuple[Draw, ...]
+    draws: tuple[Draw, ...] = ()
+    tails: Tails | None = None

@@ -159,11 +159,24 @@ class TakenCounts(Record):
     micro_batch: int | None = None
 
 
+LostWay = Literal["all", "all-but-first", "all-but-last", "first", "last"]
+CopyOrder = Literal["tokens", "experts"]
+
+
+class LostCopies(Record):
+    """Which copies of its tokens each rank gets zeros back for: `number` of them, or all but so many, in an order."""
+
+    way: LostWay
+    number: int = 0
+    order: CopyOrder = "tokens"
+
+
 class OtherRows(Record):
     """`num_wrong` of `num_rows` rows that experts return for copies of tokens are other rows.
 
     `served` has the most frequent kinds, and `num_more` are of other kinds. `counts` says by which counts experts
-    take rows, where these are all that is wrong, and `offset` how many places before its own each row stands.
+    take rows, where these are all that is wrong, and `offset` how many places before its own each row stands. Where
+    nothing comes back for any of them, `are_lost`; `lost` says which these are.
     """
 
     kind: Literal["other-rows"] = "other-rows"
@@ -173,3 +186,5 @@ class OtherRows(Record):
     num_more: int = 0
     counts: TakenCounts | None = None
     offset: int | None = None
+    are_lost: bool = False
+    lost: LostCopies | None = None

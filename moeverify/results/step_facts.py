@@ -12,17 +12,42 @@ NEAR = 0.02
 """Relative: factors that are measured in rounded numbers, and differ by less, are the same."""
 
 
+Option = Literal[
+    "beta1", "1-beta1", "beta2", "1-beta2", "momentum", "1-momentum", "rate", "rate-of-options", "decay"
+]
+"""What a coefficient of an optimizer's step is made of: its options, and the rate of the step."""
+
+
+class OptionPower(Record):
+    """An option to a power, as a part of a product."""
+
+    option: Option
+    power: float = 1.0
+
+
+class OptionNumber(Record):
+    """A coefficient that is a product of options in the place of another one; a product of nothing is 1.
+
+    `steps` are those in which it is so, where it was right in others that could be seen.
+    """
+
+    found: tuple[OptionPower, ...]
+    expected: tuple[OptionPower, ...]
+    steps: tuple[int, ...] = ()
+
+
 class TermFacts(Record):
     """A term of a value that was computed again: its coefficient, and the one that explains what the rank has.
 
     `found` is None where no coefficients explain it, or where the term is zero throughout; `error` is its standard
-    error.
+    error. `number` is what the coefficient is of the options, where only one short product of them equals it.
     """
 
     name: str
     expected: float
     found: float | None = None
     error: float = 0.0
+    number: OptionNumber | None = None
 
     @property
     def factor(self) -> float | None:
@@ -118,6 +143,10 @@ StepChange = Literal[
     "undecayed",
     "largest",
     "epsilon-in-moment",
+    "starts-at-weight",
+    "starts-at-number",
+    "starts-twice",
+    "starts-dampened",
 ]
 """What of a formula of the step is made otherwise; "other" and "bounded" are solved for a number."""
 
@@ -184,6 +213,57 @@ class ShareFacts(Record):
     is_corrected: bool = False
 
 
+ScheduleWay = Literal[
+    "shifted",
+    "faster",
+    "slower",
+    "shape",
+    "length",
+    "decay-from-start",
+    "no-warmup",
+    "warmup",
+    "geometric",
+    "floor",
+    "scaled",
+]
+
+ScheduleCount = Literal["ranks", "data-parallel ranks", "micro-batches"]
+
+ScheduleName = Literal[
+    "",
+    "constant",
+    "linear",
+    "cosine",
+    "quarter-cosine",
+    "quarter-sine",
+    "whole-cosine",
+    "root",
+    "one-minus-root",
+    "square",
+    "one-minus-square",
+    "inverse-root",
+    "inverse",
+    "ranks",
+    "data-parallel ranks",
+    "micro-batches",
+]
+"""The decay of the learning rate, or the count of the layout by which it is multiplied."""
+
+
+class ScheduleForm(Record):
+    """A rule that gives the rates of all steps that were seen.
+
+    `number` is by how many steps it is shifted (before them where below 0), how many it takes in one or for one, the
+    length of its decay, what a step or the end keeps, or the power of the count `name`. A warmup is
+    (step + number) / over.
+    """
+
+    way: ScheduleWay
+    number: float = 0.0
+    name: ScheduleName = ""
+    over: int = 0
+
+
 class RecomputedFacts(Record):
     """A result of the optimizer that does not follow from what this rank's optimizer started from.
 
@@ -195,7 +275,8 @@ class RecomputedFacts(Record):
     do not. `decay` and `share` are the one number by which a moment is explained, if there is one. `variants` are
     the formulas of the step that give what a smaller sample has, up to rounding; the right one is among them where
     that tells nothing. `means` is what the factor of the gradient, or of the step, is of norms, where that is known.
-    `number` is what the one factor of all wrong terms, or of the rate, is of the numbers of the run.
+    `number` is what the one factor of all wrong terms, or of the rate, is of the numbers of the run. `rates` are
+    those that the optimizer had in all steps, `schedule` the rules by which these are made, if it is known.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -213,6 +294,8 @@ class RecomputedFacts(Record):
     variants: tuple[StepForm, ...] = ()
     means: tuple[FactorMeaning, ...] = ()
     number: Factor | None = None
+    rates: tuple[float, ...] = ()
+    schedule: tuple[ScheduleForm, ...] = ()
 
     @property
     def forms(self) -> tuple[StepForm, ...]:
@@ -254,6 +337,19 @@ class RecomputedFacts(Record):
         """Return whether all that is wrong is that the gradient was not clipped."""
         wrong = self.wrong_terms
         return bool(wrong) and all(self.lacks_clip(term) for term in wrong)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Return whether all that is known are coefficients that are no number of the run, as far as it is seen."""
+        known = self.is_still or self.is_rounding_sure or self.is_of_rate or self.forms or self.means
+        if known or self.decay or self.share or self.number is not None:
+            return False
+        return any(self._is_unknown(term) for term in self.wrong_terms)
+
+    def _is_unknown(self, term: TermFacts) -> bool:
+        if term.factor is None or term.number is not None or term.power_of_two is not None:
+            return False
+        return abs(term.factor) >= NEAR and not self.lacks_clip(term)
 
     def lacks_clip(self, term: TermFacts) -> bool:
         """Return whether a term is that of a gradient which was not clipped."""

@@ -286,6 +286,8 @@ class AdamMoment:
         parts: dict[str, list[StepChange]] = {"added": list(self.added), "sum": ["other-share", "largest"]}
         if self.step.before:
             parts["sum"] += ["other-beta", "other-kept", "undecayed"]
+        else:
+            parts["start"] = ["starts-at-weight", "starts-at-number"]
         if self.is_square:
             parts["epsilon"] = ["epsilon-in-moment"]
         return Grammar(parts, self.make, KNOWN_ALONE)
@@ -294,8 +296,19 @@ class AdamMoment:
         """Return the moment by a formula with these ways."""
         added, rest = pick(self.added, ways, self.right), 1.0 - self.beta
         extra = self.eps if "epsilon-in-moment" in ways else 0.0
-        number, usual = None, {"other-share": rest, "other-beta": self.beta, "other-kept": self.beta}
-        if "other-share" in ways:
+        number = None
+        usual = {
+            "other-share": rest,
+            "other-beta": self.beta,
+            "other-kept": self.beta,
+            "starts-at-number": 0.0,
+        }
+        if "starts-at-weight" in ways:
+            values = self.beta * self.step.weight + rest * added
+        elif "starts-at-number" in ways:
+            number = self.solve(self.actual - extra - rest * added, added * 0.0 + self.beta)
+            values = self.beta * number + rest * added
+        elif "other-share" in ways:
             number = self.solve(self.actual - extra - self.beta * self.old, added)
             values = self.beta * self.old + number * added
         elif "other-beta" in ways:

@@ -76,11 +76,17 @@ class SgdMomentum:
         parts: dict[str, list[StepChange]] = {"added": list(self.added), "sum": ["other-share"]}
         if self.step.before:
             parts["sum"] += ["other-beta", "other-kept"]
+        elif self.momentum:
+            parts["start"] = ["starts-twice", "starts-dampened"]
         return Grammar(parts, self.make, KNOWN_ALONE)
 
     def make(self, ways: Collection[str]) -> Made:
         """Return the momentum by a formula with these ways."""
         added = pick(self.added, ways, self.right)
+        if "starts-twice" in ways:
+            return Made((self.momentum + 1.0) * added)
+        if "starts-dampened" in ways:
+            return Made((1.0 - self.momentum) * added)
         if "other-share" in ways:
             number = self.solve(self.actual - self.momentum * self.old, added)
             return Made(self.momentum * self.old + number * added, number, 1.0)

@@ -53,6 +53,10 @@ class Grammar:
         for parts in combinations([ways[:most] for ways in self.parts.values()], count):
             yield from (ways for ways in product(*parts) if count > 1 or ways[0] not in self.known_alone)
 
+    def list_known(self) -> Iterator[Changes]:
+        """Yield the ways that other checks tell where they are alone."""
+        yield from ((way,) for ways in self.parts.values() for way in ways if way in self.known_alone)
+
 
 def pick(ways: Mapping[Way, Tensor], chosen: Collection[str], right: Tensor) -> Tensor:
     """Return what the chosen way of a part is, or the right one where none of them is chosen."""

@@ -94,7 +94,7 @@ class _Teller:
         if right in self._one.names and not (is_whole and node.operator and node.operator not in PARTS):
             direction, module, end, slot, _ = self._one.names[right]
             is_gradient = direction == "backward"
-            named = "" if slot.replace(".", "").isdigit() else slot
+            named = "" if slot[:1].isdigit() else slot
             return Term(module=module, end=end, slot=named, is_gradient=is_gradient)
         if node.operator in PARTS and not is_whole and self._one.same(right) is not None:
             return self._name(self._one.args(right)[0], deep)

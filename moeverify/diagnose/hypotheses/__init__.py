@@ -62,7 +62,7 @@ ORDER = (
     ("repeated_shard", "counted_padding", "counted_others"),
     ("other_steps",),
     ("rounding",),
-    ("drawn",),
+    ("drawn", "tails"),
     ("own_values", "altered"),
 )
 

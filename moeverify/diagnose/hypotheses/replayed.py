@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.replay.experts import ExpertsFormula
 from moeverify.diagnose.replay.language import Found, NamedFormula, find_variant
 from moeverify.diagnose.replay.multiples import name_multiple
 from moeverify.diagnose.replay.shards import SUM
@@ -41,7 +42,9 @@ class Replayed(Hypothesis):
         if searched is None or searched[1] is None:
             return self.untried(Reason.NOT_COMPARABLE)
         named, found = searched[0], searched[1]
-        if not found.variants:
+        # Nothing at all comes of many a mistake with rows, and is no evidence for any.
+        is_nothing = isinstance(named.formula, ExpertsFormula) and not bool(tensor.whole.any())
+        if not found.variants or is_nothing:
             return self.refuse(Replay(formula=named.name, num_tried=found.num_tried))
         seen = Replay(formula=named.name, num_tried=found.num_tried, residual=found.residual)
         assert origin is not None

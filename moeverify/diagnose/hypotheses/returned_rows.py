@@ -11,6 +11,7 @@ from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.hypotheses.reweighted_rows import Copies, fit_weights, list_copies
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.replay.experts import ExpertsFormula
+from moeverify.diagnose.replay.lost_copies import find_lost
 from moeverify.diagnose.replay.rank_rows import find_counts, find_row_offset, list_rank_rows
 from moeverify.diagnose.replay.returned_rows import LOST, ExpertRows, ReturnedRows, RowFinder
 from moeverify.diagnose.slices import MOST_SLICES
@@ -85,6 +86,7 @@ def _describe(found: ReturnedRows, formula: ExpertsFormula) -> OtherRows:
     """Return how many rows of which experts are others, the most frequent first."""
     ids = formula.ids.flatten(0, 1)
     own = torch.arange(len(ids)).unsqueeze(1).expand_as(ids)
+    is_lost = found.tokens == LOST
     wrong = (found.tokens != own) | (found.experts != ids)
     counts: Counter[tuple[int, int, bool]] = Counter()
     for expert, token, by, right in zip(
@@ -108,6 +110,8 @@ def _describe(found: ReturnedRows, formula: ExpertsFormula) -> OtherRows:
         num_more=sum(each.num_rows for each in served[_MOST_SERVED:]),
         counts=find_counts(rows),
         offset=find_row_offset(rows),
+        are_lost=bool((is_lost == wrong).all()),
+        lost=find_lost(formula.exchanges.calls, ids, is_lost) if bool((is_lost == wrong).all()) else None,
     )
 
 

@@ -101,7 +101,9 @@ class RowFinder:
         )
         if not 0 < len(wrong) <= _MOST_WRONG:
             return None
-        for token in wrong.tolist():
+        lost = self._find_lost(actual[wrong], wrong, allowed)
+        found[wrong] = torch.where(lost, len(self.rows) - 1, found[wrong])
+        for token in wrong[~lost.any(dim=1)].tolist():
             left = actual[token] - expected[token]
             taken = self._find_one(token, left, allowed) or self._find_two(token, left, allowed)
             taken = taken or self._find_three(token, left, allowed)
@@ -110,6 +112,21 @@ class RowFinder:
             for choice, row in taken:
                 found[token, choice] = row
         return found.masked_fill(found == len(self.rows) - 1, LOST)
+
+    def _find_lost(self, actual: Tensor, tokens: Tensor, allowed: float) -> Tensor:
+        """Return which choices (T, k) of tokens (T) are lost, where outputs (T, H) are right but for these.
+
+        How often each row is there follows from the sum where a token has no more rows than numbers, so any of them
+        may be lost at once. Of a token of which that is not so, none is.
+        """
+        weighted = self.weights[tokens].unsqueeze(-1) * self.rows[self.own[tokens]]
+        if weighted.shape[1] > weighted.shape[2]:
+            return torch.zeros(weighted.shape[:2], dtype=torch.bool)
+        times = torch.linalg.lstsq(weighted.mT, actual.unsqueeze(-1), driver="gelsd").solution.squeeze(-1)
+        is_lost: Tensor = times < 0.5
+        made = (weighted * ~is_lost.unsqueeze(-1)).sum(dim=1)
+        is_made = (made - actual).abs().amax(dim=1) <= allowed
+        return is_lost & is_made.unsqueeze(1)
 
     def _find_one(self, token: int, left: Tensor, allowed: float) -> list[tuple[int, int]] | None:
         """Return the one choice that came back with another row, and that row."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moeverify.report.words.factor import AMBIGUOUS, format_factor, name_product
 from moeverify.report.words.subject import name_subject
 from moeverify.results.explanation import Explanation
-from moeverify.results.initial_values import Draw, Drawn, ScaledByShape
+from moeverify.results.initial_values import Draw, Drawn, ScaledByShape, Tails
 
 _SAME = 0.01
 
@@ -43,8 +43,31 @@ _KNOWN_AS: Mapping[tuple[str, float, tuple[str, ...]], str] = {
 def describe_drawn(operation: Drawn, explanation: Explanation) -> str:
     """Return how initial values are distributed that are not those of the seed and the names."""
     subject = name_subject(explanation.subject)
+    if operation.tails is not None:
+        return _describe_tails(operation.tails, str(subject))
     texts = ", or ".join(map(_describe, operation.draws))
     return f"{subject} {subject.be} {texts}, and not those that the seed and the {subject.pick('name', 'names')} give"
+
+
+_TAILS = {
+    "drawn-again": "drawn again within that bound, as of a truncated distribution",
+    "cut-off": "cut off there",
+    "zero": "zero",
+}
+
+
+def _describe_tails(tails: Tails, subject: str) -> str:
+    """Return which of initial values are others, and what all others are."""
+    bound = "a bound of each weight's own"
+    if tails.deviations is not None:
+        bound = f"{tails.deviations:g} deviations"
+    elif tails.bound is not None:
+        bound = f"{tails.bound:.3g}"
+    factor = "right" if abs(tails.factor - 1.0) < _SAME else f"{tails.factor:.4g} times the right ones"
+    return (
+        f"{subject} beyond {bound} are {_TAILS[tails.way]}: {tails.num_beyond} of {tails.num_elements}, "
+        f"and all others are {factor}"
+    )
 
 
 def _describe(draw: Draw) -> str:

@@ -10,6 +10,7 @@ from moeverify.results.change import Change
 from moeverify.results.explanation import Explanation
 from moeverify.results.layout import (
     Dim,
+    LostCopies,
     Order,
     OtherRows,
     Reordered,
@@ -214,6 +215,10 @@ def describe_other_rows(operation: OtherRows, explanation: Explanation) -> str:
     """Return which rows come back from experts in the place of the right ones."""
     module = explanation.subject.module
     which = f"{operation.num_wrong} of the {operation.num_rows} token copies of {module} come back with other rows"
+    if operation.are_lost:
+        which = f"of {operation.num_wrong} of the {operation.num_rows} token copies of {module} nothing comes back"
+    if operation.lost is not None:
+        return f"{which} (inputs match): {_describe_lost(operation.lost)}"
     if operation.counts is not None:
         return f"{which} (inputs match): {_describe_counts(operation.counts)}"
     if operation.offset is not None:
@@ -225,13 +230,24 @@ def describe_other_rows(operation: OtherRows, explanation: Explanation) -> str:
     for each in operation.served:
         of = f"{each.num_rows} of the {each.num_all} of expert {each.expert}"
         if each.by < 0:
-            kinds.append(f"{of} as zeros")
+            kinds.append(of if operation.are_lost else f"{of} as zeros")
         elif each.of_others:
             kinds.append(f"{of} with those of other tokens, by expert {each.by}")
         else:
             kinds.append(f"{of} by expert {each.by}")
     more = f", and {operation.num_more} more" if operation.num_more else ""
     return f"{which} (inputs match): {', '.join(kinds)}{more}"
+
+
+def _describe_lost(lost: LostCopies) -> str:
+    """Return which copies of each rank are lost."""
+    if lost.way == "all":
+        return "all of each rank"
+    which = lost.way.rpartition("-")[2]
+    some = f"the {which} one" if lost.number == 1 else f"the {which} {lost.number}"
+    rest = f"all but {some}" if lost.way.startswith("all") else some
+    order = "in the order of its tokens" if lost.order == "tokens" else "sorted by expert"
+    return f"{rest} of each rank, {order}"
 
 
 def _describe_counts(counts: TakenCounts) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.factor import describe_sources
+from moeverify.report.words.rates import describe_schedule
 from moeverify.report.words.step_changes import describe_form
+from moeverify.report.words.step_options import describe_number
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.step_facts import (
@@ -44,18 +46,7 @@ def _describe(facts: RecomputedFacts, finding: Finding) -> Said:
     factors = [term.factor for term in wrong if term.factor is not None]
     if len(wrong) == len(factors) > 1 and max(factors) - min(factors) < NEAR * max(map(abs, factors)):
         return _describe_whole(facts, factors[0], quantity)
-    causes = []
-    for term in wrong:
-        if term.factor is None:
-            causes.append(f"{term.name} is there, and the options have none")
-        elif term.power_of_two is not None:
-            causes.append(_describe_power(term, term.power_of_two))
-        elif abs(term.factor) < NEAR:
-            causes.append(f"{term.name} is left out")
-        elif facts.lacks_clip(term):
-            causes.append(f"the {term.name} is not clipped")
-        else:
-            causes.append(f"{term.name} counts {term.factor:.4g} times")
+    causes = [_describe_term(term, facts) for term in wrong]
     evidence = [
         f"{term.name}: coefficient {term.found:.6g}, and the options give {term.expected or 0.0:.6g}"
         for term in facts.terms
@@ -63,6 +54,21 @@ def _describe(facts: RecomputedFacts, finding: Finding) -> Said:
     ]
     evidence += _count_others(facts)
     return f"the optimizer computes {quantity} otherwise: {', '.join(causes)}", tuple(evidence)
+
+
+def _describe_term(term: TermFacts, facts: RecomputedFacts) -> str:
+    """Return how a term is there otherwise."""
+    if term.factor is None:
+        return f"{term.name} is there, and the options have none"
+    if term.power_of_two is not None:
+        return _describe_power(term, term.power_of_two)
+    if abs(term.factor) < NEAR:
+        return f"{term.name} is left out"
+    if facts.lacks_clip(term):
+        return f"the {term.name} is not clipped"
+    if term.number is not None:
+        return describe_number(term.name, term.number)
+    return f"{term.name} counts {term.factor:.4g} times"
 
 
 def _describe_whole(facts: RecomputedFacts, factor: float, quantity: str) -> Said:
@@ -177,8 +183,11 @@ def _describe_forms(facts: RecomputedFacts, quantity: str) -> Said:
 
 
 def _describe_rate(facts: RecomputedFacts, finding: Finding) -> Said:
+    evidence = ("with that rate the update is what the rank's own gradient, moments and options give",)
+    if facts.schedule:
+        cause = f"{describe_schedule(facts)}; in step {finding.step} the recipe gives {facts.scheduled:.6g}"
+        return cause, evidence
     of_step = "" if facts.rate_step is None else f", as in step {facts.rate_step}"
     scheduled = f"the recipe gives {facts.scheduled:.6g}"
     cause = f"the learning rate of step {finding.step} is {facts.rate:.6g}{of_step}; {scheduled}"
-    evidence = ("with that rate the update is what the rank's own gradient, moments and options give",)
     return cause, evidence

@@ -59,7 +59,7 @@ WAYS: Mapping[str, str] = {
 }
 """By the way of a part, what a router does."""
 
-_GROUPS = "groups-"
+_GROUPS, _BEST = "groups-", "best-"
 
 
 def describe_rules(facts: RouterFacts) -> str:
@@ -77,4 +77,20 @@ def _describe_way(way: str, number: float | None) -> str:
     count = way.removeprefix(_GROUPS)
     if way.startswith(_GROUPS) and count.isdigit():
         return f"takes the best {count} groups of experts, another number than the recipe's"
+    if way.startswith(_BEST):
+        return _describe_numbers(way.removeprefix(_BEST), number)
     return WAYS[way].format(number)
+
+
+def _describe_numbers(numbers: str, right: float | None) -> str:
+    """Return how many experts tokens have: of `5`, `1-in-2` choices, `1-to-5` by token."""
+    experts, _, choices = numbers.partition("-in-")
+    least, _, most = experts.partition("-to-")
+    place = "" if right is None else f" in place of {right:.0f}"
+    if choices:
+        which = "the best expert" if experts == "1" else f"the best {experts} experts"
+        return f"gives each token {which} more than once, in {choices} choices"
+    if most:
+        return f"gives tokens from {least} to {most} of their best experts{place}"
+    noun = "expert" if experts == "1" else "experts"
+    return f"gives each token its best {experts} {noun}{place}"

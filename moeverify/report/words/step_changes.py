@@ -75,6 +75,10 @@ _CHANGES: Mapping[StepChange, str] = {
     "undecayed": "the moment of before is not multiplied by its beta",
     "largest": "it is the larger of the moment of before and of what the step adds, not their sum",
     "epsilon-in-moment": "epsilon is added to the moment itself",
+    "starts-at-weight": "it starts from the weight, not from zero",
+    "starts-at-number": "each element starts from {:.5g}, not from zero",
+    "starts-twice": "it starts from the gradient, to which the first step adds the gradient again",
+    "starts-dampened": "the first gradient is multiplied by 1 - momentum, and those of later steps are not",
 }
 
 

@@ -15,6 +15,7 @@ from moeverify.checks.optimizer_step import OptimizerWatch, judge_rows
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.program import Program
+from moeverify.train.schedule import list_rates
 from moeverify.validation.load import build_case
 
 MODEL = {
@@ -69,6 +70,7 @@ def judge_steps(run_ranks: Callable[..., Any], train_alone: Callable[..., Any]) 
     def do(optimizer: Mapping[str, Any], precision: str, **options: Any) -> Outcome:
         case = make_case({**optimizer, **options}, precision)
         rows = train_alone(case, lambda program: OptimizerWatch(case.recipe, program))
-        return judge_rows(replace(shown, case=case), [rows])
+        rates = list_rates(case.recipe.optimizer, case.recipe.steps)
+        return judge_rows(replace(shown, case=case), [rows], rates)
 
     return do

@@ -74,6 +74,65 @@ def test_the_rule_of_another_choice_is_named(
     assert rule in WAYS
 
 
+@pytest.mark.parametrize("precision", ["float64", "bfloat16", "mixed"])
+@pytest.mark.parametrize("moe", [SOFTMAX, SIGMOID], ids=["softmax", "groups"])
+@pytest.mark.parametrize(
+    ("places", "rule"),
+    [
+        ([0], "best-1"),
+        ([0, 1], "best-2"),
+        ([0, 1, 2, 3, 4], "best-5"),
+        ([0, 0, 0], "best-1-in-3"),
+        ([0, 1, 0], "best-2-in-3"),
+        ([0, 1, 2, 2], "best-3-in-4"),
+        ([0, 2, 3, 4], None),
+        ([1, 2], None),
+    ],
+)
+def test_other_numbers_of_experts_are_named(
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+    moe: dict[str, Any],
+    places: list[int],
+    rule: str | None,
+    precision: str,
+) -> None:
+    choose = Router._choose
+
+    def choose_otherwise(self: Router, scores: Tensor) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        self.spec = spec.model_copy(update={"top_k": 6})
+        try:
+            ids, margin = choose(self, scores)
+        finally:
+            self.spec = spec
+        return ids[..., places], margin
+
+    monkeypatch.setattr(Router, "_choose", choose_otherwise)
+    chosen = {each.facts.rule for each in judge(moe, precision).findings if each.facts.quantity == "choice"}
+    assert chosen == {rule}
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("best-1", "gives each token its best 1 expert in place of 2"),
+        (
+            "best-1-in-2",
+            "gives each token the best expert more than once, in 2 choices",
+        ),
+        ("best-1-to-5", "gives tokens from 1 to 5 of their best experts in place of 2"),
+    ],
+)
+def test_numbers_of_experts_have_words(rule: str, said: str) -> None:
+    assert (
+        describe_rules(
+            RouterFacts(quantity="choice", num_wrong=1, num_tokens=2, rule=rule, numbers={rule: 2.0})
+        )
+        == said
+    )
+
+
 def test_a_choice_by_no_known_rule_has_none(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_by(monkeypatch, lambda spec, scores, biased: (spec, biased.roll(1, -1)))
     assert list_rules(judge(SIGMOID, "float64")) == {None}

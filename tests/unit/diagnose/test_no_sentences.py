@@ -26,6 +26,7 @@ PARSING = {"replace", "partition", "rpartition", "split", "rsplit", "removeprefi
 OF_NAMES = {
     "diagnose/recomputed.py",  # the moment that a state's name ends with
     "diagnose/step_forms.py",  # likewise
+    "diagnose/router_findings.py",  # the block that a router's name begins with, and the ways of a rule
     "diagnose/families.py",  # parts of a fully qualified name
     "diagnose/parameter_parts.py",  # likewise
     "diagnose/draws.py",  # the name of a bias's weight

@@ -57,6 +57,8 @@ def other_expert(token: int, choice: int) -> int:
         {(2, 0): (5, 1)},
         {(2, 0): (5, 1), (2, 1): (7, 0)},
         {(4, 0): (LOST, LOST), (4, 1): (6, 1)},
+        {(4, 0): (LOST, LOST), (4, 1): (LOST, LOST), (4, 2): (LOST, LOST)},
+        {(token, choice): (LOST, LOST) for token in range(6) for choice in range(3) if token or choice},
     ],
 )
 def test_rows_of_other_tokens_and_experts_are_found(rows: Rows) -> None:

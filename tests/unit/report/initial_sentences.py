@@ -7,9 +7,35 @@ from explanations import explain
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Product
-from moeverify.results.initial_values import Draw, Drawn, ScaledByShape
+from moeverify.results.initial_values import Draw, Drawn, ScaledByShape, Tails
 
 INITIAL = [
+    *(
+        (
+            explain(
+                Cause.INITIALIZATION,
+                Quantity.INITIAL_VALUE,
+                Drawn(tails=Tails(way=way, num_beyond=45, num_elements=1000, **numbers)),
+                tensors=("a", "b"),
+            ),
+            f"the initial values of 2 tensors beyond {text}",
+            "",
+        )
+        for way, numbers, text in (
+            (
+                "drawn-again",
+                {"deviations": 2.0},
+                "2 deviations are drawn again within that bound, as of a truncated distribution: 45 of 1000, and all "
+                "others are right",
+            ),
+            (
+                "cut-off",
+                {"bound": 0.04, "factor": 1.1368},
+                "0.04 are cut off there: 45 of 1000, and all others are 1.137 times the right ones",
+            ),
+            ("zero", {}, "a bound of each weight's own are zero: 45 of 1000, and all others are right"),
+        )
+    ),
     (
         explain(
             Cause.SCALE,

@@ -10,6 +10,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.layout import (
     Dim,
+    LostCopies,
     Order,
     OtherRows,
     RankSource,
@@ -28,6 +29,7 @@ BATCH, SEQUENCE, FEATURES = (
     Dim(name="sequence", size=8),
     Dim(name="features", size=64),
 )
+ZEROS = Served(expert=9, by=-1, of_others=False, num_rows=46, num_all=46)
 TOKENS = (BATCH, SEQUENCE, FEATURES)
 CHUNKS = Dim(name="chunks", size=4, of="sequence")
 INNER = SEQUENCE.model_copy(update={"size": 2})
@@ -205,6 +207,27 @@ LAYOUTS = [
         "by expert 4, "
         "and 2 more",
         "moe.dispatcher",
+    ),
+    *(
+        (
+            explain(
+                Cause.FORWARD,
+                OUTPUT,
+                OtherRows(num_wrong=510, num_rows=512, served=(ZEROS,), are_lost=True, lost=lost),
+                module="moe.dispatcher",
+            ),
+            f"of 510 of the 512 token copies of moe.dispatcher nothing comes back (inputs match): {text}",
+            "moe.dispatcher",
+        )
+        for lost, text in [
+            (None, "46 of the 46 of expert 9"),
+            (LostCopies(way="all"), "all of each rank"),
+            (
+                LostCopies(way="all-but-first", number=1),
+                "all but the first one of each rank, in the order of its tokens",
+            ),
+            (LostCopies(way="last", number=3, order="experts"), "the last 3 of each rank, sorted by expert"),
+        ]
     ),
     *(
         (

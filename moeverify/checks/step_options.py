@@ -1,0 +1,236 @@
+"""What a wrong coefficient of an optimizer's step is of the optimizer's own options: 1, or 1/(1 - beta1).
+
+A coefficient has a name where one product of options alone is within its error: of two that are as short, or nearly,
+neither is named. Options are of all parameters and steps: what one tensor, or one step, speaks against is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import NamedTuple, get_args
+
+from moeverify.case.schema import Optimizer
+from moeverify.compare.assembled import Key
+from moeverify.results.checks import Kind
+from moeverify.results.finding import Finding
+from moeverify.results.step_facts import (
+    Changes,
+    Option,
+    OptionNumber,
+    OptionPower,
+    RecomputedFacts,
+    TermFacts,
+)
+
+_NOISE, _EXACT, _WORST = 8.0, 1e-5, 1e-4
+"""Standard errors, and relative errors: what float32 leaves of an option, and the largest of what names one.
+
+A tensor that tells less must not speak against it.
+"""
+
+_POWERS, _PLAIN_POWERS = (1.0, -1.0, 2.0, 0.5, -0.5, -2.0), (1.0, -1.0, 2.0)
+_PLAIN: Collection[Option] = ("rate", "rate-of-options", "decay")
+"""Options of which no formula takes a root."""
+
+_LARGEST: Changes = ("largest",)
+"""What the first step, whose moment of before is zero, makes as if it had no share: the next steps tell."""
+
+_MEAN, _SQUARE = ("exp_avg", "gradient"), ("exp_avg_sq", "squared gradient")
+_MOMENTUM = ("momentum_buffer", "gradient")
+
+_SAME = 1e-3
+"""How far apart, relatively, numbers are that are one."""
+
+_OWN: Mapping[str, Option] = {
+    "exp_avg": "1-beta1",
+    "exp_avg_sq": "1-beta2",
+    "momentum_buffer": "momentum",
+}
+"""By moment, the option that is meant where several are equal to what its formula has."""
+
+Powers = tuple[OptionPower, ...]
+
+
+class _Known(NamedTuple):
+    """A product of options with its length, which counts what must be written down."""
+
+    value: float
+    length: int
+    powers: Powers
+
+
+def name_coefficients(
+    findings: Sequence[Finding],
+    seen: Collection[Key],
+    spec: Optimizer,
+    rates: Sequence[float],
+    precision: str,
+) -> list[Finding]:
+    """Return the findings, with what wrong coefficients are of the options, without forms that a later step denies.
+
+    `seen` are the results that were computed again, `rates` the learning rates of the steps. In 16 bits an option is
+    rounded to three digits, which several products have: none is named.
+    """
+    findings = [_drop_denied(finding, findings, seen) for finding in findings]
+    if precision == "bfloat16":
+        return findings
+    results: dict[tuple[str, str], list[tuple[int, TermFacts]]] = {}
+    for finding in findings:
+        for term in _list_wrong(finding):
+            results.setdefault((_name_result(finding), term.name), []).append((finding.step, term))
+    named = {}
+    scaled = _find_scaled_gradients(findings)
+    for (result, name), terms in results.items():
+        if (result, name) in scaled:
+            continue
+        found = _find_common(terms, spec, rates)
+        if found is not None:
+            expected = _find_expected(result, terms[0], spec, rates)
+            wrong = {step for step, _ in terms}
+            right = {step for step, kind, tensor in seen if _name(kind, tensor) == result} - wrong
+            steps = tuple(sorted(wrong)) if right else ()
+            named[result, name] = OptionNumber(found=found, expected=expected, steps=steps)
+    return [_put(finding, named) for finding in findings]
+
+
+def _find_scaled_gradients(findings: Sequence[Finding]) -> Collection[tuple[str, str]]:
+    """Return terms that count by a factor of the gradient itself: once in the mean, and squared in the square.
+
+    So it is of one moment that has no other one, where the factor or one over it is a whole number, such as of ranks.
+    """
+    factors: dict[tuple[str, str], float] = {}
+    for finding in findings:
+        for term in finding.facts.wrong_terms if isinstance(finding.facts, RecomputedFacts) else ():
+            factors.setdefault((_name_result(finding), term.name), term.factor or 0.0)
+    if _MEAN in factors and _SQUARE in factors:
+        is_scaled = math.isclose(factors[_MEAN] ** 2, factors[_SQUARE], rel_tol=_SAME)
+        return (_MEAN, _SQUARE) if is_scaled else ()
+    factor = factors.get(_MOMENTUM, 0.0)
+    counts = (factor, 1.0 / factor) if factor > 0.0 else ()
+    return (_MOMENTUM,) if any(abs(each - round(each)) <= _SAME * each for each in counts) else ()
+
+
+def _drop_denied(finding: Finding, findings: Sequence[Finding], seen: Collection[Key]) -> Finding:
+    """Return a finding of a moment's first value without the larger of two, where no later step has taken it."""
+    facts, result = finding.facts, _name_result(finding)
+    if not isinstance(facts, RecomputedFacts) or _LARGEST not in facts.tried or finding.step:
+        return finding
+    later = [each for each in findings if _name_result(each) == result and each.step > finding.step]
+    if any(isinstance(each.facts, RecomputedFacts) and _LARGEST in each.facts.tried for each in later):
+        return finding
+    variants = tuple(form for form in facts.variants if form.changes != _LARGEST)
+    return finding.model_copy(update={"facts": facts.model_copy(update={"variants": variants})})
+
+
+def _list_wrong(finding: Finding) -> Sequence[TermFacts]:
+    facts = finding.facts
+    if not isinstance(facts, RecomputedFacts) or not facts.is_estimate:
+        return ()
+    return [term for term in facts.wrong_terms if term.found is not None and term.expected]
+
+
+def _find_common(
+    terms: Sequence[tuple[int, TermFacts]], spec: Optimizer, rates: Sequence[float]
+) -> Powers | None:
+    """Return the product that is each of these coefficients, of (step, term), where no other is about as short."""
+    if not any(_find_error(term) <= _WORST * abs(term.found or 0.0) for _, term in terms):
+        return None
+    fitting: dict[Powers, int] = {}
+    for number, (step, term) in enumerate(terms):
+        fits = {known.powers: known.length for known in _list_fitting(step, term, spec, rates)}
+        fitting = fits if number == 0 else {key: fitting[key] for key in fitting if key in fits}
+    if not fitting:
+        return None
+    shortest = min(fitting.values())
+    short = [powers for powers, length in fitting.items() if length <= shortest + 1]
+    return short[0] if len(short) == 1 else None
+
+
+def _list_fitting(step: int, term: TermFacts, spec: Optimizer, rates: Sequence[float]) -> Iterator[_Known]:
+    """Yield the products that a coefficient of a step may be."""
+    found = term.found or 0.0
+    error = _find_error(term)
+    if found * term.expected <= 0.0:
+        return
+    rate = rates[step] if step < len(rates) else spec.lr
+    for known in _list_products(_list_options(spec, rate)):
+        if abs(known.value - abs(found)) <= error:
+            yield known
+
+
+def _find_error(term: TermFacts) -> float:
+    return max(_NOISE * term.error, _EXACT * abs(term.found or 0.0))
+
+
+def _find_expected(
+    result: str, of_step: tuple[int, TermFacts], spec: Optimizer, rates: Sequence[float]
+) -> Powers:
+    """Return the product that a coefficient should be: the shortest, of these that with the moment's option."""
+    step, term = of_step
+    right = term.model_copy(update={"found": term.expected, "error": 0.0})
+    own = _OWN.get(result)
+    fitting = sorted(
+        _list_fitting(step, right, spec, rates),
+        key=lambda known: (known.length, own not in {each.option for each in known.powers}),
+    )
+    return fitting[0].powers if fitting else ()
+
+
+def _list_options(spec: Optimizer, rate: float) -> Mapping[Option, float]:
+    """Return the options of an optimizer that are neither 0 nor 1, of those that its kind has."""
+    is_sgd = bool(spec.momentum) and spec.name == "sgd"
+    values = {
+        "beta1": 0.0 if is_sgd else spec.betas[0],
+        "1-beta1": 0.0 if is_sgd else 1.0 - spec.betas[0],
+        "beta2": 0.0 if is_sgd else spec.betas[1],
+        "1-beta2": 0.0 if is_sgd else 1.0 - spec.betas[1],
+        "momentum": spec.momentum if is_sgd else 0.0,
+        "1-momentum": 1.0 - spec.momentum if is_sgd else 0.0,
+        "rate": rate,
+        "rate-of-options": 0.0 if math.isclose(rate, spec.lr) else spec.lr,
+        "decay": spec.weight_decay,
+    }
+    return {name: values[name] for name in get_args(Option) if values[name] not in (0.0, 1.0)}
+
+
+def _list_products(options: Mapping[Option, float]) -> Iterator[_Known]:
+    """Yield products of at most two options, each to a power: 1, an option, its square, one over it, its root."""
+    yield _Known(1.0, 0, ())
+    for option, value in options.items():
+        for power in _PLAIN_POWERS if option in _PLAIN else _POWERS:
+            yield _Known(value**power, _measure([power]), (OptionPower(option=option, power=power),))
+    for (one, first), (other, second) in combinations(options.items(), 2):
+        for powers in product((1.0, -1.0), repeat=2):
+            value = first ** powers[0] * second ** powers[1]
+            parts = tuple(
+                OptionPower(option=name, power=power)
+                for name, power in zip((one, other), powers, strict=True)
+            )
+            yield _Known(value, _measure(powers), parts)
+
+
+def _measure(powers: Iterable[float]) -> int:
+    return sum(1 + (power != 1.0) for power in powers)
+
+
+def _put(finding: Finding, named: Mapping[tuple[str, str], OptionNumber]) -> Finding:
+    facts, result = finding.facts, _name_result(finding)
+    wrong = {term.name for term in _list_wrong(finding)}
+    if not isinstance(facts, RecomputedFacts) or not wrong:
+        return finding
+    terms = tuple(
+        term.model_copy(update={"number": named.get((result, term.name))}) if term.name in wrong else term
+        for term in facts.terms
+    )
+    return finding.model_copy(update={"facts": facts.model_copy(update={"terms": terms})})
+
+
+def _name_result(finding: Finding) -> str:
+    return _name(finding.kind, finding.tensor)
+
+
+def _name(kind: str, tensor: str) -> str:
+    """Return what an optimizer has made: an update, or which moment."""
+    return kind if kind == Kind.UPDATE else tensor.rpartition(".")[2]

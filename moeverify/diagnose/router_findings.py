@@ -1,0 +1,74 @@
+"""Findings of routers that say by which rule they choose or weigh, and what follows from these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moeverify.checks.router_rules import BEST
+from moeverify.results.cause import Cause
+from moeverify.results.facts import RouterFacts
+from moeverify.results.finding import Finding
+from moeverify.results.operation import Altered, Miscounted
+
+_OF_SCORES = frozenset(
+    {"softmax-scores", "sigmoid-scores", "of-allowed", "other-temperature", "scores-again"}
+)
+
+
+def find_weighed(finding: Finding, heads: Iterable[Finding]) -> Finding | None:
+    """Return the weights that tell by which scores routers work, and have chosen; None of what is no choice."""
+    facts = finding.facts
+    if not isinstance(facts, RouterFacts) or facts.quantity != "choice":
+        return None
+    earlier = [each for each in heads if each.step <= finding.step]
+    return next(
+        (each for each in earlier if isinstance(each.facts, RouterFacts) and _changes_scores(each.facts)),
+        None,
+    )
+
+
+def is_rounded(finding: Finding) -> bool:
+    """Return whether it is a router whose weights are those of rounded scores, whose gradient is then another one."""
+    return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
+
+
+def scores_otherwise(finding: Finding, loss: Finding) -> bool:
+    """Return whether a router has other scores in the same step, of which the balance loss is made too."""
+    facts = finding.facts
+    if not isinstance(facts, RouterFacts) or finding.step != loss.step:
+        return False
+    return _changes_scores(facts) and loss.tensor in (
+        "balance",
+        "total",
+    )
+
+
+def _changes_scores(facts: RouterFacts) -> bool:
+    """Return whether a router weighs by a rule whose scores are others, of all experts."""
+    return facts.rule is not None and not facts.rivals and bool(_OF_SCORES & set(facts.rule.split("+")))
+
+
+def _tells_choice(finding: Finding) -> bool:
+    """Return whether it is known by which rule a router chooses, whose counts are made of that."""
+    facts = finding.facts
+    return isinstance(facts, RouterFacts) and facts.quantity == "choice" and facts.rule is not None
+
+
+def is_made_by_choice(origin: Finding, finding: Finding) -> bool:
+    """Return whether an origin is about counts of choices, or what a router feeds, where another choice is known.
+
+    Such a module is compared as if its choices were the right ones, and as many: with others it looks otherwise made.
+    """
+    explanation = origin.explanation
+    if explanation is None or origin.step != finding.step or not _tells_choice(finding):
+        return False
+    if isinstance(explanation.operation, Miscounted):
+        return True
+    has_other_numbers = isinstance(finding.facts, RouterFacts) and (finding.facts.rule or "").startswith(BEST)
+    if explanation.cause is not Cause.FORWARD or not (
+        has_other_numbers or isinstance(explanation.operation, Altered)
+    ):
+        return False
+    block = finding.tensor.rpartition(".")[0]
+    place = explanation.subject.module or ""
+    return bool(block) and place in (block, f"{block}.dispatcher")
