@@ -86,7 +86,7 @@ class Bounds:
             return FLOOR["float64"]
         own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
         measured = max(own, self._typical_noise(step, kind, criterion.metric))
-        if kind == Kind.UPDATE:
+        if kind in (Kind.UPDATE, Kind.OPTIMIZER_STATE):
             measured = self._add_gradient_noise(step, name, own, measured)
         if not math.isfinite(measured):
             measured = 0.0  # an unusable measurement allows nothing
@@ -107,7 +107,7 @@ class Bounds:
         return self.tolerance.rtol + slack
 
     def _add_gradient_noise(self, step: int, name: str, own: float, measured: float) -> float:
-        """Return the noise of an update, given what was measured and what the noise of gradients does to it.
+        """Return the noise of an update or a moment: what was measured, and what the noise of gradients does to it.
 
         A few runs of calibration miss most of the elements whose update may change its sign, so what sign flips do is
         added to what the runs showed. Nor is more allowed than what all of the gradients' noise does: that drift is

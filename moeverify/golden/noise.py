@@ -28,7 +28,7 @@ def noise_key(step: int, kind: str, name: str, *, forced: bool = False) -> str:
 
 
 def update_drift_key(step: int, name: str, *, forced: bool = False) -> str:
-    """Return the key of how far the noise of gradients moves an update, by an adaptive optimizer below float64."""
+    """Return the key of how far the noise of gradients moves an update or a moment of Adam below float64."""
     return noise_key(step, "update drift", name, forced=forced)
 
 

@@ -51,9 +51,11 @@ class GoldenWriter:
         self._step: int | None = None
         self._tensors: dict[str, Tensor] = {}
         self._held = ExitStack()
+        self._older: tuple[int, int] | None = None
 
     def __enter__(self) -> GoldenWriter:
         """Make the folder to write into."""
+        self._older = _identify(self.folder)
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self._held.enter_context(hold(self._partial))
@@ -102,7 +104,10 @@ class GoldenWriter:
             narrowed.replace(path)
 
     def finish(self, noise: dict[str, float], summary: dict[str, Any]) -> None:
-        """Write the index and give the folder its final name, replacing an older golden."""
+        """Write the index and give the folder its final name, replacing an older golden.
+
+        One that another process has finished in the meantime is the same, and stays: that process reads it.
+        """
         self._flush()
         files = {path.name: _checksum_file(path) for path in sorted(self._partial.glob("step*.safetensors"))}
         content = {"version": _VERSION, "noise": noise, "summary": summary, "files": files}
@@ -110,6 +115,8 @@ class GoldenWriter:
         text = json.dumps({**content, "checksum": _checksum(content)}, sort_keys=True)
         (self._partial / _INDEX).write_text(text)
         release(self._partial)
+        if is_stored(self.folder) and _identify(self.folder) != self._older:
+            return
         if self.folder.exists():
             retired = self.folder.with_name(f"{self.folder.name}.{os.getpid()}.retired")
             self.folder.rename(retired)
@@ -125,6 +132,15 @@ class GoldenWriter:
             tensors = {key: tensor.contiguous() for key, tensor in self._tensors.items()}
             save_file(tensors, self._partial / f"step{self._step}.safetensors")
         self._tensors = {}
+
+
+def _identify(folder: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from one that takes its name later; None where there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _narrow(tensor: Tensor) -> Tensor:

@@ -10,13 +10,19 @@ gradients may be off:
 What the update then differs by, divided by PUSH, is stored beside the measured noise (`moeverify.checks.bounds`),
 since a bound is the tolerance's factor, the same number, times what is stored.
 
+Adam adds its weight decay to the gradient. There it is the sum of both that changes its sign, and a weight that has
+gone the other way is in the moments of later steps, which get the same allowance.
+
 Source of the optimizer: Kingma and Ba 2014 (arXiv 1412.6980), algorithm 1; AdamW: arXiv 1711.05101, algorithm 2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from moeverify.case.schema import Precision, Recipe, Tolerance
 from moeverify.checks.base import Watch
@@ -26,6 +32,9 @@ from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import SCALAR, load_state
+from moeverify.train.optimizer import optimizer_state
+from moeverify.train.optimizer_kinds import OPTIMIZER
+from moeverify.train.program import Program
 from moeverify.train.state import TrainingState
 
 PUSH = Tolerance().factor
@@ -80,7 +89,7 @@ class GradientNoise(Watch[None]):
 def propagate(
     recipe: Recipe, reference: StoredGolden, noise: GradientNoise, device: torch.device, *, forced: bool
 ) -> dict[str, float]:
-    """Return how far each update moves by the gradients' noise, and how far by sign flips alone, by their keys.
+    """Return how far updates and moments move by gradients' noise, and how far by sign flips alone, by their keys.
 
     The optimizer's own rounding is part of the first. Unit: relative to the norm of the golden's update.
     """
@@ -110,50 +119,89 @@ def _replay(
 ) -> dict[tuple[int, str], Tensor]:
     """Return how far each update is from the golden's, after an optimizer in this precision got its gradients.
 
-    With `noise` they are pushed. With `forced` each step starts from the golden's state, else from its own. Shape:
-    (2,), the error of the whole tensor, and of the `MAX_SIGN_FLIPS` elements that moved most of those whose sign
-    changed, both relative to the norm of the golden's.
+    With `noise` they are pushed. With `forced` each step starts from the golden's state, else from its own. Where
+    the optimizer adds its decay to the gradient, moments are among them from the second step on. Shape: (2,), the
+    error of the whole tensor, and of the `MAX_SIGN_FLIPS` elements that moved most of those whose update changed its
+    sign, of a moment in a step before, both relative to the norm of the golden's.
     """
     program = assemble_single(recipe, device, compute=precision)
     state = TrainingState.begin(recipe, program)
+    decays = _list_added_decays(recipe, state.optimizer)
+    turned: dict[str, Tensor] = {}
     found: dict[tuple[int, str], Tensor] = {}
     for step in range(recipe.steps):
         if step > 0 and forced:
             load_state(program, state.optimizer, reference, step - 1)
-        # The clip's coefficient is the golden's: by how much noise changes the norm of all gradients is far less.
-        clip = reference.read(step, Kind.GRADIENT_NORM, "clip_coefficient", SCALAR)
-        for shard in program.shards:
-            gradient = reference.read(step, Kind.GRADIENT, shard.name, shard.region)
-            shard.tensor.grad = None
-            if gradient is not None:
-                rows = None if noise is None else noise.of(step, shard.name)
-                pushed = push(gradient.to(device, torch.float64), rows)
-                pushed = pushed if clip is None else pushed * clip.to(pushed)
-                shard.tensor.grad = pushed.reshape(shard.tensor.shape).to(shard.tensor.dtype)
+        _fill_gradients(program, reference, noise, step, decays)
         before = [shard.local().clone() for shard in program.shards]
         state.optimizer.step()
+        if decays:
+            for name, local, region in optimizer_state(state.optimizer, program.shards):
+                is_turned = turned.get(name.rpartition(".")[0])
+                right = reference.read(step, Kind.OPTIMIZER_STATE, name, region)
+                if is_turned is not None and right is not None and is_turned.shape == local.shape:
+                    found[step, name] = _measure(right.to(device).reshape(local.shape), local, is_turned)
         for shard, old in zip(program.shards, before, strict=True):
-            expected = reference.read(step, Kind.UPDATE, shard.name, shard.region)
-            if expected is not None:
-                found[step, shard.name] = _measure(expected.to(device), shard.local() - old)
+            right = reference.read(step, Kind.UPDATE, shard.name, shard.region)
+            if right is not None:
+                right, actual = right.to(device).reshape(old.shape), shard.local() - old
+                is_turned = right * actual < 0.0
+                found[step, shard.name] = _measure(right, actual, is_turned)
+                turned[shard.name] = is_turned | turned.get(shard.name, torch.zeros_like(is_turned))
         state.advance()
     return found
 
 
-def push(gradient: Tensor, rows: Tensor | None) -> Tensor:
-    """Return a gradient pushed towards zero, and through it, by `PUSH` times the noise of its rows.
+def _fill_gradients(
+    program: Program,
+    reference: StoredGolden,
+    noise: GradientNoise | None,
+    step: int,
+    decays: Mapping[Tensor, float],
+) -> None:
+    """Give parameters the golden's gradients of a step, clipped, and pushed by the noise."""
+    # The clip's coefficient is the golden's: by how much noise changes the norm of all gradients is far less.
+    clip = reference.read(step, Kind.GRADIENT_NORM, "clip_coefficient", SCALAR)
+    coefficient = 1.0 if clip is None else float(clip)
+    for shard in program.shards:
+        gradient = reference.read(step, Kind.GRADIENT, shard.name, shard.region)
+        shard.tensor.grad = None
+        if gradient is not None:
+            gradient = gradient.to(program.device, torch.float64)
+            weight = shard.local().to(torch.float64).reshape(gradient.shape)
+            used = coefficient * gradient + decays.get(shard.tensor, 0.0) * weight
+            pushed = coefficient * push(gradient, None if noise is None else noise.of(step, shard.name), used)
+            shard.tensor.grad = pushed.reshape(shard.tensor.shape).to(shard.tensor.dtype)
 
-    What is exactly zero has no noise: a row of an embedding that nobody used. Shapes: gradient (..., n), rows
-    (..., 1).
+
+def _list_added_decays(recipe: Recipe, optimizer: Optimizer) -> dict[Tensor, float]:
+    """Return the weight decay of each parameter, where the optimizer adds it to the gradient."""
+    if OPTIMIZER.find(recipe.optimizer.name).decays_weight:
+        return {}
+    groups = [(group["params"], group["weight_decay"]) for group in optimizer.param_groups]
+    return {tensor: decay for tensors, decay in groups if decay for tensor in tensors}
+
+
+def push(gradient: Tensor, rows: Tensor | None, used: Tensor | None = None) -> Tensor:
+    """Return a gradient pushed by `PUSH` times the noise of its rows, so that what is `used` of it nears zero.
+
+    It goes through zero where the noise is larger. What is exactly zero has no noise: a row of an embedding that
+    nobody used. Shapes: gradient and used (..., n), rows (..., 1).
     """
-    return gradient if rows is None else gradient - gradient.sign() * (PUSH * rows)
+    if rows is None:
+        return gradient
+    direction = torch.where(gradient == 0.0, 0.0, (gradient if used is None else used).sign())
+    return gradient - direction * (PUSH * rows)
 
 
-def _measure(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return the error of an update, and that of its sign flips, relative to the norm of `expected`. Shape: (2,)."""
+def _measure(expected: Tensor, actual: Tensor, turned: Tensor) -> Tensor:
+    """Return the error of a tensor, and that of elements that have `turned`, relative to the norm of `expected`.
+
+    Shape: (2,).
+    """
     expected, actual = expected.to(torch.float64), actual.to(torch.float64)
-    error = actual.reshape(expected.shape) - expected
-    flips = torch.where(expected * actual.reshape(expected.shape) < 0.0, error, 0.0).abs().reshape(-1)
+    error = actual - expected
+    flips = torch.where(turned, error, 0.0).abs().reshape(-1)
     flips = torch.topk(flips, min(MAX_SIGN_FLIPS, flips.numel()), sorted=False).values
     norm = torch.linalg.vector_norm(expected)
     # An update of exactly zero is judged absolutely, so nobody asks for its noise.

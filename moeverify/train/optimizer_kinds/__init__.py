@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 class OptimizerKind(Implementation):
     """One kind of optimizer; `uses` are the fields of `recipe.optimizer` that not every kind has.
 
-    `moments` are the names of what it keeps of each parameter, in the parameter's shape.
+    `moments` are the names of what it keeps of each parameter, in the parameter's shape. `decays_weight` is true
+    where weight decay is taken off the weight, and false where it is added to the gradient.
     """
 
     uses: frozenset[str] = frozenset()
     moments: tuple[str, ...] = ()
+    decays_weight: bool = False
 
     def build(
         self, groups: Sequence[dict[str, Any]], spec: Optimizer, kernels: Mapping[str, bool]

@@ -107,6 +107,22 @@ def test_a_new_golden_replaces_the_older_one(tmp_path: Path, weight: Tensor) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["g"]
 
 
+def test_a_golden_that_another_process_has_finished_meanwhile_stays(tmp_path: Path, weight: Tensor) -> None:
+    folder = tmp_path / "golden"
+    with GoldenWriter(folder) as writer:
+        writer.observe(0, "weight", "w", weight, Region.whole(weight.shape))
+        other = GoldenWriter(folder)
+        other._partial = folder.with_name("golden.other.partial")  # of another process
+        with other:
+            other.observe(0, "weight", "w", weight, Region.whole(weight.shape))
+            other.finish({}, {"by": "other"})
+        reading = StoredGolden(folder)
+        writer.finish({}, {"by": "self"})
+    assert StoredGolden(folder).summary == {"by": "other"}
+    assert reading.read(0, "weight", "w", Region.whole(weight.shape)) is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["golden"]
+
+
 @pytest.mark.parametrize("part", [0.5, 0.0])
 def test_a_truncated_file_is_named_with_what_to_delete(part: float, tmp_path: Path, weight: Tensor) -> None:
     store(tmp_path / "g", weight)

@@ -172,6 +172,60 @@ def test_each_row_is_pushed_by_its_own_noise_and_a_zero_is_not() -> None:
     assert push(gradient, None) is gradient
 
 
+def test_what_is_pushed_to_zero_is_the_gradient_as_the_optimizer_uses_it() -> None:
+    gradient = torch.tensor([1.0, 1.0, -1.0, 0.0], dtype=torch.float64)
+    used = torch.tensor([0.5, -0.1, 0.1, 0.3], dtype=torch.float64)  # with a weight decay added
+    rows = torch.tensor([0.025], dtype=torch.float64)
+    expected = torch.tensor([0.8, 1.2, -1.2, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(push(gradient, rows, used), expected)
+
+
+class Weights(nn.Module):
+    """One parameter, which starts at one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+
+def test_a_decay_that_cancels_a_gradient_may_turn_its_update_and_the_moments_after_it(tmp_path: Path) -> None:
+    model = CustomModel(factory=f"{__name__}:Weights", vocab_size=8)
+    spec = Optimizer(name="adam", lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=1.0)
+    recipe = Recipe(name="hand", model=model, optimizer=spec, precision="mixed", steps=2)
+    program = assemble_single(recipe, CPU, compute="float64")
+    start = program.shards[0].local().clone()
+    weight, whole = start.clone().requires_grad_(), Region.whole((8, 8))
+    optimizer = torch.optim.Adam([weight], lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=1.0)
+    with GoldenWriter(tmp_path / "golden") as writer:
+        for step in range(2):
+            before = weight.detach().clone()
+            # Of the first element the gradient is far from zero, and what Adam takes of it is not.
+            weight.grad = torch.where(torch.arange(64).reshape(8, 8) == 0, 1e-4 - before, 1.0 - before)
+            writer.observe(step, "gradient", "weight", weight.grad, whole)
+            optimizer.step()
+            writer.observe(step, "update", "weight", weight.detach() - before, whole)
+            for key, value in optimizer.state[weight].items():
+                writer.observe(
+                    step, "optimizer_state", f"weight.{key}", value, Region.whole(tuple(value.shape))
+                )
+        writer.finish({}, {})
+    golden = StoredGolden(tmp_path / "golden")
+    gradients = GradientNoise(golden)
+    for step in range(2):
+        right = golden.read(step, "gradient", "weight", whole)
+        assert right is not None
+        off = NOISE * torch.where(torch.arange(64).reshape(8, 8) % 2 == 0, 1.0, -1.0)
+        gradients.observe(step, "gradient", "weight", right + off, whole)
+    found = propagate(recipe, golden, gradients, CPU, forced=False)
+    assert 8 * found[sign_flip_key(0, "weight", forced=False)] == pytest.approx(turned_error(1), rel=1e-2)
+    # The weight has gone the other way: its decay is in the moment of the second step.
+    mean = golden.read(1, "optimizer_state", "weight.exp_avg", whole)
+    assert mean is not None
+    moved = 8 * found[sign_flip_key(1, "weight.exp_avg", forced=False)] * torch.linalg.vector_norm(mean)
+    assert float(moved) >= 0.1 * 2 * LR
+    assert sign_flip_key(0, "weight.exp_avg", forced=False) not in found
+
+
 def test_the_largest_noise_of_all_runs_is_kept_row_by_row(tmp_path: Path) -> None:
     gradient, whole = torch.ones(2, 4, dtype=torch.float64), Region.whole((2, 4))
     with GoldenWriter(tmp_path / "golden") as writer:
@@ -201,7 +255,8 @@ def test_without_noise_the_optimizer_alone_makes_the_goldens_updates(tmp_path: P
         writer.finish({}, {})
     golden = StoredGolden(tmp_path / "golden")
     found = propagate(recipe, golden, GradientNoise(golden), CPU, forced=forced)
-    assert len(found) == 2 * recipe.steps * 75
+    # Updates, and from the second step on the momentum, to which the decay is added.
+    assert len(found) == 2 * (recipe.steps + recipe.steps - 1) * 75
     assert max(found.values()) < 1e-3
     assert max(error for key, error in found.items() if "/update drift/" in key) > 1e-8  # rounding to float32
 
