@@ -11,7 +11,7 @@ class Term(Record):
     """A tensor by what made it: an end of a module, a parameter, or an operator of other terms.
 
     `end` is `input` or `output` of `module`, as read forward or, where it `is_gradient`, what came back to it; `slot`
-    is the argument that has a name, such as positions.
+    is the argument that has a name, such as positions. Of `parameters` those are meant that the step takes.
     `name` is a parameter or buffer. `operator` is that of torch, with its other numbers as `options`, and `line` is
     where it is called. With none of these it is a tensor that was there before the step.
     """
@@ -32,11 +32,13 @@ class OtherStep(Record):
 
     `way` says what is otherwise: a number, the operator, one tensor that it takes, the order of the elements, or
     which of these it takes (`index`); or the step is left out, or one more is made; or several operators stand in the
-    place of others. `ranks` are those that do so, where others do not.
+    place of others. `ranks` are those that do so, where others do not. `factor` says how many times the right
+    elements those are which stand in their place, where all are.
     """
 
     way: Literal["number", "function", "left-out", "added", "operand", "order", "index", "other"]
     ranks: tuple[int, ...] = ()
+    factor: float | None = None
     right: Term | None = None
     wrong: Term | None = None
 

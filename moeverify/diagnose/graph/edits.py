@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
 
+from moeverify.diagnose.families import strip_alike
 from moeverify.diagnose.graph.joined import Joint, Recorded, Values, as_joint
 from moeverify.diagnose.graph.record import MOVES_ROWS, OVER_DIMS, WRITE, Node
 
@@ -55,6 +56,7 @@ PARTS = frozenset({"split", "split_with_sizes", "slice", "select", "expand", "un
 """Operators that give out a part of a tensor, or repeat it."""
 
 _ADD = "add"
+_SHARES = frozenset({"div", "mul"})
 _COMMUTES = frozenset({"add", "mul", "add_", "mul_", "maximum", "minimum"})
 
 
@@ -143,7 +145,7 @@ class Comparison:
         if self._is_partial(joint, right):
             return frozenset() if self._of_sums else None
         found = [each for each in self._list_ways(joint, right, left) if each is not None]
-        kept = [each for each in found if len(each) <= _MOST_EDITS and self._is_short(each)]
+        kept = [each for each in found if self._is_short(each)]
         self._known[key] = min(kept, key=self._price, default=None)
         return self._known[key]
 
@@ -316,13 +318,43 @@ class Comparison:
         made = self.ranks.moments(joint).count / self.one.moments(right).count
         return made != min(taken, default=made)
 
+    def group(self, edits: Edits) -> list[list[Edit]]:
+        """Return edits in the order of one device, those together that are one mistake.
+
+        Where elements lie otherwise, all that is made of them does; and a module may use the parameters of another.
+        """
+        groups: dict[object, list[Edit]] = {}
+        for edit in sorted(edits, key=lambda edit: (edit.right, edit.wrong)):
+            key: object = edit.way if edit.way == "order" else self.find_modules(edit) or edit
+            groups.setdefault(key, []).append(edit)
+        return list(groups.values())
+
+    def find_modules(self, edit: Edit) -> tuple[str, str] | None:
+        """Return where a parameter should be from and where it is from, where another one stands in its place.
+
+        Ranks that add up may have a share of a bias each.
+        """
+        if edit.way not in ("operand", "other"):
+            return None
+        made = self.ranks.same(self.ranks.strip(edit.wrong))
+        is_share = (
+            edit.way == "other" and made is not None and made.operator in _SHARES and len(made.args) == 1
+        )
+        wrong = self.ranks.args(self.ranks.strip(edit.wrong))[0] if is_share else edit.wrong
+        found = self.values.find(wrong)
+        names = [self.one.node(each[0]).name for each in (edit.right, found) if each is not None]
+        modules = strip_alike(*names) if len(names) == 2 and all(names) else ("", "")
+        return modules if all(modules) else None
+
     def _is_short(self, edits: Edits) -> bool:
         """Return whether an explanation is short: where it is long, ranks may just compute in another way."""
-        return self._price(edits)[0] <= (_MOST_OF_ONE if len(edits) < 2 else _MOST_OF_SEVERAL)
+        num_groups = len(self.group(edits))
+        most = _MOST_OF_ONE if num_groups < 2 else _MOST_OF_SEVERAL
+        return num_groups <= _MOST_EDITS and self._price(edits)[0] <= most
 
     def _price(self, edits: Edits) -> tuple[int, int]:
         """Return what edits cost: of two that explain, the simpler one is told."""
-        own = sum(_COST[each.way] for each in edits)
+        own = sum(_COST[each[0].way] for each in self.group(edits))
         made = [each.wrong for each in edits if each.way == "other"]
         for each in edits:
             if each.kept:

@@ -8,7 +8,7 @@ from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.graph.edits import PARTS, Comparison, Edit, Edits, numbers_of
 from moeverify.diagnose.graph.first_step import find_first_step
 from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Recorded, Values, Where
-from moeverify.diagnose.graph.record import Graph, Node
+from moeverify.diagnose.graph.record import Graph, Node, is_alike
 from moeverify.results.other_steps import OtherStep, OtherSteps, Term
 from moeverify.train.module_taps import FORWARD, End
 
@@ -59,8 +59,7 @@ class Graphs:
     def tell(self, values: Values, edits: Edits) -> tuple[OtherStep, ...]:
         """Return what is otherwise by the names of one device, in its order, each once."""
         teller = _Teller(values)
-        in_order = sorted(edits, key=lambda edit: (edit.right, edit.wrong))
-        return tuple(dict.fromkeys(teller.tell(edit) for edit in in_order))
+        return tuple(dict.fromkeys(teller.tell(group) for group in Comparison(values).group(edits)))
 
     def _find_begin(self, origin: Origin) -> int:
         """Return the node of one device at which the culprit begins, as its input, or the gradient of its output."""
@@ -76,17 +75,32 @@ class _Teller:
     def __init__(self, values: Values) -> None:
         self._values, self._one, self._ranks = values, values.one, values.ranks
 
-    def tell(self, edit: Edit) -> OtherStep:
-        """Return a step in terms of both."""
-        deep = _DEEPER if edit.way == "other" else _DEEP
+    def tell(self, group: Sequence[Edit]) -> OtherStep:
+        """Return a step in terms of both; of several that are one mistake, the first or their modules."""
+        edit = group[0]
+        modules = Comparison(self._values).find_modules(edit) if len(group) > 1 else None
+        if modules is not None:
+            of_right, of_wrong = (Term(module=each, end="parameters") for each in modules)
+            return OtherStep(way="operand", right=of_right, wrong=of_wrong)
+        deep = _DEEPER if edit.way in ("other", "order") else _DEEP
         right = wrong = None
         if edit.way not in ("added", "index"):
             right = self._name(edit.right, deep, is_whole=True)
         if edit.way != "left-out":
             wrong = self._name_joint(edit.wrong, deep, is_whole=edit.way != "operand")
+        factor = self._find_factor(edit) if edit.way in ("operand", "other") else None
         doing = self._ranks.owners(edit.wrong)
         some = doing if doing and len(doing) < len(self._ranks.graphs) else ()
-        return OtherStep(way=edit.way, right=right, wrong=wrong, ranks=tuple(sorted(some)))
+        return OtherStep(way=edit.way, right=right, wrong=wrong, ranks=tuple(sorted(some)), factor=factor)
+
+    def _find_factor(self, edit: Edit) -> float | None:
+        """Return how many times the right elements the wrong ones are, where all are so many times them."""
+        found, right = self._ranks.moments(edit.wrong), self._one.moments(edit.right)
+        if not right.first_size:
+            return None
+        size = found.first_size / found.count / (right.first_size / right.count)
+        factors = (size, -size) if size else ()
+        return next((each for each in factors if is_alike(found, right, each, self._values.bound)), None)
 
     def _name(self, right: Joint, deep: int, *, is_whole: bool = False) -> Term:
         right = self._one.strip(right)

@@ -29,8 +29,12 @@ from moeverify.train.module_taps import End
 _COLLECTIVES = "c10d"
 """The namespace of collectives that write into tensors; those which return one are operators like others."""
 
+_FUNCTIONAL = "_c10d_functional"
+
 CAST = "_to_copy"
-_SAME = frozenset({"clone", "detach", "alias", "lift_fresh", "_unsafe_view", "wait_tensor", CAST})
+_SAME = frozenset(
+    {"clone", "detach", "alias", "lift_fresh", "_unsafe_view", "wait_tensor", "_wrap_tensor_autograd", CAST}
+)
 """Operators whose result has the elements of what they take; a cast has, unless it rounds."""
 
 OVER_DIMS = frozenset(
@@ -58,6 +62,11 @@ MOVES_ROWS = frozenset({"index_select", "gather", "index", "flip", "roll"})
 
 _ROUNDING = 1e-13
 """By how much of their size two sums of the same numbers in float64 may differ, which are in another order."""
+
+_FROM_PYTHON = "lift_fresh"
+
+CONSTANT = "tensor"
+"""What stands for an operator where numbers of Python were made a tensor."""
 
 WRITE = "write"
 """What stands for an operator where a part of a tensor was written, or other values, unseen."""
@@ -109,17 +118,14 @@ def is_alike(found: Moments, right: Moments, scale: float, bound: float) -> bool
     """Return whether two tensors have the same elements, one of them so many times, and the first `scale` times."""
     if found.hidden * right.count != right.hidden * found.count:
         return False
-    ratio = found.count / right.count
+    ratio, large = found.count / right.count, abs(scale)
     powers = (
-        (found.first, right.first, right.first_size, 1),
-        (found.second, right.second, right.second, 2),
-        (found.third, right.third, right.third_size, 3),
-        (found.first_size, right.first_size, right.first_size, 1),
+        (found.first, scale * right.first, large * right.first_size, 1),
+        (found.second, large**2 * right.second, large**2 * right.second, 2),
+        (found.third, scale**3 * right.third, large**3 * right.third_size, 3),
+        (found.first_size, large * right.first_size, large * right.first_size, 1),
     )
-    return all(
-        abs(one - two * ratio * scale**power) <= bound * power * size * ratio * scale**power
-        for one, two, size, power in powers
-    )
+    return all(abs(one - two * ratio) <= bound * power * size * ratio for one, two, size, power in powers)
 
 
 @dataclass(frozen=True)
@@ -208,8 +214,15 @@ class GraphMode(OperatorWatch):
             return func(*args, **named)
         values = [*args, *named.values()]
         tensors = list(list_tensors(values))
+        if operator == _FROM_PYTHON:
+            for each in tensors:
+                self._write(each, Node(CONSTANT, (), (), self._measure(each), site=_find_site()))
         taken = [self._find(each) for each in tensors]
         result = func(*args, **named)
+        if func.namespace.startswith(_FUNCTIONAL):
+            with _disable_current_modes():  # what it returns is not there yet
+                for each in list_tensors(result):
+                    torch.ops._c10d_functional.wait_tensor(each)
         if func.namespace == _COLLECTIVES:
             self._note_collective(operator, [list(list_tensors(each)) for each in values])
             return result

@@ -36,7 +36,8 @@ def _describe_function(step: OtherStep) -> str:
 
 def _describe_order(step: OtherStep) -> str:
     right, wrong = _both(step)
-    where = f"{_name_operator(right)}{_at(wrong) or _at(right)}"
+    name = _name_inner(right) if right.args else _name_operator(right)
+    where = f"{name}{_at(wrong) or _at(right)}"
     return f"with other elements brought together in {where}, of the same values"
 
 
@@ -47,7 +48,8 @@ def _describe_index(step: OtherStep) -> str:
 
 def _describe_other(step: OtherStep) -> str:
     right, wrong = _both(step)
-    return f"with {_name(wrong)} in place of {_name(right)}"
+    times = f", {step.factor:.6g} times the right one" if step.factor is not None else ""
+    return f"with {_name(wrong)} in place of {_name(right)}{times}"
 
 
 def _describe_left_out(step: OtherStep) -> str:

@@ -18,6 +18,7 @@ from moeverify.results.other_steps import OtherStep, Term
 Compute = Callable[[Tensor], Tensor]
 WEIGHT = torch.linspace(-1.0, 1.0, 48, dtype=torch.float64).reshape(6, 8)
 OTHER = torch.linspace(0.3, 2.0, 48, dtype=torch.float64).reshape(6, 8).roll(5, 0)
+BACK = torch.linspace(-0.5, 0.8, 48, dtype=torch.float64).reshape(8, 6)
 BIAS = torch.linspace(0.2, 0.9, 8, dtype=torch.float64)
 NAMES = {WEIGHT.data_ptr(): "weight", OTHER.data_ptr(): "other", BIAS.data_ptr(): "bias"}
 INPUT = torch.sin(torch.arange(48, dtype=torch.float64) * 1.7).reshape(8, 6)
@@ -395,3 +396,58 @@ def test_gradients_of_weights_are_compared_by_their_steps() -> None:
     (step,) = tell_total(right, lambda x: x.clamp(min=0.0).T @ (x @ WEIGHT), 2) or ()
     assert (step.way, step.wrong and step.wrong.operator) == ("added", "clamp")
     assert tell_total(right, lambda x: x.T @ (x @ WEIGHT), 2) is None
+
+
+def test_elements_that_lie_otherwise_are_one_mistake_whatever_is_made_of_them() -> None:
+    def compute(x: Tensor) -> Tensor:
+        rows = x @ WEIGHT
+        return (rows * BIAS).tanh() * rows.exp() * (rows * BIAS.square()) * (rows + BIAS)
+
+    def turned(x: Tensor) -> Tensor:
+        rows = (x @ WEIGHT).flip(-1)
+        return (rows * BIAS).tanh() * rows.exp() * (rows * BIAS.square()) * (rows + BIAS)
+
+    (step,) = find(compute, turned) or ()
+    assert (step.way, step.right and step.right.operator) == ("order", "mul")
+
+
+def test_parameters_of_another_module_are_one_mistake() -> None:
+    names = ("up.weight", "up.scale", "up.bias", "gate.weight", "down.weight")
+    first, second = (
+        {
+            f"layers.{layer}.{name}": WEIGHT * (number + 1.3 + 0.37 * layer)
+            for number, name in enumerate(names)
+        }
+        for layer in (0, 1)
+    )
+    known = {each.data_ptr(): name for name, each in (first | second).items()}
+
+    def apply(x: Tensor, layer: dict[str, Tensor]) -> Tensor:
+        for number, weight in enumerate(layer.values()):
+            x = torch.tanh(x @ weight) @ BACK * (number + 0.9)
+        return x
+
+    def compute(x: Tensor, other: dict[str, Tensor]) -> Tensor:
+        return apply(apply(x, first), other)
+
+    golden = record_named(lambda x: compute(x, second), INPUT, known)
+    graphs = [record_named(lambda x: compute(x, first), rows.clone(), known) for rows in INPUT.chunk(2)]
+    (step,) = tell(golden, graphs) or ()
+    assert step.right is not None
+    assert step.wrong is not None
+    assert (step.way, step.right.module, step.wrong.module) == ("operand", "layers.1", "layers.0")
+
+
+def test_numbers_of_python_have_a_line_and_are_told_with_their_factor() -> None:
+    def right(x: Tensor) -> Tensor:
+        return torch.cos((x @ WEIGHT) * torch.pow(10.0, BIAS))
+
+    def wrong(x: Tensor) -> Tensor:
+        numbers = [3.0 * 10.0**each for each in BIAS.tolist()]
+        return torch.cos((x @ WEIGHT) * torch.tensor(numbers, dtype=torch.float64))
+
+    (step,) = find(right, wrong) or ()
+    assert (step.way, step.wrong and step.wrong.operator) == ("other", "tensor")
+    assert step.factor == pytest.approx(3.0)
+    assert step.wrong is not None
+    assert step.wrong.line.startswith("test_graph.py:")

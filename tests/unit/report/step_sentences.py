@@ -89,4 +89,26 @@ STEPS = [
         "mine.py:4",
         OtherStep(way="left-out", right=Term(operator="cat", line="mine.py:4", args=(GATE,) * 9)),
     ),
+    say(
+        "the output of mlp is made as on one device, but with the parameters of layers.0 in place of the parameters "
+        "of layers.1, and with the result of tensor at mine.py:2 in place of pow(the output of mlp.gate_proj), 10 "
+        "times the right one, and with other elements brought together in mul(the output of mlp.gate_proj) at "
+        "mine.py:4, of the same values",
+        OtherStep(
+            way="operand",
+            right=Term(module="layers.1", end="parameters"),
+            wrong=Term(module="layers.0", end="parameters"),
+        ),
+        OtherStep(
+            way="other",
+            right=Term(operator="pow", args=(GATE,)),
+            wrong=Term(operator="tensor", line="mine.py:2"),
+            factor=10.0,
+        ),
+        OtherStep(
+            way="order",
+            right=Term(operator="mul", args=(GATE,)),
+            wrong=Term(operator="mul", line="mine.py:4", args=(GATE,)),
+        ),
+    ),
 ]
