@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from moeverify.case.schema import Optimizer
 from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.checks.step_rounding import OWN, Inexact, Rounding
-from moeverify.checks.step_variants import Formulas
+from moeverify.checks.step_variants import Coefficient, Formulas
 from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
 from moeverify.layout.local_shard import LocalShard
@@ -49,6 +49,7 @@ class Row:
     the formulas that give each element of a smaller sample, up to rounding, with the number of each that was solved
     for one. `rounded_to` is the narrower dtype in
     which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
+    `is_linear` says whether the best coefficients of the terms leave no more of a wrong result than rounding does.
     """
 
     key: Key
@@ -70,6 +71,7 @@ class Row:
     rounded_to: str = ""
     is_changed: bool = True
     variants: Mapping[Changes, float | None] = field(default_factory=dict)
+    is_linear: bool = True
 
 
 @dataclass
@@ -287,6 +289,19 @@ def _find_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
 
 def read_batch(batch: Batch) -> Iterator[Row]:
     """Yield the rows of a batch; waits for the device."""
+    rows = list(_list_rows(batch))
+    wrong = [not row.worst <= 1.0 for row in rows]
+    if any(wrong):
+        coefficients = [_list_coefficients(row) for row in rows]
+        fits = batch.formulas.explain(coefficients)
+        rows = [
+            replace(row, is_linear=not off or fit) for row, off, fit in zip(rows, wrong, fits, strict=True)
+        ]
+    yield from rows
+
+
+def _list_rows(batch: Batch) -> Iterator[Row]:
+    """Yield the rows of a batch, of which it is not yet known whether coefficients explain them."""
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)
     rows = batch.numbers.tolist()
@@ -328,45 +343,79 @@ def read_batch(batch: Batch) -> Iterator[Row]:
 
 def fit(row: Row) -> RecomputedFacts:
     """Return the coefficients that explain what the rank computed, or none where no coefficients do."""
-    size = len(row.terms)
-    gram = torch.tensor(row.gram, dtype=torch.float64)
     terms = tuple(TermFacts(name=name, expected=coefficient) for name, coefficient in row.terms)
     unexplained = RecomputedFacts(terms=terms, clip=row.clip)
-    if not bool(torch.isfinite(gram).all()):
+    solved = _solve(row) if row.is_linear else None
+    if solved is None:
         return unexplained
-    products, result, total = gram[:size, :size], gram[:size, size], float(gram[size, size])
-    # Terms without any values (the moments of the first step) have no coefficient that could be known.
-    known = [number for number in range(size) if float(products[number, number]) > 0.0]
-    if not known:
-        return unexplained
-    chosen = torch.tensor(known)
-    norms = products[chosen, chosen].sqrt()
-    scaled = products[chosen][:, chosen] / norms.outer(norms)
-    solution = torch.linalg.lstsq(scaled, (result[chosen] / norms).unsqueeze(1), driver="gelsd").solution
-    found = solution.squeeze(1) / norms
-    expected = torch.tensor([row.terms[number][1] for number in known], dtype=torch.float64)
-    wrong = expected - found
-    error2 = _quadratic(products[chosen][:, chosen], wrong)
-    left2 = total - 2.0 * float(found @ result[chosen]) + _quadratic(products[chosen][:, chosen], found)
+    expected = torch.tensor([row.terms[number][1] for number in solved.known], dtype=torch.float64)
+    wrong = expected - solved.found
+    error2 = _quadratic(solved.products, wrong)
     # What is left may be rounding, uniform between its limits; but most of the error must be explained.
     share = EXPLAINED if row.sum_allowed2 > _IS_NARROW * row.sum_expected2 else EXPLAINED_EXACTLY
-    if not left2 <= min(share * error2 + row.sum_allowed2 / 3.0, 0.25 * error2):
+    if not solved.left2 <= min(share * error2 + row.sum_allowed2 / 3.0, 0.25 * error2):
         return unexplained
     # A term of little size takes up what the others leave: only what makes much of the error is off. Nor is it a term
     # whose whole error may be rounding: a weight in 16 bits is mostly what it was before its decay.
-    effects = wrong.abs() * norms
+    effects = wrong.abs() * solved.products.diagonal().sqrt()
     is_off = (effects >= 0.1 * effects.max()) & (effects.square() > row.sum_allowed2)
-    found = torch.where(is_off | (effects == effects.max()), found, expected)
-    values: Mapping[int, float] = dict(zip(known, found.tolist(), strict=True))
+    found = torch.where(is_off | (effects == effects.max()), solved.found, expected)
+    values: Mapping[int, float] = dict(zip(solved.known, found.tolist(), strict=True))
     # What rounding leaves is as large in each element as in the others, on average.
-    spread = max(left2, 0.0) / max(row.num_elements - len(known), 1)
-    inverse = torch.linalg.pinv(scaled, hermitian=True).diagonal() / norms.square()
-    errors = dict(zip(known, (spread * inverse).clamp(min=0.0).sqrt().tolist(), strict=True))
+    spread = max(solved.left2, 0.0) / max(row.num_elements - len(solved.known), 1)
+    variances = (spread * solved.inverse).clamp(min=0.0)
+    errors = dict(zip(solved.known, variances.sqrt().tolist(), strict=True))
     fitted = tuple(
         term.model_copy(update={"found": values.get(number), "error": errors.get(number, 0.0)})
         for number, term in enumerate(terms)
     )
     return RecomputedFacts(terms=fitted, clip=row.clip)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """Coefficients by least squares of the terms `known` (K): `found` (K), and what they leave of the squares.
+
+    `products` (K, K) are those of the terms; `inverse` (K) times the variance of an element is that of a coefficient.
+    """
+
+    known: Sequence[int]
+    found: Tensor
+    left2: float
+    total: float
+    products: Tensor
+    inverse: Tensor
+
+
+def _solve(row: Row) -> _Solved | None:
+    """Return the coefficients that leave the least of what the rank computed; None where no term has any values."""
+    size = len(row.terms)
+    gram = torch.tensor(row.gram, dtype=torch.float64)
+    if not bool(torch.isfinite(gram).all()):
+        return None
+    # Terms without any values (the moments of the first step) have no coefficient that could be known.
+    known = [number for number in range(size) if float(gram[number, number]) > 0.0]
+    if not known:
+        return None
+    products, result, total = gram[known][:, known], gram[known, size], float(gram[size, size])
+    norms = products.diagonal().sqrt()
+    scaled = products / norms.outer(norms)
+    solution = torch.linalg.lstsq(scaled, (result / norms).unsqueeze(1), driver="gelsd").solution
+    found = solution.squeeze(1) / norms
+    left2 = total - 2.0 * float(found @ result) + _quadratic(products, found)
+    inverse = torch.linalg.pinv(scaled, hermitian=True).diagonal() / norms.square()
+    return _Solved(known, found, left2, total, products, inverse)
+
+
+def _list_coefficients(row: Row) -> Sequence[Coefficient]:
+    """Return the coefficients that explain the result best, and by how much sums in float64 put them off."""
+    solved = _solve(row)
+    if solved is None:
+        return [Coefficient(value) for _, value in row.terms]
+    variances = (_SUMS * solved.total / max(row.num_elements, 1) * solved.inverse).clamp(min=0.0)
+    pairs = zip(solved.found.tolist(), variances.sqrt().tolist(), strict=True)
+    found = dict(zip(solved.known, (Coefficient(*pair) for pair in pairs), strict=True))
+    return [found.get(number, Coefficient(value)) for number, (_, value) in enumerate(row.terms)]
 
 
 def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:

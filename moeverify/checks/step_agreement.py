@@ -13,6 +13,9 @@ _AGREE = 1e-3
 """How far, relatively, the numbers of two tensors may be apart: what float32 leaves of a number in a few elements."""
 
 
+_OF_PARAMETER = frozenset({"constant-in-gradient", "constant-for-decay"})
+"""Ways whose number is no option: it may be another one in each parameter, and is one in all of its steps."""
+
 _NOISE = 4.0
 """Standard errors by which two coefficients of one option may be apart besides."""
 
@@ -32,7 +35,9 @@ def _keep_agreeing_formulas(findings: Sequence[Finding]) -> list[Finding]:
         if isinstance(finding.facts, RecomputedFacts):
             for form in finding.facts.variants:
                 if form.number is not None:
-                    numbers.setdefault((_name_result(finding), form.changes), []).append(form.number)
+                    numbers.setdefault((_name_scope(finding, form.changes), form.changes), []).append(
+                        form.number
+                    )
     scattered = {
         key for key, values in numbers.items() if max(values) - min(values) > _AGREE * max(map(abs, values))
     }
@@ -40,13 +45,22 @@ def _keep_agreeing_formulas(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _drop(finding: Finding, scattered: set[tuple[str, Changes]]) -> Finding:
-    facts, result = finding.facts, _name_result(finding)
+    facts = finding.facts
     if not isinstance(facts, RecomputedFacts):
         return finding
-    kept = tuple(form for form in facts.variants if (result, form.changes) not in scattered)
+    kept = tuple(
+        form for form in facts.variants if (_name_scope(finding, form.changes), form.changes) not in scattered
+    )
     if len(kept) == len(facts.variants):
         return finding
     return finding.model_copy(update={"facts": facts.model_copy(update={"variants": kept})})
+
+
+def _name_scope(finding: Finding, changes: Changes) -> str:
+    """Return what has one number of a formula: a result of all parameters, or both moments of one."""
+    if _OF_PARAMETER.isdisjoint(changes):
+        return _name_result(finding)
+    return f"moments of {finding.tensor.rpartition('.')[0]}"
 
 
 def _name_result(finding: Finding) -> str:

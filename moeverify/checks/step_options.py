@@ -16,11 +16,14 @@ from moeverify.compare.assembled import Key
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.step_facts import (
+    AT_WEIGHT,
+    UNDECAYED,
     Changes,
     Option,
     OptionNumber,
     OptionPower,
     RecomputedFacts,
+    StepForm,
     TermFacts,
 )
 
@@ -39,6 +42,8 @@ _LARGEST: Changes = ("largest",)
 
 _MEAN, _SQUARE = ("exp_avg", "gradient"), ("exp_avg_sq", "squared gradient")
 _MOMENTUM = ("momentum_buffer", "gradient")
+_STARTS: Changes = ("starts-at-number",)
+_CONSTANTS: Sequence[Changes] = (("constant-in-gradient",), ("constant-for-decay",))
 
 _SAME = 1e-3
 """How far apart, relatively, numbers are that are one."""
@@ -74,6 +79,7 @@ def name_coefficients(
     rounded to three digits, which several products have: none is named.
     """
     findings = [_drop_denied(finding, findings, seen) for finding in findings]
+    findings = _join_decay(_drop_carried(_choose_starts(findings)))
     if precision == "bfloat16":
         return findings
     results: dict[tuple[str, str], list[tuple[int, TermFacts]]] = {}
@@ -122,6 +128,78 @@ def _drop_denied(finding: Finding, findings: Sequence[Finding], seen: Collection
         return finding
     variants = tuple(form for form in facts.variants if form.changes != _LARGEST)
     return finding.model_copy(update={"facts": facts.model_copy(update={"variants": variants})})
+
+
+def _drop_carried(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings without coefficients of a moment that an earlier step has made in no known way.
+
+    What that step added is in the moment, and multiples of it may explain what later steps add in the same way.
+    """
+    unknown: dict[str, int] = {}
+    for finding in sorted(findings, key=lambda each: each.step):
+        if isinstance(finding.facts, RecomputedFacts) and not finding.facts.is_told:
+            unknown.setdefault(finding.tensor, finding.step)
+    return [
+        _drop_coefficients(finding)
+        if finding.kind == Kind.OPTIMIZER_STATE and finding.step > unknown.get(finding.tensor, finding.step)
+        else finding
+        for finding in findings
+    ]
+
+
+def _choose_starts(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings; a constant that a first mean may start from is in later steps too, or is that start."""
+    later = {
+        (each.tensor, form)
+        for each in findings
+        if each.step and isinstance(each.facts, RecomputedFacts)
+        for form in each.facts.tried
+    }
+    chosen = []
+    for finding in findings:
+        facts = finding.facts
+        if isinstance(facts, RecomputedFacts) and not finding.step and _STARTS in facts.tried:
+            constants = [form for form in facts.tried if form in _CONSTANTS]
+            is_start = not any((finding.tensor, form) in later for form in constants)
+            left_out = constants if is_start else [_STARTS]
+            variants = tuple(form for form in facts.variants if form.changes not in left_out)
+            update = {"facts": facts.model_copy(update={"variants": variants})}
+            chosen.append(finding.model_copy(update=update))
+        else:
+            chosen.append(finding)
+    return chosen
+
+
+def _join_decay(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings; moments without a decay that their weight has by itself say so too: it is one mistake."""
+    at_weight = {
+        (each.step, each.tensor)
+        for each in findings
+        if isinstance(each.facts, RecomputedFacts) and each.facts.variant == AT_WEIGHT
+    }
+    return [
+        _decay_at_weight(each)
+        if isinstance(each.facts, RecomputedFacts)
+        and each.facts.variant == UNDECAYED
+        and (each.step, each.tensor.rpartition(".")[0]) in at_weight
+        else each
+        for each in findings
+    ]
+
+
+def _decay_at_weight(finding: Finding) -> Finding:
+    assert isinstance(finding.facts, RecomputedFacts)
+    variants = (StepForm(changes=(*UNDECAYED, *AT_WEIGHT)),)
+    return finding.model_copy(update={"facts": finding.facts.model_copy(update={"variants": variants})})
+
+
+def _drop_coefficients(finding: Finding) -> Finding:
+    facts = finding.facts
+    if not isinstance(facts, RecomputedFacts):
+        return finding
+    terms = tuple(term.model_copy(update={"found": None, "error": 0.0}) for term in facts.terms)
+    update = {"terms": terms, "decay": None, "share": None, "means": (), "number": None}
+    return finding.model_copy(update={"facts": facts.model_copy(update=update)})
 
 
 def _list_wrong(finding: Finding) -> Sequence[TermFacts]:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ _PLAIN = ("corrections", "decay")
 _PLAIN_WAYS = ("not-clipped", "clipped-by-value")
 """The ways of other parts that are, too: a gradient that is many times as large has other values."""
 
+_UNDECAYED: StepChange = "no-decay-in-gradient"
+"""What is told by its own rounding, and so in 16 bits too: that of a decay may be larger than all of the gradient."""
+
 _ALLOWED = 4.0
 """How many times the squares that rounding may leave of a shard another formula may."""
 
@@ -57,8 +61,18 @@ _MADE = "made"
 _MOST_ALIKE = 3
 """More formulas of as many changes that give the same say nothing."""
 
+_SURE = 8.0
+"""By how many times its error a coefficient may be off."""
+
 Found = dict[Changes, float | None]
 """Of one shard, the formulas that give all of its elements, with the number of each that was solved for one."""
+
+
+class Coefficient(NamedTuple):
+    """A coefficient of a term, and by how much it may be off for being solved for."""
+
+    value: float
+    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,6 +171,8 @@ class Formulas:
         grammar = self._find_grammar()
         if grammar is None:
             return found
+        if any(_UNDECAYED in ways for ways in grammar.parts.values()):
+            self._try_undecayed(found)
         if Rounding.of(self.dtypes).unit > _EXACT:
             grammar = replace(grammar, parts=_list_plain(grammar.parts))
         for changes in grammar.list_changes(1):
@@ -173,6 +189,39 @@ class Formulas:
                     found[number] = forms if len(forms) <= _MOST_ALIKE else {}
                 left = [number for number in left if not several[number]]
         return found
+
+    def explain(self, coefficients: Sequence[Sequence[Coefficient]]) -> list[bool]:
+        """Return of each shard whether its terms with these coefficients (S, T) leave no more than rounding does.
+
+        What is rounded on the way is as large as the terms are with these coefficients, not as by the right ones: a
+        result that is far below the right one is not explained by nothing. Either each element is within its own
+        rounding, or all of them together.
+        """
+        recomputed = self.kind.recompute(self.spec, self.values)
+        right = next(each for each in recomputed if each.name == self.right.name)
+        sizes = torch.tensor(list(self.sizes), device=self.actual.device)
+        made = size = usual = unsure = torch.zeros_like(self.actual)
+        for term, found in zip(right.terms, zip(*coefficients, strict=True), strict=True):
+            numbers = torch.tensor(found, dtype=made.dtype, device=made.device).repeat_interleave(sizes, 0)
+            made = made + numbers[:, 0] * term.values
+            size = size + (numbers[:, 0] * term.values).abs()
+            usual = usual + (term.coefficient * term.values).abs()
+            unsure = unsure + _SURE * numbers[:, 1] * term.values.abs()
+        share = torch.where(usual > 0.0, size / usual, 0.0)
+        other = replace(
+            right,
+            terms=(Term(_MADE, 1.0, made),),
+            rounded=share * right.rounded + 4.0 * size,
+            options=share * right.options,
+            squared=share * right.squared,
+        )
+        allowed = Rounding.of(self.dtypes).bound(other, self.start, self.actual)[0] + unsure
+        errors = (self.actual - made).abs()
+        pairs = zip(self._split(errors), self._split(allowed), strict=True)
+        return [
+            bool((left <= most).all()) or float(left @ left) <= _ALLOWED * float(most @ most)
+            for left, most in pairs
+        ]
 
     def _leave_out_known(self, grammar: Grammar, left: Sequence[int]) -> list[int]:
         """Return the shards without those that one coefficient explains, beside which no further change is any."""
@@ -212,9 +261,10 @@ class Formulas:
         # What divides by zero is allowed any error.
         errors = errors.where(made.values.isfinite(), torch.nan)
         # A sum that is squared, or a number that is solved for, is off by what rounding leaves of other elements.
-        pairs = zip(self._split(errors.square()), self._split(self._bound(made.values).square()), strict=True)
+        bound = self._bound(made.values, made.shrunk_by)
+        pairs = zip(self._split(errors.square()), self._split(bound.square()), strict=True)
         if Rounding.of(self.dtypes).unit > _EXACT:
-            fits = [bool(part.all()) for part in self._split(errors <= self._bound(made.values))]
+            fits = [bool(part.all()) for part in self._split(errors <= bound)]
         else:
             fits = [float(left.sum()) <= _ALLOWED * float(most.sum()) for left, most in pairs]
         if made.number is None:
@@ -226,10 +276,11 @@ class Formulas:
             if is_it:
                 each[changes] = value
 
-    def _bound(self, expected: Tensor) -> Tensor:
+    def _bound(self, expected: Tensor, shrunk_by: float | None = None) -> Tensor:
         # Another formula has other intermediate results, which are as large as its result and the right one.
         rounded = self.right.rounded + 4.0 * (expected.abs() + self.right.expected.abs())
         variant = replace(self.right, terms=(Term(_MADE, 1.0, expected),), rounded=rounded)
+        variant = variant if shrunk_by is None else replace(variant, shrunk_by=shrunk_by)
         allowed, _ = Rounding.of(self.dtypes).bound(variant, self.start, self.actual)
         return allowed
 
@@ -243,6 +294,16 @@ class Formulas:
         sums = [torch.segment_reduce(column, "sum", lengths=sizes, unsafe=True) for column in columns]
         found = torch.where(sums[2] >= _LEAST, sums[0] / sums[1], math.nan)
         return found.repeat_interleave(sizes)
+
+    def _try_undecayed(self, found: list[Found]) -> None:
+        """Note of each shard whether a step without a decay gives all of its elements, up to its own rounding."""
+        undecayed = self.kind.recompute(self.spec, replace(self.values, weight_decay=0.0))
+        made = next(each for each in undecayed if each.name == self.right.name)
+        allowed, _ = Rounding.of(self.dtypes).bound(made, self.start, self.actual)
+        fits = (self.actual - made.expected).abs() <= allowed
+        for each, part in zip(found, self._split(fits), strict=True):
+            if bool(part.all()):
+                each[_UNDECAYED,] = None
 
     def _fit_other_steps(self) -> list[bool]:
         """Return of each shard whether the bias corrections of some other step give all of its elements."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import RIGHT, RecomputedFacts
+from moeverify.results.step_facts import AT_WEIGHT, RIGHT, UNDECAYED, RecomputedFacts
 
 _OF_ALL_STEPS = frozenset({"largest-square", "largest"})
 """Changes by which a result depends on steps that one step alone does not show."""
@@ -27,9 +27,11 @@ def is_of_form(finding: Finding, head: Finding) -> bool:
         return known.variant is not None
     changes = set(known.variant)
     if finding.kind == Kind.UPDATE and head.kind == Kind.OPTIMIZER_STATE:
-        return _DECAYS_IN_GRADIENT in changes and ("no-decay",) in facts.tried
-    if not _is_of_result(finding, head):
-        return False
+        is_of_gradient = _DECAYS_IN_GRADIENT in changes and ("no-decay",) in facts.tried
+        return is_of_gradient or (set(AT_WEIGHT) <= changes and AT_WEIGHT in facts.tried)
+    is_undecayed = set(UNDECAYED) <= changes and UNDECAYED in facts.tried and finding.kind == head.kind
+    if is_undecayed or not _is_of_result(finding, head):
+        return is_undecayed  # of both moments
     # So few elements may be told nothing of a number.
     is_solved = known.forms[0].number is not None and finding.step >= head.step
     is_later = (is_solved or (changes & _OF_ALL_STEPS and finding.step > head.step)) and not facts.variants

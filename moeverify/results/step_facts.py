@@ -127,6 +127,8 @@ StepChange = Literal[
     "decay-in-gradient",
     "decay-against-gradient",
     "no-decay-in-gradient",
+    "constant-in-gradient",
+    "constant-for-decay",
     "sign-of-gradient",
     "gradient-times-rate",
     "not-clipped",
@@ -154,6 +156,10 @@ Changes = tuple[StepChange, ...]
 """All of a formula that is made otherwise; of the right one nothing is."""
 
 RIGHT: Changes = ()
+
+UNDECAYED: Changes = ("no-decay-in-gradient",)
+AT_WEIGHT: Changes = ("decay-at-weight",)
+"""A decay that is taken from the weight in place of being added to its gradient, as each of both shows."""
 
 OTHER_STEP: Changes = ("corrected-for-other-step",)
 """What fits some other step's corrections, and may fit a formula that is more particular as well."""
@@ -326,6 +332,12 @@ class RecomputedFacts(Record):
     def wrong_terms(self) -> tuple[TermFacts, ...]:
         """Return the terms that are there by another factor than they should be."""
         return tuple(term for term in self.terms if term.is_wrong)
+
+    @property
+    def is_told(self) -> bool:
+        """Return whether anything is known of how the result was made: coefficients of its terms, or more."""
+        known = self.is_still or self.is_rounding_sure or self.is_of_rate or self.forms or self.means
+        return bool(known or self.decay or self.share) or any(term.found is not None for term in self.terms)
 
     @property
     def is_of_rate(self) -> bool:

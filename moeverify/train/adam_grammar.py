@@ -94,6 +94,7 @@ class AdamStep:
         self.mean, self.square = step.after[MEAN], step.after[SQUARE]
         zeros = self.mean * 0.0
         self.old_mean, self.old_square = step.before.get(MEAN, zeros), step.before.get(SQUARE, zeros)
+        self.decays_weight = decays_weight
         self.decay = step.weight_decay if decays_weight else 0.0
         self.corrections = list_corrections(spec, step.number)
 
@@ -127,6 +128,8 @@ class AdamStep:
                 "decay-by-squared-rate",
                 "decay-of-step-alone",
             ]
+        elif not self.decays_weight and step.weight_decay and step.lr:
+            parts["decay"] = ["decay-at-weight"]
         return Grammar(parts, self.make)
 
     def make(self, ways: Collection[str]) -> Made:
@@ -149,7 +152,10 @@ class AdamStep:
         direction, bound = self._shape(ways, direction)
         moved = -self.step.lr * direction
         usual = self.spec.eps if "other-epsilon" in ways else None
-        return Made(moved + self._decay_by(ways, moved), bound if number is None else number, usual)
+        changed = moved + self._decay_by(ways, moved)
+        # A decay by itself multiplies the weight, and rounds it, before the step.
+        shrunk_by = 1.0 - self.step.lr * self.step.weight_decay if "decay-at-weight" in ways else None
+        return Made(changed, bound if number is None else number, usual, shrunk_by)
 
     def _correct(self, ways: Collection[str]) -> tuple[float, float]:
         right = tuple(1.0 - beta**self.step.number for beta in self.spec.betas)
@@ -206,9 +212,11 @@ class AdamStep:
 
     def _decay_by(self, ways: Collection[str], moved: Tensor) -> Tensor:
         """Return what the decay adds to a change by `moved` (N,)."""
-        if not self.decay:
-            return self.step.weight * 0.0
         rate, weight = self.step.lr, self.step.weight
+        if "decay-at-weight" in ways:
+            return -rate * self.step.weight_decay * weight
+        if not self.decay:
+            return weight * 0.0
         decayed = -rate * self.decay * weight
         first, second = self._correct(())
         known = {
@@ -255,6 +263,7 @@ class AdamMoment:
         """Take the formula of the moment `name`; `decays` where the decay is in the gradient by right (Adam)."""
         self.step, self.actual, self.solve = step, actual, solve
         self.is_square = name == SQUARE
+        self.betas, self.decays = spec.betas, decays
         self.beta = spec.betas[1 if self.is_square else 0]
         self.eps = spec.eps
         self.old = step.before.get(name, step.gradient * 0.0)
@@ -264,9 +273,25 @@ class AdamMoment:
         if decays and step.weight_decay:
             added = {**added, "no-decay-in-gradient": step.gradient}
             added.pop("decay-in-gradient", None)
+        self.constants = self._find_constants(right) if MEAN in step.after else {}
+        added = {**added, **{way: base + number for way, (base, number) in self.constants.items()}}
         self.added = {key: way * way if self.is_square else way for key, way in added.items()}
         if self.is_square:
             self.added = {**self.added, **self._list_squares(right)}
+
+    def _find_constants(self, right: Tensor) -> Mapping[StepChange, tuple[Tensor, Tensor]]:
+        """Return what a constant may be added to, and that constant, by the way; both moments have it of the mean."""
+        step, beta = self.step, self.betas[0]
+        bases: dict[StepChange, Tensor] = {"constant-in-gradient": right}
+        if self.decays and step.weight_decay:
+            bases["constant-for-decay"] = step.gradient
+        taken = (step.after[MEAN] - beta * step.before.get(MEAN, right * 0.0)) / (1.0 - beta)
+        ones, found = right * 0.0 + 1.0, {}
+        for way, base in bases.items():
+            number = self.solve(taken - base, ones)
+            # A sum of many elements is rounded as often; that of what it leaves is not.
+            found[way] = base, number + self.solve(taken - base - number, ones)
+        return found
 
     def _list_squares(self, gradient: Tensor) -> Mapping[StepChange, Tensor]:
         mean = self.step.after.get(MEAN)
@@ -302,6 +327,8 @@ class AdamMoment:
             "other-beta": self.beta,
             "other-kept": self.beta,
             "starts-at-number": 0.0,
+            "constant-in-gradient": 0.0,
+            "constant-for-decay": 0.0,
         }
         if "starts-at-weight" in ways:
             values = self.beta * self.step.weight + rest * added
@@ -310,6 +337,10 @@ class AdamMoment:
             values = self.beta * number + rest * added
         elif "other-share" in ways:
             number = self.solve(self.actual - extra - self.beta * self.old, added)
+            if "square-of-mean" in ways and not self.step.before:
+                number = (
+                    number * math.nan
+                )  # so it is of any first gradient, which the first mean is a share of
             values = self.beta * self.old + number * added
         elif "other-beta" in ways:
             number = self.solve(self.actual - extra - added, self.old - added)
@@ -323,4 +354,8 @@ class AdamMoment:
             values = (self.beta * self.old).maximum(added)
         else:
             values = self.beta * self.old + rest * added
+        for way in self.constants:
+            if way in ways:
+                # With another number it would be told of neither which it is.
+                number = self.constants[way][1] if number is None else number * math.nan
         return Made(values + extra, number, next((usual[way] for way in usual if way in ways), None))

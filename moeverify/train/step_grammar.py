@@ -30,12 +30,14 @@ Solve = Callable[["Tensor", "Tensor"], "Tensor"]
 class Made:
     """A result (N,) by another formula, and the number (N,) that it was solved for, the same in each shard.
 
-    `usual` is what that number is by right: where it is found, the formula has no other one.
+    `usual` is what that number is by right: where it is found, the formula has no other one. `shrunk_by` is what a
+    weight is multiplied by first, where that is another number than the right formula has.
     """
 
     values: Tensor
     number: Tensor | None = None
     usual: float | None = None
+    shrunk_by: float | None = None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class ReorderedHypothesis(Hypothesis):
     def _search(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> Outcome:
         search = OrderSearch(tensor)
         found = search.run(_list_levels(tensor, inputs))
-        seen = Replay(formula="layout", num_tried=search.num_tried)
+        num_giving = 0 if found is None else len(found.orders)
+        seen = Replay(formula="layout", num_tried=search.num_tried, num_giving=num_giving)
         if found is None:
             return self.refuse(*([seen] if search.num_tried else []))
         where = found.where

@@ -35,6 +35,7 @@ from moeverify.results.observation import (
     WrongElements,
 )
 
+_LAYOUT = "layout"
 _MOST_COEFFICIENTS = 8
 _MOST_VALUES = 4
 
@@ -169,6 +170,10 @@ def _(seen: StaleWeights) -> str:
 def _(seen: Replay) -> str:
     if seen.is_own:
         return describe_own_replay(seen)
+    if seen.formula == _LAYOUT:
+        giving = f"{seen.num_giving} of them {'give' if seen.num_giving > 1 else 'gives'}"
+        giving = giving if seen.num_giving else "none gives"
+        return f"{format_count(seen.num_tried, 'order')} of the right values tried, {giving} every value"
     tried = f"{format_count(seen.num_tried, 'variant')} of the {name_formula(seen.formula)} replayed on right inputs"
     if seen.residual is None:
         return f"{tried}, none gives this output"

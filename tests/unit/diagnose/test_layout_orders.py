@@ -17,6 +17,7 @@ from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.layouts.orders import Grid, list_orders, list_turns, locate
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor
 from moeverify.layout.region import Region
+from moeverify.report.words.observation import describe_observation
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Source
 from moeverify.results.layout import Dim, Order, Reordered
@@ -100,6 +101,24 @@ def test_what_each_rank_has_in_another_layout(
     found = find(*make_output(each(change)))
     assert found is not None
     assert (found.scope, [name(order) for order in found.orders], found.ranks) == ("rank", [named], ())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.roll(1, 0), "gives every value"),
+        (lambda x: x.flatten()[torch.randperm(x.numel())].view(x.shape), "none gives every value"),
+    ],
+)
+def test_the_evidence_says_what_the_verdict_says(change: Callable[[Tensor], Tensor], says: str) -> None:
+    tensor, inputs = make_output(each(change))
+    outcome = examine("reordered", tensor, inputs)
+    seen = [describe_observation(one) for trial in outcome.trials for one in trial.observations]
+    is_found = outcome.explanation is not None
+    assert is_found == (not says.startswith("none"))
+    assert len(seen) == 1
+    assert says in seen[0]
+    assert ("none" in seen[0]) != is_found
 
 
 OF_ALL_RANKS = [

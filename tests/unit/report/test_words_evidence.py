@@ -164,6 +164,15 @@ LINES = [
         "1 variant of the gradient of the linear layer replayed on right inputs, none gives this output",
     ),
     (
+        Replay(formula="layout", num_tried=25, num_giving=1),
+        "25 orders of the right values tried, 1 of them gives every value",
+    ),
+    (
+        Replay(formula="layout", num_tried=25, num_giving=2),
+        "25 orders of the right values tried, 2 of them give every value",
+    ),
+    (Replay(formula="layout", num_tried=1), "1 order of the right values tried, none gives every value"),
+    (
         Replay(formula="h.0.attn", num_tried=143, residual=0.0, is_own=True),
         "h.0.attn replayed 143 times on right inputs, with a mistake each: this one leaves 0 of the error",
     ),
