@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeverify.checks.step_corrections import NO_STEPS, CorrectedSteps, keep_common_corrections
+from moeverify.checks.step_findings import forget_coefficients, result_of, with_facts
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
@@ -53,19 +54,14 @@ def _drop(finding: Finding, scattered: set[tuple[str, Changes]]) -> Finding:
     )
     if len(kept) == len(facts.variants):
         return finding
-    return finding.model_copy(update={"facts": facts.model_copy(update={"variants": kept})})
+    return with_facts(finding, variants=kept)
 
 
 def _name_scope(finding: Finding, changes: Changes) -> str:
     """Return what has one number of a formula: a result of all parameters, or both moments of one."""
     if _OF_PARAMETER.isdisjoint(changes):
-        return _name_result(finding)
+        return result_of(finding)
     return f"moments of {finding.tensor.rpartition('.')[0]}"
-
-
-def _name_result(finding: Finding) -> str:
-    """Return what the optimizer has made: an update, or which moment."""
-    return "update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
 
 
 def _keep_agreeing_betas(findings: Sequence[Finding]) -> list[Finding]:
@@ -73,11 +69,13 @@ def _keep_agreeing_betas(findings: Sequence[Finding]) -> list[Finding]:
     for finding in findings:
         term = _find_beta(finding)
         if term is not None:
-            found.setdefault(_name_result(finding), []).append(term)
+            found.setdefault(result_of(finding), []).append(term)
     scattered = {result for result, terms in found.items() if not _are_alike(terms)}
     return [
-        _forget_terms(finding)
-        if _find_beta(finding) is not None and _name_result(finding) in scattered
+        with_facts(finding, terms=forget_coefficients(finding.facts))
+        if isinstance(finding.facts, RecomputedFacts)
+        and _find_beta(finding) is not None
+        and result_of(finding) in scattered
         else finding
         for finding in findings
     ]
@@ -89,17 +87,10 @@ def _find_beta(finding: Finding) -> TermFacts | None:
     if not isinstance(facts, RecomputedFacts) or facts.forms or finding.kind == Kind.UPDATE:
         return None
     off = [term for term in facts.terms if term.found is not None and term.found != term.expected]
-    return off[0] if len(off) == 1 and off[0].name == _name_result(finding) else None
+    return off[0] if len(off) == 1 and off[0].name == result_of(finding) else None
 
 
 def _are_alike(terms: Sequence[TermFacts]) -> bool:
     found = [(term.found or 0.0, term.error) for term in terms]
     (least, one), (most, other) = min(found), max(found)
     return most - least <= _AGREE * abs(most) + _NOISE * (one + other)
-
-
-def _forget_terms(finding: Finding) -> Finding:
-    facts = finding.facts
-    assert isinstance(facts, RecomputedFacts)
-    terms = tuple(term.model_copy(update={"found": None, "error": 0.0}) for term in facts.terms)
-    return finding.model_copy(update={"facts": facts.model_copy(update={"terms": terms})})

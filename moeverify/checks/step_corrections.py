@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moeverify.checks.step_findings import with_facts
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.step_facts import NEAR, RIGHT, Changes, RecomputedFacts, StepChange, TermFacts
@@ -157,4 +158,4 @@ def _keep_forms(finding: Finding, kept: set[Changes]) -> Finding:
     facts = finding.facts
     assert isinstance(facts, RecomputedFacts)
     variants = tuple(form for form in facts.variants if form.changes in kept)
-    return finding.model_copy(update={"facts": facts.model_copy(update={"variants": variants})})
+    return with_facts(finding, variants=variants)

@@ -12,6 +12,7 @@ from itertools import combinations, product
 from typing import NamedTuple, get_args
 
 from moeverify.case.schema import Optimizer
+from moeverify.checks.step_findings import forget_coefficients, name_result, result_of, with_facts
 from moeverify.compare.assembled import Key
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
@@ -85,7 +86,7 @@ def name_coefficients(
     results: dict[tuple[str, str], list[tuple[int, TermFacts]]] = {}
     for finding in findings:
         for term in _list_wrong(finding):
-            results.setdefault((_name_result(finding), term.name), []).append((finding.step, term))
+            results.setdefault((result_of(finding), term.name), []).append((finding.step, term))
     named = {}
     scaled = _find_scaled_gradients(findings)
     for (result, name), terms in results.items():
@@ -95,7 +96,7 @@ def name_coefficients(
         if found is not None:
             expected = _find_expected(result, terms[0], spec, rates)
             wrong = {step for step, _ in terms}
-            right = {step for step, kind, tensor in seen if _name(kind, tensor) == result} - wrong
+            right = {step for step, kind, tensor in seen if name_result(kind, tensor) == result} - wrong
             steps = tuple(sorted(wrong)) if right else ()
             named[result, name] = OptionNumber(found=found, expected=expected, steps=steps)
     return [_put(finding, named) for finding in findings]
@@ -109,7 +110,7 @@ def _find_scaled_gradients(findings: Sequence[Finding]) -> Collection[tuple[str,
     factors: dict[tuple[str, str], float] = {}
     for finding in findings:
         for term in finding.facts.wrong_terms if isinstance(finding.facts, RecomputedFacts) else ():
-            factors.setdefault((_name_result(finding), term.name), term.factor or 0.0)
+            factors.setdefault((result_of(finding), term.name), term.factor or 0.0)
     if _MEAN in factors and _SQUARE in factors:
         is_scaled = math.isclose(factors[_MEAN] ** 2, factors[_SQUARE], rel_tol=_SAME)
         return (_MEAN, _SQUARE) if is_scaled else ()
@@ -120,14 +121,14 @@ def _find_scaled_gradients(findings: Sequence[Finding]) -> Collection[tuple[str,
 
 def _drop_denied(finding: Finding, findings: Sequence[Finding], seen: Collection[Key]) -> Finding:
     """Return a finding of a moment's first value without the larger of two, where no later step has taken it."""
-    facts, result = finding.facts, _name_result(finding)
+    facts, result = finding.facts, result_of(finding)
     if not isinstance(facts, RecomputedFacts) or _LARGEST not in facts.tried or finding.step:
         return finding
-    later = [each for each in findings if _name_result(each) == result and each.step > finding.step]
+    later = [each for each in findings if result_of(each) == result and each.step > finding.step]
     if any(isinstance(each.facts, RecomputedFacts) and _LARGEST in each.facts.tried for each in later):
         return finding
     variants = tuple(form for form in facts.variants if form.changes != _LARGEST)
-    return finding.model_copy(update={"facts": facts.model_copy(update={"variants": variants})})
+    return with_facts(finding, variants=variants)
 
 
 def _drop_carried(findings: Sequence[Finding]) -> list[Finding]:
@@ -163,8 +164,7 @@ def _choose_starts(findings: Sequence[Finding]) -> list[Finding]:
             is_start = not any((finding.tensor, form) in later for form in constants)
             left_out = constants if is_start else [_STARTS]
             variants = tuple(form for form in facts.variants if form.changes not in left_out)
-            update = {"facts": facts.model_copy(update={"variants": variants})}
-            chosen.append(finding.model_copy(update=update))
+            chosen.append(with_facts(finding, variants=variants))
         else:
             chosen.append(finding)
     return chosen
@@ -178,7 +178,7 @@ def _join_decay(findings: Sequence[Finding]) -> list[Finding]:
         if isinstance(each.facts, RecomputedFacts) and each.facts.variant == AT_WEIGHT
     }
     return [
-        _decay_at_weight(each)
+        with_facts(each, variants=(StepForm(changes=(*UNDECAYED, *AT_WEIGHT)),))
         if isinstance(each.facts, RecomputedFacts)
         and each.facts.variant == UNDECAYED
         and (each.step, each.tensor.rpartition(".")[0]) in at_weight
@@ -187,19 +187,12 @@ def _join_decay(findings: Sequence[Finding]) -> list[Finding]:
     ]
 
 
-def _decay_at_weight(finding: Finding) -> Finding:
-    assert isinstance(finding.facts, RecomputedFacts)
-    variants = (StepForm(changes=(*UNDECAYED, *AT_WEIGHT)),)
-    return finding.model_copy(update={"facts": finding.facts.model_copy(update={"variants": variants})})
-
-
 def _drop_coefficients(finding: Finding) -> Finding:
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts):
         return finding
-    terms = tuple(term.model_copy(update={"found": None, "error": 0.0}) for term in facts.terms)
-    update = {"terms": terms, "decay": None, "share": None, "means": (), "number": None}
-    return finding.model_copy(update={"facts": facts.model_copy(update=update)})
+    terms = forget_coefficients(facts)
+    return with_facts(finding, terms=terms, decay=None, share=None, means=(), number=None)
 
 
 def _list_wrong(finding: Finding) -> Sequence[TermFacts]:
@@ -294,7 +287,7 @@ def _measure(powers: Iterable[float]) -> int:
 
 
 def _put(finding: Finding, named: Mapping[tuple[str, str], OptionNumber]) -> Finding:
-    facts, result = finding.facts, _name_result(finding)
+    facts, result = finding.facts, result_of(finding)
     wrong = {term.name for term in _list_wrong(finding)}
     if not isinstance(facts, RecomputedFacts) or not wrong:
         return finding
@@ -302,13 +295,4 @@ def _put(finding: Finding, named: Mapping[tuple[str, str], OptionNumber]) -> Fin
         term.model_copy(update={"number": named.get((result, term.name))}) if term.name in wrong else term
         for term in facts.terms
     )
-    return finding.model_copy(update={"facts": facts.model_copy(update={"terms": terms})})
-
-
-def _name_result(finding: Finding) -> str:
-    return _name(finding.kind, finding.tensor)
-
-
-def _name(kind: str, tensor: str) -> str:
-    """Return what an optimizer has made: an update, or which moment."""
-    return kind if kind == Kind.UPDATE else tensor.rpartition(".")[2]
+    return with_facts(finding, terms=terms)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from moeverify.case.schema import Optimizer
 from moeverify.checks.recomputed_step import Row
+from moeverify.checks.step_findings import with_facts
 from moeverify.results.finding import Finding
 from moeverify.results.step_facts import (
     RecomputedFacts,
@@ -102,9 +103,10 @@ def add_schedule(
     if len(seen) < len(by_step):
         return list(findings)
     forms = name_schedule(Rates(seen, right, spec, counts))
-    added = {"rates": tuple(seen.values()), "schedule": forms} if forms else {}
+    if not forms:
+        return list(findings)
     return [
-        finding.model_copy(update={"facts": finding.facts.model_copy(update=added)})
+        with_facts(finding, rates=tuple(seen.values()), schedule=forms)
         if isinstance(finding.facts, RecomputedFacts) and finding.facts.is_of_rate
         else finding
         for finding in findings

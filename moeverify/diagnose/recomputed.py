@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moeverify.checks.registry import KIND_ORDER
+from moeverify.checks.step_findings import result_of
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.router_findings import (
@@ -423,9 +424,8 @@ def _is_like(one: float | None, other: float | None) -> bool:
 
 
 def _name_result(finding: Finding) -> tuple[str, str]:
-    """Return what of a parameter the optimizer has computed: its update, or which moment."""
-    quantity = finding.kind if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
-    return finding.check, quantity
+    """Return which check speaks, and of what: an update, or which moment."""
+    return finding.check, result_of(finding)
 
 
 def _signature(finding: Finding) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moeverify.checks.router_rules import BEST
+from moeverify.diagnose.families import module_of
 from moeverify.results.cause import Cause
 from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import Finding
@@ -69,6 +70,6 @@ def is_made_by_choice(origin: Finding, finding: Finding) -> bool:
         has_other_numbers or isinstance(explanation.operation, Altered)
     ):
         return False
-    block = finding.tensor.rpartition(".")[0]
+    block = module_of(finding.tensor)
     place = explanation.subject.module or ""
     return bool(block) and place in (block, f"{block}.dispatcher")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moeverify.checks.step_findings import result_of
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.step_facts import AT_WEIGHT, RIGHT, UNDECAYED, RecomputedFacts
@@ -62,6 +63,4 @@ def _is_of_quantity(finding: Finding, head: Finding) -> bool:
 
 
 def _is_of_result(finding: Finding, head: Finding) -> bool:
-    if finding.kind != head.kind:
-        return False
-    return finding.kind == Kind.UPDATE or finding.tensor.rpartition(".")[2] == head.tensor.rpartition(".")[2]
+    return finding.kind == head.kind and result_of(finding) == result_of(head)

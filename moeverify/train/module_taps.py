@@ -11,10 +11,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,16 @@ class Reading:
     is_loose: bool = False
 
 
+class Notes(Protocol):
+    """What keeps which tensors were read; see `Tap`."""
+
+    def note_end(self, end: End, tensor: Tensor) -> None:
+        """Keep a tensor at the end of a module."""
+
+    def note_total(self, end: End, tensor: Tensor) -> None:
+        """Keep a sum over tokens, or a rank's part of it: a loss, or the gradient of a parameter."""
+
+
 class Tap:
     """Reads the modules of a model while it trains one step; `readings` has what it saw.
 
@@ -62,8 +72,8 @@ class Tap:
     `reached` has the ends of modules inside of our mixtures of experts, whose rows are not read: whether a gradient
     other than zero came back to one that has a graph.
     `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
-    `note` is called with the end of a module and each tensor there, as it is in memory; whole numbers and masks that
-    go in have the name of their argument as slot. `note_total` is called with the gradient of each parameter, as this
+    `notes` are given what is read, as it is in memory: each tensor at the end of a module, where whole numbers and
+    masks that go in have the name of their argument as slot; and, as a total, the gradient of each parameter, as this
     rank has it of a micro-batch.
     With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
@@ -83,10 +93,9 @@ class Tap:
         limit: int,
         reads_loose: bool = False,
         count: Callable[[], int] = lambda: 0,
-        note: Callable[[End, Tensor], None] | None = None,
-        note_total: Callable[[End, Tensor], None] | None = None,
+        notes: Notes | None = None,
     ) -> None:
-        self._note, self._note_total = note, note_total
+        self.notes = notes
         self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}
         self.spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
         self._count = count
@@ -169,17 +178,14 @@ class Tap:
             self._begin(FORWARD, name)
             micro_batch = self._micro_batches.get(root, 0)
             self._take(name, "input", dict(enumerate(inputs)) | named, micro_batch)
-            if self._note is not None:
+            if self.notes is not None:
                 for slot, tensor in _list_whole_numbers(module, inputs, named):
-                    self._note((FORWARD, name, "input", slot, micro_batch), tensor)
-            if self._note_total is not None:
-                self._watch_parameters(name, module, self._note_total)
+                    self.notes.note_end((FORWARD, name, "input", slot, micro_batch), tensor)
+                self._watch_parameters(name, module, self.notes)
 
         return hook
 
-    def _watch_parameters(
-        self, name: str, module: nn.Module, note_total: Callable[[End, Tensor], None]
-    ) -> None:
+    def _watch_parameters(self, name: str, module: nn.Module, notes: Notes) -> None:
         """Note the gradients of a module's own parameters, as these are while it computes: gathered, maybe."""
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in self._watched:
@@ -187,7 +193,7 @@ class Tap:
                 times = itertools.count()
 
                 def note(gradient: Tensor, where: str = where, times: Iterator[int] = times) -> None:
-                    note_total((BACKWARD, where, "gradient", "0", next(times)), gradient)
+                    notes.note_total((BACKWARD, where, "gradient", "0", next(times)), gradient)
 
                 handle = parameter.register_hook(note)  # type: ignore[no-untyped-call]
                 self._watched[id(parameter)] = (parameter, handle)
@@ -211,8 +217,8 @@ class Tap:
                 self._watch(name, end, tensor)
                 continue
             self._seen.add(key)
-            if self._note is not None:
-                self._note((FORWARD, *key), tensor)
+            if self.notes is not None:
+                self.notes.note_end((FORWARD, *key), tensor)
             self._keep(FORWARD, key, unpack(tensor))
             if tensor.requires_grad:
                 self.silent.add(key)
@@ -244,8 +250,8 @@ class Tap:
             self.silent.discard(key)
             if is_first:
                 (self._begin if end == "output" else self._end)(BACKWARD, name)
-            if self._note is not None:
-                self._note((BACKWARD, *key), gradient)
+            if self.notes is not None:
+                self.notes.note_end((BACKWARD, *key), gradient)
             self._keep(BACKWARD, key, unpack(gradient) / self._scale)
 
         return on_gradient
@@ -327,13 +333,17 @@ def tap_dispatcher(inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> 
 
 def _list_whole_numbers(module: nn.Module, inputs: Any, named: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield what a module takes besides floats, such as positions and masks, by the names of its arguments."""
-    try:
-        names = list(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):  # of a forward that is not written in Python
-        names = []
-    for slot, tensor in [*zip(names, inputs, strict=False), *named.items()]:
+    for slot, tensor in [*zip(name_arguments(module), inputs, strict=False), *named.items()]:
         if isinstance(tensor, Tensor) and not tensor.is_floating_point():
             yield slot, tensor
+
+
+def name_arguments(module: nn.Module) -> Sequence[str]:
+    """Return the names of what a module takes; none where its forward is not written in Python."""
+    try:
+        return tuple(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        return ()
 
 
 def list_floats(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -42,18 +42,10 @@ def _read(
     program = assemble_single(recipe, device, compute="float64")
     mode = make_graph_mode(recipe, program, lambda: tap.inside is not None) if records else None
     batch = recipe.data
-    note, note_total = (None, None) if mode is None else (mode.note_end, mode.note_total)
     tap = Tap(
-        program.model,
-        batch.batch,
-        batch.seq_len,
-        scale=1.0,
-        limit=1 << 62,
-        reads_loose=True,
-        note=note,
-        note_total=note_total,
+        program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62, reads_loose=True, notes=mode
     )
-    observer = StepTap(Capture(()), tap, step, note_total=note_total)
+    observer = StepTap(Capture(()), tap, step)
     with mode or nullcontext():
         train(recipe, program, observer, golden=golden, num_steps=step + 1)
     observer.close()

@@ -178,7 +178,6 @@ def _rerun(
         return trace.num_collectives
 
     mode = make_graph_mode(case.recipe, program, lambda: tap.inside is not None)
-    note, note_total = (None, None) if mode is None else (mode.note_end, mode.note_total)
     tap = Tap(
         program.model,
         len(micro_batches[0].rows),
@@ -187,11 +186,10 @@ def _rerun(
         limit=LIMIT,
         reads_loose=True,
         count=count,
-        note=note,
-        note_total=note_total,
+        notes=mode,
     )
     bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
-    observer = StepTap(capture, tap, step, count, bringing, note_total)
+    observer = StepTap(capture, tap, step, count, bringing)
 
     def keep(number: int, tensor: Tensor) -> None:
         tap.keep_operand(number, tensor)

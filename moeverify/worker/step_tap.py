@@ -11,14 +11,14 @@ from moeverify.diagnose.capture import Capture
 from moeverify.diagnose.reductions import Bringing
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
-from moeverify.train.module_taps import FORWARD, End, Tap
+from moeverify.train.module_taps import FORWARD, Tap
 
 
 class StepTap:
     """An observer that captures, and that opens a tap on the model for one step.
 
-    `num_before` is how many collectives had been issued before that step, by `count`. `note_total` is called with the
-    losses of that step.
+    `num_before` is how many collectives had been issued before that step, by `count`. What keeps notes for the tap is
+    given the losses of that step too.
     """
 
     def __init__(
@@ -28,9 +28,7 @@ class StepTap:
         step: int,
         count: Callable[[], int] = lambda: 0,
         bringing: Bringing | None = None,
-        note_total: Callable[[End, Tensor], None] | None = None,
     ) -> None:
-        self._note_total = note_total
         self.num_before = count()
         self._bringing = bringing
         self._count = count
@@ -42,8 +40,9 @@ class StepTap:
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Capture; see `moeverify.layout.observer.Observer`."""
         self._capture.observe(step, kind, name, local, region)
-        if self._note_total is not None and kind == Kind.LOSS and step == self._step and local is not None:
-            self._note_total((FORWARD, name, "loss", "0", 0), local)
+        notes = self._tap.notes
+        if notes is not None and kind == Kind.LOSS and step == self._step and local is not None:
+            notes.note_total((FORWARD, name, "loss", "0", 0), local)
 
     def begin_step(self, step: int) -> None:
         """Open the tap before the step of interest, close it after."""

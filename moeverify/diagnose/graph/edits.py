@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Literal
 
-from moeverify.diagnose.families import strip_alike
 from moeverify.diagnose.graph.joined import Joint, Recorded, Values, as_joint
+from moeverify.diagnose.graph.mistakes import Edit, Edits, Mistakes, Way
 from moeverify.diagnose.graph.record import MOVES_ROWS, OVER_DIMS, WRITE, Node
-
-Way = Literal["number", "function", "left-out", "added", "operand", "order", "index", "other"]
 
 _MOST_EDITS = 3
 _SKIPS = (0, 1, 3)
@@ -56,26 +53,7 @@ PARTS = frozenset({"split", "split_with_sizes", "slice", "select", "expand", "un
 """Operators that give out a part of a tensor, or repeat it."""
 
 _ADD = "add"
-_SHARES = frozenset({"div", "mul"})
 _COMMUTES = frozenset({"add", "mul", "add_", "mul_", "maximum", "minimum"})
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One step that is otherwise: `right` are the nodes of one device, `wrong` those of the ranks that differ.
-
-    A step that is `added`, or takes rows where one device takes all (`index`), stands between `kept`, of what it
-    takes, and what one device makes of that. One that is left out by some ranks alone has what these have in its
-    place as `wrong`.
-    """
-
-    way: Way
-    right: Joint
-    wrong: Joint = ()
-    kept: Joint = ()
-
-
-Edits = frozenset[Edit]
 
 
 @dataclass(frozen=True)
@@ -114,6 +92,7 @@ class Comparison:
         self._most, self._of_sums = most, of_sums
         self.values, self.one, self.ranks = values, values.one, values.ranks
         self._known: dict[tuple[Joint, Joint, int, Way | None], Edits | None] = {}
+        self._mistakes = Mistakes(values)
         self._num_compared = 0
         self._made: dict[Joint, frozenset[Joint] | None] = {}
 
@@ -318,43 +297,15 @@ class Comparison:
         made = self.ranks.moments(joint).count / self.one.moments(right).count
         return made != min(taken, default=made)
 
-    def group(self, edits: Edits) -> list[list[Edit]]:
-        """Return edits in the order of one device, those together that are one mistake.
-
-        Where elements lie otherwise, all that is made of them does; and a module may use the parameters of another.
-        """
-        groups: dict[object, list[Edit]] = {}
-        for edit in sorted(edits, key=lambda edit: (edit.right, edit.wrong)):
-            key: object = edit.way if edit.way == "order" else self.find_modules(edit) or edit
-            groups.setdefault(key, []).append(edit)
-        return list(groups.values())
-
-    def find_modules(self, edit: Edit) -> tuple[str, str] | None:
-        """Return where a parameter should be from and where it is from, where another one stands in its place.
-
-        Ranks that add up may have a share of a bias each.
-        """
-        if edit.way not in ("operand", "other"):
-            return None
-        made = self.ranks.same(self.ranks.strip(edit.wrong))
-        is_share = (
-            edit.way == "other" and made is not None and made.operator in _SHARES and len(made.args) == 1
-        )
-        wrong = self.ranks.args(self.ranks.strip(edit.wrong))[0] if is_share else edit.wrong
-        found = self.values.find(wrong)
-        names = [self.one.node(each[0]).name for each in (edit.right, found) if each is not None]
-        modules = strip_alike(*names) if len(names) == 2 and all(names) else ("", "")
-        return modules if all(modules) else None
-
     def _is_short(self, edits: Edits) -> bool:
         """Return whether an explanation is short: where it is long, ranks may just compute in another way."""
-        num_groups = len(self.group(edits))
+        num_groups = len(self._mistakes.group(edits))
         most = _MOST_OF_ONE if num_groups < 2 else _MOST_OF_SEVERAL
         return num_groups <= _MOST_EDITS and self._price(edits)[0] <= most
 
     def _price(self, edits: Edits) -> tuple[int, int]:
         """Return what edits cost: of two that explain, the simpler one is told."""
-        own = sum(_COST[each[0].way] for each in self.group(edits))
+        own = sum(_COST[each[0].way] for each in self._mistakes.group(edits))
         made = [each.wrong for each in edits if each.way == "other"]
         for each in edits:
             if each.kept:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from moeverify.diagnose.graph.edits import Comparison, Edit, Edits, numbers_of
+from moeverify.diagnose.graph.edits import Comparison, numbers_of
 from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Values, as_joint
+from moeverify.diagnose.graph.mistakes import Edit, Edits
 from moeverify.diagnose.graph.record import Graph, Node
 
 _MOST_STEPS = 400

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moeverify.diagnose.first_divergence import Origin
-from moeverify.diagnose.graph.edits import PARTS, Comparison, Edit, Edits, numbers_of
+from moeverify.diagnose.graph.edits import PARTS, Comparison, numbers_of
 from moeverify.diagnose.graph.first_step import find_first_step
 from moeverify.diagnose.graph.joined import Joint, OneDevice, Ranks, Recorded, Values, Where
+from moeverify.diagnose.graph.mistakes import Edit, Edits, Mistakes
 from moeverify.diagnose.graph.record import Graph, Node, is_alike
 from moeverify.results.other_steps import OtherStep, OtherSteps, Term
 from moeverify.train.module_taps import FORWARD, End
@@ -58,8 +59,9 @@ class Graphs:
 
     def tell(self, values: Values, edits: Edits) -> tuple[OtherStep, ...]:
         """Return what is otherwise by the names of one device, in its order, each once."""
-        teller = _Teller(values)
-        return tuple(dict.fromkeys(teller.tell(group) for group in Comparison(values).group(edits)))
+        mistakes = Mistakes(values)
+        teller = _Teller(values, mistakes)
+        return tuple(dict.fromkeys(teller.tell(group) for group in mistakes.group(edits)))
 
     def _find_begin(self, origin: Origin) -> int:
         """Return the node of one device at which the culprit begins, as its input, or the gradient of its output."""
@@ -72,13 +74,14 @@ class Graphs:
 class _Teller:
     """Describes nodes by the names that one device has for their values."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, mistakes: Mistakes) -> None:
         self._values, self._one, self._ranks = values, values.one, values.ranks
+        self._mistakes = mistakes
 
     def tell(self, group: Sequence[Edit]) -> OtherStep:
         """Return a step in terms of both; of several that are one mistake, the first or their modules."""
         edit = group[0]
-        modules = Comparison(self._values).find_modules(edit) if len(group) > 1 else None
+        modules = self._mistakes.find_modules(edit) if len(group) > 1 else None
         if modules is not None:
             of_right, of_wrong = (Term(module=each, end="parameters") for each in modules)
             return OtherStep(way="operand", right=of_right, wrong=of_wrong)

@@ -27,10 +27,8 @@ class AddedValues(Hypothesis):
     quantities = frozenset({Quantity.GRADIENT})
     generalizes = ("one_factor",)
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return all of them: the more tensors one multiple explains, the less is chance."""
-        del quantity
-        return (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+    own_scopes = (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+    """All of them: the more tensors one multiple explains, the less is chance."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit the errors on each of the other tensors."""

@@ -50,11 +50,12 @@ class Hypothesis(ABC):
     name: ClassVar[str]
     quantities: ClassVar[frozenset[Quantity]]
     generalizes: ClassVar[tuple[str, ...]] = ()
+    own_scopes: ClassVar[tuple[Scope, ...]] = (Scope.ALONE,)
 
     def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return how many tensors of a quantity it is tested on at once, the widest first."""
+        """Return how many tensors of a quantity it is tested on at once, the widest first: `own_scopes` of any."""
         del quantity
-        return (Scope.ALONE,)
+        return self.own_scopes
 
     def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
         """Return whether it is about this tensor at all; one that is not leaves no trace in the log."""

@@ -24,10 +24,8 @@ class DrawnHypothesis(Hypothesis):
     name = "drawn"
     quantities = frozenset({Quantity.INITIAL_VALUE})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return all that is wrong: which of these belong together is found before."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All that is wrong: which of these belong together is found before."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Look for a distribution that all of them have."""

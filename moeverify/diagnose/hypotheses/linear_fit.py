@@ -39,10 +39,8 @@ class LinearFit(Hypothesis):
     quantities = frozenset({Quantity.GRADIENT})
     cause: Cause
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return all of them."""
-        del quantity
-        return (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+    own_scopes = (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+    """All of them."""
 
     @abstractmethod
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:

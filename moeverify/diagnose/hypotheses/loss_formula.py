@@ -30,10 +30,8 @@ class LossFormula(Hypothesis):
     name = "loss_formula"
     quantities = frozenset({Quantity.GRADIENT, Quantity.LOSS})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return that all wrong gradients, or all wrong losses, have this one cause."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All wrong gradients, or all wrong losses, have this one cause."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Look at the loss of each token."""

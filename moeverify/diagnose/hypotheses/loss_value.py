@@ -27,10 +27,8 @@ class LossValue(Hypothesis):
     name = "loss_value"
     quantities = frozenset({Quantity.GRADIENT})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return that all gradients which are left have this one cause."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All gradients which are left have this one cause."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Look at the losses."""

@@ -39,10 +39,8 @@ class NoisyFactorHypothesis(Hypothesis):
     quantities = frozenset({Quantity.GRADIENT})
     generalizes = ("one_factor",)
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return all of them: one factor for many tensors is no chance."""
-        del quantity
-        return (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+    own_scopes = (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+    """All of them: one factor for many tensors is no chance."""
 
     def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
         """Return whether the tensor was computed in 16 bits: with more, rounding leaves no standard error to ask."""

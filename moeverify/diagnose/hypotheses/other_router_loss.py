@@ -29,10 +29,8 @@ class OtherRouterLoss(Hypothesis):
     name = "other_router_loss"
     quantities = frozenset({Quantity.GRADIENT})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return that all gradients which are left have this one cause."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All gradients which are left have this one cause."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit the errors on what a variant would add and the right term does not."""

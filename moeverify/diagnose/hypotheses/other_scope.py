@@ -24,10 +24,8 @@ class OtherScope(Hypothesis):
     quantities = frozenset({Quantity.GRADIENT})
     generalizes = ("detached", "one_factor", "loss_terms")
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return that all wrong gradients have this one cause."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All wrong gradients have this one cause."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit the errors on what the other term would add and the right one does not."""

@@ -26,10 +26,8 @@ class ScaledByShapeHypothesis(Hypothesis):
     name = "scaled_by_shape"
     quantities = frozenset({Quantity.INITIAL_VALUE})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return all that is wrong: one weight has one factor, and no rule."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All that is wrong: one weight has one factor, and no rule."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Look for a rule that gives the factor of each tensor."""

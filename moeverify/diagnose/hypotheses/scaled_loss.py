@@ -36,10 +36,8 @@ class ScaledLoss(Hypothesis):
     name = "scaled_loss"
     quantities = frozenset({Quantity.GRADIENT})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return that all gradients which are left have this one cause."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All gradients which are left have this one cause."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Compare the factor of the total loss with that of all gradients."""

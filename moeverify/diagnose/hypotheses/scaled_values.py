@@ -39,10 +39,8 @@ class ScaledValues(Hypothesis):
     name = "scaled_values"
     quantities = frozenset({Quantity.INITIAL_VALUE})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return all that is wrong, which one deviation may explain, and each alone."""
-        del quantity
-        return (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+    own_scopes = (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
+    """All that is wrong, which one deviation may explain, and each alone."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit one number on all elements, and look at each."""

@@ -20,10 +20,8 @@ class TailsHypothesis(Hypothesis):
     name = "tails"
     quantities = frozenset({Quantity.INITIAL_VALUE})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return all that is wrong, of which a small weight alone tells little."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All that is wrong, of which a small weight alone tells little."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Compare the elements that are wrong with the largest ones."""

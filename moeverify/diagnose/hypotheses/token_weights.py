@@ -37,10 +37,8 @@ class TokenWeightsHypothesis(Hypothesis):
     name = "token_weights"
     quantities = frozenset({Quantity.GRADIENT})
 
-    def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return that all gradients which are left have this one cause."""
-        del quantity
-        return (Scope.TOGETHER,)
+    own_scopes = (Scope.TOGETHER,)
+    """All gradients which are left have this one cause."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Measure the weight of each token, and look for an average that gives all of them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from moeverify.diagnose.own.trace import Trace, trace_run
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.observation import End
 from moeverify.results.own_module import Mistake
-from moeverify.train.module_taps import FORWARD
+from moeverify.train.module_taps import FORWARD, name_arguments
 
 MOST_ELEMENTS = 1 << 22
 """Elements of a tensor up to which its module is replayed: thousands of runs must stay a matter of seconds."""
@@ -138,7 +137,7 @@ class _Attempt:
             # Of the whole model with its loss, what the loss itself does is what nothing else has replayed.
             owners, modules = [], []
             steps = [step for step in steps if step.line and not step.module]
-        sites, labels = list_sites(steps), _name_arguments(call.module)
+        sites, labels = list_sites(steps), name_arguments(call.module)
         is_loss = call.name == LOSS
         if not self.is_forward:
             yield list_detached_children(trace, name) if not is_loss else ()
@@ -219,20 +218,13 @@ def _add(values: Tensor) -> Any:
 
 
 def _list_inputs(call: Call) -> Iterator[tuple[str, Tensor]]:
-    labels = _name_arguments(call.module)
+    labels = name_arguments(call.module)
     for index, value in enumerate(call.args):
         if isinstance(value, Tensor) and value.is_floating_point():
             yield labels[index] if index < len(labels) else f"argument {index}", value
     for name, value in call.named.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield name, value
-
-
-def _name_arguments(module: nn.Module) -> Sequence[str]:
-    try:
-        return tuple(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):
-        return ()
 
 
 def _budget(replay: Replay, seconds: float) -> int:
