@@ -151,7 +151,7 @@ def test_folder_of_the_case_is_on_the_path(own: Any) -> None:
         (
             "moe-by-sender",
             "tower.0.experts",
-            "tower.0.experts (its rows match, whose order is its caller's",
+            "other elements brought together in matmul(the input of tower.0.experts, tower.0.experts.w_in)",
         ),
         ("moe-not-put-back", "tower.0", "what tower.0.gate and tower.0.experts take and return is right"),
         (
