@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -25,10 +25,11 @@ from moeverify.checks.bounds import Bounds
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.compare.assembled import Assembled, Coordinates, Key
 from moeverify.compare.comparison import Entry
-from moeverify.golden.store import StoredGolden
+from moeverify.golden.store import OwnResult, StoredGolden
 from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
 from moeverify.results.checks import CheckName
+from moeverify.results.facts import OwnStep
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.load import ExpertLoad
 from moeverify.train.program import Program
@@ -116,12 +117,23 @@ class Shown(Compared):
 
     `golden_names` has, for each step, the (kind, name) that the golden holds and the run must show. `saved` is what
     a checkpoint was made of, in a run that loads one. `load` is that of the experts, where it was counted.
+    `own_results` are (check, kind, name) of what one device's own step makes otherwise than the recipe says.
     """
 
     case: Case
     golden_names: Mapping[int, set[tuple[str, str]]]
     saved: StoredGolden | None = None
     load: ExpertLoad | None = None
+    own_results: frozenset[OwnResult] = frozenset()
+
+    def list_own(self, check: CheckName) -> set[tuple[str, str]]:
+        """Return the (kind, name) of which a check that computes again what the recipe says knows nothing."""
+        return {(kind, name) for of, kind, name in self.own_results if of == check}
+
+    def describe_own(self, names: Collection[str]) -> OwnStep | None:
+        """Return facts about such results; None where there are none."""
+        step = self.case.recipe.step
+        return OwnStep(step=step, num_tensors=len(names), first=min(names)) if step and names else None
 
 
 @dataclass(frozen=True)
@@ -172,13 +184,16 @@ class Check(ABC, Generic[R]):
     """One check. `kinds` are those of the logical tensors that it compares with the golden.
 
     A kind of its own, shown by `show`, has the name of the check. One that `sees_inside` watches by hooks on modules,
-    and is not made where passes are launched as graphs: hooks see no such pass.
+    and is not made where passes are launched as graphs: hooks see no such pass. One that `recomputes_step` holds what
+    a step makes to what the recipe says of it, which a user's own step may mean otherwise: see
+    `moeverify.recording.own_step`.
     """
 
     name: CheckName
     kinds: tuple[str, ...] = ()
     role: Role = Role.DIAGNOSED
     sees_inside: bool = False
+    recomputes_step: bool = False
 
     def show(self, training: Training, observer: Observer) -> Watch[Any] | None:
         """Return what shows `observer` further logical tensors of a run; None for a check that needs none.

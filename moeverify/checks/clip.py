@@ -137,6 +137,7 @@ class Clip(Check[dict[int, StepGradients]]):
 
     name = CheckName.CLIP
     role = Role.ORIGIN
+    recomputes_step = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[dict[int, StepGradients]]:
         """Return what adds up the squares; see `Check`."""
@@ -157,10 +158,11 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
     # A user's own step may clip by a limit of its own: there the coefficient is compared with the golden's alone.
     recipe = shown.case.recipe
     max_norm = recipe.optimizer.clip_norm if recipe.step is None else None
+    own = {name for _, name in shown.list_own(CheckName.CLIP)}
     for step in sorted(set().union(*reports)):
         of_step = [report.get(step, StepGradients()) for report in reports]
         extremes = _find_extremes(of_step)
-        for name in (TOTAL, COEFFICIENT):
+        for name in sorted({TOTAL, COEFFICIENT} - own, reverse=True):
             measured = [_measure(name, each, extremes, max_norm, len(reports)) for each in of_step]
             rows = [(rank, *row) for rank, row in enumerate(measured) if row is not None]
             if not rows:
@@ -180,6 +182,7 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
         verdict="mismatch" if findings else "pass",
         tensors=len(limits),
         worst=worst,
+        facts=shown.describe_own(own),
     )
     return Outcome(result, tuple(findings), limits)
 

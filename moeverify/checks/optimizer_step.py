@@ -8,7 +8,7 @@ that the rank had, so all that may differ is the rounding of the step itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -240,6 +240,7 @@ class OptimizerStep(Check[list[Row]]):
 
     name = CheckName.OPTIMIZER_STEP
     role = Role.ORIGIN
+    recomputes_step = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[list[Row]]:
         """Return what samples and recomputes each step of the optimizer; see `Check`."""
@@ -257,11 +258,8 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
 
     `rates` are the learning rates that the recipe gives the steps.
     """
-    by_key: dict[Key, list[tuple[int, Row]]] = {}
-    for rank, rows in enumerate(reports):
-        for row in rows:
-            by_key.setdefault(row.key, []).append((rank, row))
-    by_key = dict(sorted(by_key.items(), key=lambda item: item[0][0]))
+    own = shown.list_own(CheckName.OPTIMIZER_STEP)
+    by_key = _sort_rows(reports, own)
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
     of_step: dict[int, StepNorms] = {}
@@ -278,22 +276,35 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
     )
     agreeing = keep_agreeing(findings, _list_steps(shown, limits))
     named = name_coefficients(agreeing, by_key, recipe.optimizer, rates, recipe.precision)
-    worst = max((row for found in by_key.values() for _, row in found), key=_rate)
-    scale = _scale_of([worst])
     result = CheckResult(
         name=CheckName.OPTIMIZER_STEP,
         verdict="mismatch" if findings else "pass",
         tensors=len(by_key),
-        worst=Worst(
-            tensor=worst.key[2],
-            error=worst.worst * worst.allowed / scale,
-            bound=worst.allowed / scale,
-            step=worst.key[0],
-        )
-        if _is_known(worst)
-        else None,
+        worst=_find_worst([row for _, row in _rows_of_all(by_key)]),
+        facts=shown.describe_own({name for _, name in own}),
     )
     return Outcome(result, tuple(named), limits)
+
+
+def _sort_rows(
+    reports: Sequence[Sequence[Row]], own: Collection[tuple[str, str]]
+) -> dict[Key, list[tuple[int, Row]]]:
+    """Return the rows of each logical tensor with their ranks, step after step, but those of `own` results."""
+    by_key: dict[Key, list[tuple[int, Row]]] = {}
+    for rank, rows in enumerate(reports):
+        for row in rows:
+            if row.key[1:] not in own:
+                by_key.setdefault(row.key, []).append((rank, row))
+    return dict(sorted(by_key.items(), key=lambda item: item[0][0]))
+
+
+def _find_worst(rows: Sequence[Row]) -> Worst | None:
+    """Return the element that is off most, None where none is known."""
+    worst = max(filter(_is_known, rows), key=_rate, default=None)
+    if worst is None:
+        return None
+    bound = worst.allowed / _scale_of([worst])
+    return Worst(tensor=worst.key[2], error=worst.worst * bound, bound=bound, step=worst.key[0])
 
 
 def _list_steps(shown: Shown, limits: Mapping[Key, float]) -> CorrectedSteps:

@@ -16,9 +16,12 @@ from moeverify.launch.world import external_world
 from moeverify.report.words.wider import (
     describe_confirmation,
     describe_left_out,
+    describe_own_dtypes,
     describe_unasked,
     describe_unconfirmed,
 )
+from moeverify.results.checks import Kind
+from moeverify.results.facts import OwnStep
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.results.upstream import OffUpstream
@@ -34,6 +37,10 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
 
 _SURE, _UPSTREAM = 3, -1
 """How much a finding says that leaves nothing to be asked, and one that says that the cause is elsewhere."""
+
+
+_OF_STEP = frozenset({Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE})
+"""What the optimizer's step makes of the gradients."""
 
 
 def change_precision(case: Case, precision: Precision) -> Case:
@@ -69,7 +76,7 @@ def escalate(
         case = by_name.get(answered.name)
         if case is not None and needs_escalation(answered):
             asked[case.name] = list(list_wider(case))
-        elif answered.verdict == "pass" and confirming and answered.name in confirming:
+        elif confirming and asks_confirmation(answered, confirming):
             asked[answered.name] = [confirming[answered.name]]
     wanted = [wide for wides in asked.values() for wide in wides]
     if not wanted:
@@ -131,7 +138,7 @@ def escalate_stream(
 def _is_open(case: Case, result: CaseResult, confirming: Mapping[str, Case]) -> bool:
     """Return whether wider precisions are to be asked of a result."""
     if result.verdict == "pass":
-        return case.name in confirming
+        return asks_confirmation(result, confirming)
     return needs_escalation(result) and bool(list_wider(case))
 
 
@@ -168,18 +175,34 @@ def find_confirming(cases: Sequence[Case], others: Sequence[Case]) -> dict[str, 
 
     float64 has room for a billionth of what bfloat16 rounds away, so what is wrong there by less than rounding is
     seen: a row of a thousand, a few elements of a bias. That needs a model whose arithmetic is the recipe's precision
-    throughout; code of a user's own may keep a dtype of its own by right. One of the `others` may be just that case.
+    throughout; code of a user's own may keep a dtype of its own by right. Where it is a user's step that nothing but
+    the golden can be held to, its results are asked for all the same: see `confirm`. One of the `others` may be just
+    that case.
     """
     known = [_strip(each) for each in others]
     found = {}
     for case in cases:
         recipe, layout = case.recipe, case.layout
-        if recipe.model.reference is None or recipe.float8 != "none" or layout.parallelize is not None:
+        is_own = recipe.model.reference is None or layout.parallelize is not None
+        if recipe.float8 != "none" or (is_own and recipe.step is None):
             continue
         wider = list_wider(case)
         if wider and _strip(wider[-1]) not in known:
             found[case.name] = wider[-1]
     return found
+
+
+def asks_confirmation(result: CaseResult, confirming: Mapping[str, Case]) -> bool:
+    """Return whether a result is a pass that a wider precision is to confirm."""
+    wide = confirming.get(result.name)
+    if result.verdict != "pass" or wide is None:
+        return False
+    return wide.recipe.step is None or has_own_results(result)
+
+
+def has_own_results(result: CaseResult) -> bool:
+    """Return whether a user's step makes something that no check could compute again."""
+    return any(isinstance(check.facts, OwnStep) for check in result.checks)
 
 
 def _strip(case: Case) -> Case:
@@ -200,7 +223,7 @@ def note_unasked(
     def handle(event: Event) -> None:
         result = event.result
         note = None
-        if result is not None and result.verdict == "pass" and result.name in confirming:
+        if result is not None and asks_confirmation(result, confirming):
             note = describe_unconfirmed(confirming[result.name].recipe.precision)
         elif result is not None and result.name in by_name and needs_escalation(result):
             wider = [wide.recipe.precision for wide in list_wider(by_name[result.name])]
@@ -243,8 +266,11 @@ def _confirm_early(
 def confirm(case: CaseResult, precision: Precision, answer: CaseResult) -> CaseResult:
     """Return a passing case with a note on a wider precision, or where something differs there all that it showed.
 
-    All of a result is of one run: a table of checks that pass would say nothing of these findings.
+    All of a result is of one run: a table of checks that pass would say nothing of these findings. Code of a user's
+    own may round by right, so there a result of the step alone counts, of gradients that agree.
     """
+    if answer.verdict == "mismatch" and has_own_results(case) and not _is_of_step_alone(answer):
+        return case.model_copy(update={"notes": (*case.notes, describe_own_dtypes(precision))})
     note = describe_confirmation(precision, answer)
     if answer.verdict != "mismatch":
         return case.model_copy(update={"notes": (*case.notes, note)})
@@ -254,6 +280,12 @@ def confirm(case: CaseResult, precision: Precision, answer: CaseResult) -> CaseR
         for finding in answer.findings
     )
     return answer.model_copy(update={"name": case.name, "findings": findings, "notes": (note,)})
+
+
+def _is_of_step_alone(answer: CaseResult) -> bool:
+    """Return whether gradients and all before them agree in the first step in which something differs."""
+    first = min(finding.step for finding in answer.findings)
+    return all(finding.kind in _OF_STEP for finding in answer.findings if finding.step == first)
 
 
 def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> CaseResult:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,9 +28,13 @@ from moeverify.input_file import parse_json, read_input
 from moeverify.layout.region import Region
 
 _INDEX = "golden.json"
-_VERSION = 3
-_FIELDS = {"version", "noise", "summary", "files", "checksum"}
+_VERSION = 4
+_FIELDS = {"version", "noise", "summary", "own_results", "files", "checksum"}
 _BLOCK = 1 << 20  # bytes
+
+
+OwnResult = tuple[str, str, str]
+"""(check, kind, name) of a result that a user's own step makes otherwise on one device than the recipe says."""
 
 
 def tensor_key(kind: str, name: str) -> str:
@@ -103,14 +107,22 @@ class GoldenWriter:
             save_file(tensors, narrowed)
             narrowed.replace(path)
 
-    def finish(self, noise: dict[str, float], summary: dict[str, Any]) -> None:
+    def finish(
+        self, noise: dict[str, float], summary: dict[str, Any], own_results: Collection[OwnResult] = ()
+    ) -> None:
         """Write the index and give the folder its final name, replacing an older golden.
 
         One that another process has finished in the meantime is the same, and stays: that process reads it.
         """
         self._flush()
         files = {path.name: _checksum_file(path) for path in sorted(self._partial.glob("step*.safetensors"))}
-        content = {"version": _VERSION, "noise": noise, "summary": summary, "files": files}
+        content = {
+            "version": _VERSION,
+            "noise": noise,
+            "summary": summary,
+            "own_results": sorted(own_results),
+            "files": files,
+        }
         content = json.loads(json.dumps(content))  # what a reader will have
         text = json.dumps({**content, "checksum": _checksum(content)}, sort_keys=True)
         (self._partial / _INDEX).write_text(text)
@@ -184,10 +196,12 @@ class StoredGolden:
         self._files: dict[int, MappedFile] = {}
         self.noise: dict[str, float] = {}
         self.summary: dict[str, Any] = {}
+        self.own_results: frozenset[OwnResult] = frozenset()
         self._checksums: dict[str, int] = {}
         if finished:
             content = _read_index(folder / _INDEX)
             self.noise, self.summary = content["noise"], content["summary"]
+            self.own_results = frozenset((check, kind, name) for check, kind, name in content["own_results"])
             self._checksums = content["files"]
 
     def verify(self, steps: Sequence[int]) -> None:

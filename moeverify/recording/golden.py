@@ -17,6 +17,7 @@ from moeverify.golden.proximity import Fingerprint
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.layout.observer import INITIAL
 from moeverify.recording.noise import calibrate
+from moeverify.recording.own_step import list_own_results
 from moeverify.recording.soundness import check_soundness
 from moeverify.results.checks import Kind
 from moeverify.train.assemble import assemble_single
@@ -46,7 +47,8 @@ def make_golden(recipe: Recipe, folder: Path, device: torch.device, *, also: Col
         if recipe.precision in COARSE:
             writer.narrow()
             reference = StoredGolden(writer.flush(), finished=False)
-        writer.finish(calibrate(recipe, reference, checks, device), summary)
+        noise = calibrate(recipe, reference, checks, device)
+        writer.finish(noise, summary, list_own_results(recipe, checks, device))
 
 
 def _record(recipe: Recipe, writer: GoldenWriter, checks: Sequence[Check[Any]], device: torch.device) -> None:

@@ -399,4 +399,16 @@ class AxisUses(Record):
     axes: tuple[AxisUse, ...]
 
 
-CheckFacts = Annotated[NumCollectives | Dtypes | AxisUses, Field(discriminator="about")]
+class OwnStep(Record):
+    """Results of a user's own step that no rank is asked for: one device makes them otherwise than the recipe, too.
+
+    Of those results that a check computes again from what the recipe says. `first` is the tensor of one of them.
+    """
+
+    about: Literal["own step"] = "own step"
+    step: str
+    num_tensors: int
+    first: str
+
+
+CheckFacts = Annotated[NumCollectives | Dtypes | AxisUses | OwnStep, Field(discriminator="about")]

@@ -156,6 +156,7 @@ def _observe(
         bounds=make_bounds(case, golden),
         golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
         load=expert_load,
+        own_results=golden.own_results,
     )
     outcomes = _judge_each(checks, shown, [report for _, report, _ in gathered])
     judgement = _conclude(case, outcomes)

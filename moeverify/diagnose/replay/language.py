@@ -299,15 +299,27 @@ class _Search:
         Of a shift by so many ranks or rows and that by as many in the other direction one stands for both.
         """
         scale = NO_EFFECT * float((self.actual - self.base).nan_to_num().norm())
-        outputs: list[Tensor] = []
+        # Two outputs are no nearer to each other than what they have along one direction of length 1 is: most are
+        # told apart by that one number.
+        direction = draw_like(self.base.double())
+        direction /= direction.norm()
+        outputs: list[tuple[float, Tensor]] = []
         groups: list[list[Change]] = []
         for way in self.formula.ways:
             value = torch.nan_to_num(self._evaluate(self.cell, (way,)), nan=0.0)
             if float((value - self.base.nan_to_num()).norm()) <= scale:
                 continue
-            at = next((n for n, each in enumerate(outputs) if float((value - each).norm()) <= scale), None)
+            along = float((value * direction).sum())
+            at = next(
+                (
+                    number
+                    for number, (before, output) in enumerate(outputs)
+                    if abs(along - before) <= 2.0 * scale and float((value - output).norm()) <= scale
+                ),
+                None,
+            )
             if at is None:
-                outputs.append(value)
+                outputs.append((along, value))
                 groups.append([way])
             elif not any(_is_turned(way, other) for other in groups[at]):
                 groups[at].append(way)

@@ -29,6 +29,7 @@ from moeverify.results.facts import (
     Issue,
     NumCollectives,
     ObjectiveFacts,
+    OwnStep,
     PatternFacts,
     ReplicaFacts,
     RouterFacts,
@@ -71,7 +72,18 @@ def word_check(result: CheckResult) -> CheckResult:
     elif isinstance(result.facts, Dtypes):
         note = f"computes in {result.facts.computes}, reduces and keeps in {result.facts.kept}"
         unseen = _describe_unseen(result.facts)
+    elif isinstance(result.facts, OwnStep):
+        unseen = _describe_own_step(result.name, result.facts)
     return result.model_copy(update={"note": note, "unseen": unseen})
+
+
+def _describe_own_step(check: str, facts: OwnStep) -> str:
+    first = "the gradient norm" if check == CheckName.CLIP else facts.first
+    more = f" and of {format_count(facts.num_tensors - 1, 'more tensor')}" if facts.num_tensors > 1 else ""
+    return (
+        f"{check}: one device, too, makes of {first}{more} something else in `{facts.step}` than the recipe's "
+        "optimizer and clip do; that is taken as meant, and only compared with the golden"
+    )
 
 
 def _describe_use(use: AxisUse) -> str:

@@ -42,6 +42,11 @@ def describe_confirmation(precision: str, answer: CaseResult) -> str:
     return f"it did not run in {precision}, which would see more: {answer.reason}"
 
 
+def describe_own_dtypes(precision: str) -> str:
+    """Return that a user's own code differs in a wider precision by what it may have rounded by right."""
+    return f"in {precision} it differs before the optimizer's step too, as code that keeps a dtype of its own may"
+
+
 def describe_unconfirmed(precision: str) -> str:
     """Return what a pass lacks where a command ends before the run in a wider precision does."""
     return f"its run in {precision}, which would see more, was cut off"

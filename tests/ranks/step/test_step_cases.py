@@ -9,7 +9,8 @@ import pytest
 
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
-from moeverify.report.words.run import word_finding
+from moeverify.report.words.run import word_case, word_finding
+from moeverify.results.facts import OwnStep
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult
 from moeverify.results.script import CallFacts
@@ -17,7 +18,10 @@ from moeverify.validation.load import load_cases
 
 PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = Path(__file__).parents[3] / "examples"
-STEPS = ("right", "zeroes_inside", "never_zeroes", "schedules_inside", "counts_replicas")
+STEPS = (
+    *("right", "zeroes_inside", "never_zeroes", "schedules_inside", "counts_replicas"),
+    *("cubes", "cubes_by_rank"),
+)
 CASE = """
 name: {step}
 recipe:
@@ -98,3 +102,17 @@ def test_a_norm_that_counts_replicas_twice_is_named(cases: Mapping[str, CaseResu
     assert not [
         each for each in cases["counts_replicas"].findings if (each.check, each.step) == ("gradient", 0)
     ]
+
+
+def test_what_one_device_makes_of_gradients_before_its_step_is_held_to_the_golden_alone(
+    cases: Mapping[str, CaseResult],
+) -> None:
+    right, wrong = cases["cubes"], cases["cubes_by_rank"]
+    assert (right.verdict, right.findings) == ("pass", ())
+    (checked,) = [check for check in right.checks if check.name == "optimizer step"]
+    assert isinstance(checked.facts, OwnStep)
+    assert checked.facts.num_tensors > 1
+    (note,) = [note for note in word_case(right).notes if note.startswith("optimizer step")]
+    assert "`own_steps:cubes`" in note
+    assert wrong.verdict == "mismatch"
+    assert {each.kind for each in wrong.findings if each.step == 0} <= {"update", "weight", "optimizer_state"}

@@ -7,15 +7,22 @@ from typing import Any
 import pytest
 
 from moeverify.case.schema import Case
-from moeverify.controller.escalation import confirm, find_confirming, list_wider, merge, needs_escalation
+from moeverify.controller.escalation import (
+    asks_confirmation,
+    confirm,
+    find_confirming,
+    list_wider,
+    merge,
+    needs_escalation,
+)
 from moeverify.faults.setting import make_case
 from moeverify.report.words.cause import describe_evidence
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
-from moeverify.results.facts import ClipFacts, ObjectiveFacts, RouterFacts, RouterGradientFacts
-from moeverify.results.finding import Finding, Wider
+from moeverify.results.facts import ClipFacts, ObjectiveFacts, OwnStep, RouterFacts, RouterGradientFacts
+from moeverify.results.finding import CheckResult, Finding, Wider
 from moeverify.results.observation import HiddenByRounding
 from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
@@ -262,6 +269,33 @@ def test_dtypes_of_a_users_own_code_may_stay_as_they_are() -> None:
     assert not find_confirming([in_precision("float64")], [])
     scaled = make_case("c", recipe={"precision": "bfloat16", "float8": "rowwise"}, dp_shard=2)
     assert not find_confirming([scaled], [])
+
+
+def stepped(**fields: Any) -> CaseResult:
+    """Return a pass of a case whose own step makes what no check could compute again."""
+    own = OwnStep(step="own:step", num_tensors=2, first="w")
+    checks = (CheckResult(name="optimizer step", verdict="pass", tensors=1, facts=own),)
+    return answer(verdict="pass").model_copy(update={"checks": checks, **fields})
+
+
+def test_a_pass_of_a_users_own_step_is_asked_where_no_check_could_compute_it_again() -> None:
+    model = {"factory": "own:make", "vocab_size": 8}
+    recipe = {"name": "r", "model": model, "precision": "bfloat16", "step": "own:step"}
+    case = build_case({"name": "c", "recipe": recipe, "layout": {"dp_shard": 2, "parallelize": "own:shard"}})
+    confirming = find_confirming([case], [])
+    assert asks_confirmation(stepped(), confirming)
+    assert not asks_confirmation(answer(verdict="pass"), confirming)
+    assert not asks_confirmation(stepped(), {})
+    assert asks_confirmation(answer(verdict="pass"), find_confirming([in_precision("bfloat16")], []))
+
+
+def test_of_a_users_own_step_that_differs_in_a_wider_precision_what_differs_before_is_no_verdict() -> None:
+    update = find("w").model_copy(update={"check": "update", "kind": "update"})
+    later = find("v").model_copy(update={"step": 1})
+    assert confirm(stepped(), "float64", answer(update, later)).verdict == "mismatch"
+    told = confirm(stepped(), "float64", answer(find("v"), update))
+    assert (told.verdict, told.findings) == ("pass", ())
+    assert "before the optimizer's step" in told.notes[-1]
 
 
 def test_what_a_wider_precision_finds_where_a_case_passes_is_the_verdict() -> None:

@@ -33,7 +33,8 @@ def store(folder: Path, weight: Tensor) -> StoredGolden:
         writer.observe(0, "gradient", "never", None, Region.whole((3,)))
         writer.observe(0, "loss", "total", torch.tensor(2.5, dtype=torch.float64), Region.whole(()))
         writer.observe(1, "gradient", "w", 2.0 * weight, Region.whole(SHAPE))
-        writer.finish({"0/gradient/w": 1e-15}, {"losses": {"0/loss/total": 2.5}})
+        own = [("clip", "gradient_norm", "total")]
+        writer.finish({"0/gradient/w": 1e-15}, {"losses": {"0/loss/total": 2.5}}, own)
     return StoredGolden(folder)
 
 
@@ -49,6 +50,7 @@ def test_what_was_observed_is_read(tmp_path: Path, weight: Tensor) -> None:
     golden = store(tmp_path / "g", weight)
     assert is_stored(tmp_path / "g")
     assert golden.noise == {"0/gradient/w": 1e-15}
+    assert golden.own_results == {("clip", "gradient_norm", "total")}
     assert golden.summary == {"losses": {"0/loss/total": 2.5}}
     assert golden.keys(0) == ["gradient/never", "gradient/w", "loss/total"]
     assert torch.equal(golden.whole(0, "gradient/w"), weight)
