@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moeverify.report.words.merging import describe_merge
 from moeverify.results.change import Change
 
 # By part and way; `{number}` is what the way leaves open.
@@ -34,6 +35,14 @@ ATTENTION: Mapping[tuple[str, str], str] = {
         "mask",
         "of-rank",
     ): "with a mask of the positions that another rank's keys have, {number} further over cp",
+    (
+        "mask",
+        "of-own",
+    ): "with a causal mask for the keys of the rank's own chunk alone: a query sees all of the others",
+    (
+        "mask",
+        "of-others",
+    ): "with a causal mask for the keys of other ranks alone: a query sees all of its own rank",
     ("hidden", "zero-score"): "with scores of 0 in place of -inf where keys are hidden",
     ("hidden", "lowered"): "with {number} subtracted from the scores of hidden keys, in place of -inf",
     ("hidden", "value"): "with scores of -{number} in place of -inf where keys are hidden",
@@ -163,6 +172,10 @@ ATTENTION: Mapping[tuple[str, str], str] = {
     ("reach", "own-run"): "to the keys of the query's own run of positions alone",
     ("reach", "not-own-run"): "without the keys of the query's own run of positions",
     ("reach", "without-rank"): "without the keys of rank {number} over cp",
+    (
+        "reach",
+        "without-turn",
+    ): "without the keys that arrive in turn {number} around the ring, of the rank so many before over cp",
     ("reach", "without-run"): "without the keys of run {number} of the positions that ranks have",
     ("reach", "without-key"): "without the key of position {number}",
     ("reach", "blocks"): "inside blocks of {number} positions alone",
@@ -247,4 +260,4 @@ def describe_attention(change: Change, number: str) -> str:
         what = _RESCALED[change.way.partition("-")[2]]
         return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
     words = ATTENTION.get((change.part, change.way), "")
-    return words.format(number=number, name=change.name)
+    return words.format(number=number, name=change.name) or describe_merge(change, number)
