@@ -20,6 +20,7 @@ from moeverify.results.change import Change
 MERGE = "merge"
 _BACK, _IN_ORDER = "back", "in-order"
 _MOST_SIZES = 6
+_FEWEST = 2
 _LN2 = math.log(2.0)
 
 
@@ -128,6 +129,9 @@ FITTED: Mapping[str, tuple[float, ...]] = {POWER: (0.5, 2.0), OTHERS_TIMES: (0.5
 _SPELLED_OTHERWISE = frozenset({"of-own-largest", "equal", "both-whole"})
 """Rules that `moeverify.diagnose.replay.merging` has too, for the chunks of ranks."""
 
+_EITHER_WAY_ROUND = frozenset({"exchanged", "of-largest"})
+"""Joins that give the same of two blocks in any order."""
+
 
 def weigh_blocks(scores: Tensor, visible: Tensor, turns: Tensor, rule: str, number: float = 1.0) -> Tensor:
     """Return the weights (..., s, S) of the values where blocks are merged by a rule.
@@ -164,7 +168,7 @@ def _look_at(scores: Tensor, visible: Tensor, inside: Tensor) -> Block:
     count = inside.sum(-1, keepdim=True).to(scores.dtype)
     mean = scores.masked_fill(~inside, 0.0).sum(-1, keepdim=True) / count.clamp(min=1.0)
     return Block(
-        part.logsumexp(-1, keepdim=True),
+        torch.logsumexp(part, -1, keepdim=True),
         part.amax(-1, keepdim=True),
         mean,
         seen.sum(-1, keepdim=True).to(scores.dtype),
@@ -181,10 +185,12 @@ def list_merges(num_ranks: int, length: int) -> list[Change]:
         return [
             Change(part=MERGE, way=rule, name=str(size)) for size in _list_sizes(length) for rule in RULES
         ]
-    orders = ("", _BACK, _IN_ORDER) if num_ranks > 2 else ("", _IN_ORDER)
+    orders = ("", _BACK, _IN_ORDER) if num_ranks > _FEWEST else ("", _IN_ORDER)
     found = [Change(part=MERGE, way=rule) for rule in MEASURES if rule not in _SPELLED_OTHERWISE]
     joins = [rule for rule in JOINS if rule not in _SPELLED_OTHERWISE]
-    return found + [Change(part=MERGE, way=rule, name=name) for name in orders for rule in joins]
+    found += [Change(part=MERGE, way=rule, name=name) for name in orders for rule in joins]
+    is_once = num_ranks == _FEWEST
+    return [each for each in found if not (is_once and each.name and each.way in _EITHER_WAY_ROUND)]
 
 
 def fit_merges(num_ranks: int) -> list[Change]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.report.words.merging import describe_merge
+from moeverify.report.words.merging import describe_merge, name_blocks
 from moeverify.results.change import Change
 
 # By part and way; `{number}` is what the way leaves open.
@@ -256,8 +256,17 @@ def describe_attention(change: Change, number: str) -> str:
         return _ROTATIONS[change.way].format(of=_ROTATED[change.part], number=number)
     if change.part in _ORDERED:
         return _ORDERS[change.way].format(what=_ORDERED[change.part], number=number)
-    if change.part == "softmax" and change.way.partition("-")[2] in _RESCALED:
-        what = _RESCALED[change.way.partition("-")[2]]
-        return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
+    return _describe_merging(change, number) or ATTENTION.get((change.part, change.way), "").format(
+        number=number, name=change.name
+    )
+
+
+def _describe_merging(change: Change, number: str) -> str:
+    """Return how blocks of keys are merged in words, nothing for what says nothing of that or of ranks' chunks."""
+    blocks, what = name_blocks(change.name), change.way.partition("-")[2]
+    if change.part == "softmax" and what in _RESCALED:
+        return f"with {blocks} merged without rescaling {_RESCALED[what]} to the largest score of all"
     words = ATTENTION.get((change.part, change.way), "")
-    return words.format(number=number, name=change.name) or describe_merge(change, number)
+    if words and change.part == "merge" and change.name:
+        return f"{words}, where chunks are {blocks}"
+    return "" if words else describe_merge(change, number)

@@ -37,13 +37,15 @@ _RULES: Mapping[str, str] = {
     "weights",
 }
 
+_ORDERS = {"in-order": " in the order of ranks", "back": ", those of the next ranks first,"}
+
 
 def describe_merge(change: Change, number: str) -> str:
     """Return a rule by which blocks are merged in words, nothing for what is none."""
-    return describe_rule(change.way, change.name, number) if change.part == "merge" else ""
+    words = _RULES.get(change.way, "") if change.part == "merge" else ""
+    return words.format(blocks=name_blocks(change.name), number=number)
 
 
-def describe_rule(rule: str, name: str, number: str) -> str:
-    """Return a rule in words, nothing for what is none; `name` says which blocks."""
-    blocks = f"blocks of {name} keys" if name.isdecimal() else "ranks' chunks"
-    return _RULES[rule].format(blocks=blocks, number=number) if rule in _RULES else ""
+def name_blocks(name: str) -> str:
+    """Return which blocks are merged, in words: those of ranks, in some order, or of so many keys."""
+    return f"blocks of {name} keys" if name.isdecimal() else f"ranks' chunks{_ORDERS.get(name, '')}"

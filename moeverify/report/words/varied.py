@@ -14,8 +14,7 @@ MOST_RIVALS = 3
 def describe_varied(operation: Varied, explanation: Explanation) -> str:
     """Return what a module computes, or each of what it may compute."""
     inner = explanation.subject.inner
-    # Rules of a merge that differ in the order of ranks are one in words.
-    first, *others = dict.fromkeys(
+    first, *others = (
         # What a block hands to a module in the middle is not all that it computes.
         describe_variant(
             f"input:{inner}" if inner and operation.formula == "branches" else operation.formula, changes
