@@ -19,11 +19,22 @@ from moeverify.diagnose.own.replay import Candidate, Stage
 from moeverify.diagnose.own.step_mistakes import Site, name_step
 from moeverify.diagnose.own.steps import Function, Step
 from moeverify.diagnose.replay.blocks import MERGE, fit_merges, list_merges, number_turns, weigh_blocks
+from moeverify.diagnose.replay.blocks_back import (
+    KEYS,
+    NO_DELTA,
+    choose_keys,
+    count_keys,
+    list_back,
+    list_keys_back,
+    weigh_back,
+)
+from moeverify.diagnose.replay.blocks_back import PART as BLOCKS_BACK
 from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, merge_by_steps, merge_softmaxes
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.change import Change
 from moeverify.results.own_module import Mistake
 
+_QUERIES = "queries"
 _SOFTMAX, _WHOLE = "softmax", "scaled_dot_product_attention"
 _HIDDEN = -1e30
 """What is less hides a score."""
@@ -64,9 +75,17 @@ class Positions:
 
 
 def list_merge_mistakes(
-    sites: Sequence[Site], steps: Sequence[Step], module: str, positions: Positions | None
+    sites: Sequence[Site],
+    steps: Sequence[Step],
+    module: str,
+    positions: Positions | None,
+    *,
+    is_forward: bool,
 ) -> Iterator[Candidate]:
-    """Yield softmaxes over all keys that are made of blocks of them: of ranks' chunks, or of so many keys."""
+    """Yield softmaxes over all keys that are made of blocks of them: of ranks' chunks, or of so many keys.
+
+    Or those of which the backward pass alone is made otherwise of ranks' chunks.
+    """
     if positions is None:
         return
     length = len(positions.owner)
@@ -74,7 +93,8 @@ def list_merge_mistakes(
         scores = _find_scores(site.step, steps, length)
         if scores is None:
             continue
-        for change, start in _list_changes(positions, length):
+        changes = _list_changes(positions, length) if is_forward else _list_back(positions, site.step.name)
+        for change, start in changes:
             if (change.part, change.way) in _OF_ALL_SCORES and not scores.is_whole:
                 continue
             inside = ".".join(each for each in (module, site.step.module) if each)
@@ -110,6 +130,18 @@ def _list_changes(positions: Positions, length: int) -> Iterator[tuple[Change, f
             ]
     yield from ((each, None) for each in merges)
     yield from ((each, each.number) for each in fit_merges(size))
+
+
+def _list_back(positions: Positions, step: str) -> Iterator[tuple[Change, None]]:
+    """Yield what may be otherwise backward; which keys count for queries alone is known where both are taken."""
+    yield Change(part=BLOCKS_BACK, way=NO_DELTA), None
+    if positions.size > 1:
+        found = [*list_back(positions.size), Change(part="softmax", way="sum-of-chunks")]
+        yield from (
+            (each, None) for each in found + (list_keys_back(positions.size) if step == _WHOLE else [])
+        )
+        ways = ("own", "not-own") if step == _WHOLE else ()
+        yield from ((Change(part=_QUERIES, way=way), None) for way in ways)
 
 
 @dataclass(frozen=True)
@@ -173,7 +205,8 @@ def _weigh(
     result: Tensor = function(*args, **named)
     taken = args[0].to(result.dtype)
     visible = taken > _HIDDEN
-    raw = taken.masked_fill(~visible, 0.0) if scores.raw is None else scores.raw.to(result.dtype)
+    hidden = torch.zeros_like(taken) if scores.raw is None else scores.raw.to(result.dtype)
+    raw = torch.where(visible, taken, hidden)  # a gradient comes back to those that are visible
     return _merge(change, raw, visible, positions)
 
 
@@ -191,7 +224,14 @@ def _attend(
     if q.shape[-3] != k.shape[-3]:
         k, v = (each.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for each in (k, v))
     scale = named.get("scale") or 1.0 / math.sqrt(q.shape[-1])
-    raw = q @ k.transpose(-1, -2) * scale
+    turned = k.transpose(-1, -2)
+    raw = q @ turned * scale
+    if change.part in (KEYS, _QUERIES):
+        # The gradient of the one comes through all scores, that of the other through some.
+        counted, other = (q, turned.detach()), (q.detach(), turned)
+        counted, other = (counted, other) if change.part == KEYS else (other, counted)
+        part = count_keys(counted[0] @ counted[1], _turns(positions), change) * scale
+        raw = part + (other[0] @ other[1]) * scale - raw.detach()
     visible = torch.ones(raw.shape[-2:], dtype=torch.bool, device=raw.device)
     if is_causal:
         visible = visible.tril()
@@ -199,8 +239,17 @@ def _attend(
         visible = visible & mask
     elif mask is not None:
         visible, raw = visible & (mask > _HIDDEN), raw + mask.masked_fill(~(mask > _HIDDEN), 0.0)
-    merged: Tensor = _merge(change, raw, visible, positions) @ v
+    weights = _merge(change, raw, visible, positions)
+    merged: Tensor = weights @ v
+    if change.part == _QUERIES:
+        some: Tensor = (weights * choose_keys(_turns(positions), change)).detach() @ v
+        merged = weights @ v.detach() + some - some.detach()
     return merged
+
+
+def _turns(positions: Positions) -> Tensor:
+    """Return in which turn (S, S) each query meets each key around the ring of ranks."""
+    return number_turns(positions.owner.unsqueeze(-1), positions.owner, "", positions.size)
 
 
 def _merge(change: Change, scores: Tensor, visible: Tensor, positions: Positions) -> Tensor:
@@ -229,6 +278,8 @@ def _merge(change: Change, scores: Tensor, visible: Tensor, positions: Positions
         }
         visible = visible & reached[way]
     masked = scores.masked_fill(~visible, -torch.inf)
+    if change.part == BLOCKS_BACK:
+        return weigh_back(masked, _turns(positions), change)
     if change.part == "softmax":
         return merge_softmaxes(masked, queries, owner, size, way)
     if change.part == MERGE:

@@ -154,8 +154,7 @@ class _Attempt:
             *(list_child_mistakes(trace, name) if not is_loss else ()),
         ]
         yield list_number_mistakes(sites, name)
-        if self.is_forward:
-            yield list_merge_mistakes(sites, trace.steps, name, self.positions)
+        yield list_merge_mistakes(sites, trace.steps, name, self.positions, is_forward=self.is_forward)
         if is_loss:
             # A coefficient in its code says more than how often the gradient of a term counts.
             yield list_gradient_factors(sites, name)

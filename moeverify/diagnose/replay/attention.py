@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.blocks import MERGE, fit_merges, list_merges, number_turns, weigh_blocks
+from moeverify.diagnose.replay.blocks_back import KEYS, count_keys, weigh_back
+from moeverify.diagnose.replay.blocks_back import PART as BLOCKS_BACK
 from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.gradient_ways import (
     GRADIENT_OF,
@@ -197,6 +199,8 @@ class AttentionFormula(Formula):
         scores = torch.einsum("bsnd,btnd->bnst", q, keys) * scale
         operands = {"scores": scores}
         scores = weigh_gradient(scores, "scores", changes, operands)
+        if KEYS in changes:
+            scores = count_keys(scores, self._turns(place), changes[KEYS])
         if "scores" in changes:
             scores = change_scores(scores, cell.positions, heads, self.q.shape[2], changes["scores"])
         visible = self._see(cell, place, changes).unsqueeze(1)
@@ -352,6 +356,9 @@ class AttentionFormula(Formula):
     ) -> Merged:
         """Return the weights of the values: a softmax over visible keys, or otherwise."""
         masked = scores.masked_fill(~visible, -torch.inf)
+        if BLOCKS_BACK in changes:
+            weights = weigh_back(masked, self._turns(place), changes[BLOCKS_BACK])
+            return Merged(weights, torch.zeros_like(weights[..., :1]))
         merge, owner, size = changes.get(MERGE), self.chunks.owner, len(self.chunks.positions)
         if merge is not None and merge.way in STEPS:
             return merge_by_steps(masked, place.owner, owner, size, merge.way)
@@ -361,6 +368,9 @@ class AttentionFormula(Formula):
         else:
             weights = self._weigh(scores, visible, place, changes)
         return Merged(weights, torch.zeros_like(weights[..., :1]))
+
+    def _turns(self, place: _Queries) -> Tensor:
+        return number_turns(place.owner, self.chunks.owner, "", len(self.chunks.positions))
 
     def _weigh_hidden(self, scores: Tensor, visible: Tensor, change: Change) -> Tensor:
         """Return weights of which hidden keys have some, or that are not normalized over the visible ones."""

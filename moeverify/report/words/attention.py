@@ -136,6 +136,20 @@ ATTENTION: Mapping[tuple[str, str], str] = {
     ("merge", "both-opposite"): "with earlier chunks divided by what rescales them, not multiplied",
     ("merge", "denominator-mean"): "with the mean over each chunk's keys in place of the sum below",
     (
+        "blocks-back",
+        "delta-of-block",
+    ): "with the product of each rank's chunk's own output and its gradient, in place of "
+    "that of the merged output, taken off the gradient of the weights",
+    (
+        "blocks-back",
+        "lse-of-block",
+    ): "with weights by the logsumexp of each rank's chunk alone in place of that of all",
+    ("blocks-back", "no-delta"): "without the gradient that comes through the softmax's denominator",
+    ("keys-back", "own"): "of the keys of the rank's own chunk alone",
+    ("keys-back", "not-own"): "without the keys of the rank's own chunk",
+    ("keys-back", "last"): "of the keys alone that arrive last around the ring",
+    ("keys-back", "without-turn"): "without the keys that arrive in turn {number} around the ring",
+    (
         "queries",
         "own",
     ): "of the queries of each rank's own chunk alone, to keys or values that others see too",
