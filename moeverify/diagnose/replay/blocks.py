@@ -144,9 +144,8 @@ def weigh_blocks(scores: Tensor, visible: Tensor, turns: Tensor, rule: str, numb
     for turn in range(int(turns.max()) + 1):
         inside = turns == turn
         found = _look_at(scores, visible, inside)
-        weights = (
-            scores.masked_fill(~(inside & visible), -torch.inf) - found.lse.nan_to_num(neginf=0.0)
-        ).exp()
+        lse = torch.where(found.seen > 0, found.lse, torch.zeros_like(found.lse))
+        weights = (scores - lse).exp().masked_fill(~(inside & visible), 0.0)
         log = measure(found) * (number if rule == POWER else 1.0)
         if rule == OTHERS_TIMES and turn:
             log = log + math.log(number)
