@@ -139,7 +139,7 @@ def weigh_blocks(scores: Tensor, visible: Tensor, turns: Tensor, rule: str, numb
     `scores` (..., s, S) are those of all keys, of which a query sees the `visible` ones; `turns` (s, S) say in which
     turn it meets each. With no rule these are the weights of one softmax.
     """
-    measure, join = MEASURES.get(rule, lambda block: block.lse), JOINS.get(rule, _merge)
+    measure, join = MEASURES.get(rule, _take_lse), JOINS.get(rule, _merge)
     state: _State | None = None
     for turn in range(int(turns.max()) + 1):
         inside = turns == turn
@@ -159,6 +159,10 @@ def weigh_blocks(scores: Tensor, visible: Tensor, turns: Tensor, rule: str, numb
         state = _State(torch.where(is_first, weights, merged.weights), torch.where(is_first, log, merged.log))
     assert state is not None
     return state.weights
+
+
+def _take_lse(block: Block) -> Tensor:
+    return block.lse
 
 
 def _look_at(scores: Tensor, visible: Tensor, inside: Tensor) -> Block:
