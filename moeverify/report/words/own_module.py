@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from moeverify.report.words.attention import describe_attention
 from moeverify.report.words.factor import describe_sources, format_factor
+from moeverify.report.words.layout import describe_head_layout
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction
 from moeverify.results.change import Change
@@ -60,6 +61,7 @@ _WORDS: Mapping[tuple[str, str], str] = {
         "operand-gradient",
     ): "with the gradient through {after} of {step} counted {number} times{sources}",
     ("step", "merged"): "{merge}, in {step}",
+    ("step", "relaid"): "{layout}",
     ("sum", "added"): "with {name} added {number} times more{sources}",
 }
 _TRANSFORMS: Mapping[str, str] = {
@@ -102,11 +104,20 @@ def describe_mistake(mistake: Mistake, module: str = "") -> str:
         "number": format_factor(number),
         "keys": _count_keys(number),
         "dim": dim,
+        "layout": _describe_layout(mistake, dim, step) if way == "relaid" else "",
         "merge": _describe_merge(mistake, dim) if way == "merged" else "",
         "sources": f" ({sources})" if sources else "",
     }
     text = _WORDS.get((mistake.part, way)) or _TRANSFORMS[way]
     return text.format(**names)
+
+
+def _describe_layout(mistake: Mistake, way: str, step: str) -> str:
+    """Return in which layout heads are read: what a step gives, or some of what attention takes."""
+    _, is_output, source = mistake.after.partition("output:")
+    what = f"the output of {source}" if is_output else mistake.after or f"the result of {step}"
+    words = describe_head_layout(Change(part="layout", way=way, name=what))
+    return f"{words}, in {step}" if mistake.after else words
 
 
 def _describe_merge(mistake: Mistake, change: str) -> str:
