@@ -89,6 +89,13 @@ def test_weights_of_blocks_that_are_otherwise_are_named(weigh: Weights, change: 
     assert _explain(weigh) == [[change]]
 
 
+def test_how_often_other_chunks_count_is_fitted() -> None:
+    heads = Heads()
+    found = heads.explain(lambda rank, own: merge(heads, rank, own, _count_thrice))
+    assert found is not None
+    assert [each.number for changes in found.variants for each in changes] == [pytest.approx(3.0, rel=1e-6)]
+
+
 def test_a_logsumexp_without_what_was_taken_off_the_keys_is_named() -> None:
     assert _explain(_share, centers=True) == [[("merge", "less-mean")]]
 
