@@ -7,6 +7,7 @@ wrong, and both equations hold to rounding by no chance. No part of the golden h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -187,7 +188,7 @@ def _find_factor(
     if set(combined) != set(actual):
         return None
     squares = sum(float(values.square().sum()) for values in combined.values())
-    if not squares or squares == float("inf"):
+    if not squares or not math.isfinite(squares):
         return None
     factor = sum(float((combined[rank] * actual[rank]).sum()) for rank in actual) / squares
     scaled = {rank: factor * values for rank, values in combined.items()}
@@ -228,9 +229,10 @@ def _agree(first: Mapping[int, Tensor], second: Mapping[int, Tensor], exact: flo
     worst = 0.0
     for rank, wanted in second.items():
         norm = float(wanted.norm()) or float(first[rank].norm()) or 1.0
-        worst = max(worst, float((first[rank] - wanted).norm()) / norm)
-        if not worst <= exact:
+        left = float((first[rank] - wanted).norm()) / norm
+        if not left <= exact:  # nor where it is not a number
             return None
+        worst = max(worst, left)
     return worst
 
 

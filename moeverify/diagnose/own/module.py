@@ -19,6 +19,8 @@ from moeverify.diagnose.own.children import (
     list_detached_children,
     list_gradient_mistakes,
 )
+from moeverify.diagnose.own.head_layouts import list_layout_mistakes
+from moeverify.diagnose.own.merged_blocks import Positions, list_merge_mistakes
 from moeverify.diagnose.own.replay import Candidate, ReadingPlace, Replay, Stage
 from moeverify.diagnose.own.search import NARROW, RIGHT, Found, Judge, Search
 from moeverify.diagnose.own.step_mistakes import (
@@ -82,6 +84,7 @@ class _Attempt:
 
     def __init__(self, call: Call, own: OwnModule, origin: Origin) -> None:
         self.call, self.own = call, own
+        self.tensor, self.positions = origin.tensor, Positions.of(origin.tensor)
         self.is_forward = origin.direction == FORWARD
         self.place = _find_place(call, origin)
         self.prefix = "" if call.name == LOSS else call.name
@@ -152,6 +155,9 @@ class _Attempt:
             *(list_child_mistakes(trace, name) if not is_loss else ()),
         ]
         yield list_number_mistakes(sites, name)
+        yield list_merge_mistakes(sites, trace.steps, name, self.positions, is_forward=self.is_forward)
+        if self.is_forward and self.positions is not None:
+            yield list_layout_mistakes(sites, name, self.tensor, trace.children)
         if is_loss:
             # A coefficient in its code says more than how often the gradient of a term counts.
             yield list_gradient_factors(sites, name)

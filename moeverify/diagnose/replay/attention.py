@@ -13,6 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.replay.blocks import MERGE, fit_merges, list_merges, number_turns, weigh_blocks
+from moeverify.diagnose.replay.blocks_back import KEYS, count_keys, weigh_back
+from moeverify.diagnose.replay.blocks_back import PART as BLOCKS_BACK
 from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.gradient_ways import (
     GRADIENT_OF,
@@ -49,7 +52,7 @@ class AttentionFormula(Formula):
     """softmax(scale * q k^T) v over the keys that a query sees, heads one after another (b, s, N * Dv)."""
 
     # Pairs with these would be as many as all others.
-    alone = frozenset({"merge", "value-rotation", LAYOUT, *NORMS, *(f"{edge}-through" for edge in _VISITED)})
+    alone = frozenset({MERGE, "value-rotation", LAYOUT, *NORMS, *(f"{edge}-through" for edge in _VISITED)})
 
     def __init__(
         self, module: Attention | LatentAttention, x: Tensor, valid: Tensor | None, chunks: Chunks
@@ -73,9 +76,10 @@ class AttentionFormula(Formula):
             *self._list_others(),
             *self._list_reaches(),
             *list_layouts(self.v.shape, len(chunks.positions)),
+            *list_merges(len(chunks.positions), length),
             *(way for edge in _VISITED for way in list_functions(f"{edge}-through", HEAD_FUNCTIONS)),
         ]
-        self.fits = [*fit_scores(length), *self.rotation.list_fits()]
+        self.fits = [*fit_scores(length), *self.rotation.list_fits(), *fit_merges(len(chunks.positions))]
         self.fits += [Change(part="softmax", way="extra", number=number) for number in (0.5, 4.0)]
         self.fits += [
             fit
@@ -112,6 +116,7 @@ class AttentionFormula(Formula):
         found += [Change(part="mask", way="offset", number=number) for number in (1, 2, -2, -3)]
         found += [Change(part="mask", way=way) for way in _ORDERS]
         found += [Change(part="mask", way="of-rank", number=number) for number in (1, -1)]
+        found += [Change(part="mask", way=way) for way in ("of-own", "of-others")]
         return found + [Change(part="hidden", way=way) for way in ("zero-score", "after-softmax")]
 
     def _list_others(self) -> list[Change]:
@@ -139,7 +144,7 @@ class AttentionFormula(Formula):
         ways += ["relative", "of-queries", "sigmoid", "relu", "squared", "largest-alone"]
         ways += [way for way in SOFTMAXES if way not in ways]
         found += [Change(part="softmax", way=way) for way in ways]
-        return found + [Change(part="merge", way=way) for way in STEPS]
+        return found + [Change(part=MERGE, way=way) for way in STEPS]
 
     def _list_lengths(self) -> Sequence[int]:
         """Return the numbers of positions that something may be cut to: all, or where these are many some."""
@@ -157,6 +162,7 @@ class AttentionFormula(Formula):
         ]
         for way, numbers in (
             ("without-rank", range(size)),
+            ("without-turn", range(1, size) if size > 2 else ()),
             ("without-run", range(int(self.chunks.run.max()) + 1)),
         ):
             found += [Change(part="reach", way=way, number=number) for number in numbers]
@@ -193,6 +199,8 @@ class AttentionFormula(Formula):
         scores = torch.einsum("bsnd,btnd->bnst", q, keys) * scale
         operands = {"scores": scores}
         scores = weigh_gradient(scores, "scores", changes, operands)
+        if KEYS in changes:
+            scores = count_keys(scores, self._turns(place), changes[KEYS])
         if "scores" in changes:
             scores = change_scores(scores, cell.positions, heads, self.q.shape[2], changes["scores"])
         visible = self._see(cell, place, changes).unsqueeze(1)
@@ -307,6 +315,8 @@ class AttentionFormula(Formula):
         if mask is not None and mask.way in ("none", "diagonal", "reversed", "offset"):
             offset = int(mask.number or 0) if mask.way == "offset" else -1
             seen = {"none": torch.ones_like(seen), "reversed": key >= at}.get(mask.way, key <= at + offset)
+        elif mask is not None and mask.way in ("of-own", "of-others"):
+            seen = seen | ((self.chunks.owner != place.owner) == (mask.way == "of-own"))
         elif mask is not None and mask.way == "of-rank":
             seen = self.chunks.shift(int(mask.number or 0)) <= at
         elif mask is not None:
@@ -330,6 +340,7 @@ class AttentionFormula(Formula):
             "own-run": lambda: run,
             "not-own-run": lambda: ~run,
             "without-rank": lambda: chunks.owner != number,
+            "without-turn": lambda: (place.owner - chunks.owner) % len(chunks.positions) != number,
             "without-run": lambda: chunks.run != number,
             "without-key": lambda: key != number,
             "blocks": lambda: key // number == at // number,
@@ -345,11 +356,21 @@ class AttentionFormula(Formula):
     ) -> Merged:
         """Return the weights of the values: a softmax over visible keys, or otherwise."""
         masked = scores.masked_fill(~visible, -torch.inf)
-        merge, chunks = changes.get("merge"), self.chunks
+        if BLOCKS_BACK in changes:
+            weights = weigh_back(masked, self._turns(place), changes[BLOCKS_BACK])
+            return Merged(weights, torch.zeros_like(weights[..., :1]))
+        merge, owner, size = changes.get(MERGE), self.chunks.owner, len(self.chunks.positions)
+        if merge is not None and merge.way in STEPS:
+            return merge_by_steps(masked, place.owner, owner, size, merge.way)
         if merge is not None:
-            return merge_by_steps(masked, place.owner, chunks.owner, len(chunks.positions), merge.way)
-        weights = self._weigh(scores, visible, place, changes)
+            turns = number_turns(place.owner, owner, merge.name, size)
+            weights = weigh_blocks(scores, visible, turns, merge.way, float(merge.number or 1.0))
+        else:
+            weights = self._weigh(scores, visible, place, changes)
         return Merged(weights, torch.zeros_like(weights[..., :1]))
+
+    def _turns(self, place: _Queries) -> Tensor:
+        return number_turns(place.owner, self.chunks.owner, "", len(self.chunks.positions))
 
     def _weigh_hidden(self, scores: Tensor, visible: Tensor, change: Change) -> Tensor:
         """Return weights of which hidden keys have some, or that are not normalized over the visible ones."""

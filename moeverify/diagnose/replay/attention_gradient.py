@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.attention import AttentionFormula
+from moeverify.diagnose.replay.blocks_back import list_back, list_keys_back
 from moeverify.diagnose.replay.chunks import Chunks
 from moeverify.diagnose.replay.gradient_ways import GRADIENT_OF, needs_call
 from moeverify.diagnose.replay.grammar import fit_gradients
@@ -45,6 +46,8 @@ class AttentionGradientFormula(Formula):
         is_cut = len(self.shape) == 2 or not math.prod(self.shape) % (size * forward.block)
         self.ways = [
             *([] if of == "q" or size == 1 else [*ways, *moves]),
+            *(list_keys_back(size) if of == "q" else ()),
+            *list_back(size),
             *(heads if size > 1 and is_cut else []),
             *forward.backward,
             *list_ways_back(forward),

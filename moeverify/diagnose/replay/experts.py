@@ -27,6 +27,7 @@ from moeverify.results.change import Change
 _UNITS = ("gate-units", "up-units", "down-units")
 _HELD = ("gate", "up", "down", "gate-bias", "up-bias", "down-bias")
 """The parameters of experts; with `-held` the part of what a rank holds of one."""
+_SUM = "sum-over-ep"
 _MOST_CAPACITY = 64
 _MOST_EXPERTS = 64
 """Of which it is tried, one by one, whether what they put out is lost."""
@@ -78,7 +79,7 @@ class ExpertsFormula(TokenFormula):
             *self.exchanges.list_ways(),
         ]
         # What a way of these gives in one place alone is no bug that is known of, and costs as much as all others.
-        self.alone = PARTS | TokenFormula.alone | {"input", "slices", *_UNITS}
+        self.alone = PARTS | TokenFormula.alone | {"input", "slices", _SUM, *_UNITS}
         self._numbers: dict[str, Tensor] = {}
         self.places = [
             Change(part="where", way=way, number=number)
@@ -105,6 +106,7 @@ class ExpertsFormula(TokenFormula):
             for way in ("without-rank", "only-rank"):
                 ways += [Change(part="choices", way=way, number=number) for number in range(self.num_ranks)]
             ways += [Change(part="choices", way=way) for way in ("own-rank", "not-own-rank")]
+            ways += [Change(part=_SUM, way="of-other-tokens")] if self.exchanges.calls else []
         ways += [Change(part="experts", way="of-expert", number=number) for number in (1, -1)]
         ways += [Change(part="experts", way="of-choice", number=n) for n in range(1, self.num_choices)]
         if self.num_ranks > 1:
@@ -148,6 +150,8 @@ class ExpertsFormula(TokenFormula):
 
     def compute(self, x: Tensor, cell: Cell, changes: Mapping[str, Change]) -> Tensor:
         """Return the combined outputs."""
+        if _SUM in changes:
+            return self._sum_places()[cell.rows][:, cell.positions]
         where = changes.get("where")
         inner = {part: change for part, change in changes.items() if part != "where"}
         if where is None:
@@ -292,6 +296,26 @@ class ExpertsFormula(TokenFormula):
             "in-turn": lambda: units.view(-1, size).T,
         }
         return ways[change.way]().flatten()
+
+    def _sum_places(self) -> Tensor:
+        """Return (B, S, H) where each rank's experts compute its own tokens alone, and ranks add these up by place.
+
+        Not a number where the ranks of an exchange have more or fewer tokens than each other.
+        """
+        if _SUM in self._numbers:
+            return self._numbers[_SUM]
+        owner = self.ids // max(self.count // self.num_ranks, 1)
+        terms = (self.list_outputs() * self.weights.unsqueeze(-1)).flatten(0, 1)  # (B * S, k, H)
+        found = torch.full_like(terms[:, 0], torch.nan)
+        for call in self.exchanges.calls:
+            if len({len(tokens) for tokens in call}) == 1:
+                parts = [
+                    (terms[tokens] * (owner.flatten(0, 1)[tokens] == rank).unsqueeze(-1)).sum(1)
+                    for rank, tokens in enumerate(call)
+                ]
+                found[torch.cat(list(call))] = torch.stack(parts).sum(0).repeat(len(call), 1)
+        self._numbers[_SUM] = found.view(*self.ids.shape[:2], -1)
+        return self._numbers[_SUM]
 
     def _pick(self, cell: Cell, changes: Mapping[str, Change]) -> tuple[Tensor, Tensor]:
         """Return the experts (b, s, k) of the cell's tokens, and the weights of their outputs."""

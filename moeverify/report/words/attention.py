@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moeverify.report.words.merging import describe_merge, name_blocks
 from moeverify.results.change import Change
 
 # By part and way; `{number}` is what the way leaves open.
@@ -34,6 +35,14 @@ ATTENTION: Mapping[tuple[str, str], str] = {
         "mask",
         "of-rank",
     ): "with a mask of the positions that another rank's keys have, {number} further over cp",
+    (
+        "mask",
+        "of-own",
+    ): "with a causal mask for the keys of the rank's own chunk alone: a query sees all of the others",
+    (
+        "mask",
+        "of-others",
+    ): "with a causal mask for the keys of other ranks alone: a query sees all of its own rank",
     ("hidden", "zero-score"): "with scores of 0 in place of -inf where keys are hidden",
     ("hidden", "lowered"): "with {number} subtracted from the scores of hidden keys, in place of -inf",
     ("hidden", "value"): "with scores of -{number} in place of -inf where keys are hidden",
@@ -127,6 +136,20 @@ ATTENTION: Mapping[tuple[str, str], str] = {
     ("merge", "both-opposite"): "with earlier chunks divided by what rescales them, not multiplied",
     ("merge", "denominator-mean"): "with the mean over each chunk's keys in place of the sum below",
     (
+        "blocks-back",
+        "delta-of-block",
+    ): "with the product of each rank's chunk's own output and its gradient, in place of "
+    "that of the merged output, taken off the gradient of the weights",
+    (
+        "blocks-back",
+        "lse-of-block",
+    ): "with weights by the logsumexp of each rank's chunk alone in place of that of all",
+    ("blocks-back", "no-delta"): "without the gradient that comes through the softmax's denominator",
+    ("keys-back", "own"): "of the keys of the rank's own chunk alone",
+    ("keys-back", "not-own"): "without the keys of the rank's own chunk",
+    ("keys-back", "last"): "of the keys alone that arrive last around the ring",
+    ("keys-back", "without-turn"): "without the keys that arrive in turn {number} around the ring",
+    (
         "queries",
         "own",
     ): "of the queries of each rank's own chunk alone, to keys or values that others see too",
@@ -163,6 +186,10 @@ ATTENTION: Mapping[tuple[str, str], str] = {
     ("reach", "own-run"): "to the keys of the query's own run of positions alone",
     ("reach", "not-own-run"): "without the keys of the query's own run of positions",
     ("reach", "without-rank"): "without the keys of rank {number} over cp",
+    (
+        "reach",
+        "without-turn",
+    ): "without the keys that arrive in turn {number} around the ring, of the rank so many before over cp",
     ("reach", "without-run"): "without the keys of run {number} of the positions that ranks have",
     ("reach", "without-key"): "without the key of position {number}",
     ("reach", "blocks"): "inside blocks of {number} positions alone",
@@ -243,8 +270,17 @@ def describe_attention(change: Change, number: str) -> str:
         return _ROTATIONS[change.way].format(of=_ROTATED[change.part], number=number)
     if change.part in _ORDERED:
         return _ORDERS[change.way].format(what=_ORDERED[change.part], number=number)
-    if change.part == "softmax" and change.way.partition("-")[2] in _RESCALED:
-        what = _RESCALED[change.way.partition("-")[2]]
-        return f"with ranks' chunks merged without rescaling {what} to the largest score of all"
+    return _describe_merging(change, number) or ATTENTION.get((change.part, change.way), "").format(
+        number=number, name=change.name
+    )
+
+
+def _describe_merging(change: Change, number: str) -> str:
+    """Return how blocks of keys are merged in words, nothing for what says nothing of that or of ranks' chunks."""
+    blocks, what = name_blocks(change.name), change.way.partition("-")[2]
+    if change.part == "softmax" and what in _RESCALED:
+        return f"with {blocks} merged without rescaling {_RESCALED[what]} to the largest score of all"
     words = ATTENTION.get((change.part, change.way), "")
-    return words.format(number=number, name=change.name)
+    if words and change.part == "merge" and change.name:
+        return f"{words}, where chunks are {blocks}"
+    return "" if words else describe_merge(change, number)

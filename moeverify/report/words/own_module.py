@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moeverify.report.words.attention import describe_attention
 from moeverify.report.words.factor import describe_sources, format_factor
+from moeverify.report.words.layout import describe_head_layout
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.report.words.variant import describe_restriction
+from moeverify.results.change import Change
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.observation import Replay
 from moeverify.results.own_module import Mistake, Mistaken
@@ -57,6 +60,8 @@ _WORDS: Mapping[tuple[str, str], str] = {
         "step",
         "operand-gradient",
     ): "with the gradient through {after} of {step} counted {number} times{sources}",
+    ("step", "merged"): "{merge}, in {step}",
+    ("step", "relaid"): "{layout}",
     ("sum", "added"): "with {name} added {number} times more{sources}",
 }
 _TRANSFORMS: Mapping[str, str] = {
@@ -99,10 +104,28 @@ def describe_mistake(mistake: Mistake, module: str = "") -> str:
         "number": format_factor(number),
         "keys": _count_keys(number),
         "dim": dim,
+        "layout": _describe_layout(mistake, dim, step) if way == "relaid" else "",
+        "merge": _describe_merge(mistake, dim) if way == "merged" else "",
         "sources": f" ({sources})" if sources else "",
     }
     text = _WORDS.get((mistake.part, way)) or _TRANSFORMS[way]
     return text.format(**names)
+
+
+def _describe_layout(mistake: Mistake, way: str, step: str) -> str:
+    """Return in which layout heads are read: what a step gives, or some of what attention takes."""
+    _, is_output, source = mistake.after.partition("output:")
+    what = f"the output of {source}" if is_output else mistake.after or f"the result of {step}"
+    words = describe_head_layout(Change(part="layout", way=way, name=what))
+    return f"{words}, in {step}" if mistake.after else words
+
+
+def _describe_merge(mistake: Mistake, change: str) -> str:
+    """Return how blocks of keys are merged: `softmax/sum-of-chunks`."""
+    part, _, way = change.partition("/")
+    number = "" if mistake.number is None else format_factor(mistake.number)
+    words = describe_attention(Change(part=part, way=way, name=mistake.after), number)
+    return words if words.startswith("with") else f"with attention {words}"
 
 
 def _count_keys(number: float) -> str:

@@ -201,6 +201,10 @@ _TOKENWISE: Mapping[tuple[str, str], str] = {
     ("choices", "only-rank"): "with the experts of rank {number} over ep alone",
     ("choices", "own-rank"): "with the experts of each rank's own part over ep alone",
     ("choices", "not-own-rank"): "without the experts of each rank's own part over ep",
+    (
+        "sum-over-ep",
+        "of-other-tokens",
+    ): "with the sum over ep of what each rank's experts make of its own tokens, which are others on each rank",
     ("choices", "capacity"): "without what comes to an expert after its first {number} copies",
     (
         "choices",

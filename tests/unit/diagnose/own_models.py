@@ -74,10 +74,18 @@ Break = Callable[[Layer], object]
 
 
 def find_mistakes(
-    breaks: Break | Mapping[int, Break], *, spoil: Callable[[Tensor], Tensor] | None = None
+    breaks: Break | Mapping[int, Break],
+    *,
+    spoil: Callable[[Tensor], Tensor] | None = None,
+    prepare: Break | None = None,
 ) -> Mistaken | None:
-    """Return what is said of a layer that is broken on both of two ranks, or on one; its culprit is replayed."""
+    """Return what is said of a layer that is broken on both of two ranks, or on one; its culprit is replayed.
+
+    `prepare` makes another layer of the right one first.
+    """
     right = make_layer()
+    if prepare is not None:
+        prepare(right)
     golden = _read(right, range(ROWS))
     by_rank = []
     for rank in range(2):

@@ -82,6 +82,11 @@ def test_the_divisor_after_it_does_not_matter() -> None:
     assert outcome.explanation.operation.axes == (Product(times=("edp",)),)
 
 
+def test_what_is_no_number_is_no_sum_of_anything() -> None:
+    parts = [torch.full((3, 4), torch.nan, dtype=torch.float64) for _ in range(4)]
+    assert ask(parts, "edp", over("edp", parts), draw(3, 4, seed=0)).explanation is None
+
+
 def test_the_largest_in_the_place_of_the_sum() -> None:
     parts = make_parts()
     largest = [torch.maximum(parts[rank], parts[(rank + 2) % 4]) for rank in range(4)]

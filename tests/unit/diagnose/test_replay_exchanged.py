@@ -185,3 +185,16 @@ def test_one_parameter_of_experts_that_a_rank_should_not_hold(
         actual = compute(run_expert)
     found = explain(experts, expected, actual)
     assert name_changes(found) == [[(f"{name.replace('_', '-')}-held", way)]]
+
+
+@torch.no_grad()
+def test_a_sum_over_ranks_of_different_tokens() -> None:
+    experts = make_experts()
+    half, actual = experts.count // 2, torch.zeros_like(experts.x)
+    for place in range(LENGTH):
+        for rank in range(2):  # whose experts compute its own row alone, for both
+            for expert, weight in zip(experts.ids[rank, place], experts.weights[rank, place], strict=True):
+                if int(expert) // half == rank:
+                    actual[:, place] += weight * run_expert(experts.x[rank, place], int(expert))
+    found = explain(experts, compute(run_expert), actual)
+    assert name_changes(found) == [[("sum-over-ep", "of-other-tokens")]]

@@ -221,6 +221,69 @@ OPERATIONS = [
         "layers.0.attention attends without a causal mask: every query sees every key on rank 1 alone",
         "layers.0.attention",
     ),
+    *(
+        (
+            explain(
+                Cause.FORWARD,
+                OUTPUT,
+                Varied(formula="attention", variants=((change,),)),
+                module="layers.0.attention",
+            ),
+            f"layers.0.attention attends with {text}",
+            "layers.0.attention",
+        )
+        for change, text in (
+            (
+                Change(part="merge", way="base-2"),
+                "ranks' chunks merged by 2 to the power of their logsumexp in place of e",
+            ),
+            (
+                Change(part="merge", way="earlier-whole", name="in-order"),
+                "ranks' chunks in the order of ranks merged without rescaling what is summed up before when a "
+                "further one comes",
+            ),
+            (
+                Change(part="merge", way="largest", name="4"),
+                "blocks of 4 keys merged by their largest score in place of their logsumexp",
+            ),
+            (
+                Change(part="merge", way="others-times", number=2.0),
+                "the softmax of other ranks' chunks counted 2 times as often as that of the rank's own one",
+            ),
+            (
+                Change(part="softmax", way="ring-numerator", name="4"),
+                "blocks of 4 keys merged without rescaling their values to the largest score of all",
+            ),
+        )
+    ),
+    (
+        explain(
+            Cause.FORWARD,
+            OUTPUT,
+            Mistaken(
+                module="layers.0.attn",
+                mistakes=(
+                    Mistake(
+                        part="step", name="softmax", way="merged:merge/opposite", after="", line="model.py:7"
+                    ),
+                    Mistake(part="step", name="softmax", way="merged:reach/own", line="model.py:7"),
+                    Mistake(
+                        part="step",
+                        name="softmax",
+                        way="merged:merge/numerator-first",
+                        after="8",
+                        line="model.py:7",
+                    ),
+                ),
+            ),
+            module="layers.0.attn",
+        ),
+        "the output of layers.0.attn is what layers.0.attn gives with ranks' chunks merged by the negative of their "
+        "logsumexp, in softmax at model.py:7, or with attention to the keys of the rank's own chunk alone, in "
+        "softmax at model.py:7, or with the values of the rank's own chunk alone over the denominator of all, where "
+        "chunks are blocks of 8 keys, in softmax at model.py:7",
+        "layers.0.attn",
+    ),
     (
         explain(
             Cause.FORWARD,
