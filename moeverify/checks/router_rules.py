@@ -1,6 +1,6 @@
 """Other rules by which routers choose and weigh experts, made of parts that may each be another one.
 
-A rule is a way of one part, or of two. Each is compared with what a router did, on its own input; none is looked at
+A rule is a way of one part, or of two or three. Each is compared with what a router did, on its own input; none is looked at
 where the router is right. Letters: N tokens, E experts, G groups, k choices.
 """
 
@@ -21,6 +21,9 @@ MOST_UNLIKE = 0.02
 
 _MOST_ALIKE = 3
 """More rules that give the same say nothing."""
+
+_MOST_WAYS = 3
+"""Parts that may be otherwise at once."""
 
 _TRIED, _ROUNDS = 41, 12  # of a temperature: numbers to begin with, and steps from the best one on
 
@@ -140,8 +143,8 @@ def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
 def _find(
     parts: Mapping[str, Sequence[str]], fit: Callable[[Collection[str]], float | None]
 ) -> dict[str, float]:
-    """Return the rules with one way that fit, else those with two; none where too many do."""
-    for count in (1, 2):
+    """Return the rules with one way that fit, else those with two, else with three; none where too many do."""
+    for count in (1, 2, _MOST_WAYS):
         found = {
             "+".join(ways): number
             for ways in _list_ways(parts, count)
@@ -226,7 +229,8 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
     """Return the parts of the weights with the ways that are other ones here."""
     is_softmax, has_groups = spec.score == "softmax", spec.top_groups < spec.num_groups
     score = ["sigmoid-scores" if is_softmax else "softmax-scores", "scores-again", "logits-as-weights"]
-    score += ["other-temperature", *(["with-bias", "bias-in-logits"] if has_bias else [])]
+    score += ["other-temperature", *(["bias-in-logits"] if has_bias else [])]
+    bias = ["with-bias"] if has_bias else []
     divide: list[str] = []
     if has_groups and is_softmax and not spec.renormalize:
         score.append("of-allowed")
@@ -245,7 +249,7 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
     if spec.route_scale != 1.0:
         scale += ["scale-twice", "without-scale", "divided-by-scale"]
     order = ["weights-reversed", "weights-by-id", "weights-of-token-before"] if spec.top_k > 1 else []
-    return {"score": score, "divide": divide, "scale": scale, "order": order}
+    return {"score": score, "bias": bias, "divide": divide, "scale": scale, "order": order}
 
 
 def weigh_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> tuple[Tensor, float | None]:
@@ -282,14 +286,15 @@ def _list_scores(ways: Collection[str], spec: MoE, sample: RouterSample, tempera
         "scores-again": lambda: _score(spec, scores),
         "logits-as-weights": lambda: logits,
         "of-allowed": lambda: logits.where(_allow((), spec, sample.selection), -torch.inf).softmax(dim=-1),
-        "with-bias": lambda: sample.selection,
         "bias-in-logits": lambda: _score(spec, logits + sample.selection - scores),
         "equal-weights": lambda: torch.ones_like(scores),
     }
     way = next((name for name in made if name in ways), None)
     if way is not None:
-        return made[way]()
-    return scores if temperature is None else _score(spec, logits * temperature)
+        found = made[way]()
+    else:
+        found = scores if temperature is None else _score(spec, logits * temperature)
+    return found + (sample.selection - scores) if "with-bias" in ways else found
 
 
 def _divide(ways: Collection[str], spec: MoE, sample: RouterSample, weights: Tensor) -> Tensor:

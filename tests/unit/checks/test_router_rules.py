@@ -142,6 +142,11 @@ WEIGHTS: dict[str, tuple[dict[str, Any], Callable[[Router, Tensor], Tensor]]] = 
     "sigmoid-scores": (SOFTMAX, lambda router, logits: logits.sigmoid()),
     "softmax-scores": (SIGMOID, lambda router, logits: logits.softmax(-1)),
     "with-bias": (SIGMOID, lambda router, logits: logits.sigmoid() + router.selection_bias),
+    "softmax-scores+with-bias": (SIGMOID, lambda router, logits: logits.softmax(-1) + router.selection_bias),
+    "softmax-scores+with-bias+without-scale": (
+        SIGMOID,
+        lambda router, logits: (logits.softmax(-1) + router.selection_bias) / router.spec.route_scale,
+    ),
 }
 
 
