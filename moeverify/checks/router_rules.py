@@ -280,7 +280,7 @@ def weigh_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> tuple[Te
 
 def _list_scores(ways: Collection[str], spec: MoE, sample: RouterSample, temperature: float | None) -> Tensor:
     logits, scores = sample.logits, sample.scores
-    made: Mapping[str, Callable[[], Tensor]] = {
+    made: dict[str, Callable[[], Tensor]] = {
         "softmax-scores": lambda: logits.softmax(dim=-1),
         "sigmoid-scores": logits.sigmoid,
         "scores-again": lambda: _score(spec, scores),
@@ -289,11 +289,8 @@ def _list_scores(ways: Collection[str], spec: MoE, sample: RouterSample, tempera
         "bias-in-logits": lambda: _score(spec, logits + sample.selection - scores),
         "equal-weights": lambda: torch.ones_like(scores),
     }
-    way = next((name for name in made if name in ways), None)
-    if way is not None:
-        found = made[way]()
-    else:
-        found = scores if temperature is None else _score(spec, logits * temperature)
+    made |= {"": lambda: scores if temperature is None else _score(spec, logits * temperature)}
+    found = made[next((name for name in made if name in ways), "")]()
     return found + (sample.selection - scores) if "with-bias" in ways else found
 
 

@@ -199,8 +199,8 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     is off by a factor or as by rounding, where it is known which multiples of its terms it is made of. That only the
     reported value of a loss is wrong; that a loss is computed otherwise, or that gradients are wrong from a module
     on, where the gradient inside a router tells how. That an update is zero, where the learning rate was. That counts
-    of choices are others, where it is known by which rule the router chooses; which operators of a router differ, where
-    its whole rule is known.
+    of choices are others, where it is known by which rule the router chooses; which operators of a router differ,
+    where its whole rule is known.
     """
     explanation = origin.explanation
     if explanation is None or any(_tells_router(origin, finding) for finding in recomputed):
