@@ -1,7 +1,7 @@
 """Other rules by which routers choose and weigh experts, made of parts that may each be another one.
 
-A rule is a way of one part, or of two or three. Each is compared with what a router did, on its own input; none is looked at
-where the router is right. Letters: N tokens, E experts, G groups, k choices.
+A rule is a way of one part, or of two or three. Each is compared with what a router did, on its own input; none is
+looked at where the router is right. Letters: N tokens, E experts, G groups, k choices.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _MOST_WAYS = 3
 """Parts that may be otherwise at once."""
 
 _TRIED, _ROUNDS = 41, 12  # of a temperature: numbers to begin with, and steps from the best one on
+
+_WITH_BIAS = "with-bias"
 
 _EXACT = 1e-9
 """Relative: scores of float64 are known better than this."""
@@ -122,7 +124,6 @@ def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
     """Return by which rules the experts were weighed."""
     if _are_few(sample.is_weighed_wrong, sample):
         return Named({})
-    found: dict[str, float | None] = {}
 
     def fit(ways: Collection[str]) -> float | None:
         made, number = weigh_by(ways, spec, sample)
@@ -133,11 +134,13 @@ def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
             return None
         return 0.0 if number is None else number
 
-    for rule, number in _find(list_weight_parts(spec, has_bias=has_bias), fit).items():
-        found[rule] = number if number else None
-    # A number that explains it says less than a rule without one that does so too.
-    plain = {rule: number for rule, number in found.items() if number is None}
-    return Named(plain or found)
+    found = _find(list_weight_parts(spec, has_bias=has_bias), fit)
+    return Named({rule: number if number else None for rule, number in found.items()})
+
+
+def leave_out_bias(rule: str) -> str:
+    """Return a rule of weights as it looks where the selection bias is zero."""
+    return "+".join(way for way in rule.split("+") if way != _WITH_BIAS)
 
 
 def _find(
@@ -150,6 +153,8 @@ def _find(
             for ways in _list_ways(parts, count)
             if (number := fit(frozenset(ways))) is not None
         }
+        # A number that explains it says less than a rule without one that does so too.
+        found = {rule: number for rule, number in found.items() if not number} or found
         if found:
             return found if len(found) <= _MOST_ALIKE else {}
     return {}
@@ -230,7 +235,7 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
     is_softmax, has_groups = spec.score == "softmax", spec.top_groups < spec.num_groups
     score = ["sigmoid-scores" if is_softmax else "softmax-scores", "scores-again", "logits-as-weights"]
     score += ["other-temperature", *(["bias-in-logits"] if has_bias else [])]
-    bias = ["with-bias"] if has_bias else []
+    bias = [_WITH_BIAS] if has_bias else []
     divide: list[str] = []
     if has_groups and is_softmax and not spec.renormalize:
         score.append("of-allowed")
@@ -291,7 +296,7 @@ def _list_scores(ways: Collection[str], spec: MoE, sample: RouterSample, tempera
     }
     made |= {"": lambda: scores if temperature is None else _score(spec, logits * temperature)}
     found = made[next((name for name in made if name in ways), "")]()
-    return found + (sample.selection - scores) if "with-bias" in ways else found
+    return found + (sample.selection - scores) if _WITH_BIAS in ways else found
 
 
 def _divide(ways: Collection[str], spec: MoE, sample: RouterSample, weights: Tensor) -> Tensor:

@@ -61,23 +61,17 @@ class _Measured:
 def find_spreads(
     tensors: Sequence[WrongTensor], right: Mapping[str, Tensor]
 ) -> list[tuple[list[WrongTensor], Spread]]:
-    """Return the groups of one kind whose values all have one mean and deviation, which are not the right ones.
+    """Return biases, and other vectors, if they all have one mean and deviation, which are not the right ones.
 
-    `right` are the initial values of all parameters.
+    `right` are the initial values of all parameters. Matrices have enough numbers to tell more.
     """
-    groups: dict[str, list[WrongTensor]] = {}
+    groups: dict[bool, list[WrongTensor]] = {}
     for tensor in tensors:
-        if tensor.expected.numel() >= _FEWEST_OF_ONE and bool(tensor.whole.isfinite().all()):
-            groups.setdefault(_kind_of(tensor.name, tensor.expected.ndim), []).append(tensor)
+        is_vector = tensor.expected.ndim == 1 and tensor.expected.numel() >= _FEWEST_OF_ONE
+        if is_vector and bool(tensor.whole.isfinite().all()):
+            groups.setdefault(tensor.name.endswith("bias"), []).append(tensor)
     found = [(members, _measure(members, right)) for members in groups.values()]
     return [(members, spread) for members, spread in found if spread is not None]
-
-
-def _kind_of(name: str, num_dims: int) -> str:
-    """Return what is equal for tensors that one rule draws: biases, other vectors, a matrix of all layers."""
-    if name.rpartition(".")[2].endswith("bias"):
-        return "bias"
-    return "vector" if num_dims < 2 else family_of(name)
 
 
 def _measure(members: Sequence[WrongTensor], right: Mapping[str, Tensor]) -> Spread | None:
