@@ -19,7 +19,7 @@ from moeverify.diagnose.router_findings import (
     scores_otherwise,
     tells_weights,
 )
-from moeverify.diagnose.step_forms import is_of_form
+from moeverify.diagnose.step_forms import DECAY_TIMES, is_of_form
 from moeverify.diagnose.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -96,11 +96,13 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
 def _rank_head(finding: Finding) -> tuple[bool | int | float, ...]:
     """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
     variant = _find_variant(finding)
+    is_of_mean = variant == DECAY_TIMES  # it says of the square what the coefficients of the mean do
     means = finding.facts.means if isinstance(finding.facts, RecomputedFacts) else ()
     return (
         not _find_sure_dtype(finding),
         not _tells_number(finding),
-        variant is None and not means,
+        (variant is None or is_of_mean) and not means,
+        is_of_mean,
         len(means),
         # What vectors show of a formula is a part of what matrices do, which have a decay.
         -len(variant or ()),
