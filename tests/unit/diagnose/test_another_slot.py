@@ -53,12 +53,14 @@ def fill(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return cut(values, torch.cat(filled)[: len(flatten(values))])
 
 
-def gather(on_ranks: list[Mapping[str, Tensor]], *, kind: str = "gradient") -> DiagnosisInputs:
+def gather(
+    on_ranks: list[Mapping[str, Tensor]], *, kind: str = "gradient", right: Mapping[str, Tensor] = RIGHT
+) -> DiagnosisInputs:
     """Return inputs with all tensors of which some rank has other values than one device."""
     tensors = [
-        make_tensor(RIGHT[name], *(values[name] for values in on_ranks), name=name, kind=kind)
+        make_tensor(right[name], *(values[name] for values in on_ranks), name=name, kind=kind)
         for name in SHAPES
-        if any(not torch.equal(values[name], RIGHT[name]) for values in on_ranks)
+        if any(not torch.equal(values[name], right[name]) for values in on_ranks)
     ]
     cells = tuple(Cell(Tokens(data_rank=rank), (rank,), (0,)) for rank in (0, 1))
     components = Components(cells, {"lm": [dict(part) for part in PARTS]}, {}, (1, 1), tuple(SHAPES))
@@ -66,7 +68,7 @@ def gather(on_ranks: list[Mapping[str, Tensor]], *, kind: str = "gradient") -> D
         *tensors,
         components=components,
         regions={name: {rank: Region.whole(shape) for rank in (0, 1)} for name, shape in SHAPES.items()},
-        golden=lambda kind, name, before: RIGHT.get(name),
+        golden=lambda kind, name, before: right.get(name),
     )
 
 
@@ -158,3 +160,10 @@ def test_the_head_of_a_larger_one() -> None:
 def test_what_has_no_values_of_others(change: Callable[[Tensor], Tensor]) -> None:
     changed = {**RIGHT, "a.weight": change(RIGHT["a.weight"])}
     assert explain(gather([changed] * 2), "a.weight") is None
+
+
+def test_signs_are_those_of_others_by_chance() -> None:
+    signs = {name: value.sign() for name, value in RIGHT.items()}
+    changed = {**signs, "a.weight": signs["b.weight"].reshape(6, 5)}
+    inputs = gather([changed] * 2, kind="update", right=signs)
+    assert explain(inputs, "a.weight") is None
