@@ -428,14 +428,23 @@ def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:
         return None
     used = torch.tensor([factor * coefficient for _, coefficient in row.terms], dtype=torch.float64)
     products, result, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
-    left2 = total - 2.0 * float(used @ result) + _quadratic(products, used)
+    tried2 = _quadratic(products, used)
+    left2 = total - 2.0 * float(used @ result) + tried2
     # What is left is a difference of sums of many squares, which float64 rounds as well.
-    if not left2 <= row.sum_allowed2 + _SUMS * total:
+    if not left2 <= allow(row, tried2) + _SUMS * total:
         return None
     return tuple(
         TermFacts(name=name, expected=coefficient, found=factor * coefficient)
         for name, coefficient in row.terms
     )
+
+
+def allow(row: Row, tried2: float) -> float:
+    """Return the squares that rounding may leave of a result whose squares, by the formula tried, sum to `tried2`.
+
+    What is so many times the right result is rounded as often; of a smaller one the terms may be as large.
+    """
+    return row.sum_allowed2 * max(1.0, tried2 / row.sum_expected2 if row.sum_expected2 > 0.0 else 1.0)
 
 
 def _quadratic(products: Tensor, coefficients: Tensor) -> float:

@@ -20,7 +20,14 @@ from moeverify.case.schema import MoE
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
 from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.checks.router_passes import RouterPasses
-from moeverify.checks.router_rules import MOST_UNLIKE, Named, RouterSample, name_choices, name_weights
+from moeverify.checks.router_rules import (
+    MOST_UNLIKE,
+    Named,
+    RouterSample,
+    leave_out_bias,
+    name_choices,
+    name_weights,
+)
 from moeverify.checks.wide_parts import split_wide
 from moeverify.layout.placement import local_part
 from moeverify.model.precision import widen
@@ -336,7 +343,31 @@ def judge_routers(shown: Shown, reports: Sequence[Reports]) -> Outcome:
     result = CheckResult(
         name=CheckName.ROUTER, verdict="mismatch" if findings else "pass", tensors=3 * len(keys), worst=worst
     )
-    return Outcome(result, tuple(findings))
+    return Outcome(result, tuple(_add_bias(findings)))
+
+
+def _add_bias(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the findings; where weights of a later step have the bias besides, those of the steps before may, too.
+
+    Before the first step the selection bias is zero.
+    """
+    later: dict[str, set[str]] = {}
+    for finding in findings:
+        facts = finding.facts
+        if isinstance(facts, RouterFacts) and facts.rule is not None and not facts.rivals:
+            later.setdefault(finding.tensor, set()).add(facts.rule)
+    for finding in findings:
+        facts = finding.facts
+        if isinstance(facts, RouterFacts) and facts.rule is not None and facts.quantity == "weights":
+            known = {facts.rule, *facts.rivals}
+            biased = {
+                rule for rule in later.get(finding.tensor, ()) if leave_out_bias(rule) in known - {rule}
+            }
+            if len(biased) == 1:
+                told = facts.model_copy(update={"rule": biased.pop(), "rivals": (), "numbers": {}})
+                yield finding.model_copy(update={"facts": told})
+                continue
+        yield finding
 
 
 def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, RouterStep]) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Other rules by which routers choose and weigh experts, made of parts that may each be another one.
 
-A rule is a way of one part, or of two. Each is compared with what a router did, on its own input; none is looked at
-where the router is right. Letters: N tokens, E experts, G groups, k choices.
+A rule is a way of one part, or of two or three. Each is compared with what a router did, on its own input; none is
+looked at where the router is right. Letters: N tokens, E experts, G groups, k choices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ MOST_UNLIKE = 0.02
 _MOST_ALIKE = 3
 """More rules that give the same say nothing."""
 
+_MOST_WAYS = 3
+"""Parts that may be otherwise at once."""
+
 _TRIED, _ROUNDS = 41, 12  # of a temperature: numbers to begin with, and steps from the best one on
+
+_WITH_BIAS = "with-bias"
 
 _EXACT = 1e-9
 """Relative: scores of float64 are known better than this."""
@@ -119,7 +124,6 @@ def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
     """Return by which rules the experts were weighed."""
     if _are_few(sample.is_weighed_wrong, sample):
         return Named({})
-    found: dict[str, float | None] = {}
 
     def fit(ways: Collection[str]) -> float | None:
         made, number = weigh_by(ways, spec, sample)
@@ -130,23 +134,27 @@ def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
             return None
         return 0.0 if number is None else number
 
-    for rule, number in _find(list_weight_parts(spec, has_bias=has_bias), fit).items():
-        found[rule] = number if number else None
-    # A number that explains it says less than a rule without one that does so too.
-    plain = {rule: number for rule, number in found.items() if number is None}
-    return Named(plain or found)
+    found = _find(list_weight_parts(spec, has_bias=has_bias), fit)
+    return Named({rule: number if number else None for rule, number in found.items()})
+
+
+def leave_out_bias(rule: str) -> str:
+    """Return a rule of weights as it looks where the selection bias is zero."""
+    return "+".join(way for way in rule.split("+") if way != _WITH_BIAS)
 
 
 def _find(
     parts: Mapping[str, Sequence[str]], fit: Callable[[Collection[str]], float | None]
 ) -> dict[str, float]:
-    """Return the rules with one way that fit, else those with two; none where too many do."""
-    for count in (1, 2):
+    """Return the rules with one way that fit, else those with two, else with three; none where too many do."""
+    for count in (1, 2, _MOST_WAYS):
         found = {
             "+".join(ways): number
             for ways in _list_ways(parts, count)
             if (number := fit(frozenset(ways))) is not None
         }
+        # A number that explains it says less than a rule without one that does so too.
+        found = {rule: number for rule, number in found.items() if not number} or found
         if found:
             return found if len(found) <= _MOST_ALIKE else {}
     return {}
@@ -226,7 +234,8 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
     """Return the parts of the weights with the ways that are other ones here."""
     is_softmax, has_groups = spec.score == "softmax", spec.top_groups < spec.num_groups
     score = ["sigmoid-scores" if is_softmax else "softmax-scores", "scores-again", "logits-as-weights"]
-    score += ["other-temperature", *(["with-bias", "bias-in-logits"] if has_bias else [])]
+    score += ["other-temperature", *(["bias-in-logits"] if has_bias else [])]
+    bias = [_WITH_BIAS] if has_bias else []
     divide: list[str] = []
     if has_groups and is_softmax and not spec.renormalize:
         score.append("of-allowed")
@@ -245,7 +254,7 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
     if spec.route_scale != 1.0:
         scale += ["scale-twice", "without-scale", "divided-by-scale"]
     order = ["weights-reversed", "weights-by-id", "weights-of-token-before"] if spec.top_k > 1 else []
-    return {"score": score, "divide": divide, "scale": scale, "order": order}
+    return {"score": score, "bias": bias, "divide": divide, "scale": scale, "order": order}
 
 
 def weigh_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> tuple[Tensor, float | None]:
@@ -276,20 +285,18 @@ def weigh_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> tuple[Te
 
 def _list_scores(ways: Collection[str], spec: MoE, sample: RouterSample, temperature: float | None) -> Tensor:
     logits, scores = sample.logits, sample.scores
-    made: Mapping[str, Callable[[], Tensor]] = {
+    made: dict[str, Callable[[], Tensor]] = {
         "softmax-scores": lambda: logits.softmax(dim=-1),
         "sigmoid-scores": logits.sigmoid,
         "scores-again": lambda: _score(spec, scores),
         "logits-as-weights": lambda: logits,
         "of-allowed": lambda: logits.where(_allow((), spec, sample.selection), -torch.inf).softmax(dim=-1),
-        "with-bias": lambda: sample.selection,
         "bias-in-logits": lambda: _score(spec, logits + sample.selection - scores),
         "equal-weights": lambda: torch.ones_like(scores),
     }
-    way = next((name for name in made if name in ways), None)
-    if way is not None:
-        return made[way]()
-    return scores if temperature is None else _score(spec, logits * temperature)
+    made |= {"": lambda: scores if temperature is None else _score(spec, logits * temperature)}
+    found = made[next((name for name in made if name in ways), "")]()
+    return found + (sample.selection - scores) if _WITH_BIAS in ways else found
 
 
 def _divide(ways: Collection[str], spec: MoE, sample: RouterSample, weights: Tensor) -> Tensor:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moeverify.case.schema import Optimizer
-from moeverify.checks.recomputed_step import Row
+from moeverify.checks.recomputed_step import Row, allow
 from moeverify.results.checks import Kind
 from moeverify.results.step_facts import NEAR, DecayFacts, DecayMeaning, ShareFacts
 
@@ -105,9 +104,7 @@ def find_corrected(row: Row, spec: Optimizer) -> ShareFacts | None:
     whole = torch.zeros(len(row.terms) + 1, dtype=torch.float64)
     whole[: len(row.terms)] = torch.tensor([coefficient for _, coefficient in row.terms])
     for factor in (1.0 / correction, correction):
-        # What is there so many times is rounded as often.
-        wider = replace(row, sum_allowed2=row.sum_allowed2 * max(1.0, factor * factor))
-        found = _fit(wider, offset=torch.zeros_like(whole), direction=whole)
+        found = _fit(row, offset=torch.zeros_like(whole), direction=whole)
         if found is not None and math.isclose(
             found.value, factor, rel_tol=max(_SURE * found.error, NEAR / 2)
         ):
@@ -151,7 +148,8 @@ def _fit(row: Row, *, offset: Tensor, direction: Tensor) -> _Fitted | None:
     value = float(left @ gram @ direction) / size2
     rest = left - value * direction
     left2 = max(float(rest @ gram @ rest), 0.0)
-    if not left2 <= row.sum_allowed2 + _SUMS * total:
+    tried = offset + value * direction
+    if not left2 <= allow(row, float(tried @ gram @ tried)) + _SUMS * total:
         return None
     spread = left2 / max(row.num_elements - 1, 1) + _SUMS * total / max(row.num_elements, 1)
     return _Fitted(value, math.sqrt(spread / size2))

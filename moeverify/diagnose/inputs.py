@@ -23,6 +23,7 @@ from moeverify.layout.region import Indices, Region
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Source
+from moeverify.results.slots import Displaced
 from moeverify.train.module_taps import BACKWARD
 
 # The loss term of the tokens.
@@ -72,7 +73,8 @@ class DiagnosisInputs:
     sum. `formula` gives what the culprit of an origin should compute, with its right inputs, None where that is not
     known; `searched` keeps what came of the search for variants of it, by the tensor's identity. `parameter_formula`
     gives that of a parameter's gradient, and `searched_parameters` keeps what came of that, by name. `own` gives the
-    calls of modules of a user's own that can be replayed, `searched_own` keeps what came of that. `graphs`
+    calls of modules of a user's own that can be replayed, `searched_own` keeps what came of that. `displaced` keeps
+    which tensors have values of others, by identity. `graphs`
     has the operators of the step, of one device and of ranks. `cross_entropy` gives the formula of each token's loss
     on right logits. `shapes` has, of what has another shape under the layout, the golden's and that one. `brought`
     has by rank what was all-reduced as large as a wrong tensor, in the order in which it was issued, and
@@ -102,6 +104,7 @@ class DiagnosisInputs:
     searched_parameters: dict[str, Found | None] = field(default_factory=dict)
     own: Callable[[Origin], OwnModule | None] = lambda origin: None
     searched_own: dict[int, FoundMistakes | None] = field(default_factory=dict)
+    displaced: dict[int, Displaced | None] = field(default_factory=dict)
     searched: dict[int, tuple[NamedFormula, Found | None] | None] = field(default_factory=dict)
     graphs: Callable[[], Graphs | None] = lambda: None
     cross_entropy: Callable[[], CrossEntropyFormula | None] = lambda: None

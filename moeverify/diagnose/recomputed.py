@@ -17,8 +17,9 @@ from moeverify.diagnose.router_findings import (
     is_made_by_choice,
     is_rounded,
     scores_otherwise,
+    tells_weights,
 )
-from moeverify.diagnose.step_forms import is_of_form
+from moeverify.diagnose.step_forms import DECAY_TIMES, is_of_form
 from moeverify.diagnose.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -95,11 +96,13 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
 def _rank_head(finding: Finding) -> tuple[bool | int | float, ...]:
     """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
     variant = _find_variant(finding)
+    is_of_mean = variant == DECAY_TIMES  # it says of the square what the coefficients of the mean do
     means = finding.facts.means if isinstance(finding.facts, RecomputedFacts) else ()
     return (
         not _find_sure_dtype(finding),
         not _tells_number(finding),
-        variant is None and not means,
+        (variant is None or is_of_mean) and not means,
+        is_of_mean,
         len(means),
         # What vectors show of a formula is a part of what matrices do, which have a decay.
         -len(variant or ()),
@@ -198,10 +201,11 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     is off by a factor or as by rounding, where it is known which multiples of its terms it is made of. That only the
     reported value of a loss is wrong; that a loss is computed otherwise, or that gradients are wrong from a module
     on, where the gradient inside a router tells how. That an update is zero, where the learning rate was. That counts
-    of choices are others, where it is known by which rule the router chooses.
+    of choices are others, where it is known by which rule the router chooses; which operators of a router differ,
+    where its whole rule is known.
     """
     explanation = origin.explanation
-    if explanation is None or any(is_made_by_choice(origin, finding) for finding in recomputed):
+    if explanation is None or any(_tells_router(origin, finding) for finding in recomputed):
         return explanation is not None
     if isinstance(explanation.operation, Unmoved | Unclipped):
         return any(_tells_step(finding) and _is_of_same(origin, finding) for finding in recomputed)
@@ -220,6 +224,11 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
         and finding.place.module.startswith(f"{explanation.subject.module}.")
         for finding in telling
     )
+
+
+def _tells_router(origin: Finding, finding: Finding) -> bool:
+    """Return whether it is known by which rule a router chooses or weighs, and an origin is what is made by that."""
+    return is_made_by_choice(origin, finding) or tells_weights(origin, finding)
 
 
 def _tells_form(finding: Finding) -> bool:
@@ -260,7 +269,7 @@ _SAYS_MORE: Mapping[Cause, Callable[[Finding, Finding], bool]] = {
 
 def _comes_before(finding: Finding, origin: Finding) -> bool:
     """Return whether a router got something wrong before an origin, which may be made of it."""
-    if is_made_by_choice(origin, finding):
+    if _tells_router(origin, finding):
         return True
     if not isinstance(finding.facts, RouterGradientFacts) or finding.follows:
         return False

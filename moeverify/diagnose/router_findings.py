@@ -10,6 +10,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Miscounted
+from moeverify.results.other_steps import OtherSteps
 
 _OF_SCORES = frozenset(
     {"softmax-scores", "sigmoid-scores", "of-allowed", "other-temperature", "scores-again"}
@@ -47,6 +48,22 @@ def scores_otherwise(finding: Finding, loss: Finding) -> bool:
 def _changes_scores(facts: RouterFacts) -> bool:
     """Return whether a router weighs by a rule whose scores are others, of all experts."""
     return facts.rule is not None and not facts.rivals and bool(_OF_SCORES & set(facts.rule.split("+")))
+
+
+def tells_weights(origin: Finding, finding: Finding) -> bool:
+    """Return whether a router's rule is known, where an origin says which of its operators differ from one device's.
+
+    What differs between two graphs may be less than all: one that has no counterpart is not compared.
+    """
+    facts, explanation = finding.facts, origin.explanation
+    if not isinstance(facts, RouterFacts) or explanation is None or origin.step != finding.step:
+        return False
+    is_known = facts.quantity == "weights" and facts.rule is not None and not facts.rivals
+    return (
+        is_known
+        and isinstance(explanation.operation, OtherSteps)
+        and explanation.subject.module == finding.tensor
+    )
 
 
 def _tells_choice(finding: Finding) -> bool:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from moeverify.checks.step_findings import result_of
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
-from moeverify.results.step_facts import AT_WEIGHT, RIGHT, UNDECAYED, RecomputedFacts
+from moeverify.results.step_facts import AT_WEIGHT, NEAR, RIGHT, UNDECAYED, Changes, RecomputedFacts
 
 _OF_ALL_STEPS = frozenset({"largest-square", "largest"})
 """Changes by which a result depends on steps that one step alone does not show."""
 
 _DECAYS_IN_GRADIENT = "decay-in-gradient"
+_DECAY = "weight decay"
+
+DECAY_TIMES: Changes = ("decay-times",)
+"""The square of a gradient that has its weight decay some other times, as the mean's coefficients tell."""
 
 
 def is_of_form(finding: Finding, head: Finding) -> bool:
@@ -25,7 +29,7 @@ def is_of_form(finding: Finding, head: Finding) -> bool:
     if known.means:
         return is_of_means(facts, known) and _is_of_quantity(finding, head)
     if known.variant is None or known.variant in facts.tried:
-        return known.variant is not None
+        return known.variant is not None or (finding.step >= head.step and _is_of_decay(facts, known))
     changes = set(known.variant)
     if finding.kind == Kind.UPDATE and head.kind == Kind.OPTIMIZER_STATE:
         is_of_gradient = _DECAYS_IN_GRADIENT in changes and ("no-decay",) in facts.tried
@@ -38,6 +42,18 @@ def is_of_form(finding: Finding, head: Finding) -> bool:
     is_later = (is_solved or (changes & _OF_ALL_STEPS and finding.step > head.step)) and not facts.variants
     parts = [set(changes) for changes in facts.tried if changes != RIGHT]
     return bool(is_later) or any(part < changes for part in parts)
+
+
+def _is_of_decay(facts: RecomputedFacts, known: RecomputedFacts) -> bool:
+    """Return whether a moment has the square of a gradient with as many times the weight decay as the mean has."""
+    wrong = known.wrong_terms
+    if len(wrong) != 1 or wrong[0].name != _DECAY or not wrong[0].factor or known.forms:
+        return False
+    numbers = [form.number for form in facts.variants if form.changes == DECAY_TIMES]
+    return any(
+        number is not None and abs(number - wrong[0].factor) <= NEAR * abs(wrong[0].factor) + wrong[0].error
+        for number in numbers
+    )
 
 
 def is_of_means(facts: RecomputedFacts, known: RecomputedFacts) -> bool:

@@ -58,13 +58,28 @@ class Tails(Record):
     num_elements: int
 
 
+class Spread(Record):
+    """Values lie around `mean` with a `deviation`, which the right ones do not.
+
+    `like` are the first of `num_like` kinds of tensors of the model that should be as these are.
+    """
+
+    mean: float
+    deviation: float
+    right_mean: float
+    right_deviation: float
+    like: tuple[str, ...] = ()
+    num_like: int = 0
+
+
 class Drawn(Record):
     """Initial values that are other ones than the seed and the names give, and how they are distributed.
 
     `draws` are all distributions that they may have, the simplest first. With `tails` they are the right ones but for
-    the largest.
+    the largest. With `spread` no more is known than around which number they lie, and how far from it.
     """
 
     kind: Literal["drawn"] = "drawn"
     draws: tuple[Draw, ...] = ()
     tails: Tails | None = None
+    spread: Spread | None = None

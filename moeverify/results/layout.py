@@ -159,12 +159,17 @@ class TakenCounts(Record):
     micro_batch: int | None = None
 
 
-LostWay = Literal["all", "all-but-first", "all-but-last", "first", "last"]
+LostWay = Literal[
+    "all", "all-but-first", "all-but-last", "first", "last", "all-but-first-of-token", "all-but-last-of-token"
+]
 CopyOrder = Literal["tokens", "experts"]
 
 
 class LostCopies(Record):
-    """Which copies of its tokens each rank gets zeros back for: `number` of them, or all but so many, in an order."""
+    """Which copies of its tokens each rank gets zeros back for: `number` of them, or all but so many, in an order.
+
+    Or all but one of each token: the first or last of its choices, or of its experts by their numbers.
+    """
 
     way: LostWay
     number: int = 0

@@ -23,6 +23,7 @@ from moeverify.results.other_steps import OtherSteps
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
+from moeverify.results.slots import Displaced
 from moeverify.results.token_weights import Reaveraged
 from moeverify.results.upstream import OffUpstream
 
@@ -459,6 +460,7 @@ Operation = Annotated[
     | Zeroed
     | LostElements
     | Moved
+    | Displaced
     | Reordered
     | OtherRows
     | TokenValues

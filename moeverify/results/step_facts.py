@@ -129,6 +129,7 @@ StepChange = Literal[
     "no-decay-in-gradient",
     "constant-in-gradient",
     "constant-for-decay",
+    "decay-times",
     "sign-of-gradient",
     "gradient-times-rate",
     "not-clipped",

@@ -274,10 +274,21 @@ class AdamMoment:
             added = {**added, "no-decay-in-gradient": step.gradient}
             added.pop("decay-in-gradient", None)
         self.constants = self._find_constants(right) if MEAN in step.after else {}
+        self.times = self._find_times() if self.is_square and MEAN in step.after else {}
         added = {**added, **{way: base + number for way, (base, number) in self.constants.items()}}
+        decay = step.weight_decay * step.weight
+        added = {**added, **{way: step.gradient + times * decay for way, times in self.times.items()}}
         self.added = {key: way * way if self.is_square else way for key, way in added.items()}
         if self.is_square:
             self.added = {**self.added, **self._list_squares(right)}
+
+    def _find_times(self) -> Mapping[StepChange, Tensor]:
+        """Return how many times the gradient has its weight decay, as the mean tells it, where it has it by right."""
+        step, beta = self.step, self.betas[0]
+        if not self.decays or not step.weight_decay:
+            return {}
+        taken = (step.after[MEAN] - beta * step.before.get(MEAN, step.gradient * 0.0)) / (1.0 - beta)
+        return {"decay-times": self.solve(taken - step.gradient, step.weight_decay * step.weight)}
 
     def _find_constants(self, right: Tensor) -> Mapping[StepChange, tuple[Tensor, Tensor]]:
         """Return what a constant may be added to, and that constant, by the way; both moments have it of the mean."""
@@ -329,6 +340,7 @@ class AdamMoment:
             "starts-at-number": 0.0,
             "constant-in-gradient": 0.0,
             "constant-for-decay": 0.0,
+            "decay-times": 1.0,
         }
         if "starts-at-weight" in ways:
             values = self.beta * self.step.weight + rest * added
@@ -354,8 +366,8 @@ class AdamMoment:
             values = (self.beta * self.old).maximum(added)
         else:
             values = self.beta * self.old + rest * added
-        for way in self.constants:
+        for way, found in {**{way: each[1] for way, each in self.constants.items()}, **self.times}.items():
             if way in ways:
                 # With another number it would be told of neither which it is.
-                number = self.constants[way][1] if number is None else number * math.nan
+                number = found if number is None else number * math.nan
         return Made(values + extra, number, next((usual[way] for way in usual if way in ways), None))

@@ -19,6 +19,7 @@ ORDER = (
     ("not_loaded", "unmoved"),
     ("step_counter",),
     ("carried_state",),
+    ("another_slot",),
     (
         "detached",
         "replica_sum",

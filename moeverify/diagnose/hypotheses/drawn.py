@@ -9,10 +9,12 @@ import torch
 from moeverify.diagnose.draws import find_draws
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.spreads import find_spreads
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
+from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
-from moeverify.results.initial_values import Draw, Drawn
+from moeverify.results.initial_values import Drawn
 
 
 class DrawnHypothesis(Hypothesis):
@@ -34,16 +36,26 @@ class DrawnHypothesis(Hypothesis):
         found = group_draws(tensors, inputs)
         if len(found) != 1 or len(found[0][0]) < len(tensors):
             return self.refuse()
-        operation = Drawn(draws=found[0][1])
-        return self.accept(explain_by(Cause.INITIALIZATION, operation, tensors, inputs))
+        return self.accept(explain_by(Cause.INITIALIZATION, found[0][1], tensors, inputs))
 
 
 def group_draws(
     tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
-) -> list[tuple[list[WrongTensor], tuple[Draw, ...]]]:
-    """Return groups of tensors with the distributions of their values, those that are sure."""
+) -> list[tuple[list[WrongTensor], Drawn]]:
+    """Return groups of tensors with the distributions of their values, those that are sure.
+
+    Of all others the means and deviations, where these are not the right ones.
+    """
     shapes = {name: next(iter(held.values())).shape for name, held in inputs.regions.items() if held}
-    return find_draws(tensors, inputs.named.sizes, shapes)
+    drawn = find_draws(tensors, inputs.named.sizes, shapes)
+    told = {id(tensor) for members, _ in drawn for tensor in members}
+    left = [tensor for tensor in tensors if id(tensor) not in told]
+    found = [(members, Drawn(draws=draws)) for members, draws in drawn]
+    if not left:
+        return found
+    initial = {name: inputs.golden(Kind.INITIAL_WEIGHT, name, 0) for name in inputs.regions}
+    right = {name: value for name, value in initial.items() if value is not None}
+    return found + [(members, Drawn(spread=spread)) for members, spread in find_spreads(left, right)]
 
 
 def is_common(tensor: WrongTensor) -> bool:

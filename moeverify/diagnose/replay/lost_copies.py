@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from moeverify.diagnose.replay.exchange import Call
@@ -24,6 +25,9 @@ def find_lost(calls: Sequence[Call], ids: Tensor, lost: Tensor) -> LostCopies | 
         return None
     if bool(lost.all()):
         return LostCopies(way="all")
+    overwritten = _find_overwritten(ids, lost)
+    if overwritten is not None:
+        return overwritten
     for order in _ORDERS:
         parts = [_sort(tokens, ids, lost, order) for tokens in senders]
         for way, count in _WAYS.items():
@@ -31,6 +35,19 @@ def find_lost(calls: Sequence[Call], ids: Tensor, lost: Tensor) -> LostCopies | 
             number = min(numbers)
             if len(numbers) == 1 and number > 0:
                 return LostCopies(way=way, number=number, order=order)
+    return None
+
+
+def _find_overwritten(ids: Tensor, lost: Tensor) -> LostCopies | None:
+    """Return which one of each token's copies (N, k) is left, where that is the first or the last one of all."""
+    if ids.shape[1] < 2:
+        return None
+    for order in _ORDERS:
+        places = ids.argsort(dim=1).argsort(dim=1) if order == "experts" else torch.arange(ids.shape[1])
+        if bool((lost == (places < ids.shape[1] - 1)).all()):
+            return LostCopies(way="all-but-last-of-token", order=order)
+        if bool((lost == (places > 0)).all()):
+            return LostCopies(way="all-but-first-of-token", order=order)
     return None
 
 

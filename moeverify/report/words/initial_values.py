@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moeverify.report.words.factor import AMBIGUOUS, format_factor, name_product
 from moeverify.report.words.subject import name_subject
 from moeverify.results.explanation import Explanation
-from moeverify.results.initial_values import Draw, Drawn, ScaledByShape, Tails
+from moeverify.results.initial_values import Draw, Drawn, ScaledByShape, Spread, Tails
 
 _SAME = 0.01
 
@@ -45,8 +45,23 @@ def describe_drawn(operation: Drawn, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
     if operation.tails is not None:
         return _describe_tails(operation.tails, str(subject))
+    if operation.spread is not None:
+        return f"{subject} {_describe_spread(operation.spread)}"
     texts = ", or ".join(map(_describe, operation.draws))
     return f"{subject} {subject.be} {texts}, and not those that the seed and the {subject.pick('name', 'names')} give"
+
+
+def _describe_spread(spread: Spread) -> str:
+    """Return around which number values lie, which other tensors are so, and what is right."""
+    right = (
+        f"the right ones lie around {spread.right_mean:.3g} with a deviation of {spread.right_deviation:.3g}"
+    )
+    others = ""
+    if spread.like:
+        more = spread.num_like - len(spread.like)
+        names = ", ".join(spread.like) + (f" and {more} more" if more else "")
+        others = f", as the right ones of {names} do"
+    return f"lie around {spread.mean:.3g} with a deviation of {spread.deviation:.3g}{others}; {right}"
 
 
 _TAILS = {

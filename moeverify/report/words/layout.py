@@ -243,6 +243,10 @@ def _describe_lost(lost: LostCopies) -> str:
     """Return which copies of each rank are lost."""
     if lost.way == "all":
         return "all of each rank"
+    if lost.way.endswith("of-token"):
+        kept = "last" if lost.way == "all-but-last-of-token" else "first"
+        one = f"{kept} choice" if lost.order == "tokens" else f"{kept} expert, by their numbers,"
+        return f"a token's outputs overwrite each other where they should be added, and that of its {one} is left"
     which = lost.way.rpartition("-")[2]
     some = f"the {which} one" if lost.number == 1 else f"the {which} {lost.number}"
     rest = f"all but {some}" if lost.way.startswith("all") else some

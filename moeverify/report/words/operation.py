@@ -45,6 +45,7 @@ from moeverify.report.words.reduction import (
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost, describe_reweighted
 from moeverify.report.words.shares import describe_weights
+from moeverify.report.words.slots import describe_displaced
 from moeverify.report.words.subject import MODEL, name_subject
 from moeverify.report.words.token_weights import describe_reaveraged
 from moeverify.report.words.varied import describe_varied
@@ -81,6 +82,7 @@ from moeverify.results.token_weights import Reaveraged
 from moeverify.results.upstream import OffUpstream
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
+_OF_PARAMETERS = (Quantity.GRADIENT, Quantity.UPDATE, Quantity.OPTIMIZER_STATE)
 _MOST_MOVES = 4
 
 
@@ -279,7 +281,7 @@ def _(operation: Replaced, explanation: Explanation) -> str:
         value = f"has the value of the {operation.tensor} loss"
         return f"only a reported number is wrong: {subject} {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
-        of = "of that of" if explanation.subject.quantity is Quantity.GRADIENT else "of"
+        of = "of that of" if explanation.subject.quantity in _OF_PARAMETERS else "of"
         on = f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
         return f"{subject} {subject.pick('is a copy', 'are copies')} {of} {operation.tensor}{on}"
     if explanation.subject.quantity in (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT):
@@ -349,6 +351,7 @@ for _describe in (
     describe_reclipped,
     describe_norm_of_order,
     describe_norm_of_powers,
+    describe_displaced,
     describe_reordered,
     describe_other_rows,
     describe_token_values,

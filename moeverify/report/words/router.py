@@ -70,7 +70,8 @@ def describe_rules(facts: RouterFacts) -> str:
 
 
 def _describe_rule(rule: str, number: float | None) -> str:
-    return " and ".join(_describe_way(way, number) for way in rule.split("+"))
+    *first, last = (_describe_way(way, number) for way in rule.split("+"))
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _describe_way(way: str, number: float | None) -> str:

@@ -61,6 +61,7 @@ _CHANGES: Mapping[StepChange, str] = {
     "no-decay-in-gradient": "weight decay is left out of the gradient",
     "constant-in-gradient": "a constant is added to the gradient, {:.5g} here",
     "constant-for-decay": "a constant is added to the gradient in the place of weight decay, {:.5g} here",
+    "decay-times": "weight decay counts {:.5g} times in the gradient that is squared",
     "sign-of-gradient": "of the gradient only its sign is taken",
     "gradient-times-rate": "the gradient is multiplied by the learning rate",
     "not-clipped": "the gradient is not clipped",

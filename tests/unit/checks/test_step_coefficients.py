@@ -12,6 +12,7 @@ from torch import optim
 
 from moeverify.checks.base import Outcome, Shown
 from moeverify.checks.optimizer_step import OptimizerWatch, judge_rows
+from moeverify.checks.recomputed_step import Row, fit_rate
 from moeverify.diagnose.recomputed import join_alike
 from moeverify.report.words.check import describe_facts
 from moeverify.results.checks import Kind
@@ -142,3 +143,51 @@ def test_dampening_is_one_factor_of_gradient_and_decay(
     assert list(said) == ["momentum_buffer"]
     assert len(said["momentum_buffer"]) == 1
     assert "which is 1 - momentum, as with dampening" in said["momentum_buffer"][0]
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("times", [0.5, 3.7])
+def test_the_square_follows_where_the_decay_in_the_gradient_is_a_multiple(
+    judge: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, precision: str, times: float
+) -> None:
+    def decay(optimizer: optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= times
+
+    change(monkeypatch, decay)
+    outcome = judge(ADAM, precision)
+    wanted = f"the optimizer computes exp_avg otherwise: weight decay counts {times:g} times"
+    assert say(outcome) == {"exp_avg": [wanted]}
+    squares = [each.facts for each in outcome.findings if each.tensor.endswith("exp_avg_sq")]
+    assert squares
+    for facts in squares:
+        (form,) = facts.variants
+        assert (form.changes, form.number) == (("decay-times",), pytest.approx(times, rel=1e-3))
+
+
+def test_what_is_many_times_as_large_is_rounded_as_often() -> None:
+    terms = torch.randn(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = 1e-4 * torch.where(torch.arange(64) % 2 == 0, 1.0, -1.0) * terms
+    result = 1000.0 * (terms + noise)
+    values = torch.stack([terms, result])
+    row = Row(
+        key=(0, Kind.UPDATE, "w"),
+        region="",
+        terms=(("step", 1.0),),
+        worst=9.0,
+        index=(0,),
+        expected=1.0,
+        actual=1000.0,
+        allowed=1e-7,
+        num_elements=64,
+        sum_allowed2=1.1 * float(noise.square().sum()),
+        sum_expected2=float(terms.square().sum()),
+        sum_spread2=0.0,
+        sum_stored2=0.0,
+        gram=tuple(map(tuple, (values @ values.T).tolist())),
+        clip=None,
+    )
+    found = fit_rate(row, 1000.0)
+    assert found is not None
+    assert found[0].found == 1000.0
+    assert fit_rate(row, 1001.0) is None

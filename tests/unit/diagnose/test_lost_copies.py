@@ -44,6 +44,22 @@ def test_all_are_lost() -> None:
     assert find_lost(CALLS, IDS, lose(*range(8))) == LostCopies(way="all")
 
 
+@pytest.mark.parametrize(
+    ("kept", "way", "order"),
+    [
+        pytest.param(torch.ones(8), "all-but-last-of-token", "tokens", id="last choice"),
+        pytest.param(torch.zeros(8), "all-but-first-of-token", "tokens", id="first choice"),
+        pytest.param(IDS.argmax(dim=1), "all-but-last-of-token", "experts", id="last expert"),
+        pytest.param(IDS.argmin(dim=1), "all-but-first-of-token", "experts", id="first expert"),
+    ],
+)
+def test_one_copy_of_each_token_is_left(kept: Tensor, way: str, order: str) -> None:
+    lost = torch.arange(2) != kept.unsqueeze(1)
+    assert find_lost(CALLS, IDS, lost) == LostCopies(way=way, order=order)  # type: ignore[arg-type]
+    lost[3] = False
+    assert find_lost(CALLS, IDS, lost) is None
+
+
 @pytest.mark.parametrize("places", [[1], [2, 5, 6], [0, 2]])
 def test_others_have_no_rule(places: list[int]) -> None:
     assert find_lost(CALLS, IDS, lose(*places)) is None

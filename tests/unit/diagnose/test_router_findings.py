@@ -11,6 +11,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Miscounted, Operation, Zeroed
+from moeverify.results.other_steps import OtherStep, OtherSteps
 
 COUNTS = Miscounted(expected=374, actual=935, rank=0)
 
@@ -34,6 +35,25 @@ def make_origin(operation: Operation, cause: Cause, module: str = "") -> Finding
     )
     kind, check = (Kind.LOSS, CheckName.LOSS) if module else (Kind.ROUTER_COUNTS, CheckName.ROUTING)
     return make(check, kind, "layers.0.moe.router", explanation=explanation, code=cause.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rivals", "module", "follows"),
+    [
+        ("with-bias", (), "layers.1.moe.router", True),
+        ("with-bias", ("scale-twice",), "layers.1.moe.router", False),
+        (None, (), "layers.1.moe.router", False),
+        ("with-bias", (), "layers.2.moe.router", False),
+    ],
+)
+def test_operators_of_a_router_follow_from_its_whole_rule(
+    rule: str | None, rivals: tuple[str, ...], module: str, follows: bool
+) -> None:
+    facts = RouterFacts(quantity="weights", num_wrong=8, num_tokens=8, rule=rule, rivals=rivals)
+    weights = make(CheckName.ROUTER, Kind.ROUTER_WEIGHTS, "layers.1.moe.router", facts=facts, code="forward")
+    steps = OtherSteps(steps=(OtherStep(way="function"),), num_ranks=2)
+    (origin,), _ = merge_with_origins([make_origin(steps, Cause.FORWARD, module)], [weights])
+    assert bool(origin.follows) is follows
 
 
 @pytest.mark.parametrize(

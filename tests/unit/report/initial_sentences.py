@@ -7,9 +7,26 @@ from explanations import explain
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Product
-from moeverify.results.initial_values import Draw, Drawn, ScaledByShape, Tails
+from moeverify.results.initial_values import Draw, Drawn, ScaledByShape, Spread, Tails
 
 INITIAL = [
+    *(
+        (
+            explain(
+                Cause.INITIALIZATION,
+                Quantity.INITIAL_VALUE,
+                Drawn(spread=Spread(mean=0.0, deviation=0.0212, right_mean=1.0, right_deviation=0.1, **like)),
+            ),
+            f"the initial values lie around 0 with a deviation of 0.0212{text}; the right ones lie around 1 with a "
+            "deviation of 0.1",
+            "",
+        )
+        for like, text in (
+            ({}, ""),
+            ({"like": ("a",), "num_like": 1}, ", as the right ones of a do"),
+            ({"like": ("a", "b"), "num_like": 4}, ", as the right ones of a, b and 2 more do"),
+        )
+    ),
     *(
         (
             explain(

@@ -227,6 +227,16 @@ LAYOUTS = [
                 "all but the first one of each rank, in the order of its tokens",
             ),
             (LostCopies(way="last", number=3, order="experts"), "the last 3 of each rank, sorted by expert"),
+            (
+                LostCopies(way="all-but-last-of-token"),
+                "a token's outputs overwrite each other where they should be added, and that of its last choice is "
+                "left",
+            ),
+            (
+                LostCopies(way="all-but-first-of-token", order="experts"),
+                "a token's outputs overwrite each other where they should be added, and that of its first expert, by "
+                "their numbers, is left",
+            ),
         ]
     ),
     *(
