@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.factors import find_factor
+from moeverify.diagnose.factors import find_factor, list_numbers
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.slices import make_block
-from moeverify.diagnose.wrong_tensor import EXACT, WrongTensor
+from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import is_same
+from moeverify.results.factor import SAME
 from moeverify.results.observation import FitResult
 from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
@@ -39,11 +39,14 @@ class BlockFactors(Hypothesis):
         if tensor.expected.ndim < 2:
             return self.untried(Reason.NOT_COMPARABLE)
         for dim in reversed(range(tensor.expected.ndim)):
-            measured = _measure_factors(tensor.expected, tensor.whole, dim)
-            groups = _group_factors(measured) if measured is not None else {}
+            sources = inputs.sources_of(tensors)
+            measured = _measure_factors(tensor, dim)
+            if measured is None:
+                continue
+            factors, residual = measured
+            groups = _group_factors(factors, list_numbers(sources), tensor.exact)
             if not 2 <= len(groups) <= _MOST_FACTORS or any(len(found) < 2 for found in groups.values()):
                 continue
-            sources = inputs.sources_of(tensors)
             contributions = tuple(
                 Contribution(
                     part=Part(block=make_block(tensor.name, dim, indices)), factor=find_factor(value, sources)
@@ -54,34 +57,45 @@ class BlockFactors(Hypothesis):
             explanation = explain_by(Cause.SCALE, Scaled(contributions=wrong), tensors, inputs)
             return self.accept(
                 explanation,
-                FitResult(contributions=contributions, residual=EXACT),
+                FitResult(contributions=contributions, residual=residual),
                 contributions=contributions,
             )
         return self.refuse()
 
 
-def _measure_factors(expected: Tensor, actual: Tensor, dim: int) -> Tensor | None:
-    """Return k of each slice along a dim, not a number where it is zero in both; None where one is no multiple."""
-    wanted = expected.movedim(dim, 0).flatten(1)
-    found = actual.movedim(dim, 0).flatten(1)
+def _measure_factors(tensor: WrongTensor, dim: int) -> tuple[Tensor, float] | None:
+    """Return k of each slice along a dim, not a number where it is zero in both; None where one is no multiple.
+
+    And what such multiples leave of the tensor, relative to it.
+    """
+    wanted = tensor.expected.movedim(dim, 0).flatten(1)
+    found = tensor.whole.movedim(dim, 0).flatten(1)
     squares = (wanted * wanted).sum(dim=1)
     if wanted.shape[0] < 4 or wanted.shape[1] < 2:  # one number is a multiple of any other
         return None
     factors = (found * wanted).sum(dim=1) / squares
     left = (found - factors.nan_to_num().unsqueeze(1) * wanted).norm(dim=1)
-    if not bool((left <= EXACT * torch.maximum(squares.sqrt(), found.norm(dim=1))).all()):
+    if not bool((left <= tensor.exact * torch.maximum(squares.sqrt(), found.norm(dim=1))).all()):
         return None
-    return factors
+    return factors, float(left.norm() / found.norm().clamp(min=torch.finfo(found.dtype).tiny))
 
 
-def _group_factors(factors: Tensor) -> dict[float, list[int]]:
-    """Return the indices by their factor; slices that are zero have none."""
+def _group_factors(factors: Tensor, numbers: Sequence[float], exact: float) -> dict[float, list[int]]:
+    """Return the indices by their factor; slices that are zero have none.
+
+    A factor that is one of these `numbers` of the run, or of another slice, up to `exact` is that number.
+    """
     groups: dict[float, list[int]] = {}
+    allowed = max(SAME, exact)
     for index, value in enumerate(factors.tolist()):
         if math.isnan(value):  # zero in both
             continue
-        known = next((each for each in groups if is_same(each, value)), value)
-        groups.setdefault(known, []).append(index)
+        near = (
+            each
+            for each in (*numbers, *groups)
+            if abs(each - value) <= allowed * max(abs(each), abs(value), SAME)
+        )
+        groups.setdefault(next(near, value), []).append(index)
     return groups
 
 

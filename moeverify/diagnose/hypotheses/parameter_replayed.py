@@ -42,7 +42,7 @@ class ParameterReplayed(Hypothesis):
         if tensor.name not in inputs.searched_parameters and len(failed) >= _MOST_FAILED:
             return self.untried(Reason.NOT_COMPARABLE)
         named = inputs.parameter_formula(tensor.name)
-        if named is None:
+        if named is None or is_multiple(tensor):
             return self.untried(Reason.NOT_COMPARABLE)
         if tensor.name not in inputs.searched_parameters:
             inputs.searched_parameters[tensor.name] = _search(named.formula, tensor, inputs)
@@ -59,6 +59,22 @@ class ParameterReplayed(Hypothesis):
             cause=Cause.BACKWARD, subject=subject, operation=operation, residual=found.residual
         )
         return self.accept(explanation, seen)
+
+
+def is_multiple(tensor: WrongTensor) -> bool:
+    """Return whether what ranks have is the right gradient so many times, wherever it is wrong.
+
+    A factor anywhere on the way of the gradient does that, so none of them is known to be the one.
+    """
+    wrong = [
+        each for each in tensor.shards if tensor.error_of(each) > tensor.exact * float(tensor.expected.norm())
+    ]
+    if not wrong:
+        return False
+    expected = torch.cat([tensor.expected_of(each).flatten() for each in wrong])
+    actual = torch.cat([each.values().flatten() for each in wrong])
+    factor = torch.dot(expected, actual) / torch.dot(expected, expected)
+    return float((actual - factor * expected).norm()) <= tensor.exact * float(actual.norm())
 
 
 def _search(formula: Formula, tensor: WrongTensor, inputs: DiagnosisInputs) -> Found | None:

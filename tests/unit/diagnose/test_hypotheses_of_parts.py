@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_orig
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.counter_tests import count_right_alike
 from moeverify.diagnose.first_divergence import Search
+from moeverify.diagnose.hypotheses.parameter_replayed import is_multiple
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Product, Source
+from moeverify.results.observation import FitResult
 from moeverify.results.operation import (
     Altered,
     LostElements,
@@ -51,6 +54,35 @@ def test_experts_with_a_factor_of_their_own_are_named() -> None:
     assert wrong.part.block is not None
     assert (wrong.part.block.unit, wrong.part.block.indices) == ("expert", (2, 3))
     assert wrong.factor.value == pytest.approx(0.5)
+
+
+def test_factors_of_slices_are_numbers_of_the_run_up_to_rounding() -> None:
+    expected = draw(4, 8)
+    actual = expected.clone()
+    actual[2:] *= 0.5
+    rounded = (actual * (1.0 + 1e-6 * draw(4, 8, seed=1))).float()
+    tensor = replace(make_tensor(expected, rounded), precision=torch.float32)
+    outcome = examine("block_factors", tensor, make_inputs(tensor, axes=TP))
+    assert outcome.explanation is not None
+    operation = outcome.explanation.operation
+    assert isinstance(operation, Scaled)
+    (wrong,) = operation.contributions
+    assert (wrong.factor.value, [product.over for product in wrong.factor.equals]) == (0.5, [("tp",)])
+    (fit,) = [each for each in outcome.observations if isinstance(each, FitResult)]
+    assert 1e-8 < fit.residual < 1e-5
+    assert examine("block_factors", make_tensor(expected, rounded)).explanation is None
+
+
+def test_a_gradient_that_is_a_multiple_wherever_it_is_wrong_is_no_variant_of_its_module() -> None:
+    expected = draw(4, 3)
+    half = expected.clone()
+    half[2:] *= 0.5
+    whole = make_tensor(expected, half)
+    assert is_multiple(make_tensor(expected, 0.5 * expected))
+    assert not is_multiple(whole)
+    regions = [Region.box((4, 3), [rows, range(3)]) for rows in (range(2), range(2, 4))]
+    divided = [replace(whole.shards[0], region=each, local=each.take(half)) for each in regions]
+    assert is_multiple(replace(whole, shards=tuple(divided)))
 
 
 def test_slices_that_are_no_multiples_or_each_another_one_are_refused() -> None:
