@@ -33,6 +33,7 @@ from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.results.step_facts import RecomputedFacts, ScheduleCount, StepForm
+from moeverify.train.custom_step import list_parameter_rates
 from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 from moeverify.train.program import Program
@@ -123,8 +124,7 @@ class OptimizerWatch(Watch[list[Row]]):
         assert self._program is not None
         engine = self._program.engine
         if isinstance(engine, PlainEngine):
-            groups = engine.optimizer.param_groups
-            rates = {id(tensor): float(group["lr"]) for group in groups for tensor in group["params"]}
+            rates = list_parameter_rates(engine.optimizer)
             for sampled in self._sampled.values():
                 sampled.rate = rates.get(id(sampled.shard.tensor))
 
@@ -153,7 +153,8 @@ class OptimizerWatch(Watch[list[Row]]):
         sampled.dtypes |= state.dtypes
 
     def _keep_gradients(self, shown: Sequence[Whole]) -> None:
-        """Begin with the gradients of a step."""
+        """Begin with the gradients of a step; that of a user's own is over then, and knows its rates."""
+        custom = None if self._program is None else self._program.custom_step
         keys = [(name, region.key) for name, _, region in shown]
         chosen = [
             (key, local, _stride_of(region))
@@ -165,6 +166,8 @@ class OptimizerWatch(Watch[list[Row]]):
             self._sampled[key] = Sampled(self._shards[key], stride, gradient, dtypes={local.dtype})
             if key in self._early:
                 self._take_state(self._sampled[key], self._early[key])
+            if custom is not None:
+                self._sampled[key].rate = custom.rates.get(id(self._shards[key].tensor))
 
     def _keep_changes(self, shown: Sequence[Whole]) -> None:
         """Keep by how much the weights have changed since they were sampled before the step."""

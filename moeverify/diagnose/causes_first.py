@@ -8,14 +8,15 @@ from moeverify.diagnose.engine import DiagnosedCause
 from moeverify.diagnose.families import module_of
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.results.explanation import Quantity
-from moeverify.results.operation import Scaled, Zeroed
+from moeverify.results.operation import Misreduced, Scaled, Zeroed
 from moeverify.results.part import WHOLE
 
 
 def put_modules_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Return the causes, a module that is known to pass back something else before factors that nothing names.
+    """Return the causes, a module that is known to pass back something else before factors that come of it.
 
-    Parameters get such factors of what it passes back, if they are of the module that calls it or stand before that.
+    Parameters get such factors of what it passes back, if they are of the module that calls it or stand before that:
+    those that nothing names, and where it is a sum of what is right already how many ranks are in that sum.
     """
     first = next((cause for cause in causes if _tells_module(cause)), None)
     if first is None or first.explanation is None:
@@ -28,7 +29,7 @@ def put_modules_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs)
     made = {
         id(cause)
         for cause in causes
-        if _is_unnamed_factor(cause) and all(tensor.name in behind for tensor in cause.tensors)
+        if _comes_of(cause, first) and all(tensor.name in behind for tensor in cause.tensors)
     }
     kept = [cause for cause in causes if cause is not first]
     at = next((at for at, cause in enumerate(kept) if id(cause) in made), None)
@@ -43,13 +44,24 @@ def _tells_module(cause: DiagnosedCause) -> bool:
     return bool(explanation.subject.module) and explanation.names_operation
 
 
-def _is_unnamed_factor(cause: DiagnosedCause) -> bool:
-    """Return whether gradients are so many times as large, by a number that is none of the run."""
+def _comes_of(cause: DiagnosedCause, module: DiagnosedCause) -> bool:
+    """Return whether gradients are so many times as large as what a module does makes them.
+
+    That is a number that is none of the run, or the size of a group whose ranks add up what is right on each.
+    """
     explanation = cause.explanation
     if explanation is None or not isinstance(explanation.operation, Scaled) or explanation.subject.module:
         return False
     parts = explanation.operation.contributions
-    return [each.part for each in parts] == [WHOLE] and not parts[0].factor.equals
+    if [each.part for each in parts] != [WHOLE]:
+        return False
+    equals, done = (
+        parts[0].factor.equals,
+        None if module.explanation is None else module.explanation.operation,
+    )
+    if not equals or not isinstance(done, Misreduced):
+        return not equals
+    return done.combination == "sum" and not done.axes and not set(done.met).isdisjoint(equals)
 
 
 def put_cuts_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:

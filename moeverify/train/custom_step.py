@@ -55,7 +55,8 @@ class CustomStep:
     """The function that a recipe names as its `step`, ready to be called on this rank.
 
     `mesh` is that of the layout, None on a single device; `finish` completes the gradients of a step, where
-    the user's `parallelize` has returned such a function. `calls` has what each step called, by its number.
+    the user's `parallelize` has returned such a function. `calls` has what each step called, by its number, and
+    `rates` the learning rate of each parameter, by its id, when the optimizer began its last step.
 
     Raises: CaseError where there is no such function, or it cannot be called as it will be.
     """
@@ -65,6 +66,7 @@ class CustomStep:
     ) -> None:
         self.target = target
         self.calls: dict[int, tuple[Call, ...]] = {}
+        self.rates: dict[int, float] = {}
         self._function = resolve(target, PATH)
         self._mesh = mesh
         self._finish = finish
@@ -112,7 +114,7 @@ class CustomStep:
             raise _refuse(f"`{self.target}` failed: {describe_error(error)}") from error
         finally:
             hooks.remove()
-            self.calls[number] = tuple(listener.calls)
+            self.calls[number], self.rates = tuple(listener.calls), listener.rates
         self._check_steps(listener.num_steps, len(micro_batches), listener.calls)
         trace = listener.read_trace()
         reported = _read_reported(returned, self.target, shards)
@@ -143,6 +145,7 @@ class _StepListener(Listener):
         self._number = number
         self.calls: list[Call] = []
         self.num_steps = 0
+        self.rates: dict[int, float] = {}
         self._optimizer = optimizer
         self._shards = shards
         self._trace = StepTrace()
@@ -194,6 +197,7 @@ class _StepListener(Listener):
         self._add("optimizer step")
         self.num_steps += 1
         if self.num_steps == 1:
+            self.rates = list_parameter_rates(optimizer)
             with torch.no_grad():
                 self._trace.weights = [shard.local().clone() for shard in self._shards]
                 self._trace.gradients = [self._copy_gradient(shard) for shard in self._shards]
@@ -233,6 +237,11 @@ class _StepListener(Listener):
     def _add(self, name: str, *, discarded: float = 0.0, kept: float = 0.0) -> None:
         call = Call(step=self._number, name=name, site=find_site(), discarded=discarded, kept=kept)
         self.calls.append(call)
+
+
+def list_parameter_rates(optimizer: Optimizer) -> dict[int, float]:
+    """Return the learning rate that an optimizer has for each of its parameters, by the id of that."""
+    return {id(tensor): float(group["lr"]) for group in optimizer.param_groups for tensor in group["params"]}
 
 
 def _nothing() -> None:

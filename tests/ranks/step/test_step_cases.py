@@ -14,13 +14,14 @@ from moeverify.results.facts import OwnStep
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult
 from moeverify.results.script import CallFacts
+from moeverify.results.step_facts import RecomputedFacts
 from moeverify.validation.load import load_cases
 
 PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = (
     *("right", "zeroes_inside", "never_zeroes", "schedules_inside", "counts_replicas"),
-    *("cubes", "cubes_by_rank"),
+    *("cubes", "cubes_by_rank", "schedules_by_rank"),
 )
 CASE = """
 name: {step}
@@ -116,3 +117,11 @@ def test_what_one_device_makes_of_gradients_before_its_step_is_held_to_the_golde
     assert "`own_steps:cubes`" in note
     assert wrong.verdict == "mismatch"
     assert {each.kind for each in wrong.findings if each.step == 0} <= {"update", "weight", "optimizer_state"}
+
+
+def test_the_rate_that_the_optimizer_has_in_a_users_own_step_is_told(cases: Mapping[str, CaseResult]) -> None:
+    lead = find_lead(cases["schedules_by_rank"])
+    assert (lead.check, lead.step) == ("optimizer step", 1)
+    assert isinstance(lead.facts, RecomputedFacts)
+    assert (lead.facts.rate, lead.facts.scheduled) == (0.0, pytest.approx(0.005))
+    assert all(each.follows for each in cases["schedules_by_rank"].findings if each is not lead)

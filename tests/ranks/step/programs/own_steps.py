@@ -134,3 +134,11 @@ def cubes(model, optimizer, micro_batches, mesh, num_valid, times=1.0):
 
 def cubes_by_rank(model, optimizer, micro_batches, mesh, num_valid):
     return cubes(model, optimizer, micro_batches, mesh, num_valid, times=1.0 if mesh is None else 2.0)
+
+
+def schedules_by_rank(model, optimizer, micro_batches, mesh, num_valid, scheduler):
+    """Its scheduler counts the samples of all ranks, and steps once for each of them."""
+    reported = right(model, optimizer, micro_batches, mesh, num_valid)
+    for _ in range(1 if mesh is None else dist.get_world_size()):
+        scheduler.step()
+    return reported

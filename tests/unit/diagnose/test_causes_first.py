@@ -1,0 +1,52 @@
+"""Which of two causes leads, where one makes what the other one says."""
+
+from __future__ import annotations
+
+import pytest
+from wrong_tensors import draw, make_inputs, make_tensor
+
+from moeverify.diagnose.causes_first import put_modules_first
+from moeverify.diagnose.engine import DiagnosedCause
+from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Factor, Product
+from moeverify.results.operation import Misreduced, Operation, Scaled
+from moeverify.results.part import WHOLE, Contribution
+
+TP, EP = Product(times=("tp",)), Product(times=("ep",))
+NAMES = ("layers.0.norm.weight", "layers.0.attention.o_proj.weight", "layers.1.norm.weight")
+AGAIN = Misreduced(op="all_reduce", met=(TP,))
+ELSEWHERE = Misreduced(op="all_reduce", met=(EP,), axes=(TP,))
+
+
+def make_cause(operation: Operation, name: str, module: str = "") -> DiagnosedCause:
+    expected = draw(3, 2)
+    tensor = make_tensor(expected, 2.0 * expected, name=name)
+    quantity = Quantity.MODULE_GRADIENT if module else Quantity.GRADIENT
+    subject = Subject(quantity=quantity, tensors=() if module else (name,), module=module)
+    return DiagnosedCause((tensor,), Explanation(cause=Cause.BACKWARD, subject=subject, operation=operation))
+
+
+def scaled(*equals: Product) -> Scaled:
+    return Scaled(contributions=(Contribution(part=WHOLE, factor=Factor(value=2.0, equals=equals)),))
+
+
+@pytest.mark.parametrize(
+    ("operation", "factor", "name", "leads"),
+    [
+        (AGAIN, scaled(), NAMES[0], True),
+        (AGAIN, scaled(TP), NAMES[0], True),
+        (AGAIN, scaled(EP), NAMES[0], False),
+        (AGAIN, scaled(TP), NAMES[2], False),  # what stands behind the module gets nothing of it
+        (ELSEWHERE, scaled(TP), NAMES[0], False),  # another sum than that over tp is another number
+    ],
+)
+def test_what_a_module_passes_back_leads_where_factors_come_of_it(
+    operation: Operation, factor: Operation, name: str, leads: bool
+) -> None:
+    module = make_cause(operation, NAMES[1], module="layers.0.attention.o_proj")
+    parameters = make_cause(factor, name)
+    inputs = make_inputs(regions={each: {0: Region.whole((3, 2))} for each in NAMES})
+    found = put_modules_first([parameters, module], inputs)
+    assert [each is module for each in found] == [leads, not leads]
