@@ -19,8 +19,10 @@ _SCALES = (
     "width",
     "value-width",
     "rotated-width",
+    "unrotated-width",
     "all-heads",
     "hidden-width",
+    "hidden-share",
     "kv-width",
     "multiplied",
 )
@@ -55,8 +57,11 @@ class Sizes:
             "width": 1.0 / width,
             "value-width": math.pow(self.values, -0.5),
             "rotated-width": math.pow(self.rotated, -0.5),
+            # A head that is rotated throughout has none.
+            "unrotated-width": math.pow(max(width - self.rotated, 0.0) or width, -0.5),
             "all-heads": math.pow(width * self.num_heads, -0.5),
             "hidden-width": math.pow(self.hidden, -0.5),
+            "hidden-share": math.pow(self.hidden / self.num_heads, -0.5),
             "kv-width": math.pow(width * self.num_kv_heads, -0.5),
             "multiplied": math.pow(width, 0.5),
         }

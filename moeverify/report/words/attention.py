@@ -51,8 +51,16 @@ ATTENTION: Mapping[tuple[str, str], str] = {
     ("scale", "width"): "with scores divided by the width of a head and not by its root, as if scaled twice",
     ("scale", "value-width"): "with scores divided by the root of the width of the values",
     ("scale", "rotated-width"): "with scores divided by the root of the rotated width",
+    (
+        "scale",
+        "unrotated-width",
+    ): "with scores divided by the root of the width that is not rotated",
     ("scale", "all-heads"): "with scores divided by the root of the width of all heads",
     ("scale", "hidden-width"): "with scores divided by the root of the hidden width",
+    (
+        "scale",
+        "hidden-share",
+    ): "with scores divided by the root of the hidden width over the number of heads, and not of the width of a head",
     ("scale", "kv-width"): "with scores divided by the root of the width of all key-value heads",
     (
         "scale",

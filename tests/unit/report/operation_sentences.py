@@ -234,6 +234,15 @@ OPERATIONS = [
         )
         for change, text in (
             (
+                Change(part="scale", way="hidden-share"),
+                "scores divided by the root of the hidden width over the number of heads, and not of the width of a "
+                "head",
+            ),
+            (
+                Change(part="scale", way="unrotated-width"),
+                "scores divided by the root of the width that is not rotated",
+            ),
+            (
                 Change(part="merge", way="base-2"),
                 "ranks' chunks merged by 2 to the power of their logsumexp in place of e",
             ),
