@@ -8,7 +8,7 @@ from moeverify.diagnose.engine import DiagnosedCause
 from moeverify.diagnose.families import module_of
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.results.explanation import Quantity
-from moeverify.results.operation import Misreduced, Scaled, Zeroed
+from moeverify.results.operation import Misreduced, Scaled, Unreduced, Zeroed
 from moeverify.results.part import WHOLE
 
 
@@ -16,15 +16,17 @@ def put_modules_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs)
     """Return the causes, a module that is known to pass back something else before factors that come of it.
 
     Parameters get such factors of what it passes back, if they are of the module that calls it or stand before that:
-    those that nothing names, and where it is a sum of what is right already how many ranks are in that sum.
+    those that nothing names, and where it is a sum of what is right already how many ranks are in that sum. Of what
+    is not reduced they are partial sums themselves.
     """
     first = next((cause for cause in causes if _tells_module(cause)), None)
     if first is None or first.explanation is None:
         return list(causes)
     names = list(inputs.regions)
     # In which order modules that one calls are computed is not known.
-    around = module_of(first.explanation.subject.module)
-    own = [at for at, name in enumerate(names) if around and name.startswith(f"{around}.")]
+    module = first.explanation.subject.module
+    inside = module_of(module) or module
+    own = [at for at, name in enumerate(names) if name.startswith(f"{inside}.")]
     behind = set(names[: max(own) + 1]) if own else set()
     made = {
         id(cause)
@@ -45,20 +47,19 @@ def _tells_module(cause: DiagnosedCause) -> bool:
 
 
 def _comes_of(cause: DiagnosedCause, module: DiagnosedCause) -> bool:
-    """Return whether gradients are so many times as large as what a module does makes them.
+    """Return whether gradients are so many times as large, or as partial, as what a module does makes them.
 
     That is a number that is none of the run, or the size of a group whose ranks add up what is right on each.
     """
-    explanation = cause.explanation
-    if explanation is None or not isinstance(explanation.operation, Scaled) or explanation.subject.module:
+    explanation, other = cause.explanation, module.explanation
+    if explanation is None or other is None or explanation.subject.module:
         return False
-    parts = explanation.operation.contributions
-    if [each.part for each in parts] != [WHOLE]:
+    operation, done = explanation.operation, other.operation
+    if isinstance(operation, Unreduced) and isinstance(done, Unreduced):
+        return operation.block is None and not set(operation.axes).isdisjoint(done.axes)
+    if not isinstance(operation, Scaled) or [each.part for each in operation.contributions] != [WHOLE]:
         return False
-    equals, done = (
-        parts[0].factor.equals,
-        None if module.explanation is None else module.explanation.operation,
-    )
+    equals = operation.contributions[0].factor.equals
     if not equals or not isinstance(done, Misreduced):
         return not equals
     return done.combination == "sum" and not done.axes and not set(done.met).isdisjoint(equals)

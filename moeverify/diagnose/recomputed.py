@@ -36,6 +36,7 @@ from moeverify.results.operation import (
     Unclipped,
     Unmoved,
 )
+from moeverify.results.other_steps import OtherSteps
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.step_facts import NEAR, Changes, RecomputedFacts
 from moeverify.results.token_weights import Reaveraged
@@ -212,9 +213,7 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     if explanation.cause in _SAYS_MORE:
         says_more = _SAYS_MORE[explanation.cause]
         return any(says_more(finding, origin) for finding in recomputed)
-    if not isinstance(explanation.operation, Altered):
-        return False
-    telling = [finding for finding in recomputed if finding.code != Cause.FORWARD or _tells_form(finding)]
+    telling = _list_telling(explanation, recomputed)
     if explanation.subject.quantity is Quantity.LOSS:
         return any(_is_gradient_of(finding, origin) for finding in telling)
     return explanation.cause is Cause.BACKWARD and any(
@@ -226,9 +225,27 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     )
 
 
+def _list_telling(explanation: Explanation, recomputed: Sequence[Finding]) -> list[Finding]:
+    """Return the recomputed findings that may say more than a place, or than by which operator a loss differs.
+
+    Of which tokens a loss is says more than how its mask was lost.
+    """
+    if isinstance(explanation.operation, OtherSteps) and explanation.subject.quantity is Quantity.LOSS:
+        return [finding for finding in recomputed if _counts_padding(finding)]
+    if isinstance(explanation.operation, Altered):
+        return [finding for finding in recomputed if finding.code != Cause.FORWARD or _tells_form(finding)]
+    return []
+
+
 def _tells_router(origin: Finding, finding: Finding) -> bool:
     """Return whether it is known by which rule a router chooses or weighs, and an origin is what is made by that."""
     return is_made_by_choice(origin, finding) or tells_weights(origin, finding)
+
+
+def _counts_padding(finding: Finding) -> bool:
+    """Return whether the gradient inside a router is that of a loss in which tokens of padding take part."""
+    facts = finding.facts
+    return isinstance(facts, RouterGradientFacts) and facts.term.endswith("padding")
 
 
 def _tells_form(finding: Finding) -> bool:

@@ -24,7 +24,7 @@ from moeverify.results.own_module import Mistake
 _SPLITS = frozenset({"view", "reshape", "unflatten"})
 _ATTENTION = "scaled_dot_product_attention"
 OUTPUT_OF = "output:"
-_TAKEN = {"queries": (0,), "keys": (1,), "values": (2,), "keys and values": (1, 2), "all": (0, 1, 2)}
+_TAKEN = {"queries": (0,), "keys": (1,), "values": (2,), "keys-and-values": (1, 2), "all": (0, 1, 2)}
 
 
 def list_layout_mistakes(

@@ -163,6 +163,10 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
     if explanation.cause is Cause.METRIC:
         right = "the gradients match" if quantity is Quantity.LOSS else "the choice of experts matches"
         return f"only a reported number is wrong: {text}; {right}"
+    if explanation.cause is Cause.NORM and factor.power == 2 and factor.equals and factor.value > 1.0:
+        counts = f"{subject} counts all squares {format_factor(factor.value**2)} times"
+        equals = describe_sources(factor.model_copy(update={"value": factor.value**2, "power": 1}))
+        return f"the gradients match, and {counts}, so it is {amount}; {equals}"
     if explanation.cause is Cause.NORM:
         return f"the gradients match, and {text}"
     if quantity is Quantity.UPDATE:

@@ -112,10 +112,17 @@ def describe_mistake(mistake: Mistake, module: str = "") -> str:
     return text.format(**names)
 
 
+_TAKEN = {"keys-and-values": "keys and values"}
+
+
 def _describe_layout(mistake: Mistake, way: str, step: str) -> str:
     """Return in which layout heads are read: what a step gives, or some of what attention takes."""
     _, is_output, source = mistake.after.partition("output:")
-    what = f"the output of {source}" if is_output else mistake.after or f"the result of {step}"
+    what = (
+        f"the output of {source}"
+        if is_output
+        else _TAKEN.get(mistake.after, mistake.after) or f"the result of {step}"
+    )
     words = describe_head_layout(Change(part="layout", way=way, name=what))
     return f"{words}, in {step}" if mistake.after else words
 

@@ -23,7 +23,7 @@ def _describe(trait: Trait) -> str:
     number = trait.numbers[0] if trait.numbers else 0
     return {
         "named": f"with {trait.name} in their names",
-        "not-named": f"without {trait.name} in their names",
+        "not-named": f"without a part `{trait.name}` in their names",
         "dims": f"of {number} dim{'s' if number != 1 else ''}",
         "layers": f"in layer{plural} {format_range(trait.numbers)}",
         "from": f"from {trait.name} on in the order of the model",

@@ -11,13 +11,17 @@ from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
-from moeverify.results.operation import Misreduced, Operation, Scaled
+from moeverify.results.operation import Misreduced, Operation, Scaled, Unreduced
 from moeverify.results.part import WHOLE, Contribution
 
 TP, EP = Product(times=("tp",)), Product(times=("ep",))
-NAMES = ("layers.0.norm.weight", "layers.0.attention.o_proj.weight", "layers.1.norm.weight")
+NAMES = ("layers.0.norm.weight", "layers.0.attention.o_proj.weight", "layers.1.norm.weight", "head.weight")
 AGAIN = Misreduced(op="all_reduce", met=(TP,))
 ELSEWHERE = Misreduced(op="all_reduce", met=(EP,), axes=(TP,))
+
+
+PARTIAL = Unreduced(axes=(TP,), num_replicas=2, factor=Factor(value=1.0))
+PARTIAL_OVER_EP = Unreduced(axes=(EP,), num_replicas=2, factor=Factor(value=1.0))
 
 
 def make_cause(operation: Operation, name: str, module: str = "") -> DiagnosedCause:
@@ -47,6 +51,16 @@ def test_what_a_module_passes_back_leads_where_factors_come_of_it(
 ) -> None:
     module = make_cause(operation, NAMES[1], module="layers.0.attention.o_proj")
     parameters = make_cause(factor, name)
+    inputs = make_inputs(regions={each: {0: Region.whole((3, 2))} for each in NAMES})
+    found = put_modules_first([parameters, module], inputs)
+    assert [each is module for each in found] == [leads, not leads]
+
+
+@pytest.mark.parametrize(("partial", "leads"), [(PARTIAL, True), (PARTIAL_OVER_EP, False)])
+def test_what_the_head_passes_back_in_parts_leads_before_parameters_that_are_partial(
+    partial: Operation, leads: bool
+) -> None:
+    module, parameters = make_cause(PARTIAL, NAMES[3], module="head"), make_cause(partial, NAMES[2])
     inputs = make_inputs(regions={each: {0: Region.whole((3, 2))} for each in NAMES})
     found = put_modules_first([parameters, module], inputs)
     assert [each is module for each in found] == [leads, not leads]

@@ -60,7 +60,7 @@ def look(is_affected: Callable[[str], bool]) -> ParameterPart | None:
         (lambda name: NAMES.index(name) < 9, f"all 9 parameters before {NAMES[9]} in the order of the model"),
         (
             lambda name: NAMES.index(name) >= 17 and "experts" not in name,
-            f"without experts in their names from {NAMES[17]} on in the order of the model",
+            f"without a part `experts` in their names from {NAMES[17]} on in the order of the model",
         ),
         (
             lambda name: "q_proj" in name and "layers.0" not in name,

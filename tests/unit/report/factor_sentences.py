@@ -148,7 +148,7 @@ FACTORS = [
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, scaled(scale(2.0**0.5, TP, power=2)), tensors=("total",)),
-        "the gradients match, and the gradient norm is 1.41421x too large; squared: 2 = tp",
+        "the gradients match, and the gradient norm counts all squares 2 times, so it is 1.41421x too large; 2 = tp",
         "gradient norm, axis tp",
     ),
     # factors of parts
