@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -28,8 +28,25 @@ class OwnValuesHypothesis(Hypothesis):
             for shard in tensor.shards
             if shard.local is not None and not torch.equal(shard.values(), tensor.expected_of(shard))
         }
-        operation = OwnValues(ranks=tuple(sorted(wrong)))
+        held = [shard for shard in tensor.shards if shard.local is not None and shard.region.numel]
+        right = {(shard.region.key, shard.rank) for shard in held if shard.rank not in wrong}
+        off = [(shard.region.key, shard.rank) for shard in held if shard.rank in wrong]
+        groups = inputs.axes.groups_of(tensor.name)
+        found = {
+            axis: max(map(len, each)) for axis, each in groups.items() if _have_replicas(off, right, each)
+        }
+        # Larger groups hold those of the axis itself.
+        axes = tuple(axis for axis, size in found.items() if size == min(found.values()))
+        operation = OwnValues(ranks=tuple(sorted(wrong)), axes=axes)
         return self.accept(explain_by(Cause.REPLICAS, operation, tensors, inputs))
+
+
+def _have_replicas(
+    off: Sequence[tuple[str, int]], right: Collection[tuple[str, int]], groups: Sequence[Sequence[int]]
+) -> bool:
+    """Return whether each (region, rank) that is off has a replica in its group that is right."""
+    group_of = {rank: group for group in groups for rank in group}
+    return all(any((region, other) in right for other in group_of.get(rank, ())) for region, rank in off)
 
 
 HYPOTHESIS = OwnValuesHypothesis()

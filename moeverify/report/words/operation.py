@@ -410,7 +410,10 @@ def _(operation: OffUpstream, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: OwnValues, explanation: Explanation) -> str:
     if explanation.subject.quantity is Quantity.INITIAL_VALUE:
-        return f"{format_ranks(operation.ranks)} started from values that the seed and the name do not give"
+        replicas = (
+            f", other ones than their replicas over {' or '.join(operation.axes)}" if operation.axes else ""
+        )
+        return f"{format_ranks(operation.ranks)} started from values that the seed and the name do not give{replicas}"
     axes = f", replicas over {', '.join(operation.axes)}," if operation.axes else ""
     return f"{format_ranks(operation.ranks)}{axes} should hold the same values and do not"
 

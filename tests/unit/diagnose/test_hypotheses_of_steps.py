@@ -80,7 +80,12 @@ def test_a_rank_that_starts_otherwise_is_named() -> None:
     tensor = make_tensor(expected, expected, draw(8, 4, seed=5), kind="initial_weight", step=-1)
     assert examine("permutation", tensor).explanation is None
     explanation = examine("own_values", tensor).explanation
-    assert (explanation.cause, explanation.operation) == (Cause.REPLICAS, OwnValues(ranks=(1,)))
+    assert (explanation.cause, explanation.operation) == (
+        Cause.REPLICAS,
+        OwnValues(ranks=(1,), axes=("dp_replicate", "ep")),
+    )
+    alone = make_tensor(expected, draw(8, 4, seed=5), kind="initial_weight", step=-1)
+    assert examine("own_values", alone).explanation.operation == OwnValues(ranks=(0,))
 
 
 def test_weights_that_nobody_filled_in_are_zero() -> None:

@@ -419,6 +419,12 @@ VALUES = [
         "rank 1",
     ),
     (
+        explain(Cause.REPLICAS, Quantity.INITIAL_VALUE, OwnValues(ranks=(2, 3), axes=("dp_replicate",))),
+        "ranks 2, 3 started from values that the seed and the name do not give, other ones than their replicas over "
+        "dp_replicate",
+        "replicas over dp_replicate",
+    ),
+    (
         explain(Cause.REPLICAS, Quantity.BUFFER, OwnValues(ranks=(0, 1), axes=("tp",))),
         "ranks 0, 1, replicas over tp, should hold the same values and do not",
         "replicas over tp",
