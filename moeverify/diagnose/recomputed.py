@@ -374,8 +374,8 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
         dtype = finding.facts.rounded_to
         return next((each for each in heads.values() if _find_sure_dtype(each) == dtype), None)
     if finding.kind == Kind.UPDATE and not finding.facts.wrong_terms:
-        # The update was made of moments that were rounded only when they were stored.
-        moments = [each for each in heads.values() if _find_sure_dtype(each) and each.step == finding.step]
+        # The update was made of moments that were rounded only when they were stored, as they are from some step on.
+        moments = [each for each in heads.values() if _find_sure_dtype(each) and each.step <= finding.step]
         return next((each for each in moments if each.kind != Kind.UPDATE), None)
     return next((each for each in heads.values() if _has_like_factors(finding, each)), None)
 

@@ -131,3 +131,19 @@ def test_an_update_that_is_zero_since_the_rate_is_follows_from_the_rate(
     measured = find("b").model_copy(update={"facts": facts})
     origins, _ = merge_with_origins([compare("a", explanation)], [measured])
     assert [finding.follows for finding in origins] == [follows]
+
+
+@pytest.mark.parametrize(("step", "follows"), [(0, ""), (1, "a.momentum_buffer"), (2, "a.momentum_buffer")])
+def test_an_update_of_a_later_step_too_is_made_of_moments_before_they_were_rounded(
+    step: int, follows: str
+) -> None:
+    rounded = find("a.momentum_buffer", step=1).model_copy(
+        update={
+            "kind": Kind.OPTIMIZER_STATE,
+            "facts": RecomputedFacts(terms=(), rounded_to="bfloat16", is_rounding_sure=True),
+        }
+    )
+    update = find("b", step=step).model_copy(
+        update={"facts": RecomputedFacts(terms=(TermFacts(name="gradient", expected=1.0),))}
+    )
+    assert [finding.follows for finding in join_alike([rounded, update])] == ["", follows]
