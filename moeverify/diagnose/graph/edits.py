@@ -218,6 +218,8 @@ class Comparison:
             for number, each in nodes.items()
             if each.operator != wanted.operator or each.output not in outputs
         )
+        if others and self._is_of_indices(right):
+            return None  # a layout finds places of its own in its own way
         if others:
             kinds = {nodes[number].operator for number in others}
             return frozenset({Edit("function", right, others)}) if len(kinds) == 1 else None
