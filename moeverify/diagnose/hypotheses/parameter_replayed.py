@@ -42,8 +42,9 @@ class ParameterReplayed(Hypothesis):
         if tensor.name not in inputs.searched_parameters and len(failed) >= _MOST_FAILED:
             return self.untried(Reason.NOT_COMPARABLE)
         named = inputs.parameter_formula(tensor.name)
-        if named is None or is_multiple(tensor):
-            return self.untried(Reason.NOT_COMPARABLE)
+        is_factor = named is not None and is_multiple(tensor)
+        if named is None or is_factor:
+            return self.untried(Reason.SIMPLER_EXPLAINS if is_factor else Reason.NOT_COMPARABLE)
         if tensor.name not in inputs.searched_parameters:
             inputs.searched_parameters[tensor.name] = _search(named.formula, tensor, inputs)
         found = inputs.searched_parameters[tensor.name]
