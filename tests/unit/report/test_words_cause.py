@@ -12,6 +12,7 @@ from loss_sentences import LOSSES
 from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
 from parameter_sentences import PARAMETERS
+from slot_sentences import SLOTS
 from step_sentences import STEPS
 from value_sentences import VALUES
 
@@ -20,7 +21,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL, *PARAMETERS]
+SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL, *PARAMETERS]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)

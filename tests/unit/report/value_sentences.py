@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from explanations import (
     BACK,
-    DP_0,
     EXPERTS,
     GRADIENT,
     OUTPUT,
@@ -35,7 +34,6 @@ from moeverify.results.operation import (
     Zeroed,
 )
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
-from moeverify.results.slots import Displaced, Flattening, Piece
 
 VALUES = [
     # other places
@@ -48,62 +46,6 @@ VALUES = [
         explain(Cause.DUPLICATE, Quantity.UPDATE, Replaced(by="tensor", tensor="b", ranks=(1,))),
         "the update is a copy of that of b on rank 1",
         "optimizer step, b, rank 1",
-    ),
-    (
-        explain(Cause.PERMUTATION, GRADIENT, Displaced(source="b", exchanged=True, tokens=DP_0.tokens)),
-        "the part of dp 0 in the gradient is exchanged with that of b",
-        "b, dp 0",
-    ),
-    (
-        explain(Cause.PERMUTATION, GRADIENT, Displaced(source="b", tokens=DP_0.tokens, added=True)),
-        "the part of dp 0 in the gradient is that of b, besides its own",
-        "b, dp 0",
-    ),
-    (
-        explain(Cause.PERMUTATION, GRADIENT, Displaced(offset=-12, ranks=(1,)), tensors=("a", "b")),
-        "2 gradients stand 12 elements too late in a flat buffer of all parameters, so that values of others are in "
-        "their place, on rank 1 alone",
-        "rank 1",
-    ),
-    (
-        explain(
-            Cause.PERMUTATION,
-            GRADIENT,
-            Displaced(
-                flattening=Flattening(written="by-name", read="registered", family="expert", is_outside=True)
-            ),
-        ),
-        "the gradient has the values of others: a flat buffer of all but expert parameters is written in the "
-        "order of their names, and cut in the order of the model",
-        "",
-    ),
-    (
-        explain(
-            Cause.PERMUTATION,
-            GRADIENT,
-            Displaced(flattening=Flattening(written="reversed", read="reversed", filled_read=8)),
-        ),
-        "the gradient has the values of others: a flat buffer in the reverse order of the model is cut with each "
-        "filled up to a multiple of 8 elements, and written without",
-        "",
-    ),
-    (
-        explain(
-            Cause.PERMUTATION,
-            GRADIENT,
-            Displaced(pieces=(Piece(at=0, count=3), Piece(at=3, count=1, tensor="b", start=5)), num_pieces=3),
-        ),
-        "the gradient has the values of others, one behind the other: 3 zeros, then element 5 of b, and 1 more",
-        "",
-    ),
-    (
-        explain(
-            Cause.PERMUTATION,
-            GRADIENT,
-            Displaced(pieces=(Piece(at=0, count=3, tensor="b", start=5),), num_pieces=1),
-        ),
-        "the gradient has the values of others: elements 5-7 of b",
-        "",
     ),
     (
         explain(Cause.ROUNDING, Quantity.LOADED, Rounded(dtype="bfloat16", is_representable=True)),
