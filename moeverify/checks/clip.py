@@ -162,7 +162,7 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
     for step in sorted(set().union(*reports)):
         of_step = [report.get(step, StepGradients()) for report in reports]
         extremes = _find_extremes(of_step)
-        for name in sorted({TOTAL, COEFFICIENT} - own, reverse=True):
+        for name in (each for each in (TOTAL, COEFFICIENT) if each not in own):
             measured = [_measure(name, each, extremes, max_norm, len(reports)) for each in of_step]
             rows = [(rank, *row) for rank, row in enumerate(measured) if row is not None]
             if not rows:

@@ -274,16 +274,15 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
             findings.append(_make_finding(shown, key, found, rates, norms))
     recipe = shown.case.recipe
     counts = _count(shown, len(reports))
-    findings = add_schedule(
-        findings, [row for _, row in _rows_of_all(by_key)], rates, recipe.optimizer, counts
-    )
+    rows = [row for _, row in _rows_of_all(by_key)]
+    findings = add_schedule(findings, rows, rates, recipe.optimizer, counts)
     agreeing = keep_agreeing(findings, _list_steps(shown, limits))
     named = name_coefficients(agreeing, by_key, recipe.optimizer, rates, recipe.precision)
     result = CheckResult(
         name=CheckName.OPTIMIZER_STEP,
         verdict="mismatch" if findings else "pass",
         tensors=len(by_key),
-        worst=_find_worst([row for _, row in _rows_of_all(by_key)]),
+        worst=_find_worst(rows),
         facts=shown.describe_own({name for _, name in own}),
     )
     return Outcome(result, tuple(named), limits)
