@@ -66,6 +66,10 @@ class OptimizerWatch(Watch[list[Row]]):
         self._sampled: dict[tuple[str, str], Sampled] = {}
         self._clip: Tensor | None = None
         self._early: dict[tuple[str, str], _State] = {}
+        # How many steps each shard has taken: those in which it has a gradient. The optimizer's own counters are not
+        # read, since a wrong one would then count as right.
+        self._num_taken: dict[tuple[str, str], int] = {}
+        self._stepped: set[tuple[str, str]] = set()
         self._step = -1
         self._batches: list[Batch] = []
 
@@ -77,6 +81,7 @@ class OptimizerWatch(Watch[list[Row]]):
         # the next step.
         shards = [] if self._program is None else self._program.shards
         self._shards = {(shard.name, shard.region.key): shard for shard in shards}
+        self._count_new_shards(step)
         if self._program is not None and self._program.custom_step is not None:
             self._early = self._read_state(self._shards)  # it shows its gradients when the step is over
 
@@ -156,6 +161,7 @@ class OptimizerWatch(Watch[list[Row]]):
         """Begin with the gradients of a step; that of a user's own is over then, and knows its rates."""
         custom = None if self._program is None else self._program.custom_step
         keys = [(name, region.key) for name, _, region in shown]
+        self._stepped.update(key for key in keys if key in self._shards)
         chosen = [
             (key, local, _stride_of(region))
             for key, (_, local, region) in zip(keys, shown, strict=True)
@@ -163,11 +169,24 @@ class OptimizerWatch(Watch[list[Row]]):
         ]
         samples = sample_all([(local, stride) for _, local, stride in chosen])
         for (key, local, stride), gradient in zip(chosen, samples, strict=True):
-            self._sampled[key] = Sampled(self._shards[key], stride, gradient, dtypes={local.dtype})
+            self._sampled[key] = Sampled(
+                self._shards[key], stride, gradient, dtypes={local.dtype}, number=self._num_taken[key] + 1
+            )
             if key in self._early:
                 self._take_state(self._sampled[key], self._early[key])
             if custom is not None:
                 self._sampled[key].rate = custom.rates.get(id(self._shards[key].tensor))
+
+    def _count_new_shards(self, step: int) -> None:
+        """Begin to count the steps of shards that this rank did not have: experts that were exchanged.
+
+        They keep the counter of their parameter.
+        """
+        known = dict(self._num_taken)
+        for key in self._shards:
+            if key not in known:
+                of_name = [number for (name, _), number in known.items() if name == key[0]]
+                self._num_taken[key] = max(of_name, default=step)
 
     def _keep_changes(self, shown: Sequence[Whole]) -> None:
         """Keep by how much the weights have changed since they were sampled before the step."""
@@ -202,7 +221,9 @@ class OptimizerWatch(Watch[list[Row]]):
         self._recompute(
             [(members, _decay_of(self._recipe.optimizer, members[0].shard)) for members in groups.values()]
         )
-        self._sampled = {}
+        for key in self._stepped:
+            self._num_taken[key] += 1
+        self._sampled, self._stepped = {}, set()
         self._clip = None
 
     def _recompute(self, groups: Sequence[tuple[Sequence[Sampled], float]]) -> None:
@@ -212,7 +233,6 @@ class OptimizerWatch(Watch[list[Row]]):
             spec,
             groups,
             step=self._step,
-            number=self._step + 1,
             lr=spec.lr * find_factor(spec, self._recipe.steps, self._step),
             clip=self._clip,
         )
@@ -235,7 +255,7 @@ def _group_key(sampled: Sampled) -> object:
     """Return what is equal for shards that can be recomputed together."""
     decays = len(sampled.shard.region.shape) > 1
     names = (frozenset(sampled.before), frozenset(sampled.after))
-    return decays, names, frozenset(sampled.dtypes), sampled.gradient.device
+    return decays, names, sampled.number, frozenset(sampled.dtypes), sampled.gradient.device
 
 
 class OptimizerStep(Check[list[Row]]):
@@ -276,7 +296,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
     counts = _count(shown, len(reports))
     rows = [row for _, row in _rows_of_all(by_key)]
     findings = add_schedule(findings, rows, rates, recipe.optimizer, counts)
-    agreeing = keep_agreeing(findings, _list_steps(shown, limits))
+    agreeing = keep_agreeing(findings, _list_steps(shown, by_key, limits))
     named = name_coefficients(agreeing, by_key, recipe.optimizer, rates, recipe.precision)
     result = CheckResult(
         name=CheckName.OPTIMIZER_STEP,
@@ -309,13 +329,20 @@ def _find_worst(rows: Sequence[Row]) -> Worst | None:
     return Worst(tensor=worst.key[2], error=worst.worst * bound, bound=bound, step=worst.key[0])
 
 
-def _list_steps(shown: Shown, limits: Mapping[Key, float]) -> CorrectedSteps:
-    """Return what other bias corrections would make of each step, and which errors of updates are surely seen."""
+def _list_steps(
+    shown: Shown, by_key: Mapping[Key, Sequence[tuple[int, Row]]], limits: Mapping[Key, float]
+) -> CorrectedSteps:
+    """Return what other bias corrections would make of each step, and which errors of updates are surely seen.
+
+    They are not known where ranks count the steps of one tensor differently.
+    """
     spec = shown.case.recipe.optimizer
     kind = OPTIMIZER.find(spec.name)
-    factors = {step: kind.list_correction_factors(spec, step + 1) for step in {step for step, _, _ in limits}}
-    seen = {(step, name): limit for (step, of, name), limit in limits.items() if of == Kind.UPDATE}
-    return CorrectedSteps(factors, seen)
+    updates = {(step, name): key for key in by_key for step, of, name in [key] if of == Kind.UPDATE}
+    numbers = {place: {row.number for _, row in by_key[key]} for place, key in updates.items()}
+    factors = {number: kind.list_correction_factors(spec, number) for number in set().union(*numbers.values())}
+    of_tensor = {place: factors[min(found)] for place, found in numbers.items() if len(found) == 1}
+    return CorrectedSteps(of_tensor, {place: limits[key] for place, key in updates.items()})
 
 
 def _rate(row: Row) -> float:

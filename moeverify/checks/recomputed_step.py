@@ -50,6 +50,7 @@ class Row:
     for one. `rounded_to` is the narrower dtype in
     which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
     `is_linear` says whether the best coefficients of the terms leave no more of a wrong result than rounding does.
+    `number` counts the steps of the parameter from 1: those in which it had a gradient.
     """
 
     key: Key
@@ -72,13 +73,15 @@ class Row:
     is_changed: bool = True
     variants: Mapping[Changes, float | None] = field(default_factory=dict)
     is_linear: bool = True
+    number: int = 1
 
 
 @dataclass
 class Sampled:
     """What one step has of one parameter's shard, sampled and in float64; `dtypes` are those that it was in.
 
-    `rate` is the learning rate of its group in the optimizer, where that is known.
+    `rate` is the learning rate of its group in the optimizer, where that is known. `number` counts the steps of the
+    parameter from 1.
     """
 
     shard: LocalShard
@@ -90,6 +93,7 @@ class Sampled:
     after: dict[str, Tensor] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
     rate: float | None = None
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -120,21 +124,20 @@ def recompute(
     groups: Sequence[tuple[Sequence[Sampled], float]],
     *,
     step: int,
-    number: int,
     lr: float,
     clip: Tensor | None = None,
 ) -> Iterator[Batch]:
     """Yield the moments and the update of shards, beside what the step should make.
 
-    `groups` are shards that share options and dtypes, with their weight decay; `number` counts the optimizer's steps
-    from 1; `clip` is a coefficient that the sampled gradients lack. What is alike of several groups is measured
-    together, so that more of them cost no more launches.
+    `groups` are shards that share options, dtypes and the `number` of their step, with their weight decay; `clip` is
+    a coefficient that the sampled gradients lack. What is alike of several groups is measured together, so that more
+    of them cost no more launches.
     """
     results: list[_Result] = []
     for members, weight_decay in groups:
         gradient = torch.cat([each.gradient for each in members])
         values = StepValues(
-            number=number,
+            number=members[0].number,
             lr=lr,
             weight_decay=weight_decay,
             weight=torch.cat([each.weight for each in members if each.weight is not None]),
@@ -335,6 +338,7 @@ def _list_rows(batch: Batch) -> Iterator[Row]:
             gram=tuple(tuple(products[start : start + width]) for start in range(0, width * width, width)),
             clip=clip,
             rate=sampled.rate,
+            number=sampled.number,
             rounded_to=name_dtype(fitting[0]) if fitting else "",
             is_changed=num_changed > 0.0,
             variants=fitted,

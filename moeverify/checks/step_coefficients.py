@@ -97,10 +97,10 @@ def find_corrected(row: Row, spec: Optimizer) -> ShareFacts | None:
     own, added = _split(row)
     if own is None or not added or not row.gram[own][own] > 0.0:
         return None
-    beta, step = row.terms[own][1], row.key[0]
+    beta = row.terms[own][1]
     if not 0.0 < beta < 1.0 or beta not in spec.betas:
         return None
-    correction = 1.0 - beta ** (step + 1)
+    correction = 1.0 - beta**row.number
     whole = torch.zeros(len(row.terms) + 1, dtype=torch.float64)
     whole[: len(row.terms)] = torch.tensor([coefficient for _, coefficient in row.terms])
     for factor in (1.0 / correction, correction):

@@ -1,7 +1,7 @@
 """Bias corrections that give an update: which of them all tensors of a step, and all steps, allow.
 
-Corrections are the same for all parameters, and follow from the step's number alone. One that gives an update
-therefore gives those of other tensors, and says by which number every other step is off.
+Corrections are the same for all parameters, and follow from the number of a parameter's step alone. One that gives an
+update therefore gives those of other tensors, and says by which number every other step is off.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _STEP = "step"
 class CorrectedSteps:
     """The steps of a run that were computed again, and what other bias corrections make of each.
 
-    `factors` has by step and way how many times as large its update is, and `limits` by step and tensor the relative
-    error from which on one is surely seen.
+    `factors` has by step, tensor and way how many times as large its update is, and `limits` by step and tensor the
+    relative error from which on one is surely seen.
     """
 
-    factors: Mapping[int, Mapping[StepChange, float]] = field(default_factory=dict)
+    factors: Mapping[tuple[int, str], Mapping[StepChange, float]] = field(default_factory=dict)
     limits: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
-    def find_factor(self, changes: Changes, step: int) -> float | None:
-        """Return by what a correction multiplies a step, None where that is not known."""
-        return self.factors.get(step, {}).get(changes[0])
+    def find_factor(self, changes: Changes, step: int, tensor: str) -> float | None:
+        """Return by what a correction multiplies a step of a tensor, None where that is not known."""
+        return self.factors.get((step, tensor), {}).get(changes[0])
 
 
 NO_STEPS = CorrectedSteps()
@@ -94,7 +94,7 @@ def _is_tried(changes: Changes, finding: Finding) -> bool:
 
 def _has_number(changes: Changes, finding: Finding, steps: CorrectedSteps) -> bool | None:
     """Return whether an update is off by the number of a correction, None where one of both is not known."""
-    wanted, term = steps.find_factor(changes, finding.step), _find_step(finding)
+    wanted, term = steps.find_factor(changes, finding.step, finding.tensor), _find_step(finding)
     if wanted is None or term is None or term.factor is None:
         return None
     error = _NOISE * term.error / abs(term.expected)
@@ -111,8 +111,9 @@ def _is_contradicted(
         return True
     if any(other.step != finding.step and _is_tried(changes, other) for other in others.values()):
         return False  # two numbers are no chance, and a counter may be wrong from some step on
-    for step in set(steps.factors).difference(others):
-        wanted, limit = steps.find_factor(changes, step), steps.limits.get((step, finding.tensor))
+    for step in {step for step, tensor in steps.factors if tensor == finding.tensor}.difference(others):
+        wanted = steps.find_factor(changes, step, finding.tensor)
+        limit = steps.limits.get((step, finding.tensor))
         if wanted is not None and limit is not None and abs(wanted - 1.0) > _SEEN * limit:
             return True
     return False

@@ -41,11 +41,11 @@ class UpdateWatch:
     def __init__(self, optimizer: Optimizer, shards: Sequence[LocalShard]) -> None:
         self._optimizer = optimizer
         by_id = {id(shard.tensor): shard for shard in shards}
-        self._groups: list[tuple[dict[str, Any], list[tuple[Tensor, Sampled]]]] = []
+        self._groups: list[tuple[dict[str, Any], list[Sampled]]] = []
         for group in optimizer.param_groups:
             kind = find_kind(optimizer, group)
             members = [
-                (parameter, self._sample(by_id[id(parameter)], kind))
+                self._sample(by_id[id(parameter)], kind)
                 for parameter in group["params"]
                 if kind is not None and id(parameter) in by_id and parameter.grad is not None
             ]
@@ -59,27 +59,24 @@ class UpdateWatch:
                 continue
             kind = find_kind(self._optimizer, group)
             by_key: dict[_Alike, list[Sampled]] = {}
-            for parameter, sampled in members:
+            for sampled in members:
                 assert kind is not None
-                state = self._optimizer.state.get(parameter, {})
                 if sampled.weight is None:
                     continue
                 sampled.change = sample(sampled.shard.local(), sampled.stride) - sampled.weight
                 self._keep_moments(sampled, kind, sampled.after)
-                number = int(state["step"]) if "step" in state else 1
                 if isinstance(group["lr"], Tensor):
                     sampled.dtypes.add(group["lr"].dtype)  # it rounds what it is multiplied with
                 moments = frozenset(sampled.before), frozenset(sampled.after)
-                alike = (number, *moments, frozenset(sampled.dtypes), sampled.gradient.device)
+                alike = (sampled.number, *moments, frozenset(sampled.dtypes), sampled.gradient.device)
                 by_key.setdefault(alike, []).append(sampled)
-            for key, together in by_key.items():
+            for together in by_key.values():
                 assert kind is not None
                 batches = recompute(
                     kind,
                     _make_spec(group),
                     [(together, float(group.get("weight_decay", 0.0)))],
                     step=step,
-                    number=key[0],
                     lr=float(group["lr"]),
                 )
                 rows = [row for batch in batches for row in read_batch(batch)]
@@ -90,7 +87,9 @@ class UpdateWatch:
         assert kind is not None
         gradient = shard.local(shard.tensor.grad)
         stride = -(-max(shard.region.numel, 1) // NUM_ELEMENTS)
-        sampled = Sampled(shard, stride, sample(gradient, stride))
+        # The parameter's own counter as it is before the step: others may have taken more steps.
+        number = int(self._optimizer.state.get(shard.tensor, {}).get("step", 0)) + 1
+        sampled = Sampled(shard, stride, sample(gradient, stride), number=number)
         if gradient.numel():
             sampled.weight = sample(shard.local(), stride)
             sampled.dtypes |= {gradient.dtype, shard.local().dtype}

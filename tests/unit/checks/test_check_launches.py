@@ -57,16 +57,15 @@ def make_group(num_shards: int, weight_decay: float, seed: int, dtype: torch.dty
         size = 5 + number % 7
         shard = LocalShard(f"{seed}.{number}", torch.empty(size), Region.whole((size,)))
         moments = [{"exp_avg": draw(size), "exp_avg_sq": draw(size).square()} for _ in range(2)]
-        members.append(
-            Sampled(shard, 1, draw(size), draw(size), 0.01 * draw(size), *moments, dtypes={dtype}, rate=0.1)
-        )
+        drawn = draw(size), draw(size), 0.01 * draw(size)
+        members.append(Sampled(shard, 1, *drawn, *moments, dtypes={dtype}, rate=0.1, number=4))
     return members, weight_decay
 
 
 def run(groups: Sequence[Group], name: str = "adamw") -> list[Row]:
     spec = Optimizer.model_construct(betas=(0.9, 0.95), eps=1e-8, momentum=0.9)
     kind = OPTIMIZER.find(name)
-    batches = recompute(kind, spec, groups, step=3, number=4, lr=0.1, clip=torch.tensor(0.5).double())
+    batches = recompute(kind, spec, groups, step=3, lr=0.1, clip=torch.tensor(0.5).double())
     return [row for batch in list(batches) for row in read_batch(batch)]
 
 
@@ -74,7 +73,7 @@ def count_recomputed(groups: Sequence[Group]) -> int:
     spec = Optimizer.model_construct(betas=(0.9, 0.95), eps=1e-8)
     run(groups)  # where elements are is found once
     kind = OPTIMIZER.find("adamw")
-    return count(lambda: list(recompute(kind, spec, groups, step=3, number=4, lr=0.1)))
+    return count(lambda: list(recompute(kind, spec, groups, step=3, lr=0.1)))
 
 
 def test_twice_as_many_tensors_are_recomputed_in_as_many_launches() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -423,3 +424,66 @@ def test_a_scale_of_the_loss_that_gradients_keep(
     assert term.power_of_two == power
     if factor == 0.0:
         assert "gradient is left out" in describe_facts(head.facts, head).cause
+
+
+def leave_out_gradients(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
+    """Let parameters of the last block have no gradient in these steps, as experts without tokens."""
+    backward, number = PlainEngine.backward, [0]
+
+    def backward_in_part(self: PlainEngine, loss: Tensor) -> None:
+        backward(self, loss)
+        if number[0] in steps:
+            for group in self.optimizer.param_groups:
+                for weight in group["params"][-2:]:
+                    weight.grad = None
+        number[0] += 1
+
+    monkeypatch.setattr(PlainEngine, "backward", backward_in_part)
+
+
+@pytest.mark.parametrize("kernels", ["foreach", "fused"])
+@pytest.mark.parametrize("precision", ["float64", "mixed"])
+@pytest.mark.parametrize("optimizer", [ADAMW, ADAM, SGD], ids=["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("steps", [{0}, {1}, {0, 1}], ids=str)
+def test_a_parameter_without_a_gradient_counts_no_step(
+    judge: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: dict[str, Any],
+    precision: str,
+    kernels: str,
+    steps: set[int],
+) -> None:
+    if (optimizer["name"], kernels) == ("sgd", "fused"):
+        pytest.skip("torch 2.13 refuses a momentum that other parameters have and this one lacks")
+    leave_out_gradients(monkeypatch, steps)
+    outcome = judge(optimizer, precision, kernels)
+    assert outcome.findings == ()
+    counts = Counter(name for _, kind, name in outcome.limits if kind == Kind.UPDATE)
+    assert set(counts.values()) == {3, 3 - len(steps)}
+
+
+NEXT_STEP = {("corrected-for-next-step",), ("corrected-for-other-step",)}
+
+
+@pytest.mark.parametrize("counter", ["common", "still"])
+def test_a_counter_that_is_wrong_is_found_beside_a_parameter_without_a_gradient(
+    judge: Callable, monkeypatch: pytest.MonkeyPatch, counter: str
+) -> None:
+    leave_out_gradients(monkeypatch, {1})
+    step, number = PlainEngine.step, [0]
+
+    def step_by_another_counter(self: PlainEngine) -> None:
+        for state in self.optimizer.state.values():
+            state["step"].fill_(number[0] if counter == "common" else 0)
+        step(self)
+        number[0] += 1
+
+    monkeypatch.setattr(PlainEngine, "step", step_by_another_counter)
+    findings = judge(ADAMW, "float64").findings
+    assert {finding.kind for finding in findings} == {Kind.UPDATE}
+    if counter == "common":  # of those that missed a step alone, in the step after it
+        assert {finding.step for finding in findings} == {2}
+        assert len(findings) == 4
+        assert {finding.facts.variant for finding in findings} <= NEXT_STEP
+    else:
+        assert {finding.step for finding in findings} == {1, 2}
