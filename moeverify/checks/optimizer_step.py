@@ -340,7 +340,9 @@ def _list_steps(
     kind = OPTIMIZER.find(spec.name)
     updates = {(step, name): key for key in by_key for step, of, name in [key] if of == Kind.UPDATE}
     numbers = {place: {row.number for _, row in by_key[key]} for place, key in updates.items()}
-    factors = {number: kind.list_correction_factors(spec, number) for number in set().union(*numbers.values())}
+    factors = {
+        number: kind.list_correction_factors(spec, number) for number in set().union(*numbers.values())
+    }
     of_tensor = {place: factors[min(found)] for place, found in numbers.items() if len(found) == 1}
     return CorrectedSteps(of_tensor, {place: limits[key] for place, key in updates.items()})
 

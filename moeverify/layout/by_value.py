@@ -1,4 +1,4 @@
-"""Placements of plain tensors, found by their values: which parameters they are, and which regions of them.
+"""Which parameters local tensors are, found by their values, and which regions of them plain tensors are.
 
 The initial weights of the whole model are known. A local tensor is looked for in them: as slices along any dim,
 strided or in packed blocks, transposed, as one slice of a stack of experts, with several logical tensors fused along
@@ -7,8 +7,8 @@ its first dim, or as a flat buffer. Every place that is found is compared value 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import permutations
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moeverify.layout.local_shard import LocalShard
+from moeverify.layout.placement import local_part
 from moeverify.layout.region import Indices, Region, as_indices
 
 # Places at which the first element of a local tensor may stand. A tensor of ones is everywhere, and so nowhere.
@@ -80,10 +81,11 @@ def place_by_value(
 
     Shapes: `tensors` are local ones, `whole` the initial values of all parameters, both by name. `names` says which
     parameter a local tensor belongs to and `regions` which part it is, where that is known: they are believed.
-    Where values stand in several parameters, the one of the tensor's own name is taken, unless it has them in another
-    shape and another parameter as they are; a tensor of that name and shape whose values stand nowhere else is that
-    tensor, whatever its values are. For example a rank that calls its only expert number 0 and holds the third of
-    four:
+    Where values stand in several parameters, the one of the tensor's own name is taken, or else the one of its module
+    and nearly its name (see `find_namesake`), unless it has them in another shape and another parameter as they are;
+    a tensor of that name and shape whose values stand nowhere else is that tensor, whatever its values are. Values
+    that stand at several places of one parameter are those of adjacent indices. For example a rank that calls its
+    only expert number 0 and holds the third of four:
 
         place_by_value({"experts.0.w": w}, {"experts.0.w": ..., ..., "experts.3.w": ...})
     """
@@ -97,11 +99,48 @@ def place_by_value(
             shards.append(LocalShard(name or local_name, tensor, region))
             continue
         searched = logical if name is None else {name: logical[name]}
-        places = find_places(tensor.detach(), searched, own_name=name or local_name)
+        places = find_places(local_part(tensor).detach(), searched, own_name=name or local_name)
         if isinstance(places, Unplaced):
             unplaced.append(places)
         shards += [LocalShard(place.name, tensor, place.region, place.view) for place in _certain(places)]
     return shards, unplaced
+
+
+def place_region(
+    shard: LocalShard, whole: Mapping[str, Tensor], taken: Collection[str] = ()
+) -> LocalShard | Unplaced | None:
+    """Return the shard under the name of the parameter whose values its region has.
+
+    For tensors whose placements are known, such as DTensors, and whose names are not. `whole` are the initial values
+    of all parameters, by name, and `taken` the names that other tensors of this rank have. Values that stand in no
+    parameter are those of the one of its name or nearly its name: the comparison then says that they are wrong. None
+    where there is none of this shape.
+    """
+    alike = {name: values for name, values in whole.items() if tuple(values.shape) == shard.region.shape}
+    local = shard.local()
+    found = [name for name, values in alike.items() if _equal(shard.region.take(values.detach()), local)]
+    if shard.region.numel == 0:  # equal to any, and nothing of it is compared: its name alone matters
+        found = sorted(found, key=lambda name: name in taken)[:1] if shard.name not in alike else [shard.name]
+    name = find_namesake(shard.name, found or [each for each in alike if each not in taken])
+    if name is None and len(found) == 1:
+        name = found[0]
+    if name is not None:
+        return replace(shard, name=name)
+    return Unplaced(shard.name, tuple(local.shape), tuple(found)) if found else None
+
+
+def find_namesake(own_name: str, names: Collection[str]) -> str | None:
+    """Return which of some parameters a local name means: itself, or the one of its module whose name it contains.
+
+    `attention.k_norm.weight_shard` is `attention.k_norm.weight`, and not `attention.q_norm.weight`. Of several names
+    that it contains the longest one counts.
+    """
+    if own_name in names:
+        return own_name
+    module, _, last = own_name.rpartition(".")
+    parts = {name: name.rpartition(".") for name in names}
+    near = [name for name, (of, _, part) in parts.items() if of == module and part in last]
+    return max(near, key=len, default=None)
 
 
 def _certain(places: Sequence[Place] | Unplaced) -> Sequence[Place]:
@@ -132,15 +171,20 @@ def _prefer(found: list[Place], own_name: str) -> list[Place]:
     """Return the places of the tensor's own name where there are any, of these the one without a change of shape.
 
     Its own name alone does not make a tensor that would have to be transposed or taken apart more likely than another
-    one that has the values as they are: then both are returned.
+    one that has the values as they are: then both are returned. Rounded values often stand at several places of one
+    parameter, of which a part of adjacent indices is taken.
     """
-    own = [place for place in found if place.name == own_name]
+    namesake = find_namesake(own_name, {place.name for place in found})
+    own = [place for place in found if place.name == namesake]
     as_they_are = [place for place in found if place.view is _keep]
     if own and as_they_are and not any(place.view is _keep for place in own):
         return own + as_they_are
     own = own or found
+    if len({place.name for place in own}) > 1:
+        return own
     unchanged = [place for place in own if place.view is _keep]
-    return unchanged if len(unchanged) == 1 and len({place.name for place in own}) == 1 else own
+    adjacent = [place for place in unchanged if all(isinstance(dim, range) for dim in place.region.dims)]
+    return next((places for places in (unchanged, adjacent) if len(places) == 1), own)
 
 
 def _find_in(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:

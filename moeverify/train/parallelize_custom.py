@@ -6,9 +6,9 @@ It is given any model: a user's, or the reference model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TypeGuard
 
@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from moeverify.case.schema import Layout
 from moeverify.errors import CaseError, Problem
-from moeverify.layout.by_value import Unplaced, place_by_value
+from moeverify.layout.by_value import Unplaced, place_by_value, place_region
 from moeverify.layout.local_shard import LocalShard, parameters
+from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.wrapper import apply_wrapper
@@ -36,12 +37,12 @@ MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 class ParallelizedCustomModel:
     """A parallel model, what completes its gradients after the last backward pass, and what carries out its steps.
 
-    A function that parallelizes may return one of these. `names` says which logical parameter a plain tensor belongs
-    to and `regions` which part of it it is, both by the local name. What they leave out, and what has no logical
-    parameter's name and shape, is found by its initial values; with `numbers_locally` every plain tensor is, since
-    names such as `experts.0` mean another expert on each rank. `accumulate(last)` makes the context around the
-    forward and backward pass of a micro-batch, for frameworks with a `no_sync` of their own; else that of DDP, FSDP1
-    and FSDP2 is used.
+    A function that parallelizes may return one of these. `names` says which logical parameter a tensor belongs to and
+    `regions` which part of it it is, both by the local name. What they leave out, and what has no logical parameter's
+    name and shape, is found by its initial values, and by the placements of a DTensor; with `numbers_locally` every
+    tensor is, since names such as `experts.0` mean another expert on each rank. `accumulate(last)` makes the context
+    around the forward and backward pass of a micro-batch, for frameworks with a `no_sync` of their own; else that of
+    DDP, FSDP1 and FSDP2 is used.
     """
 
     model: nn.Module
@@ -66,8 +67,7 @@ class ParallelizedCustomModel:
             if not self._is_searched(shard, whole):
                 shards.append(shard)
                 continue
-            local = {shard.name: shard.tensor}
-            found, failed = place_by_value(local, whole, names=self.names, regions=self.regions)
+            found, failed = self._place(shard, whole)
             # Values that stand nowhere are compared under the name that they have: the golden has no such tensor.
             shards += found or [shard]
             unplaced += [each for each in failed if each.candidates]
@@ -75,9 +75,24 @@ class ParallelizedCustomModel:
             raise CaseError([_describe_unplaced(each) for each in unplaced])
         return shards
 
+    def _place(
+        self, shard: LocalShard, whole: Mapping[str, Tensor]
+    ) -> tuple[Sequence[LocalShard], Sequence[Unplaced]]:
+        """Return what a tensor is whose name and shape do not say it, and it alone where that is not certain."""
+        name = self.names.get(shard.name)
+        if isinstance(shard.tensor, DTensor) and shard.name not in self.regions:
+            if name is not None and tuple(whole[name].shape) == shard.region.shape:
+                return [replace(shard, name=name)], []
+            others = [each.name for each in parameters(self.model) if not self._is_searched(each, whole)]
+            placed = place_region(shard, whole if name is None else {}, others)
+            if placed is not None:
+                return ([placed], []) if isinstance(placed, LocalShard) else ([], [placed])
+        local = {shard.name: shard.tensor}
+        return place_by_value(local, whole, names=self.names, regions=self.regions)
+
     def _refuse_declarations(self, whole: Mapping[str, Tensor]) -> Iterator[Problem]:
         """Yield a problem for each of `names` and `regions` that is none of the whole model's."""
-        local = {shard.name: tuple(shard.tensor.shape) for shard in parameters(self.model)}
+        local = {shard.name: tuple(local_part(shard.tensor).shape) for shard in parameters(self.model)}
         for local_name, name in self.names.items():
             if name not in whole:
                 message = (
@@ -103,7 +118,7 @@ class ParallelizedCustomModel:
                 )
 
     def _is_searched(self, shard: LocalShard, whole: Mapping[str, Tensor]) -> bool:
-        if isinstance(shard.tensor, DTensor) or shard.region.flat is not None:
+        if shard.region.flat is not None:
             return False
         known = whole.get(shard.name)
         declared = shard.name in self.names or shard.name in self.regions

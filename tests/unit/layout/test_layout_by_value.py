@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeverify.layout.by_value import place_by_value
+from moeverify.layout.by_value import Unplaced, find_namesake, place_by_value, place_region
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 
@@ -186,3 +186,98 @@ def test_one_wrong_value_is_not_taken_for_a_place() -> None:
     local = WHOLE["up"][2:4].clone()
     local[1, 3] += 1e-9
     assert place_by_value({"part": local}, WHOLE)[0] == []
+
+
+NORMS = ("0.attention.q_norm.weight", "0.attention.k_norm.weight", "0.mlp_norm.weight")
+
+
+def draw_norms(size: int = 16) -> dict[str, Tensor]:
+    """Return norms near 1, of which bfloat16 leaves a few values."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: (1 + 0.02 * torch.randn(size, generator=generator)).bfloat16() for name in NORMS}
+
+
+@pytest.mark.parametrize("suffix", ["_shard", "_local", ""])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("prefix", ["", "own_"])
+def test_rounded_values_that_stand_in_several_parameters(prefix: str, suffix: str, size: int) -> None:
+    whole = draw_norms()
+    for name, values in whole.items():
+        module, _, last = name.rpartition(".")
+        for start in range(0, 16, size):
+            local = {f"{module}.{prefix}{last}{suffix}": values[start : start + size].clone()}
+            shards, unplaced = place_by_value(local, whole)
+            # Which element of several equal ones it is cannot be known, and which parameter can.
+            assert {shard.name for shard in shards} <= {name}
+            assert all(shard.region == Region.box((16,), [range(start, start + size)]) for shard in shards)
+            assert {each.candidates for each in unplaced} <= {(name,)}
+            assert bool(shards) or size < 4
+
+
+def test_what_no_name_settles_stays_ambiguous() -> None:
+    one, two = draw_norms(2).values(), draw_norms(2).values()
+    whole = dict(zip(["a.weight", "b.weight", "c.weight", "d.weight"], [*one, *two], strict=False))
+    whole["d.weight"] = whole["a.weight"].clone()
+    shards, unplaced = place_by_value({"e.weight_shard": whole["a.weight"].clone()}, whole)
+    assert (shards, [each.candidates for each in unplaced]) == ([], [("a.weight", "d.weight")])
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "expected"),
+    [
+        ("a.weight_shard", ["a.weight", "b.weight"], "a.weight"),
+        ("a._weight", ["a.weight", "a.bias"], "a.weight"),
+        ("a.weight_norm_grid", ["a.weight", "a.weight_norm"], "a.weight_norm"),
+        ("a.weight", ["a.weight", "a.w"], "a.weight"),
+        ("a.scale", ["a.weight"], None),
+        ("weight_shard", ["a.weight"], None),
+    ],
+)
+def test_names_that_mean_a_parameter(name: str, names: list[str], expected: str | None) -> None:
+    assert find_namesake(name, names) == expected
+
+
+def make_part(name: str, of: Tensor, rows: range) -> LocalShard:
+    """Return rows of a matrix under another name."""
+    region = Region.box(of.shape, [rows, range(of.shape[1])])
+    return LocalShard(name, region.take(of).clone(), region)
+
+
+def test_a_known_region_says_which_parameter_a_renamed_tensor_is() -> None:
+    whole = {"a.weight": WHOLE["up"], "b.weight": WHOLE["up"] + 1.0, "c.weight": WHOLE["down"]}
+    for rows in (range(3), range(3, 6)):
+        placed = place_region(make_part("b.grid", whole["b.weight"], rows), whole)
+        assert isinstance(placed, LocalShard)
+        assert (placed.name, placed.region.dims[0]) == ("b.weight", rows)
+    moved = make_part(
+        "b.grid", whole["b.weight"], range(3)
+    )  # the values of other rows are not those of its region
+    other = LocalShard("b.grid", whole["b.weight"][3:].clone(), moved.region)
+    assert place_region(other, whole) is None
+
+
+def test_values_of_several_parameters_at_a_known_region() -> None:
+    whole = {"a.weight": WHOLE["up"], "b.weight": WHOLE["up"].clone()}
+    placed = place_region(make_part("b.weight_grid", whole["b.weight"], range(3)), whole)
+    assert isinstance(placed, LocalShard)
+    assert placed.name == "b.weight"
+    placed = place_region(make_part("c.weight_grid", whole["b.weight"], range(3)), whole)
+    assert isinstance(placed, Unplaced)
+    assert placed.candidates == ("a.weight", "b.weight")
+
+
+def test_wrong_values_at_a_known_region_are_those_of_the_nearest_name() -> None:
+    whole = {"a.weight": WHOLE["up"], "b.weight": WHOLE["up"].clone()}
+    wrong = make_part("b.weight_grid", WHOLE["up"] + 1.0, range(3))
+    placed = place_region(wrong, whole)
+    assert isinstance(placed, LocalShard)
+    assert placed.name == "b.weight"
+    assert place_region(wrong, whole, taken=["b.weight"]) is None
+
+
+def test_a_rank_that_has_nothing_of_a_renamed_parameter() -> None:
+    whole = {"a.weight": WHOLE["up"], "b.weight": WHOLE["up"] + 1.0}
+    for name in ("b.weight_grid", "b.other"):
+        placed = place_region(make_part(name, whole["b.weight"], range(0)), whole, taken=["a.weight"])
+        assert isinstance(placed, LocalShard)
+        assert placed.name == "b.weight"
