@@ -79,7 +79,7 @@ class OptimizerWatch(Watch[list[Row]]):
         self._step = step
         # A rank may have several shards of one parameter, those of experts that different ranks hold, and others in
         # the next step.
-        shards = [] if self._program is None else self._program.shards
+        shards = [] if self._program is None else self._program.live_shards()
         self._shards = {(shard.name, shard.region.key): shard for shard in shards}
         self._count_new_shards(step)
         if self._program is not None and self._program.custom_step is not None:

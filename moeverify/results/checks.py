@@ -105,6 +105,10 @@ class CheckName(StrEnum):
         "moments and updates, computed again from the rank's own gradient and state",
     )
     BUFFERS = "buffers", "the routers' selection bias"
+    REBOUND = (
+        "rebound",
+        "modules have the tensors that the optimizer trains and a checkpoint saves: told where one has not",
+    )
     REPLICAS = "replicas", "ranks that hold the same part of a tensor hold the same bits"
     COVERAGE = "coverage", "the ranks together hold every element of every tensor of the golden"
     SHARDING = "sharding", "every axis of the layout divides what it is there to divide"

@@ -40,6 +40,16 @@ class BitFacts(Record):
     about: Literal["bits"] = "bits"
 
 
+Keeper = Literal["checkpoint", "optimizer"]
+
+
+class ReboundFacts(Record):
+    """A parameter or buffer that a module has bound to another tensor, and what keeps the old one."""
+
+    about: Literal["rebound"] = "rebound"
+    kept_by: tuple[Keeper, ...]
+
+
 class ReplicaFacts(Record):
     """Groups of ranks with equal bits, the largest first, and the mesh axes along which the groups differ."""
 
@@ -305,6 +315,7 @@ class CollectiveFacts(Record):
 Facts = Annotated[
     ComparedFacts
     | BitFacts
+    | ReboundFacts
     | ReplicaFacts
     | CoverageFacts
     | DataFacts

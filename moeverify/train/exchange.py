@@ -31,6 +31,7 @@ def exchange_experts(program: Program, optimizer: Optimizer, placement: Placemen
     for placed in program.placed or ():
         _exchange_layers(placed, optimizer, placement)
     program.shards = parameters(program.model)
+    program.keep_bound()
     program.holders.keep_only(placement)
 
 

@@ -84,12 +84,12 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     results = run_micro_batches(StepInputs(recipe, program, batches, normalizers, step, ids))
     counts = _observe_results(recipe, program, observer, step, results, ids)
     program.finalize()
-    gradients = [(shard, engine.gradient(shard)) for shard in program.shards]
+    gradients = [(shard, engine.gradient(shard)) for shard in program.live_shards()]
     shown = [(each.name, None if own is None else each.local(own), each.region) for each, own in gradients]
     show_all(observer, step, Kind.GRADIENT, shown)
     del gradients, shown  # the step may replace them
     clip(recipe, program, observer, step)
-    before = copy_all([shard.local() for shard in program.shards])
+    before = copy_all([shard.local() for shard in program.live_shards()])
     engine.step()
     if recipe.model.moe is not None:
         update_selection_bias(recipe.model.moe, program, counts, observer, step)
@@ -106,14 +106,14 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
 
 def _observe_state(program: Program, observer: Observer, step: int, before: Sequence[Tensor]) -> None:
     """Show what a step has left, and the updates since the weights `before`, one for each shard."""
-    weights = _name(program.shards)
+    weights = _name(program.live_shards())
     if weights:
         updates = torch._foreach_sub([new for _, new, _ in weights], list(before))
         named = [(name, update, region) for (name, _, region), update in zip(weights, updates, strict=True)]
         show_all(observer, step, Kind.UPDATE, named)
     show_all(observer, step, Kind.WEIGHT, weights)
     show_all(observer, step, Kind.OPTIMIZER_STATE, list(program.engine.state(program.shards)))
-    show_all(observer, step, Kind.BUFFER, _name(program.buffers))
+    show_all(observer, step, Kind.BUFFER, _name(program.live_buffers()))
 
 
 def _name(shards: Sequence[LocalShard]) -> list[tuple[str, Tensor, Region]]:
@@ -134,7 +134,7 @@ def _run_custom_step(
             step,
             program.model,
             state.optimizer,
-            program.shards,
+            program.live_shards(),
             [(batch.tokens, batch.targets) for batch in batches],
             scheduler=state.schedule,
             clip_norm=state.recipe.optimizer.clip_norm,
@@ -218,9 +218,9 @@ def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> Non
 @torch.no_grad()
 def load_state(program: Program, optimizer: Optimizer, golden: Source, step: int) -> None:
     """Overwrite weights, buffers and optimizer state with the golden's after `step`, region by region."""
-    for shard in program.shards:
+    for shard in program.live_shards():
         _load(shard.local(), golden.read(step, Kind.WEIGHT, shard.name, shard.region))
-    for shard in program.buffers:
+    for shard in program.live_buffers():
         _load(shard.local(), golden.read(step, Kind.BUFFER, shard.name, shard.region))
     for name, local, region in optimizer_state(optimizer, program.shards):
         _load(local, golden.read(step, Kind.OPTIMIZER_STATE, name, region))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.case.schema import Recipe
+from moeverify.layout.bound import BoundTensors, Rebound, take_live
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 from moeverify.parallel.holder_groups import HolderGroups
@@ -88,6 +89,32 @@ class Program:
     run_captured: RunMicroBatches | None = None
     engine: Engine = field(default_factory=PlainEngine)
     custom_step: CustomStep | None = None
+
+    def __post_init__(self) -> None:
+        """Keep which tensors the model has now."""
+        self.keep_bound()
+
+    def keep_bound(self) -> None:
+        """Keep which tensors the model has now: what is bound to another one later is `find_rebound`'s."""
+        self._bound = BoundTensors(self.model)
+
+    def find_rebound(self) -> list[Rebound]:
+        """Return the parameters and buffers that a module has bound to another tensor since."""
+        return self._bound.find_rebound()
+
+    def live_shards(self) -> Sequence[LocalShard]:
+        """Return the shards of the tensors that the modules compute with now.
+
+        `shards` are those that the optimizer has, and a checkpoint saves. Where a framework carries out the steps,
+        the tensors of `shards` are its own.
+        """
+        if not isinstance(self.engine, PlainEngine):
+            return self.shards
+        return take_live(self.shards, self.find_rebound())
+
+    def live_buffers(self) -> Sequence[LocalShard]:
+        """Return the shards of the buffers that the modules have now; `buffers` are those that a checkpoint saves."""
+        return take_live(self.buffers, self.find_rebound())
 
     @property
     def in_norm(self) -> Sequence[LocalShard]:

@@ -8,7 +8,7 @@ checkpoint's code cannot hide in both.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from moeverify.checkpoint.save import save, save_async
 from moeverify.checks.base import RankLoad, Shown
 from moeverify.checks.bounds import Bounds
 from moeverify.checks.experts import hash_state, merge_hashes
+from moeverify.checks.rebound import ReboundWatch
 from moeverify.checks.registry import KIND_ORDER, choose_checks
 from moeverify.checks.repeat import BitRecorder
 from moeverify.compare.assembled import Key, assemble
@@ -34,7 +35,7 @@ from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.jobs import Refusal, VerifyResult
 from moeverify.launch.plan import write_atomically
 from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.observer import Observer
+from moeverify.layout.observer import INITIAL, Named, Observer, show_all
 from moeverify.layout.region import Region
 from moeverify.parallel.meshes import build_meshes
 from moeverify.results.checks import CheckName, Kind
@@ -67,9 +68,12 @@ def save_case(
     with injected(fault):
         seed_generators(case.recipe.seed, 0, dist.get_rank())
         state = _begin(case, device)
-        recorder = BitRecorder()
+        comparison, rebound = Comparison(golden), ReboundWatch(state.program, saves=True)
+        _show_initial(state, comparison)
         while state.step < case.checkpoint.after:
-            _step(case, state, golden, recorder)
+            rebound.begin_step(state.step)
+            _step(case, state, golden, _SavedStep(comparison, state, case.checkpoint.after - 1))
+        rebound.close()
         facts = {**state.facts(), "layout": describe(case, state.step), "ranks": dist.get_world_size()}
         generators = read_generators(dist.get_rank(), device)
         _keep(case, folder / "saved", state, generators)
@@ -86,7 +90,58 @@ def save_case(
             saving.wait()
     further = [[*key, bits] for key, bits in recorder.hashes()]
     write_atomically(folder / f"further-{dist.get_rank()}.json", json.dumps(further))
-    return VerifyResult() if dist.get_rank() == 0 else None
+    return _judge_save(case, golden, list(comparison.entries()), rebound)
+
+
+class _SavedStep:
+    """Compares a step with the golden, and in the last one before the save the buffers as they are saved."""
+
+    def __init__(self, comparison: Comparison, state: TrainingState, last: int) -> None:
+        self._comparison, self._state, self._last = comparison, state, last
+
+    def begin_step(self, step: int) -> None:
+        """Pass it on; see `Observer`."""
+        self._comparison.begin_step(step)
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Compare one shard; see `Observer`."""
+        self.observe_all(step, kind, [(name, local, region)])
+
+    def observe_all(self, step: int, kind: str, shown: Sequence[Named]) -> None:
+        """Compare the shards of one kind; see `BulkObserver`."""
+        if (step, kind) == (self._last, Kind.BUFFER):
+            shown = _name(self._state.program.buffers)
+        self._comparison.observe_all(step, kind, shown)
+
+
+def _name(shards: Sequence[LocalShard]) -> list[Named]:
+    return [(shard.name, shard.local(), shard.region) for shard in shards]
+
+
+def _show_initial(state: TrainingState, observer: Observer) -> None:
+    show_all(observer, INITIAL, Kind.INITIAL_WEIGHT, _name(state.program.shards))
+    show_all(observer, INITIAL, Kind.INITIAL_BUFFER, _name(state.program.buffers))
+
+
+def _judge_save(
+    case: Case, golden: StoredGolden, entries: Sequence[Entry], rebound: ReboundWatch
+) -> VerifyResult | None:
+    """Return on rank 0 whether what was saved is the golden's. Collective: all ranks."""
+    reports: Reports = {CheckName.REBOUND: rebound.report()}
+    gathered = gather_on_first(_Compared(entries, reports))
+    if gathered is None:
+        return None
+    by_rank = [each.entries for each in gathered]
+    names = list_names(case, golden, range(INITIAL, case.checkpoint.after))
+    shown = _show(case, golden, by_rank, names)
+    checks = choose_checks(skip=case.checks.skip)
+    judgement = judge_all(checks, shown, [each.reports for each in gathered])
+    return VerifyResult(
+        checks=judgement.checks,
+        findings=judgement.findings,
+        losses=tuple(list_numbers(by_rank, Kind.LOSS)),
+        gradient_norms=tuple(list_numbers(by_rank, Kind.GRADIENT_NORM)),
+    )
 
 
 def describe(case: Case, step: int = 0) -> str:
@@ -141,9 +196,10 @@ def list_state(
 ) -> Iterator[tuple[str, Tensor, Region]]:
     """Yield (name, local values, region) of everything that a checkpoint must restore.
 
-    A list of its own: what a checkpoint's list forgets is missed here.
+    A list of its own: what a checkpoint's list forgets is missed here. Weights and buffers are those that the modules
+    have, also where they were bound to other tensors than a checkpoint has.
     """
-    for kind, listed in (("weight", state.program.shards), ("buffer", state.program.buffers)):
+    for kind, listed in (("weight", state.program.live_shards()), ("buffer", state.program.live_buffers())):
         for shard in listed:
             yield f"{kind}/{shard.name}", shard.local(), shard.region
     for name, local, region in optimizer_state(state.optimizer, state.program.shards):
@@ -195,8 +251,8 @@ def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """What rank 0 gets of one rank after a load: its comparisons, and the reports of the checks."""
+class _Compared:
+    """What rank 0 gets of one rank after a save or a load: its comparisons, and the reports of the checks."""
 
     entries: Sequence[Entry]
     reports: Reports
@@ -238,10 +294,10 @@ def load_case(
     seen = RankLoad(case, loaded, saved, entries, uninterrupted)
     checks = choose_checks(skip=case.checks.skip)
     reports: Reports = {check.name: report for check in checks if (report := check.inspect(seen)) is not None}
-    gathered = gather_on_first(_Loaded(entries, reports))
+    gathered = gather_on_first(_Compared(entries, reports))
     judgement = None
     if gathered is not None:
-        shown = _show(case, golden, saved, [each.entries for each in gathered])
+        shown = _show_load(case, golden, saved, [each.entries for each in gathered])
         judgement = judge_all(checks, shown, [each.reports for each in gathered])
     findings = explain_load(case, golden, saved, judgement, loaded, before)
     if judgement is None:
@@ -254,13 +310,25 @@ def load_case(
     )
 
 
-def _show(case: Case, golden: StoredGolden, saved: StoredGolden, by_rank: Sequence[Sequence[Entry]]) -> Shown:
+def _show_load(
+    case: Case, golden: StoredGolden, saved: StoredGolden, by_rank: Sequence[Sequence[Entry]]
+) -> Shown:
     """Return what the ranks have shown; they must show all that was saved, and the golden's further steps."""
     after = case.checkpoint.after
     names = list_names(case, golden, range(after, case.recipe.steps))
     pairs = (key.split("/", 1) for key in saved.keys(after - 1))
     # A generator's state belongs to a rank of a layout: another one has no use for it.
     names[after - 1] = {(kind, name) for kind, name in pairs if not name.startswith(PREFIX)}
+    return _show(case, golden, by_rank, names, saved)
+
+
+def _show(
+    case: Case,
+    golden: StoredGolden,
+    by_rank: Sequence[Sequence[Entry]],
+    names: Mapping[int, set[tuple[str, str]]],
+    saved: StoredGolden | None = None,
+) -> Shown:
     return Shown(
         case=case,
         coordinates=list_coordinates(case),
@@ -268,6 +336,7 @@ def _show(case: Case, golden: StoredGolden, saved: StoredGolden, by_rank: Sequen
         bounds=Bounds(case.checks.tolerance, case.recipe.precision, golden.noise),
         golden_names=dict(sorted(names.items())),
         saved=saved,
+        own_results=golden.own_results,
     )
 
 

@@ -31,6 +31,7 @@ from moeverify.results.facts import (
     ObjectiveFacts,
     OwnStep,
     PatternFacts,
+    ReboundFacts,
     ReplicaFacts,
     RouterFacts,
     RouterGradientFacts,
@@ -121,6 +122,16 @@ def _(facts: ComparedFacts, finding: Finding) -> Words:
 @describe_facts.register
 def _(facts: BitFacts, finding: Finding) -> Words:
     return Words(evidence=("the values are equal as numbers, their bits or their type are not",))
+
+
+@describe_facts.register
+def _(facts: ReboundFacts, finding: Finding) -> Words:
+    keepers = " and ".join(f"the {keeper}" for keeper in facts.kept_by)
+    verb = "keeps" if len(facts.kept_by) == 1 else "keep"
+    cause = (
+        f"{finding.tensor} was bound to another tensor in step {finding.step}; {keepers} {verb} the old one"
+    )
+    return Words(cause, "", ("the error is that of the old values against those that the module has",))
 
 
 @describe_facts.register

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_plain
 
@@ -19,7 +20,9 @@ from moeverify.errors import FormatError
 from moeverify.faults.patch import Original, Patch
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
+from moeverify.train.loop import train_step
 from moeverify.train.random import write_generators
+from moeverify.train.routing import update_selection_bias
 from moeverify.train.state import TrainingState
 from moeverify.worker.reshard import resume
 
@@ -81,6 +84,26 @@ def exchange_experts(patch: Patch) -> None:
             if shard.name.startswith("weight/") and ".experts." in shard.name and len(local) > 1:
                 local[:2] = local[:2].flip(0).clone()
         return found
+
+
+def rebind_bias(patch: Patch) -> None:
+    """Bind the selection bias of each router to a new tensor in a step, with the right values."""
+
+    @patch.wrap(update_selection_bias)
+    def update(original: Original[None], moe: Any, program: Any, *arguments: Any) -> None:
+        for router in program.routers:
+            router.module.selection_bias = router.module.selection_bias.clone()
+        original(moe, program, *arguments)
+
+
+def rebind_norm(patch: Patch) -> None:
+    """Bind the last norm's weight to a new parameter when a step begins, before the forward pass."""
+
+    @patch.wrap(train_step)
+    def step(original: Original[None], state: TrainingState, *arguments: Any, **named: Any) -> None:
+        norm = state.program.model.norm
+        norm.weight = nn.Parameter(norm.weight.detach().clone())
+        original(state, *arguments, **named)
 
 
 def _guard_state(patch: Patch) -> None:

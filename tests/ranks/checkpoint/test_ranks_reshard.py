@@ -11,6 +11,7 @@ from moeverify.case.schema import Case
 from moeverify.controller.options import RunOptions
 from moeverify.controller.reshard import Pair, make_pairs, run_pairs
 from moeverify.results.cause import Cause
+from moeverify.results.facts import ReboundFacts
 from moeverify.results.run import CaseResult
 from moeverify.validation.load import build_case
 
@@ -45,6 +46,11 @@ REFUSALS = {
     "save_another_shape": ("`weight/norm.weight`", "[33]", "[32]"),
     "save_of_another_recipe": ("the state of recipe 0123456789abcdef",),
 }
+# What each save must find beside what the load shows: which tensors are bound anew, and what keeps the old ones.
+REBOUND = {
+    "rebind_bias": ({"layers.1.moe.router.selection_bias"}, ("checkpoint",), "buffers"),
+    "rebind_norm": ({"norm.weight"}, ("checkpoint", "optimizer"), "update"),
+}
 IN_BACKGROUND = ("write_late", "leak")
 
 
@@ -59,7 +65,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult
     """Return what came of each fault, all in as few launches as possible."""
     folder = tmp_path_factory.mktemp("reshard")
     pairs, faults = {}, {}
-    for name in ("write_late", *FINDINGS, *REFUSALS):
+    for name in ("write_late", *FINDINGS, *REFUSALS, *REBOUND):
         saver = make_case(f"{name}-saves", asynchronous=name in IN_BACKGROUND)
         loader = saver if name == "forget_generators" else make_case(f"{name}-loads", dp_shard=2)
         pairs[name] = Pair(saver, loader)
@@ -81,7 +87,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult
     result = run_pairs(list(pairs.values()), options, lambda event: None, faults)
     assert result is not None
     by_name = {case.name: case for case in result.cases}
-    return {name: by_name[pair.name] for name, pair in pairs.items()}
+    saves = {f"save {name}": by_name.get(f"save {pair.name}") for name, pair in pairs.items()}
+    assert all(save is None or name.removeprefix("save ") in REBOUND for name, save in saves.items())
+    found = {name: by_name[pair.name] for name, pair in pairs.items()}
+    return found | {name: save for name, save in saves.items() if save is not None}
 
 
 def test_a_save_in_the_background_holds_the_state_of_its_step(results: Mapping[str, CaseResult]) -> None:
@@ -120,6 +129,24 @@ def test_what_was_not_restored_shows(name: str, results: Mapping[str, CaseResult
     assert {finding.code for finding in heads} == {cause}
     if name == "exchange_experts":
         assert "experts" in {check.name for check in result.checks if check.verdict == "mismatch"}
+
+
+@pytest.mark.parametrize("name", REBOUND)
+def test_what_is_bound_to_another_tensor_is_found_by_the_save(
+    name: str, results: Mapping[str, CaseResult]
+) -> None:
+    tensors, kept_by, check = REBOUND[name]
+    saved = results[f"save {name}"]
+    assert saved.verdict == "mismatch", saved.reason
+    found = [finding for finding in saved.findings if finding.check == "rebound"]
+    assert {finding.tensor for finding in found} == tensors
+    assert {(finding.step, finding.ranks, finding.facts) for finding in found} == {
+        (0, (0, 1), ReboundFacts(kept_by=kept_by))
+    }
+    assert check in {finding.check for finding in saved.findings if finding.tensor in tensors}
+    # What was kept beside the checkpoint is what the modules had: the load sees that the checkpoint has other values.
+    loaded = {finding.tensor for finding in results[name].findings if finding.check == "loaded"}
+    assert {each.partition("/")[2] for each in loaded} >= (tensors if check == "buffers" else set())
 
 
 @pytest.mark.parametrize("name", REFUSALS)
