@@ -12,6 +12,8 @@ from moeverify.compare.assembled import Assembled, Key
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Worst
+from moeverify.results.initial_values import InitialSource
+from moeverify.train.initial_weights import find_source
 
 Unit = tuple[int, str, str]  # step, kind, moment of the optimizer
 
@@ -112,7 +114,10 @@ def _make_finding(
     absent = tuple(rank for rank, shard in tensor.shards if shard.state == "absent")
     is_unexpected = any(shard.state == "unexpected" for _, shard in tensor.shards)
     facts = ComparedFacts(
-        absent_ranks=absent, is_unexpected=is_unexpected, num_nonfinite=int(difference.num_nonfinite)
+        absent_ranks=absent,
+        is_unexpected=is_unexpected,
+        num_nonfinite=int(difference.num_nonfinite),
+        source=_find_source(shown) if check == CheckName.INITIAL_STATE else None,
     )
     return Finding(
         check=check,
@@ -131,6 +136,11 @@ def _make_finding(
         actual=entry.difference.actual_at,
         facts=facts if facts != ComparedFacts() else None,
     )
+
+
+def _find_source(shown: Compared) -> InitialSource | None:
+    """Return where initial values come from; of a recorded script it is not known."""
+    return find_source(shown.case.recipe) if isinstance(shown, Shown) else None
 
 
 CHECKS = (

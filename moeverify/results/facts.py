@@ -20,18 +20,23 @@ from moeverify.results.guard import (
     SameWorkFacts,
     TokenFacts,
 )
+from moeverify.results.initial_values import InitialSource
 from moeverify.results.record import Record
 from moeverify.results.script import BatchFacts, CallFacts, MemberFacts, NormFacts, OptionFacts
 from moeverify.results.step_facts import NEAR, RecomputedFacts
 
 
 class ComparedFacts(Record):
-    """A tensor beside its golden: ranks that have none although they should, a tensor that the golden lacks."""
+    """A tensor beside its golden: ranks that have none although they should, a tensor that the golden lacks.
+
+    `source` is where its initial values come from, of those before step 0.
+    """
 
     about: Literal["compared"] = "compared"
     absent_ranks: tuple[int, ...] = ()
     is_unexpected: bool = False
     num_nonfinite: int = 0
+    source: InitialSource | None = None
 
 
 class BitFacts(Record):

@@ -1,4 +1,4 @@
-"""What initial values are, in place of those that the seed and the names give."""
+"""Where initial values come from, and what wrong ones are in place of the right ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Literal
 
 from moeverify.results.factor import Product
 from moeverify.results.record import Record
+
+InitialSource = Literal["seed", "factory", "weights"]
+"""Where the right ones come from: seed, FQN and global index give them, a user's factory, or a folder of weights."""
 
 
 class ScaledByShape(Record):
@@ -73,7 +76,7 @@ class Spread(Record):
 
 
 class Drawn(Record):
-    """Initial values that are other ones than the seed and the names give, and how they are distributed.
+    """Initial values that are others than those of their `source`, and how they are distributed.
 
     `draws` are all distributions that they may have, the simplest first. With `tails` they are the right ones but for
     the largest. With `spread` no more is known than around which number they lie, and how far from it.
@@ -83,3 +86,4 @@ class Drawn(Record):
     draws: tuple[Draw, ...] = ()
     tails: Tails | None = None
     spread: Spread | None = None
+    source: InitialSource = "seed"

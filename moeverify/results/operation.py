@@ -15,7 +15,7 @@ from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
-from moeverify.results.initial_values import Drawn, ScaledByShape
+from moeverify.results.initial_values import Drawn, InitialSource, ScaledByShape
 from moeverify.results.known_sum import KnownSum
 from moeverify.results.layout import OtherRows, Reordered, TokenValues
 from moeverify.results.norm_powers import NormOfPowers
@@ -351,11 +351,15 @@ class RepeatedShard(Record):
 
 
 class OwnValues(Record):
-    """Some ranks have values of their own, where others have the right ones; over `axes`, where that is known."""
+    """Some ranks have values of their own, where others have the right ones; over `axes`, where that is known.
+
+    Of initial values the right ones are those of their `source`.
+    """
 
     kind: Literal["own-values"] = "own-values"
     ranks: tuple[int, ...]
     axes: tuple[str, ...] = ()
+    source: InitialSource = "seed"
 
 
 class Stepped(Record):

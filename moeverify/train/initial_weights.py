@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moeverify.case.schema import ReferenceModel
+from moeverify.case.schema import Recipe, ReferenceModel
 from moeverify.errors import CaseError, FormatError, Problem
+from moeverify.results.initial_values import InitialSource
 from moeverify.weights.by_name import load_by_name
 from moeverify.weights.description import CONFIG, Description, read_config_file
 from moeverify.weights.load import load_weights
@@ -18,6 +19,13 @@ from moeverify.weights.load import load_weights
 _REMEDY = (
     "let `model` describe what is there; `moeverify convert --drop` writes a folder without some tensors"
 )
+
+
+def find_source(recipe: Recipe) -> InitialSource:
+    """Return where the initial values of a recipe's model come from."""
+    if recipe.model.weights is not None:
+        return "weights"
+    return "factory" if recipe.model.reference is None else "seed"
 
 
 def load_named(model: nn.Module, folder: str) -> None:

@@ -26,8 +26,12 @@ from moeverify.layout.observer import INITIAL, Observer
 from moeverify.parallel.meshes import Meshes, build_meshes
 from moeverify.results.checks import UNCOMPARED_KINDS, Kind
 from moeverify.results.error_map import ErrorMap
+from moeverify.results.explanation import Explanation
+from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import Finding
+from moeverify.results.initial_values import Drawn
 from moeverify.results.load import ExpertLoad
+from moeverify.results.operation import OwnValues
 from moeverify.results.timeline import Timeline
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.program import Program
@@ -71,8 +75,25 @@ def verify_case(
     if observed is None:
         return None
     # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.
-    findings = explain_findings(case, golden, observed.judgement, evidence, device)
+    explained = explain_findings(case, golden, observed.judgement, evidence, device)
+    findings = [name_source(finding) for finding in explained]
     return _make_result(observed, findings, None if evidence is None else evidence.timeline)
+
+
+def name_source(finding: Finding) -> Finding:
+    """Return a finding whose explanations of initial values say where the right ones come from."""
+    source = finding.facts.source if isinstance(finding.facts, ComparedFacts) else None
+    if source is None or finding.explanation is None:
+        return finding
+
+    def name(explanation: Explanation) -> Explanation:
+        operation = explanation.operation
+        if not isinstance(operation, Drawn | OwnValues):
+            return explanation
+        return explanation.model_copy(update={"operation": operation.model_copy(update={"source": source})})
+
+    rivals = tuple(map(name, finding.rivals))
+    return finding.model_copy(update={"explanation": name(finding.explanation), "rivals": rivals})
 
 
 def _make_result(

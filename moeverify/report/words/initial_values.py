@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from moeverify.report.words.factor import AMBIGUOUS, format_factor, name_product
 from moeverify.report.words.subject import name_subject
 from moeverify.results.explanation import Explanation
-from moeverify.results.initial_values import Draw, Drawn, ScaledByShape, Spread, Tails
+from moeverify.results.initial_values import Draw, Drawn, InitialSource, ScaledByShape, Spread, Tails
 
 _SAME = 0.01
 
@@ -47,8 +47,19 @@ def describe_drawn(operation: Drawn, explanation: Explanation) -> str:
         return _describe_tails(operation.tails, str(subject))
     if operation.spread is not None:
         return f"{subject} {_describe_spread(operation.spread)}"
-    texts = ", or ".join(map(_describe, operation.draws))
-    return f"{subject} {subject.be} {texts}, and not those that the seed and the {subject.pick('name', 'names')} give"
+    texts = ", or ".join(_describe(draw, operation.source) for draw in operation.draws)
+    return f"{subject} {subject.be} {texts}, and not {name_right(operation.source, subject.pick('name', 'names'))}"
+
+
+def name_right(source: InitialSource, names: str = "name") -> str:
+    """Return which initial values are right: those of their source, as an object of a sentence."""
+    if source == "factory":
+        return "those of the model that `recipe.model.factory` makes"
+    return (
+        "those of the folder of weights"
+        if source == "weights"
+        else f"those that the seed and the {names} give"
+    )
 
 
 def _describe_spread(spread: Spread) -> str:
@@ -85,9 +96,9 @@ def _describe_tails(tails: Tails, subject: str) -> str:
     )
 
 
-def _describe(draw: Draw) -> str:
+def _describe(draw: Draw, source: InitialSource) -> str:
     if draw.distribution == "right":
-        return "distributed as they should be, as of another seed"
+        return f"distributed as they should be{', as of another seed' if source == 'seed' else ''}"
     if draw.distribution == "constant":
         return f"all {format_factor(draw.number or 0.0)}"
     if draw.distribution in ("identity", "orthogonal"):

@@ -17,7 +17,7 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
-from moeverify.report.words.initial_values import describe_drawn, describe_scaled_by_shape
+from moeverify.report.words.initial_values import describe_drawn, describe_scaled_by_shape, name_right
 from moeverify.report.words.known_sum import describe_known_sum
 from moeverify.report.words.layout import describe_other_rows, describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
@@ -413,7 +413,10 @@ def _(operation: OwnValues, explanation: Explanation) -> str:
         replicas = (
             f", other ones than their replicas over {' or '.join(operation.axes)}" if operation.axes else ""
         )
-        return f"{format_ranks(operation.ranks)} started from values that the seed and the name do not give{replicas}"
+        values = "values that the seed and the name do not give"
+        if operation.source != "seed":
+            values = f"other values than {name_right(operation.source)}"
+        return f"{format_ranks(operation.ranks)} started from {values}{replicas}"
     axes = f", replicas over {', '.join(operation.axes)}," if operation.axes else ""
     return f"{format_ranks(operation.ranks)}{axes} should hold the same values and do not"
 

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import Tolerance
+from moeverify.case.schema import CustomModel, Tolerance
+from moeverify.checks.golden_tensors import CHECKS
 from moeverify.layout.region import Region
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import Finding
+from moeverify.validation.load import build_case
 
 SHAPE = (8, 6)
 WHOLE = Region.whole(SHAPE)
@@ -182,3 +186,28 @@ def test_second_moments_are_not_measured_beside_step_counters(run_ranks: Callabl
     ranks.show(0, torch.tensor(2.0), Region.whole(()), "w.step", "optimizer_state")
     finding = find_one(ranks.judge())
     assert (finding.tensor, finding.bound) == ("w.exp_avg_sq", 1e-10)
+
+
+SOURCES = {
+    "seed": {"preset": "tiny-gpt"},
+    "factory": {"factory": "module:make", "vocab_size": 8},
+    "weights": {"factory": "module:make", "vocab_size": 8, "weights": "folder"},
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_findings_of_initial_values_say_where_the_right_ones_come_from(
+    source: str, run_ranks: Callable, weight: Tensor
+) -> None:
+    fields = {"name": "hand", "recipe": {"model": {"preset": "tiny-gpt"}}, "layout": {}}
+    case = build_case(fields)
+    if source != "seed":
+        model = CustomModel.model_validate(SOURCES[source])
+        case = case.model_copy(update={"recipe": case.recipe.model_copy(update={"model": model})})
+    ranks = run_ranks(ONE, {(-1, Kind.INITIAL_WEIGHT, "w"): weight, (0, Kind.GRADIENT, "w"): weight})
+    ranks.show(0, 2.0 * weight, WHOLE, kind=Kind.INITIAL_WEIGHT, step=-1)
+    ranks.show(0, 2.0 * weight, WHOLE)
+    shown = ranks.shown(case)
+    outcomes = [outcome for check in CHECKS if (outcome := check.judge(shown, ())) is not None]
+    facts = {finding.check: finding.facts for outcome in outcomes for finding in outcome.findings}
+    assert facts == {CheckName.INITIAL_STATE: ComparedFacts(source=source), CheckName.GRADIENT: None}

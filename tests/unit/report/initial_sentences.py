@@ -141,6 +141,22 @@ INITIAL = [
         "those that the seed and the names give",
         "",
     ),
+    *(
+        (
+            explain(
+                Cause.INITIALIZATION,
+                Quantity.INITIAL_VALUE,
+                Drawn(draws=(Draw(distribution="right"),), source=source),
+                tensors=("a", "b"),
+            ),
+            f"the initial values of 2 tensors are distributed as they should be, and not those of {right}",
+            "",
+        )
+        for source, right in (
+            ("factory", "the model that `recipe.model.factory` makes"),
+            ("weights", "the folder of weights"),
+        )
+    ),
     (
         explain(
             Cause.INITIALIZATION,

@@ -361,6 +361,16 @@ VALUES = [
         "rank 1",
     ),
     (
+        explain(Cause.REPLICAS, Quantity.INITIAL_VALUE, OwnValues(ranks=(1,), source="weights")),
+        "rank 1 started from other values than those of the folder of weights",
+        "rank 1",
+    ),
+    (
+        explain(Cause.REPLICAS, Quantity.INITIAL_VALUE, OwnValues(ranks=(1,), source="factory")),
+        "rank 1 started from other values than those of the model that `recipe.model.factory` makes",
+        "rank 1",
+    ),
+    (
         explain(Cause.REPLICAS, Quantity.INITIAL_VALUE, OwnValues(ranks=(2, 3), axes=("dp_replicate",))),
         "ranks 2, 3 started from values that the seed and the name do not give, other ones than their replicas over "
         "dp_replicate",

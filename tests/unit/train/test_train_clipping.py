@@ -59,6 +59,7 @@ def test_placed_experts_leave_the_norm_in_the_dtype_that_it_was_summed_in(dtype)
     held = hold(torch.full((4,), 0.5, dtype=dtype))
     placed = [SimpleNamespace(sum_squares=lambda: torch.tensor(3.0, dtype=torch.float64))]
     fields = dict.fromkeys(("subject", "model", "buffers", "routers", "share"))
+    fields["model"] = torch.nn.Module()
     program = Program(**fields, shards=[held], device=torch.device("cpu"), placed=placed)
     norm = program.measure_norm()
     assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
