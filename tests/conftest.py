@@ -20,8 +20,10 @@ from forked.python import ForkedPython
 from moeverify.controller.machine import count_gpus
 from moeverify.launch import monitor
 
-# Workers share the cores: threads of one that wait for each other, busily, would take them from the others.
+# Workers share the cores: threads of one that wait for each other, busily, would take them from the others. Where
+# somebody asks for more, threads sleep as they wait: on a busy machine tests take five times as long otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Kernels run in Triton's interpreter where there is no GPU. It must be on before anything imports Triton; a command
 # or a rank that a test starts turns it on itself.

@@ -71,7 +71,13 @@ class GPT(nn.Module):
 
 
 def make(vocab: int = 96, width: int = 32, num_layers: int = 2, num_heads: int = 4, context: int = 16) -> GPT:
-    return GPT(vocab, width, num_layers, num_heads, context)
+    """Return the model with initial values drawn in float64: those of float32 depend on the processor."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return GPT(vocab, width, num_layers, num_heads, context).float()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> GPT:

@@ -72,7 +72,13 @@ class MoE(nn.Module):
 
 
 def make(vocab: int = 80, width: int = 16, num_layers: int = 2, num_experts: int = 8, top_k: int = 2) -> MoE:
-    return MoE(vocab, width, num_layers, num_experts, top_k)
+    """Return the model with initial values drawn in float64: those of float32 depend on the processor."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return MoE(vocab, width, num_layers, num_experts, top_k).float()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from moeverify.golden.store import OwnResult, StoredGolden
 from moeverify.layout.observer import Observer
 from moeverify.layout.region import Region
 from moeverify.results.checks import CheckName
+from moeverify.results.comparable import comparable
 from moeverify.results.facts import OwnStep
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.load import ExpertLoad
@@ -223,7 +224,7 @@ class Check(ABC, Generic[R]):
 
 def make_outcome(name: str, findings: Sequence[Finding], num_tensors: int, **rest: Any) -> Outcome:
     """Return the outcome of a check that allows no difference: its worst finding has the largest error."""
-    worst = max(findings, key=lambda finding: finding.error, default=None)
+    worst = max(findings, key=lambda finding: comparable(finding.error), default=None)
     result = CheckResult(
         name=name,
         verdict="mismatch" if findings else "pass",

@@ -10,6 +10,7 @@ from moeverify.checks.base import Check, Compared, Outcome, Shown
 from moeverify.checks.bounds import Bounds, Criterion, Metric
 from moeverify.compare.assembled import Assembled, Key
 from moeverify.results.checks import CheckName, Kind
+from moeverify.results.comparable import comparable
 from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Worst
 from moeverify.results.initial_values import InitialSource
@@ -46,7 +47,7 @@ class GoldenTensors(Check[Any]):
             for tensor, error, bound in measured
             if not error <= bound  # an error that is no number is one too many
         )
-        tensor, error, bound = max(measured, key=lambda entry: _share(*entry[1:]))
+        tensor, error, bound = max(measured, key=lambda entry: comparable(_share(*entry[1:])))
         step, _, name = tensor.key
         is_relative = self.criterion.metric == "relative"
         result = CheckResult(

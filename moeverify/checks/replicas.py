@@ -9,6 +9,7 @@ from moeverify.checks.base import Check, Compared, Outcome, Shown, make_outcome
 from moeverify.checks.golden_tensors import CHECKS as COMPARED
 from moeverify.compare.assembled import Assembled, Coordinates
 from moeverify.results.checks import CheckName
+from moeverify.results.comparable import comparable
 from moeverify.results.facts import ReplicaFacts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
@@ -58,7 +59,8 @@ def _make_finding(
     entries = {rank: entry for rank, entry in tensor.shards if entry.region == region}
     groups = sorted(by_bits.values(), key=len, reverse=True)
     odd = max(
-        (rank for group in groups for rank in group), key=lambda rank: entries[rank].difference.sum_error2
+        (rank for group in groups for rank in group),
+        key=lambda rank: comparable(entries[rank].difference.sum_error2),
     )
     entry = entries[odd]
     ranks = tuple(rank for group in groups for rank in group)

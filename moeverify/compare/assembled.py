@@ -10,6 +10,7 @@ from functools import cached_property
 from moeverify.compare.comparison import Entry
 from moeverify.compare.difference import Difference
 from moeverify.compare.gather import uncollected
+from moeverify.results.comparable import comparable
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]
@@ -57,7 +58,7 @@ class Assembled:
 
     def worst_shard(self) -> tuple[int, Entry]:
         """Return the shard that differs most, by its largest element."""
-        return max(self.shards, key=lambda shard: _largest(shard[1]))
+        return max(self.shards, key=lambda shard: comparable(_largest(shard[1])))
 
     def differing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that hold a hundredth of the worst rank's squared error or more."""

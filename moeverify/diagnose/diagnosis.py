@@ -37,6 +37,7 @@ from moeverify.diagnose.upstream import doubt_causes
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
+from moeverify.results.comparable import comparable
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFacts, ShardingFacts
 from moeverify.results.finding import Finding
@@ -394,7 +395,7 @@ def _choose_head(cause: DiagnosedCause, first: Sequence[Finding]) -> Finding:
     kinds = {tensor.key[1] for tensor in cause.tensors}
     about = [finding for finding in first if finding.tensor in names]
     members = [finding for finding in about if _is_compared(finding) and finding.kind in kinds] or about
-    return max(members, key=lambda finding: finding.error, default=first[0])
+    return max(members, key=lambda finding: comparable(finding.error), default=first[0])
 
 
 def _with_explanation(head: Finding, cause: DiagnosedCause) -> Finding:

@@ -12,6 +12,7 @@ from moeverify.guard.norms import NormRule
 from moeverify.guard.replicas import ReplicaRule, find_replicas
 from moeverify.guard.tokens import TokenRule
 from moeverify.results.cause import Cause
+from moeverify.results.comparable import comparable
 from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, NonfiniteFacts
@@ -80,7 +81,7 @@ class Judge:
         for key, found in by_key.items():
             if key not in self._done:
                 self._done.add(key)
-                worst = max(found, key=lambda finding: finding.error)
+                worst = max(found, key=lambda finding: comparable(finding.error))
                 ranks = tuple(sorted({finding.rank for finding in found}))
                 tensors = tuple(dict.fromkeys(finding.tensor for finding in found))
                 changes: dict[str, object] = {"ranks": ranks}

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from moeverify.report.numbers import excess
+from moeverify.results.comparable import comparable
 from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
 
@@ -23,7 +24,8 @@ def _rank_check(check: CheckResult) -> tuple[bool, float, float]:
     """Return the sort key of a check; among checks with nothing to separate them the larger error wins."""
     if check.worst is None:
         return (False, 0.0, 0.0)
-    return (check.verdict == "mismatch", excess(check.worst.error, check.worst.bound), check.worst.error)
+    share = excess(check.worst.error, check.worst.bound)
+    return (check.verdict == "mismatch", comparable(share), comparable(check.worst.error))
 
 
 def order_findings(findings: Sequence[Finding]) -> list[Finding]:
@@ -36,7 +38,7 @@ def order_findings(findings: Sequence[Finding]) -> list[Finding]:
 
     def rank(finding: Finding) -> tuple[bool, int, bool, bool, float]:
         is_open = not finding.is_explained
-        error = -excess(finding.error, finding.bound)
+        error = -comparable(excess(finding.error, finding.bound))
         return bool(finding.follows), finding.step, is_open, finding is not lead, error
 
     return sorted(findings, key=rank)

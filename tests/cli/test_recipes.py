@@ -75,7 +75,8 @@ def run(copy: Path) -> Run:
     """Return a function that runs Python with the copied package and returns what it prints."""
 
     def do(*arguments: str) -> str:
-        variables = {**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200", "TERM": "dumb"}
+        path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
+        variables = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "TERM": "dumb"}
         done = subprocess.run(
             [sys.executable, *arguments], cwd=copy, env=variables, capture_output=True, text=True, check=False
         )

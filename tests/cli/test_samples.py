@@ -68,3 +68,14 @@ def test_words_are_compared_and_numbers_are_not() -> None:
     )
     assert samples.outline(before) != samples.outline(before.replace("pass", "MISMATCH"))
     assert samples.outline(before) != samples.outline(before.replace("at", "rank"))
+
+
+def test_the_worst_tensor_of_a_case_that_passes_is_not_compared() -> None:
+    row = "my-gpt-tp  2  1725  1.4e-16 / 3.5e-16  {}  1.4  {}"
+    for verdict, alike in (("pass", True), ("MISMATCH", False)):
+        outlines = [
+            samples.outline(row.format(name, verdict))
+            for name in ("optimizer step: wte.weight.exp_avg", "gradient: wpe.weight")
+        ]
+        assert (outlines[0] == outlines[1]) is alike
+        assert [outline[0].split()[-1] for outline in outlines] == [verdict] * 2

@@ -25,7 +25,8 @@ SMALL = ("--set", "recipe.model.preset=tiny-gpt", "--set", "recipe.model.vocab_s
 
 def run(command: Sequence[str], *words: str | Path) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if name != "CI"}
-    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, *map(str, words)],
         capture_output=True,

@@ -43,7 +43,7 @@ class Site:
         self.consoles = []
         self.env = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("MPDB_", "PYTEST_", "COV_"))},
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "HOME": str(home),

@@ -1,6 +1,7 @@
 """The debugger's layers: it stands alone, and the two sides meet on the wire only."""
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -59,9 +60,10 @@ def test_it_installs_without_moeverify(tmp_path):
         "import multiprocessing_pdb.rank.stop, multiprocessing_pdb.console.command_line as c\n"
         "print(c.__file__); sys.exit(c.main(['-c', 'jobs']))"
     )
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(tmp_path / "site"), "MPDB_DIR": str(tmp_path / "run"), "PATH": ""},
+        env={"PYTHONPATH": path, "MPDB_DIR": str(tmp_path / "run"), "PATH": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -75,10 +75,11 @@ class Mazes:
         self.prompts = set()  # the stems of threads that wait at one
         self.environment = {"MPDB_DIR": str(self.runtime), "MPDB_JOB": "states", "MPDB_PDB": flavour}
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join(filter(None, [str(PROGRAMS.parents[2]), os.environ.get("PYTHONPATH")]))
         with theirs:
             self.server = subprocess.Popen(
                 [sys.executable, PROGRAMS / "mazes.py", str(theirs.fileno())],
-                env={**os.environ, **self.environment, "PYTHONPATH": str(PROGRAMS.parents[2])},
+                env={**os.environ, **self.environment, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
             )
 

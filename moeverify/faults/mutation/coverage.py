@@ -28,32 +28,79 @@ def executed_spans(root: Path, files: Collection[str]) -> Iterator[Spans]:
     shown = {str(root / file): file for file in files}
     executed: dict[CodeType, set[int]] = {}
     spans: Spans = {file: set() for file in files}
-
-    def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in shown:
-            return None
-        seen = executed.setdefault(frame.f_code, set())
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-
-        def step(inner: FrameType, event: str, argument: Any) -> Any:
-            if event == "opcode":
-                seen.add(inner.f_lasti)
-            return step
-
-        return step
-
-    before = sys.gettrace()
-    threading.settrace(enter)
-    sys.settrace(enter)
     try:
-        yield spans
+        with _watch(shown, executed):
+            yield spans
     finally:
-        sys.settrace(before)
-        threading.settrace(None)
         for code, seen in executed.items():
             places = _list_spans(code)
             found = (places[offset // _BYTES] for offset in seen)
             spans[shown[code.co_filename]] |= {span for span in found if span is not None}
+
+
+if sys.version_info >= (3, 12):
+    # Python 3.12 passes no instruction to a trace function that asks for them when a frame begins.
+    _TOOL = 4  # of the ids that no kind of tool has by convention
+
+    @contextmanager
+    def _watch(files: Collection[str], executed: dict[CodeType, set[int]]) -> Iterator[None]:
+        """Collect the offsets of the instructions that this process executes, by code object of these files."""
+        monitoring = sys.monitoring
+        events = monitoring.events
+
+        def enter(code: CodeType, offset: int) -> Any:
+            if code.co_filename in files and code not in executed:
+                executed[code] = set()
+                monitoring.set_local_events(_TOOL, code, events.INSTRUCTION)
+            return monitoring.DISABLE  # once is enough
+
+        def step(code: CodeType, offset: int) -> Any:
+            executed[code].add(offset)
+            return monitoring.DISABLE
+
+        monitoring.use_tool_id(_TOOL, __name__)
+        monitoring.restart_events()  # of a block before, where each was seen once
+        callbacks = {events.PY_START: enter, events.PY_RESUME: enter, events.INSTRUCTION: step}
+        for event, callback in callbacks.items():
+            monitoring.register_callback(_TOOL, event, callback)
+        monitoring.set_events(_TOOL, events.PY_START | events.PY_RESUME)
+        try:
+            yield
+        finally:
+            monitoring.set_events(_TOOL, 0)
+            for code in executed:
+                monitoring.set_local_events(_TOOL, code, 0)
+            for event in callbacks:
+                monitoring.register_callback(_TOOL, event, None)
+            monitoring.free_tool_id(_TOOL)
+
+else:
+
+    @contextmanager
+    def _watch(files: Collection[str], executed: dict[CodeType, set[int]]) -> Iterator[None]:
+        """Collect the offsets of the instructions that this process executes, by code object of these files."""
+
+        def enter(frame: FrameType, event: str, argument: Any) -> Any:
+            if frame.f_code.co_filename not in files:
+                return None
+            seen = executed.setdefault(frame.f_code, set())
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+            def step(inner: FrameType, event: str, argument: Any) -> Any:
+                if event == "opcode":
+                    seen.add(inner.f_lasti)
+                return step
+
+            return step
+
+        before = sys.gettrace()
+        threading.settrace(enter)
+        sys.settrace(enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            threading.settrace(None)
 
 
 def _list_spans(code: CodeType) -> list[Span | None]:

@@ -8,6 +8,7 @@ from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.check import Words, describe_facts
 from moeverify.report.words.factor import format_factor
 from moeverify.results.checks import CheckName
+from moeverify.results.comparable import comparable
 from moeverify.results.finding import Finding
 from moeverify.results.script import (
     BatchFacts,
@@ -181,7 +182,7 @@ def describe_undecided(findings: Sequence[Finding]) -> tuple[str, ...]:
     gradients = [finding for finding in findings if finding.check == CheckName.GRADIENT]
     if not gradients:
         return ()
-    worst = max(gradients, key=lambda finding: finding.error)
+    worst = max(gradients, key=lambda finding: comparable(finding.error))
     differ = "gradient differs" if len(gradients) == 1 else "gradients differ"
     return (
         f"not decided: {len(gradients)} {differ} by up to {worst.error:.2g} ({worst.tensor}, step {worst.step}), "

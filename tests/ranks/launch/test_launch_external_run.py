@@ -53,12 +53,13 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
     outputs = ["--json", "run.json", "--junit", "run.xml", "--html", "run.html", "--keep", "kept.jsonl"]
     cases = ["a-first.yaml", "b-dies.yaml", "c-last.yaml"]
     command = [*torchrun, "-m", "moeverify", "run", *cases, *outputs, "--cache", "cache", "--device", "cpu"]
+    path = [str(Path(moeverify.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     ended = subprocess.run(
         command,
         cwd=folder,
         env={
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
-            "PYTHONPATH": str(Path(moeverify.__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "OMP_NUM_THREADS": "1",
             "CI": "",
         },

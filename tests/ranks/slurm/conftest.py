@@ -75,7 +75,7 @@ class Cluster:
         return own | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "PATH": f"{os.environ['PATH']}:{_SBIN}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "PYTHON": sys.executable,
             "DEVICE": "cpu",
             "OMP_NUM_THREADS": "1",

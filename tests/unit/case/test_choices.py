@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -90,8 +91,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(folder: Path, option: str) -> subprocess.CompletedProcess[str]:
     (folder / "case.yaml").write_text(CASE % option)
     command = [sys.executable, "-m", "moeverify", "check", "case.yaml"]
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False
+        command, cwd=folder, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
 
 

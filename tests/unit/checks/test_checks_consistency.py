@@ -77,6 +77,12 @@ def test_replicas_over_all_ranks_that_differ_along_one_axis_only(run_ranks: Call
     assert finding.rank == 1
 
 
+def test_rounding_alone_makes_no_replica_the_one_that_is_off(run_ranks: Callable, weight: Tensor) -> None:
+    ranks = run_ranks(AXES)
+    show(ranks, [2.0 * weight, weight, (2.0 + 4e-15) * weight, weight])
+    assert find_one(judge(Replicas(), ranks.shown())).rank == 0
+
+
 def test_replicas_may_not_differ_in_one_bit_that_every_bound_allows(
     run_ranks: Callable, weight: Tensor
 ) -> None:

@@ -91,6 +91,18 @@ def test_the_worst_replica_is_judged(run_ranks: Callable, weight: Tensor) -> Non
     assert finding.error == pytest.approx(1.0, rel=1e-14)
 
 
+def test_rounding_alone_makes_no_rank_and_no_tensor_the_worst(run_ranks: Callable, weight: Tensor) -> None:
+    golden = {(0, "gradient", name): weight for name in ("first", "second")}
+    ranks = run_ranks({0: {"dp_replicate": 0}, 1: {"dp_replicate": 1}}, golden)
+    for name, factors in (("first", (2.0, 2.0 + 4e-15)), ("second", (2.0 + 8e-15, 2.0 + 8e-15))):
+        for rank, factor in enumerate(factors):
+            ranks.show(rank, factor * weight, WHOLE, name)
+    judgement = ranks.judge()
+    (check,) = [check for check in judgement.checks if check.name == "gradient"]
+    assert check.worst.tensor == "first"
+    assert [finding.rank for finding in judgement.findings] == [0, 0]
+
+
 def test_a_gradient_that_never_came_is_an_error_of_its_whole_size(run_ranks: Callable) -> None:
     ranks = run_ranks(TWO)
     for rank, half in enumerate(HALVES):

@@ -150,6 +150,18 @@ def test_what_is_executed_is_seen_in_the_files_that_were_asked_for_alone(tmp_pat
     assert not any("make_saved_case" in each for each in seen)
 
 
+def test_what_is_executed_once_more_is_seen_once_more():
+    from moeverify.faults import setting
+
+    blocks = []
+    for _ in range(2):
+        with executed_spans(ROOT, ["faults/setting.py"]) as spans:
+            setting.make_case("seen", tp=2)
+        blocks.append(spans)
+    assert blocks[0]["faults/setting.py"]
+    assert blocks[0] == blocks[1]
+
+
 SUM_OVER_SHARDS = "train.clipping:gradient_norm:double-collective:0"
 """A branch of a conditional expression that FSDP1 alone takes; the condition beside it runs under every layout."""
 

@@ -264,6 +264,18 @@ def test_what_the_diagnosis_has_put_first_leads_its_step(make_finding: Any) -> N
     assert [finding.tensor for finding in order_findings([lead, far, early])] == ["early", "lead", "far"]
 
 
+def test_rounding_alone_puts_no_finding_before_another(make_finding: Any) -> None:
+    lead, first, second = (
+        make_finding(tensor=name, error=error, cause="")
+        for name, error in (("lead", 0.5), ("first", 1.0), ("second", 1.0 + 4e-16))
+    )
+    assert [finding.tensor for finding in order_findings([lead, first, second])] == [
+        "lead",
+        "first",
+        "second",
+    ]
+
+
 def test_goldens_that_were_made_are_named_the_longest_first_and_many_are_summed(
     make_run: Any, show: Any
 ) -> None:
