@@ -40,6 +40,7 @@ KINDS = (
 )
 
 _MARKER = re.compile(r"#.*?\bplant: ([\w. -]+)$")
+_ANCHOR = re.compile(r"# anchor: ([\w -]+)$")
 _HELD_SEED = 20261127
 
 
@@ -67,7 +68,8 @@ class Truth:
     """What is wrong: `kind`, the culprits among parameters and modules as globs, mesh axes, and one sentence.
 
     A claim of a kind in `also` is right as well. `omission` says that something is missing, so that the lines are
-    those where an engineer would insert it. `files` are all of the stack.
+    those where an engineer would insert it. `counterparts` are lines of the plain code that do right what the wrong
+    ones do otherwise, which a claim may name beside these; `files` are all of the stack.
     """
 
     kind: str
@@ -77,6 +79,7 @@ class Truth:
     also: tuple[str, ...] = ()
     omission: bool = False
     lines: tuple[Line, ...] = ()
+    counterparts: tuple[Line, ...] = ()
     files: tuple[str, ...] = ()
 
     def owns(self, line: tuple[str, int]) -> bool:
@@ -152,14 +155,16 @@ def load_stack(stack: str) -> list[Plant]:
         raise PlantError(f"there is no stack `{stack}`; there are {', '.join(list_stacks())}")
     data = YAML(typ="safe").load(path)
     folder = PLANTS / BUILTIN if stack == BUILTIN else STACKS / stack
-    markers = find_markers(folder)
+    markers, anchors = find_markers(folder), find_markers(folder, anchors=True)
     recipes = [folder / "recipes"] + ([ROOT / "cases" / "recipes"] if stack == BUILTIN else [])
     files = tuple(str(path.relative_to(folder.parent)) for path in sorted(folder.rglob("*.py")))
     plants = []
     for entry in data["clean"]:
-        plants.append(_read_plant(dict(entry), stack, {}, (), tuple(recipes), is_clean=True))
+        plants.append(_read_plant(dict(entry), stack, {}, {}, (), tuple(recipes), is_clean=True))
     for entry in data["plants"]:
-        plants.append(_read_plant(dict(entry), stack, markers, files, tuple(recipes), is_clean=False))
+        plants.append(
+            _read_plant(dict(entry), stack, markers, anchors, files, tuple(recipes), is_clean=False)
+        )
     known = {plant.id for plant in plants}
     if lost := sorted(set(markers) - known):
         raise PlantError(f"{stack}: there are markers of no plant: {', '.join(lost)}")
@@ -170,6 +175,7 @@ def _read_plant(
     entry: dict[str, Any],
     stack: str,
     markers: Mapping[str, Sequence[Line]],
+    anchors: Mapping[str, Sequence[Line]],
     files: tuple[str, ...],
     recipes: tuple[Path, ...],
     *,
@@ -182,7 +188,7 @@ def _read_plant(
     case = entry.pop(ways[0])
     truth = None
     if not is_clean:
-        truth = _read_truth(name, entry.pop("truth", None), markers.get(name, ()), files)
+        truth = _read_truth(name, entry.pop("truth", None), markers.get(name, ()), anchors, files)
         for key in ("source", "mechanism"):
             if not entry.get(key):
                 raise PlantError(f"{name}: `{key}` is missing")
@@ -201,7 +207,13 @@ def _read_plant(
         raise PlantError(f"{name}: {error}") from None
 
 
-def _read_truth(name: str, data: Any, lines: Sequence[Line], files: tuple[str, ...]) -> Truth:
+def _read_truth(
+    name: str,
+    data: Any,
+    lines: Sequence[Line],
+    anchors: Mapping[str, Sequence[Line]],
+    files: tuple[str, ...],
+) -> Truth:
     if not isinstance(data, dict):
         raise PlantError(f"{name}: `truth` is missing")
     if not lines:
@@ -214,6 +226,10 @@ def _read_truth(name: str, data: Any, lines: Sequence[Line], files: tuple[str, .
         raise PlantError(f"{name}: the truth says nothing, or has no tensors")
     omission = bool(data.get("omission"))
     kept = [_narrow(line, omission=omission) for line in lines]
+    wanted = data.pop("anchors", [])
+    if lost := [anchor for anchor in wanted if anchor not in anchors]:
+        raise PlantError(f"{name}: there are no anchors {', '.join(lost)} in the source")
+    counterparts = [_narrow(line, omission=False) for anchor in wanted for line in anchors[anchor]]
     try:
         return Truth(
             kind=data.pop("kind"),
@@ -223,6 +239,7 @@ def _read_truth(name: str, data: Any, lines: Sequence[Line], files: tuple[str, .
             also=tuple(data.pop("also", ())),
             omission=bool(data.pop("omission", False)),
             lines=tuple(kept),
+            counterparts=tuple(counterparts),
             files=files,
             **data,
         )
@@ -243,12 +260,12 @@ def _narrow(line: Line, *, omission: bool) -> Line:
 
 
 @functools.cache
-def find_markers(folder: Path) -> Mapping[str, tuple[Line, ...]]:
-    """Return the marked statements of a folder's Python files, by id."""
+def find_markers(folder: Path, *, anchors: bool = False) -> Mapping[str, tuple[Line, ...]]:
+    """Return the marked statements of a folder's Python files, by id; with `anchors` those of anchors, by name."""
     found: dict[str, list[Line]] = {}
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text()
-        marked = list(_list_marks(text))
+        marked = list(_list_marks(text, _ANCHOR if anchors else _MARKER))
         if not marked:
             continue
         spans = _list_spans(text)
@@ -260,9 +277,9 @@ def find_markers(folder: Path) -> Mapping[str, tuple[Line, ...]]:
     return {name: tuple(dict.fromkeys(lines)) for name, lines in found.items()}
 
 
-def _list_marks(text: str) -> Iterator[tuple[int, list[str]]]:
+def _list_marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(text.splitlines(), 1):
-        if match := _MARKER.search(line.rstrip()):
+        if match := pattern.search(line.rstrip()):
             yield number, match.group(1).split()
 
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import functools
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -32,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loader import HERE, PLANTS, ROOT, STACKS, Plant, choose, load_plants
+from loader import BUILTIN, HERE, PLANTS, ROOT, STACKS, Plant, choose, load_plants
 from ruamel.yaml import YAML
 from tabulate import tabulate
 
@@ -199,6 +201,7 @@ class Runner:
             "held": plant.held,
             "clean": plant.is_clean,
             "way": plant.way,
+            "sources": hash_sources(plant.stack),
             "verdict": verdict or lead["verdict"],
             "reason": reason or lead.get("reason", ""),
             "seconds": lead.get("seconds", seconds) if plant.way == "run" else seconds,
@@ -220,6 +223,16 @@ class Runner:
                 f"{record['verdict']:9} {name}  {record['seconds']:.0f} s  {record['reason'][:80]}",
                 flush=True,
             )
+
+
+@functools.cache
+def hash_sources(stack: str) -> str:
+    """Return a hash of a stack's code: line numbers of a result are those of the code that it was made with."""
+    folder = PLANTS / stack if stack == BUILTIN else STACKS / stack
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def result_path(out: Path, plant: Plant, precision: str) -> Path:
@@ -385,7 +398,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only list the plants")
     options = parser.parse_args()
     plants = choose(load_plants(options.stack), options.only, clean=options.clean, group=options.group or "")
-    plants = [plant for plant in plants if plant.is_clean or options.precision in plant.precisions]
+    plants = [plant for plant in plants if options.precision in plant.precisions]
     if options.list:
         rows = [[plant.id, plant.stack, "held" if plant.held else "", plant.source] for plant in plants]
         print(tabulate(rows, ["plant", "stack", "", "source"], disable_numparse=True))

@@ -4,7 +4,7 @@
 
 | Verdict | Meaning |
 |---|---|
-| right | the leading claim names a wrong line; or no line of the stack, and kind, tensors and axes are true |
+| right | the leading claim names a wrong line; or its kind, tensors and axes are true, and so are all its lines |
 | line | a wrong line is shown anywhere in the leading finding |
 | place | the module or tensor of the leading finding is right, and no cause is claimed |
 | wrong | a cause is claimed, and neither its lines nor its kind, tensors and axes are those of the truth |
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from claims import Claim, Lines, read_claims
 from loader import KINDS, Plant, Truth, choose, load_plants
+from run import hash_sources
 from tabulate import tabulate
 
 VERDICTS = ("right", "line", "place", "wrong", "none")
@@ -40,6 +41,7 @@ class Row:
     verdict: str
     seconds: float
     claim: str = ""
+    is_stale: bool = False
 
 
 def judge(truth: Truth, claims: Sequence[Claim]) -> str:
@@ -68,7 +70,10 @@ def names_tensors(truth: Truth, names: Sequence[str]) -> bool:
 
 
 def _names_cause(truth: Truth, claim: Claim) -> bool:
-    if claim.is_location_only or claim.kind not in truth.kinds or any(map(truth.owns, claim.lines)):
+    if claim.is_location_only or claim.kind not in truth.kinds:
+        return False
+    own = [line for line in claim.lines if truth.owns(line)]
+    if not all(any(known.covers(*line) for known in truth.counterparts) for line in own):
         return False
     return names_tensors(truth, claim.tensors) and set(truth.axes) <= set(claim.axes)
 
@@ -94,6 +99,7 @@ def score(out: Path, plants: Sequence[Plant], precision: str) -> list[Row]:
                 verdict=judge(plant.truth, claims) if detected else "none",
                 seconds=record["seconds"],
                 claim=_describe(claims[0]) if claims else record["verdict"],
+                is_stale=record.get("sources") != hash_sources(plant.stack),
             )
         )
     return rows
@@ -155,6 +161,9 @@ def main() -> None:
     options = parser.parse_args()
     plants = choose(load_plants(options.stack), options.only, clean=False, group=options.group or "")
     rows = score(options.out, plants, options.precision)
+    stale = [row.id for row in rows if row.is_stale]
+    if stale:
+        print(f"{len(stale)} results are of other code of their stack, run these again: {' '.join(stale)}\n")
     if not options.totals:
         table = [
             [row.id, row.kind, "held" if row.held else "", _name(asdict(row)), row.claim[:120]]

@@ -39,10 +39,12 @@ def test_about_a_third_is_held_out_by_lot() -> None:
 
 
 def test_cases_are_valid(tmp_path: Path) -> None:
-    chosen = [plant for plant in PLANTS if plant.way != "watch"]
-    run.copy_recipes(chosen, tmp_path)
-    files = [run.write_case(plant, tmp_path / "cases" / plant.stack) for plant in chosen]
-    assert [case.name for case in load_cases(files)] == [plant.id for plant in chosen]
+    for precision in sorted({precision for plant in PLANTS for precision in plant.precisions}):
+        chosen = [plant for plant in PLANTS if plant.way != "watch" and precision in plant.precisions]
+        run.copy_recipes(chosen, tmp_path)
+        files = [run.write_case(plant, tmp_path / "cases" / plant.stack) for plant in chosen]
+        cases = load_cases(files, overrides=[f"recipe.precision={precision}"])
+        assert [case.name for case in cases] == [plant.id for plant in chosen]
 
 
 STACK = """\
@@ -84,8 +86,8 @@ def test_a_marked_head_of_a_function_is_all_of_it_where_something_is_missing(tmp
     text = STACK.replace("def finish(model):", "def finish(model):  # plant: p3")
     (line,) = loader.find_markers(write_stack(tmp_path, text))["p3"]
     truth = {"kind": "loop", "says": "It is missing.", "tensors": ["*"]}
-    assert loader._read_truth("p3", truth, [line], ()).lines == (loader.Line("mine/code.py", 9, 9),)
-    whole = loader._read_truth("p3", truth | {"omission": True}, [line], ()).lines
+    assert loader._read_truth("p3", truth, [line], {}, ()).lines == (loader.Line("mine/code.py", 9, 9),)
+    whole = loader._read_truth("p3", truth | {"omission": True}, [line], {}, ()).lines
     assert whole == (loader.Line("mine/code.py", 9, 11),)
 
 
@@ -101,12 +103,23 @@ def test_a_marked_head_of_a_function_is_all_of_it_where_something_is_missing(tmp
 def test_a_truth_that_is_not_complete_is_refused(change: dict[str, Any], words: str) -> None:
     truth = {"kind": "edit", "says": "Wrong.", "tensors": ["*"]} | change
     with pytest.raises(loader.PlantError, match=words):
-        loader._read_truth("p1", truth, [loader.Line("a.py", 1, 1)], ())
+        loader._read_truth("p1", truth, [loader.Line("a.py", 1, 1)], {}, ())
+
+
+def test_anchors_are_counterparts(tmp_path: Path) -> None:
+    anchors = loader.find_markers(write_stack(tmp_path, "x = (\n    1\n)  # anchor: one two\n"), anchors=True)
+    line = loader.Line("mine/code.py", 9, 9)
+    truth = {"kind": "edit", "says": "Wrong.", "tensors": ["*"], "anchors": ["two"]}
+    assert loader._read_truth("p1", truth, [line], anchors, ()).counterparts == (
+        loader.Line("mine/code.py", 1, 3),
+    )
+    with pytest.raises(loader.PlantError, match="no anchors three"):
+        loader._read_truth("p1", truth | {"anchors": ["three"]}, [line], anchors, ())
 
 
 def test_a_plant_without_a_marker_is_refused() -> None:
     with pytest.raises(loader.PlantError, match="no line of the source"):
-        loader._read_truth("p1", {"kind": "edit", "says": "Wrong.", "tensors": ["*"]}, [], ())
+        loader._read_truth("p1", {"kind": "edit", "says": "Wrong.", "tensors": ["*"]}, [], {}, ())
 
 
 def test_lines_are_known_by_the_end_of_their_path() -> None:

@@ -20,6 +20,7 @@ TRUTH = loader.Truth(
     axes=("tp",),
     also=("scale",),
     lines=(loader.Line("mine/code.py", 10, 12),),
+    counterparts=(loader.Line("mine/model.py", 5, 5),),
     files=("mine/code.py", "mine/model.py"),
 )
 RIGHT = {
@@ -46,6 +47,9 @@ def make_claim(**changes: Any) -> Any:
         ({"kind": "edit", "lines": (("/x/mine/code.py", 11),)}, "right"),
         ({"lines": (("/x/mine/code.py", 40),)}, "wrong"),
         ({"lines": (("/torch/nn.py", 40),)}, "right"),
+        ({"lines": (("mine/model.py", 5),)}, "right"),
+        ({"lines": (("mine/model.py", 5), ("mine/model.py", 6))}, "wrong"),
+        ({"kind": "edit", "lines": (("mine/model.py", 5),)}, "wrong"),
         ({"kind": "edit", "shown": (("code.py", 11),)}, "line"),
         ({"is_location_only": True}, "place"),
         ({"is_location_only": True, "tensors": ("head.weight",)}, "none"),
