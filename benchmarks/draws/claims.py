@@ -129,6 +129,7 @@ _CODES_THAT_LEAD = (
     "not-loaded",
     "optimizer",
     "precision",
+    "stale",
 )
 _CODES_OF_A_PLACE = ("nondeterminism", "forward", "backward", "routing", "replicas", "")
 
@@ -199,7 +200,7 @@ def _read_kind(
         return _read_facts(code, facts)
     if name in _ONLY_A_PLACE:
         return _KIND_OF_CODE.get(code, ""), True
-    if name == "scaled":
+    if name == "scaled" and code not in _CODES_THAT_LEAD:
         return _read_scaled(operation)
     kind = _KIND_OF_OPERATION.get(name, "")
     if code in _CODES_THAT_LEAD:
@@ -237,17 +238,19 @@ def _read_scaled(operation: Mapping[str, Any]) -> tuple[str, bool]:
     if operation.get("reduced_again"):
         return "reduction", False
     if factors and all(_number(factor["value"]) == 0 for factor in factors):
-        tokens = [part.get("tokens") or {} for part in parts]
-        if all(each.get("data_rank") is not None for each in tokens):
-            return "reduction", False
-        if all(each.get("micro_batch") is not None for each in tokens):
-            return "loop", False
-        return "edit", False
+        return _read_missing([part.get("tokens") or {} for part in parts]), False
     named = operation.get("ranks") or operation.get("loss_scale") or operation.get("local_means")
     named = named or operation.get("own_tokens") or operation.get("by_number")
-    named = named or any(factor.get("equals") or factor.get("rounded") for factor in factors)
-    named = named or any(any(value for value in part.values()) for part in parts)
-    return "scale", not named
+    return "scale", not (named or any(factor.get("equals") or factor.get("rounded") for factor in factors))
+
+
+def _read_missing(tokens: Sequence[Mapping[str, Any]]) -> str:
+    """Return the kind of shares that are missing: of one rank a sum, of a micro-batch on all of them a call."""
+    ranks = {each.get("data_rank") for each in tokens}
+    micro_batches = {each.get("micro_batch") for each in tokens}
+    if None in micro_batches:
+        return "edit" if None in ranks else "reduction"
+    return "loop" if None in ranks or len(ranks) > len(micro_batches) else "reduction"
 
 
 def _find_axes(*records: Any) -> set[str]:

@@ -143,13 +143,19 @@ def make_share(value: float, **tokens: Any) -> dict[str, Any]:
     [
         (make_share(0.0, data_rank=1), "reduction"),
         (make_share(0.0, micro_batch=1), "loop"),
-        (make_share(2.0, micro_batch=1), "scale"),
+        (make_share(0.0), "edit"),
     ],
 )
 def test_parts_of_a_sum(operation: dict[str, Any], kind: str) -> None:
     explanation = make_finding()["explanation"] | {"operation": operation}
     (claim,) = read(make_finding(explanation=explanation, code="share-weights"))
     assert (claim.kind, claim.is_location_only) == (kind, False)
+
+
+def test_a_weight_without_a_name_is_a_measurement() -> None:
+    explanation = make_finding()["explanation"] | {"operation": make_share(0.3, micro_batch=1)}
+    (claim,) = read(make_finding(explanation=explanation, code="share-weights"))
+    assert claim.is_location_only
 
 
 def test_an_error_shows_the_lines_of_its_stack() -> None:
