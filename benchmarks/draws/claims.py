@@ -171,6 +171,8 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
     tensors = [*subject.get("tensors", ()), subject.get("module"), subject.get("inner")]
     if not any(tensors):
         tensors = [finding.get("tensor"), place.get("module")]
+    if terms := _find_terms(explanation):
+        tensors = terms  # the gradients that a loss term is a part of are no culprits
     if facts.get("about") in ("gathered", "dtype"):
         tensors += [facts.get("parameter"), facts.get("module"), *facts.get("parameters", ())]
     kind, is_location_only = _read_kind(finding, explanation, facts)
@@ -182,6 +184,12 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
         is_location_only=is_location_only,
         shown=tuple(dict.fromkeys(_find_lines(said))),
     )
+
+
+def _find_terms(explanation: Mapping[str, Any]) -> list[str]:
+    """Return the loss terms that a part of a sum is of."""
+    parts = [each["part"] for each in (explanation.get("operation") or {}).get("contributions", ())]
+    return sorted({part["term"] for part in parts if part.get("term")})
 
 
 def _read_failure(case: Mapping[str, Any]) -> Claim:
@@ -198,6 +206,9 @@ def _read_kind(
     name = operation.get("kind", "")
     if not name:
         return _read_facts(code, facts)
+    quantity = (explanation.get("subject") or {}).get("quantity")
+    if name == "altered" and quantity == "loaded value":
+        return "state", False  # another number than was saved
     if name in _ONLY_A_PLACE:
         return _KIND_OF_CODE.get(code, ""), True
     if name == "scaled" and code not in _CODES_THAT_LEAD:
@@ -205,7 +216,7 @@ def _read_kind(
     kind = _KIND_OF_OPERATION.get(name, "")
     if code in _CODES_THAT_LEAD:
         kind = _KIND_OF_CODE[code]
-    elif name == "zeroed" and explanation["subject"]["quantity"] in ("initial value", "loaded value"):
+    elif name == "zeroed" and quantity in ("initial value", "loaded value"):
         kind = "state"
     elif name == "replaced":
         kind = "elsewhere" if operation.get("by") == "tensor" else "state"
@@ -223,7 +234,8 @@ def _read_facts(code: str, facts: Mapping[str, Any]) -> tuple[str, bool]:
     about = facts.get("about")
     if about in _KIND_OF_FACTS:
         keys = ("rule", "rounded", "factors", "is_own", "form", "dtype")
-        return _KIND_OF_FACTS[about], not any(facts.get(key) for key in keys)
+        kind = "reduction" if facts.get("form") == "own" else _KIND_OF_FACTS[about]
+        return kind, not any(facts.get(key) for key in keys)
     return _KIND_OF_CODE.get(code, ""), code in _CODES_OF_A_PLACE
 
 

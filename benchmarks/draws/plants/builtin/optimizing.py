@@ -73,8 +73,9 @@ def pytorch_190626(patch: Patch) -> None:
     from moeverify.layout.placement import local_part
     from moeverify.parallel.gradients import Reduction, finalize_gradients
 
-    @patch.replace(finalize_gradients)
-    def finalize(parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:
+    @patch.wrap(finalize_gradients)
+    def finalize(original: Any, parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:
+        original(parameters, ())
         for reduction in reductions:
             for parameter in reduction.parameters:
                 if parameter.grad is None:
@@ -135,21 +136,6 @@ def p29(patch: Patch) -> None:
         for group in made.param_groups:
             group["weight_decay"] = spec.weight_decay  # plant: p29-builtin
         return made
-
-
-def p38(patch: Patch) -> None:
-    """all_reduce of a contiguous copy; the input is returned."""
-    import torch.distributed as dist
-    from torch import Tensor
-
-    from moeverify.parallel import collectives
-
-    @patch.wrap(collectives.sum_over)
-    def total(original: Any, tensor: Tensor, group: Any) -> Tensor:
-        if not tensor.is_contiguous():
-            dist.all_reduce(tensor.contiguous(), group=group)  # plant: p38-builtin
-            return tensor  # plant: p38-builtin
-        return original(tensor, group)
 
 
 def p43(patch: Patch) -> None:

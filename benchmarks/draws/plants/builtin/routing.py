@@ -39,7 +39,7 @@ def lmdeploy_3030(patch: Patch) -> None:
         grouped = logits.unflatten(-1, (self.spec.num_groups, -1))
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.spec.top_groups, dim=-1).indices
         allowed = torch.zeros(grouped.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
-        masked = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+        masked = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)  # plant: lmdeploy-3030
         return masked.softmax(dim=-1)  # plant: lmdeploy-3030
 
 
