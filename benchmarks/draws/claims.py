@@ -1,0 +1,297 @@
+"""What a report claims, read from the JSON of the product: the one module that knows its keys.
+
+A finding becomes a `Claim`. Of today's JSON the kind comes from the operation of its explanation, from what its
+check found, or else from the code of its cause; lines are all `file:line` in what it says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Lines = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A cause that a finding claims, or with `is_location_only` just where it is.
+
+    `kind` is one of `loader.KINDS`, or empty. `lines` are those of the cause, `shown` all that the finding shows.
+    """
+
+    kind: str = ""
+    lines: Lines = ()
+    tensors: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    is_location_only: bool = True
+    shown: Lines = ()
+
+
+_LINE = re.compile(r'([\w./+-]+\.py)(?::|", line )(\d+)')
+
+# What was measured, or asked next, and not what is said of the cause.
+_NOT_SAID = ("trials", "follow_up", "wider", "observations", "rivals")
+_NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
+
+_KIND_OF_OPERATION = {
+    "unreduced": "reduction",
+    "misreduced": "reduction",
+    "unmasked": "reduction",
+    "norm-of-slices": "reduction",
+    "norm-of-partials": "reduction",
+    "miscounted": "reduction",
+    "crossed": "elsewhere",
+    "moved": "elsewhere",
+    "shifted": "elsewhere",
+    "displaced": "elsewhere",
+    "reordered": "elsewhere",
+    "other-rows": "elsewhere",
+    "token-values": "elsewhere",
+    "repeated-shard": "elsewhere",
+    "misplaced": "layout",
+    "unmoved": "state",
+    "stepped": "state",
+    "carried": "state",
+    "own-values": "state",
+    "drawn": "state",
+    "scaled-by-shape": "state",
+    "unwritten": "state",
+    "rounded": "dtype",
+    "unclipped": "loop",
+    "norm-of-norms": "edit",
+    "norm-of-order": "edit",
+    "norm-of-powers": "edit",
+    "reclipped": "edit",
+    "moved-otherwise": "edit",
+    "varied": "edit",
+    "mistaken": "edit",
+    "other-steps": "edit",
+    "known-sum": "edit",
+    "redefined": "edit",
+    "rescoped": "edit",
+    "reweighted": "edit",
+    "reaveraged": "scale",
+    "offset": "edit",
+    "zeroed": "edit",
+    "lost-elements": "edit",
+}
+
+_KIND_OF_CODE = {
+    "data": "data",
+    "scale": "scale",
+    "term-scale": "scale",
+    "share-weights": "scale",
+    "padding": "edit",
+    "missing-reduction": "reduction",
+    "detached": "edit",
+    "permutation": "elsewhere",
+    "initialization": "state",
+    "duplicate": "elsewhere",
+    "missing": "layout",
+    "stale": "state",
+    "not-loaded": "state",
+    "norm": "reduction",
+    "calls": "loop",
+    "optimizer": "optimizer",
+    "state": "state",
+    "carried-state": "state",
+    "metric": "scale",
+    "rounding": "dtype",
+    "precision": "dtype",
+    "routing": "edit",
+    "unwritten": "state",
+    "replicas": "state",
+    "layout": "layout",
+    "collectives": "reduction",
+    "nondeterminism": "race",
+}
+
+# Facts that are a cause only where they say what was done.
+_KIND_OF_FACTS = {
+    "clip": "edit",
+    "objective": "edit",
+    "router": "edit",
+    "router gradient": "scale",
+    "cross entropy": "edit",
+    "gradient sum": "reduction",
+}
+
+_ONLY_A_PLACE = ("altered", "off-upstream", "own-values")
+# What these codes say is nearer to a kind than the operation is.
+_CODES_THAT_LEAD = (
+    "calls",
+    "data",
+    "initialization",
+    "layout",
+    "missing",
+    "not-loaded",
+    "optimizer",
+    "precision",
+    "stale",
+)
+_CODES_OF_A_PLACE = ("nondeterminism", "forward", "backward", "routing", "replicas", "")
+
+
+def read_claims(record: Mapping[str, Any]) -> list[Claim]:
+    """Return what a record of `run.py` claims, the leading finding first; nothing where nothing differs."""
+    case = record.get("case") or {}
+    claims = [_read_finding(finding) for finding in order_findings(case.get("findings", []))]
+    if not claims and case.get("rank_reports"):
+        claims = [_read_failure(case)]
+    return claims
+
+
+def order_findings(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the findings that follow from none, in the order in which reports print them."""
+    origins = [finding for finding in findings if not finding.get("follows")]
+
+    def rank(finding: Mapping[str, Any]) -> tuple[int, bool, bool, float]:
+        is_open = not (finding.get("explanation") or finding.get("code") or finding.get("cause"))
+        error, bound = _number(finding["error"]), _number(finding["bound"])
+        excess = error / bound if bound else float("inf")
+        return finding["step"], is_open, finding is not origins[0], -excess
+
+    return sorted(origins, key=rank)
+
+
+def _number(value: Any) -> float:
+    return float(value)  # "Infinity" and "NaN" too
+
+
+def _read_finding(finding: Mapping[str, Any]) -> Claim:
+    explanation = finding.get("explanation") or {}
+    place = finding.get("place") or {}
+    subject = explanation.get("subject") or {}
+    facts = finding.get("facts") or {}
+    said = {key: value for key, value in finding.items() if key not in _NOT_SAID}
+    said["place"] = {key: value for key, value in place.items() if key not in _NOT_SAID_OF_PLACE}
+    of_cause = [finding.get("cause"), explanation, facts, finding.get("lines")]
+    tensors = [*subject.get("tensors", ()), subject.get("module"), subject.get("inner")]
+    if not any(tensors):
+        tensors = [finding.get("tensor"), place.get("module")]
+    if terms := _find_terms(explanation):
+        tensors = terms  # the gradients that a loss term is a part of are no culprits
+    if facts.get("about") in ("gathered", "dtype"):
+        tensors += [facts.get("parameter"), facts.get("module"), *facts.get("parameters", ())]
+    kind, is_location_only = _read_kind(finding, explanation, facts)
+    return Claim(
+        kind=kind,
+        lines=tuple(dict.fromkeys(_find_lines(of_cause))),
+        tensors=tuple(dict.fromkeys(name for name in tensors if name)),
+        axes=tuple(sorted(_find_axes(explanation, place, facts) - {""})),
+        is_location_only=is_location_only,
+        shown=tuple(dict.fromkeys(_find_lines(said))),
+    )
+
+
+def _find_terms(explanation: Mapping[str, Any]) -> list[str]:
+    """Return the loss terms that a part of a sum is of."""
+    parts = [each["part"] for each in (explanation.get("operation") or {}).get("contributions", ())]
+    return sorted({part["term"] for part in parts if part.get("term")})
+
+
+def _read_failure(case: Mapping[str, Any]) -> Claim:
+    """Return the claim of a case that ended in an error: the lines of the ranks' stacks."""
+    lines = tuple(dict.fromkeys(_find_lines([case.get("reason"), case["rank_reports"]])))
+    return Claim(lines=lines, shown=lines)
+
+
+def _read_kind(
+    finding: Mapping[str, Any], explanation: Mapping[str, Any], facts: Mapping[str, Any]
+) -> tuple[str, bool]:
+    code = finding.get("code") or explanation.get("cause") or ""
+    operation = explanation.get("operation") or {}
+    name = operation.get("kind", "")
+    if not name:
+        return _read_facts(code, facts)
+    quantity = (explanation.get("subject") or {}).get("quantity")
+    if name == "altered" and quantity == "loaded value":
+        return "state", False  # another number than was saved
+    if name in _ONLY_A_PLACE:
+        return _KIND_OF_CODE.get(code, ""), True
+    if name == "scaled" and code not in _CODES_THAT_LEAD:
+        return _read_scaled(operation)
+    kind = _KIND_OF_OPERATION.get(name, "")
+    if code in _CODES_THAT_LEAD:
+        kind = _KIND_OF_CODE[code]
+    elif name == "zeroed" and quantity in ("initial value", "loaded value"):
+        kind = "state"
+    elif name == "replaced":
+        kind = "elsewhere" if operation.get("by") == "tensor" else "state"
+    elif name == "mistaken" and all(_is_factor(mistake) for mistake in operation.get("mistakes", ())):
+        kind = "scale"
+    return kind, False
+
+
+def _is_factor(mistake: Mapping[str, Any]) -> bool:
+    return bool((mistake.get("factor") or {}).get("equals"))
+
+
+def _read_facts(code: str, facts: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the kind of what a check itself has found."""
+    about = facts.get("about")
+    if about in _KIND_OF_FACTS:
+        keys = ("rule", "rounded", "factors", "is_own", "form", "dtype")
+        kind = "reduction" if facts.get("form") == "own" else _KIND_OF_FACTS[about]
+        return kind, not any(facts.get(key) for key in keys)
+    return _KIND_OF_CODE.get(code, ""), code in _CODES_OF_A_PLACE
+
+
+def _read_scaled(operation: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the kind of parts that are counted otherwise: a share that is missing is a sum that was not made."""
+    factors, parts = [], []
+    for contribution in operation.get("contributions", ()):
+        factors.append(contribution["factor"])
+        parts.append(contribution["part"])
+    if operation.get("clip"):
+        return "loop", False
+    if operation.get("reduced_again"):
+        return "reduction", False
+    if factors and all(_number(factor["value"]) == 0 for factor in factors):
+        return _read_missing([part.get("tokens") or {} for part in parts]), False
+    named = operation.get("ranks") or operation.get("loss_scale") or operation.get("local_means")
+    named = named or operation.get("own_tokens") or operation.get("by_number")
+    return "scale", not (named or any(factor.get("equals") or factor.get("rounded") for factor in factors))
+
+
+def _read_missing(tokens: Sequence[Mapping[str, Any]]) -> str:
+    """Return the kind of shares that are missing: of one rank a sum, of a micro-batch on all of them a call."""
+    ranks = {each.get("data_rank") for each in tokens}
+    micro_batches = {each.get("micro_batch") for each in tokens}
+    if None in micro_batches:
+        return "edit" if None in ranks else "reduction"
+    return "loop" if None in ranks or len(ranks) > len(micro_batches) else "reduction"
+
+
+def _find_axes(*records: Any) -> set[str]:
+    """Return the mesh axes that records name: in `axes`, and as sources of factors."""
+    found: set[str] = set()
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, Mapping):
+            for name, child in value.items():
+                walk(child, name)
+        elif isinstance(value, list | tuple):
+            for child in value:
+                walk(child, key)
+        elif isinstance(value, str) and key in ("axes", "axis", "times", "over", "met"):
+            found.add(value)
+
+    for record in records:
+        walk(record, "")
+    return found
+
+
+def _find_lines(value: Any) -> Iterator[tuple[str, int]]:
+    """Yield every `file:line` in the texts of a value."""
+    if isinstance(value, str):
+        for file, number in _LINE.findall(value):
+            yield file, int(number)
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from _find_lines(child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            yield from _find_lines(child)
