@@ -1,0 +1,281 @@
+"""Aligns what ranks computed with what one device computed: which of their values are right values, and where.
+
+A value of a rank is known if its elements are elements of one device (a region, in any order, with padding), if such
+values of several ranks or micro-batches add up to some, or if it is a multiple of some. What is not known need not be
+wrong: layouts compute things that one device does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeverify.explain.content import Elements, by_bytes, fingerprint, is_move, move, says_something
+from moeverify.explain.joint import At, Execution, Joint
+from moeverify.explain.meetings import MOVING
+from moeverify.explain.operators import NotExecutable
+from moeverify.explain.program import BATCH, Op, Program
+
+Key = tuple[object, ...]
+"""What operators have in common that ranks and micro-batches execute at the same place of the program."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A value that is right: `ids` has the identity of each element.
+
+    None for whole numbers and masks that are right as a whole. `over` has the values that are summed to such
+    elements, this one among them; it is empty for a value that is right by itself. Elements are `scale` times those.
+    """
+
+    ids: Tensor | None
+    scale: float = 1.0
+    over: tuple[At, ...] = ()
+
+
+class Alignment:
+    """What is known of the values of all ranks, looked up when it is asked for.
+
+    `scales` are the multiples under which a value is still known, such as the number of ranks that share a loss.
+    """
+
+    def __init__(self, joint: Joint, one: Program, scales: Sequence[float] = ()) -> None:
+        self.joint, self.one = joint, one
+        self._execution: Execution | None = None
+        self._scales = (1.0, *(each for each in scales if each != 1.0))
+        self._known: dict[At, Known | None] = {}
+        self._telling: dict[At, tuple[Tensor | None, bool]] = {}
+        self.elements = Elements(one)
+        self._exact = by_bytes((value.number, value.data) for value in one.values)
+        self._keys = [list_keys(program) for program in joint.programs]
+        self._by_key: dict[Key, list[At]] = {}
+        self._by_loose_key: dict[Key, list[At]] = {}
+        for rank, keys in enumerate(self._keys):
+            for number, key in keys.items():
+                self._by_key.setdefault(key, []).append((rank, number))
+                self._by_loose_key.setdefault(_loosen(key), []).append((rank, number))
+        self._one_by_key: dict[Key, list[int]] = {}
+        for number, key in list_keys(one).items():
+            self._one_by_key.setdefault(key, []).append(number)
+        self._groups = _list_groups(joint)
+
+    def under(self, execution: Execution) -> Alignment:
+        """Return the alignment of what the ranks' values are under changes."""
+        changed = copy(self)
+        changed._execution = execution
+        others = execution.changed()
+        changed._known = {
+            at: known
+            for at, known in self._known.items()
+            if known is not None and at not in others and not any(each in others for each in known.over)
+        }
+        return changed
+
+    def data(self, at: At) -> Tensor | None:
+        """Return the data of a value."""
+        return self.joint.data(at) if self._execution is None else self._execution.data(at)
+
+    def find(self, at: At) -> Known | None:
+        """Return what is known of a value."""
+        if at not in self._known:
+            self._known[at] = None  # a sum asks for its parts
+            self._known[at] = self._look_up(at)
+        return self._known[at]
+
+    def is_right(self, at: At) -> bool:
+        """Return whether a value is known, or is new memory that nothing has written."""
+        op = self.joint.op(self.joint.maker(at))
+        return self.find(at) is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
+
+    def tells(self, at: At) -> bool:
+        """Return whether a value has elements by which it can be told from others."""
+        data = self.data(at)
+        known = self._telling.get(at)
+        if known is None or known[0] is not data:
+            known = self._telling[at] = (data, says_something(data))
+        return known[1]
+
+    def is_wrong(self, at: At) -> bool:
+        """Return whether a value has telling elements that are not known to be right."""
+        return self.tells(at) and not self.is_right(at)
+
+    def key(self, at: At) -> Key:
+        """Return what a value has in common with those made at the same place of the program."""
+        return self._keys[at[0]][at[1]]
+
+    def siblings(self, at: At) -> list[At]:
+        """Return the values of all ranks and micro-batches that are made at the same place of the program."""
+        return self._by_key[self.key(at)]
+
+    def occurrence(self, at: At) -> int:
+        """Return how many values of the rank are made before one at its place of the program."""
+        return [each for each in self.siblings(at) if each[0] == at[0]].index(at)
+
+    def locate(self, data: Tensor, op: Op, key: Key = ()) -> Known | None:
+        """Return what is known of data that an operator could have made."""
+        likely = self._one_by_key.get(key, ())
+        for scale in self._scales:
+            ids = self.elements.find(data / scale, lambda root: _distance(op, self.one.op_of(root)), likely)
+            if ids is not None and bool(ids.any()):
+                return Known(ids, scale)
+        return None
+
+    def _look_up(self, at: At) -> Known | None:
+        data = self.data(at)
+        if data is None or not data.numel():
+            return None
+        op = self.joint.op(self.joint.maker(at))
+        if not self.tells(at):
+            return self._look_up_exact(at, data, op)
+        known = self._look_up_moved(at, op) if self._is_moved(at, op) else None
+        known = known or self.locate(data, op, self.key(at))
+        if known is None and not is_blank(op):
+            known = self._look_up_sum(at, op)
+        return known
+
+    def _is_moved(self, at: At, op: Op) -> bool:
+        kind = op.name.partition(".")[2] if op.meeting is not None else ""
+        return self.joint.value(at).alias >= 0 or is_move(op) or kind in MOVING
+
+    def _look_up_moved(self, at: At, op: Op) -> Known | None:
+        """Return what is known of elements that were moved, by what is known of the operands."""
+        rank = at[0]
+        scales: set[float] = set()
+        overs: set[tuple[At, ...]] = set()
+
+        def ids_of(source: At) -> Tensor | None:
+            data = self.data(source)
+            if data is None:
+                return None
+            if not data.is_floating_point():
+                return data
+            known = self.find(source)
+            if known is None or known.ids is None or known.ids.shape != data.shape:
+                is_empty = is_blank(self.joint.op(self.joint.maker(source))) or not self.tells(source)
+                return torch.zeros(data.shape, dtype=torch.float64) if is_empty else None
+            scales.add(known.scale)
+            overs.add(known.over)
+            return known.ids.to(torch.float64)
+
+        if op.meeting is not None:
+            made = self._meet(at, ids_of)
+        else:
+            made = move(op, lambda number: ids_of((rank, number)))
+        place = op.results.index(at[1])
+        if made is None or place >= len(made) or len(scales) != 1 or len(overs) != 1:
+            return None
+        ids = made[place]
+        data = self.data(at)
+        if data is None or ids.shape != data.shape or bool(((ids == 0) & (data != 0)).any()):
+            return None
+        return Known(ids, scales.pop(), overs.pop())
+
+    def _meet(self, at: At, ids_of: object) -> list[Tensor] | None:
+        changes = {}
+        op = self.joint.maker(at)
+        for source in self.joint.reads(op):
+            ids = ids_of(source)  # type: ignore[operator]
+            if ids is None:
+                return None
+            changes[source] = ids
+        try:
+            made = Execution.meet_with(self.joint, op, changes)
+        except NotExecutable:
+            return None
+        return [each.to(torch.int64) for each in made]
+
+    def _look_up_exact(self, at: At, data: Tensor, op: Op) -> Known | None:
+        """Find whole numbers, masks and simple numbers: the same tensor as a whole, or results beside known ones."""
+        if fingerprint(data) in self._exact:
+            return Known(None)
+        for number in op.results:
+            other = self.joint.value((at[0], number))
+            if number != at[1] and other.dtype.startswith(("float", "bfloat")):
+                return None if self.find((at[0], number)) is None else Known(None)
+        return None
+
+    def _look_up_sum(self, at: At, op: Op) -> Known | None:
+        """Find values of other ranks and micro-batches with which this one adds up to elements of one device."""
+        for parts in self._list_sums(at):
+            data = [self.data(each) for each in parts]
+            if len({None if each is None else each.shape for each in data}) == 1 and data[0] is not None:
+                total = torch.stack([each for each in data if each is not None]).sum(0)
+                known = self.locate(total, op, self.key(at))
+                if known is not None:
+                    return Known(known.ids, known.scale, parts)
+        return None
+
+    def _list_sums(self, at: At) -> Iterator[tuple[At, ...]]:
+        yield from self._list_sums_of(at, self.siblings(at))
+        # Ranks may compute their parts in different lines of one function.
+        yield from self._list_sums_of(at, self._by_loose_key[_loosen(self.key(at))])
+
+    def _list_sums_of(self, at: At, members: Sequence[At]) -> Iterator[tuple[At, ...]]:
+        by_rank: dict[int, list[At]] = {}
+        for each in members:
+            by_rank.setdefault(each[0], []).append(each)
+        own = by_rank[at[0]]
+        place = own.index(at)
+        for group in self._groups:
+            if at[0] in group and all(len(by_rank.get(rank, ())) == len(own) for rank in group):
+                yield tuple(by_rank[rank][place] for rank in group)
+        if len(own) > 1:
+            yield tuple(own)
+            for group in self._groups:
+                if at[0] in group and all(rank in by_rank for rank in group):
+                    yield tuple(each for rank in group for each in by_rank[rank])
+
+
+def is_blank(op: Op) -> bool:
+    """Return whether an operator makes memory without writing it."""
+    return op.short.startswith(("empty", "new_empty"))
+
+
+def list_keys(program: Program) -> dict[int, Key]:
+    """Return the key of each value of a program.
+
+    The derivative of one operator may call an operator twice, for two operands: these are told apart by their order.
+    """
+    keys: dict[int, Key] = {}
+    counts: dict[tuple[int, str], int] = {}
+    for op in program.ops:
+        place = counts[op.origin, op.name] = counts.get((op.origin, op.name), -1) + 1
+        sites = program.sites_of(op)[:2]
+        base = (op.step, op.phase, op.module, op.name, sites, place if op.origin >= 0 else 0)
+        for slot, number in enumerate(op.results):
+            keys[number] = (*base, slot)
+    return keys
+
+
+def _loosen(key: Key) -> Key:
+    """Return what values have in common that the same function makes by one operator, in whichever of its lines."""
+    step, phase, module, name, sites, place, slot = key
+    functions = tuple((site.file, site.function) for site in sites)  # type: ignore[attr-defined]
+    return step, phase, module, name, functions, place, slot
+
+
+def _distance(op: Op, other: Op) -> tuple[bool, ...]:
+    """Return how unlike two operators are."""
+    return (
+        other.step != op.step,
+        other.short.rstrip("_") != op.short.rstrip("_"),
+        other.module != op.module,
+        other.phase != op.phase,
+    )
+
+
+def _list_groups(joint: Joint) -> list[tuple[int, ...]]:
+    """Return the groups of ranks over which a sum may run: those of the collectives, then all."""
+    groups = {
+        op.meeting.group.ranks: None
+        for program in joint.programs
+        for op in program.ops
+        if op.meeting is not None and len(op.meeting.group.ranks) > 1
+    }
+    if len(joint.programs) > 1:
+        groups[tuple(range(len(joint.programs)))] = None
+    return list(groups)

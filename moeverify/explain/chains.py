@@ -1,0 +1,51 @@
+"""How values get from where they are computed to where they are used: views, moves, and the indices of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.content import is_move
+from moeverify.explain.joint import At, Joint
+
+_LONGEST = 24
+
+
+def is_passing(joint: Joint, op: At) -> bool:
+    """Return whether an operator only moves elements, or works on whole numbers and masks alone."""
+    recorded = joint.op(op)
+    if not recorded.results or recorded.meeting is not None:
+        return False
+    value = joint.value((op[0], recorded.results[0]))
+    return value.alias >= 0 or is_move(recorded) or not value.dtype.startswith(("float", "bfloat"))
+
+
+def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
+    """Return the operators by which values came from where they were computed, the last first."""
+    found: dict[At, None] = {}
+    waiting = [joint.maker(at) for at in values]
+    while waiting and len(found) < _LONGEST:
+        op = waiting.pop(0)
+        if op in found or not is_passing(joint, op):
+            continue
+        found[op] = None
+        waiting += [joint.maker(at) for at in joint.reads(op)]
+    return list(found)
+
+
+def list_ancestors(joint: Joint, op: At, depth: int) -> Iterator[At]:
+    """Yield the tensors of numbers that an operator takes, and those that they were moved from."""
+    for at in joint.reads(op):
+        if joint.value(at).dtype.startswith("float"):
+            yield at
+            maker = joint.maker(at)
+            if depth and is_passing(joint, maker):
+                yield from list_ancestors(joint, maker, depth - 1)
+
+
+def list_group(alignment: Alignment, op: At, inside: set[At] | None = None) -> tuple[At, ...]:
+    """Return the operators of all ranks and micro-batches that stand at the same place of the program."""
+    joint = alignment.joint
+    results = joint.op(op).results
+    group = [joint.maker(each) for each in alignment.siblings((op[0], results[0]))] if results else [op]
+    return tuple(each for each in group if inside is None or each in inside)

@@ -1,0 +1,310 @@
+"""The elements of one device's tensors, found by their values.
+
+Every element that an operator of one device has computed has an identity: a number from 1 on. Operators that only move
+elements, such as `cat` or `index`, hand identities on. A tensor of a rank is described by the identities of its
+elements, whatever its shape, order or padding; 0 stands for padding.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from moeverify.explain.operators import NotExecutable, run
+from moeverify.explain.program import READ, Op, Program
+
+TOLERANCE = 1e-9
+"""How far elements may be apart, relative to the root mean square of their tensor and to themselves."""
+
+_NUM_SAMPLES = 16
+_NUM_LOOKED_AT = 96
+_DIVISORS = torch.arange(1, 129, dtype=torch.float64)
+_LARGE = 1e6
+"""Whole numbers beyond this are counts of nothing."""
+
+_MOST_HITS = 64
+"""Tensors that hold an element: one that more have says nothing."""
+
+_MOST_ROOTS = 4
+"""Tensors whose elements together may make a tensor, such as two projections that are computed as one."""
+
+MOVES = frozenset(
+    {
+        "_to_copy",
+        "all_gather_copy_in",
+        "cat",
+        "chunk_cat",
+        "clone",
+        "constant_pad_nd",
+        "contiguous",
+        "copy",
+        "embedding",
+        "flip",
+        "gather",
+        "index",
+        "index_copy",
+        "index_put",
+        "index_select",
+        "masked_scatter",
+        "masked_select",
+        "repeat",
+        "roll",
+        "scatter",
+        "select_scatter",
+        "slice_scatter",
+        "split_with_sizes_copy",
+        "stack",
+        "take",
+        "where",
+        READ,
+    }
+)
+"""Operators whose results consist of elements that they take."""
+
+
+def is_move(op: Op) -> bool:
+    """Return whether an operator only moves elements."""
+    if op.short.strip("_") == "to_copy":
+        return op.kwargs.get("dtype") in (None, torch.float64, torch.float32)
+    if op.short.rstrip("_") == "index_put":
+        return not any(each is True for each in op.args)
+    return op.short.rstrip("_") in MOVES or op.short == READ
+
+
+def move(op: Op, operand: Callable[[int], Tensor | None]) -> list[Tensor] | None:
+    """Return the identities in the results of an operator that moves elements; None if it cannot be told.
+
+    `operand` returns what a value stands for: identities in float64, which every operator takes and which are exact
+    up to 2^53, or positions and masks as they are.
+    """
+    try:
+        made = run(op, operand)
+    except NotExecutable:
+        return None
+    return [each.to(torch.int64) for each in made]
+
+
+class Elements:
+    """The identities of all elements of one device's program, and an index of their values."""
+
+    def __init__(self, one: Program) -> None:
+        self._one = one
+        self._bases: list[int] = []
+        self._roots: list[int] = []
+        self._places: dict[int, int] = {}
+        self._size = 0
+        self.ids: list[Tensor | None] = []
+        self.sources: list[frozenset[int]] = []
+        self._sorted: dict[int, tuple[Tensor, Tensor, float]] = {}
+        for value in one.values:
+            ids = self._number(value.number)
+            self.sources.append(self._list_sources(value.number, ids))
+            self.ids.append(ids)
+        self._starts = torch.tensor(self._bases or [0])
+        flats = [self._flat(root) for root in self._roots]
+        joined = torch.cat(flats) if flats else torch.zeros(0, dtype=torch.float64)
+        self._values, order = torch.sort(joined)
+        sizes = torch.tensor([len(each) for each in flats] or [0])
+        owners = torch.repeat_interleave(torch.arange(len(flats) or 1), sizes)
+        self._owners = owners[order] if len(flats) else torch.zeros(0, dtype=torch.int64)
+
+    def _flat(self, root: int) -> Tensor:
+        data = self._one.values[root].data
+        assert data is not None
+        return data.detach().reshape(-1).to(torch.float64)
+
+    def _number(self, number: int) -> Tensor | None:
+        """Return the identities of a value: those that are handed on, or new ones."""
+        value = self._one.values[number]
+        if value.data is None or not value.data.is_floating_point():
+            return None
+        op = self._one.ops[value.op]
+        if value.alias >= 0 or is_move(op):
+            made = move(op, self._operand)
+            place = op.results.index(number) if number in op.results else 0
+            if made is not None and place < len(made) and made[place].shape == value.data.shape:
+                return made[place]
+        count = value.data.numel()
+        self._bases.append(self._size)
+        self._places[number] = len(self._roots)
+        self._roots.append(number)
+        self._size += count
+        return torch.arange(self._size - count + 1, self._size + 1).reshape(value.data.shape)
+
+    def _list_sources(self, number: int, ids: Tensor | None) -> frozenset[int]:
+        """Return the values whose elements a value may have."""
+        if ids is None:
+            return frozenset()
+        if number in self._places:
+            return frozenset((number,))
+        op = self._one.op_of(number)
+        return frozenset().union(*(self.sources[each] for each in op.reads() if each < len(self.sources)))
+
+    def _operand(self, number: int) -> Tensor | None:
+        data = self._one.values[number].data
+        if data is not None and not data.is_floating_point():
+            return data
+        ids = self.ids[number] if number < len(self.ids) else None
+        return None if ids is None else ids.to(torch.float64)
+
+    def root(self, identity: int) -> int:
+        """Return the value that computed an element."""
+        return self._roots[bisect_right(self._bases, identity - 1) - 1]
+
+    def roots(self, ids: Tensor) -> list[int]:
+        """Return the values that computed some elements, those of most elements first."""
+        flat = ids.reshape(-1)
+        flat = flat[flat > 0]
+        if not len(flat):
+            return []
+        places = torch.bucketize(flat - 1, self._starts, right=True) - 1
+        counts = torch.bincount(places)
+        found = counts.argsort(descending=True)[: int((counts > 0).sum())]
+        return [self._roots[place] for place in found.tolist()]
+
+    def pick(self, ids: Tensor) -> Tensor:
+        """Return the values of elements; zero for padding. Shape: that of `ids`, float64."""
+        out = torch.zeros(ids.shape, dtype=torch.float64)
+        for root in self.roots(ids):
+            base = self._bases[self._places[root]]
+            flat = self._flat(root)
+            inside = (ids > base) & (ids <= base + len(flat))
+            out[inside] = flat[ids[inside] - base - 1]
+        return out
+
+    def find(
+        self, data: Tensor, prefer: Callable[[int], object], likely: Iterable[int] = ()
+    ) -> Tensor | None:
+        """Return the identities of the elements of a tensor; None if some are nowhere, and are not zero.
+
+        The `likely` tensors are tried first; `prefer` is the sort key of others that have the same elements.
+        """
+        for root in likely:
+            found = self._locate(root, data.detach().reshape(-1).to(torch.float64)) if root in self._places else None
+            if found is not None and not bool(((found == 0) & (data.reshape(-1) != 0)).any()):
+                return self._straighten(root, data, found).reshape(data.shape)
+        flat = data.detach().reshape(-1).to(torch.float64)
+        ids = torch.zeros(len(flat), dtype=torch.int64)
+        left = flat != 0
+        for _ in range(_MOST_ROOTS):
+            wanted = sample(flat[left])
+            root = self._choose(wanted, prefer)
+            if root is None:
+                break
+            found = self._locate(root, flat)
+            new = left & (found > 0)
+            if not bool(new.any()):
+                break
+            if not bool(ids.any()) and bool((new == (flat != 0)).all()):
+                found = self._straighten(root, data, found).reshape(-1)
+            ids[new] = found[new]
+            left &= ~new
+        return None if bool(left.any()) else ids.reshape(data.shape)
+
+    def _choose(self, wanted: Tensor, prefer: Callable[[int], object]) -> int | None:
+        """Return the tensor that has most of a sample of elements."""
+        if not len(wanted) or not len(self._values):
+            return None
+        width = TOLERANCE * wanted.abs()
+        first = torch.searchsorted(self._values, wanted - width).tolist()
+        last = torch.searchsorted(self._values, wanted + width, right=True).tolist()
+        votes: dict[int, int] = {}
+        for begin, end in zip(first, last, strict=True):
+            for place in set(self._owners[begin : min(end, begin + _MOST_HITS)].tolist()):
+                votes[place] = votes.get(place, 0) + 1
+        if not votes:
+            return None
+        most = max(votes.values())
+        best = [self._roots[place] for place, count in votes.items() if count >= most - most // 8]
+        return min(best, key=lambda root: (prefer(root), root))
+
+    def _locate(self, root: int, flat: Tensor) -> Tensor:
+        """Return the identity of each element in one tensor, 0 where it is not there."""
+        if root not in self._sorted:
+            own = self._flat(root)
+            values, order = torch.sort(own, stable=True)
+            finite = own[own.isfinite()]
+            self._sorted[root] = (values, order, float(finite.square().mean().sqrt()) if len(finite) else 0.0)
+        values, order, size = self._sorted[root]
+        width = TOLERANCE * (flat.abs() + size)
+        after = torch.searchsorted(values, flat).clamp(max=len(values) - 1)
+        before = (after - 1).clamp(min=0)
+        nearest = torch.where((values[after] - flat).abs() <= (values[before] - flat).abs(), after, before)
+        is_found = ((values[nearest] - flat).abs() <= width) | (values[nearest] == flat)
+        base = self._bases[self._places[root]]
+        return torch.where(is_found, order[nearest] + base + 1, 0)
+
+    def _straighten(self, root: int, data: Tensor, found: Tensor) -> Tensor:
+        """Return identities with equal elements resolved as a regular region, where it is one."""
+        own = self._one.values[root].data
+        assert own is not None
+        base = self._bases[self._places[root]]
+        size = self._sorted[root][2]
+        if own.numel() == data.numel() and own.shape == data.shape and is_near(data, own, size):
+            return torch.arange(base + 1, base + 1 + data.numel()).reshape(data.shape)
+        index = found.reshape(data.shape) - base - 1
+        regular = fit_region(index, own.numel())
+        if regular is not None and is_near(data.to(torch.float64), self._flat(root)[regular], size):
+            return regular + base + 1
+        return found
+
+
+def is_near(one: Tensor, two: Tensor, size: float) -> bool:
+    """Return whether two tensors of one shape have the same elements at the same places."""
+    width = TOLERANCE * (two.abs() + size)
+    return bool((((one - two).abs() <= width) | (one == two)).all())
+
+
+def sample(data: Tensor) -> Tensor:
+    """Return some elements of a tensor that tell it from others: neither zero nor quotients of small numbers."""
+    flat = data.detach().reshape(-1).to(torch.float64)
+    flat = flat[flat.isfinite() & (flat.abs() > 1e-200)]
+    if len(flat) > _NUM_LOOKED_AT:
+        flat = flat[:: -(-len(flat) // _NUM_LOOKED_AT)]
+    multiples = flat[:, None] * _DIVISORS
+    is_simple = ((multiples - multiples.round()).abs() <= 1e-9 * multiples.abs().clamp(min=1.0)).any(1)
+    telling = flat[~is_simple | (flat.abs() > _LARGE)]
+    if len(telling) > _NUM_SAMPLES:
+        telling = telling[:: -(-len(telling) // _NUM_SAMPLES)]
+    return telling.unique()
+
+
+def says_something(data: Tensor | None) -> bool:
+    """Return whether a tensor has elements by which it can be told from others."""
+    return data is not None and data.is_floating_point() and len(sample(data)) > 0
+
+
+def fit_region(index: Tensor, size: int) -> Tensor | None:
+    """Return the affine map of places that most elements of an index follow; None if it leaves the tensor."""
+    if index.ndim == 0 or not index.numel():
+        return None
+    steps = [
+        0 if index.shape[dim] == 1 else int(index.diff(dim=dim).reshape(-1).mode().values)
+        for dim in range(index.ndim)
+    ]
+    along = [
+        (torch.arange(index.shape[dim]) * step).reshape([-1 if each == dim else 1 for each in range(index.ndim)])
+        for dim, step in enumerate(steps)
+    ]
+    total: Tensor = sum(along[1:], along[0])
+    start = int((index - total).reshape(-1).mode().values)
+    fitted = (total + start).expand(index.shape)
+    return fitted if bool(((fitted >= 0) & (fitted < size)).all()) else None
+
+
+def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, list[int]]:
+    """Return which values have the same bytes, of whole numbers, masks and simple numbers."""
+    found: dict[object, list[int]] = {}
+    for number, data in values:
+        if data is not None and data.numel() and not (data.is_floating_point() and len(sample(data))):
+            found.setdefault(fingerprint(data), []).append(number)
+    return found
+
+
+def fingerprint(data: Tensor) -> object:
+    """Return what is equal for tensors of one dtype and shape with the same bytes."""
+    flat = data.detach().contiguous().reshape(-1)
+    return str(data.dtype), tuple(data.shape), hash(bytes(flat.view(torch.uint8).numpy()))

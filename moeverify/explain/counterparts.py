@@ -1,0 +1,256 @@
+"""For an operator of the ranks, the operators of one device that do the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeverify.explain.align import Alignment, Key, list_keys
+from moeverify.explain.content import Elements
+from moeverify.explain.joint import At
+from moeverify.explain.program import Op, Program, Ref
+
+_MOST = 4
+_MADE_ALIKE = 0.8
+"""What it counts that an operand was made by the counterpart of what made the other one."""
+
+_NEAR = 3
+"""Steps between values that are computed from each other."""
+
+_MOST_READERS = 400
+"""Operators of one device that are looked at as counterparts of one of the ranks."""
+
+Place = tuple[int | str, ...]
+"""Where an argument stands: its position or name, then its position in a list."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same place of two calls: the value that a rank takes, and the one that one device takes."""
+
+    place: Place
+    mine: int
+    theirs: int
+
+
+class OneDevice:
+    """The program of one device, with what reads each element."""
+
+    def __init__(self, program: Program, elements: Elements) -> None:
+        self.program, self.elements = program, elements
+        self.keys = list_keys(program)
+        self._readers: dict[int, list[int]] = defaultdict(list)
+        self._by_key: dict[Key, list[int]] = defaultdict(list)
+        self._sets: dict[int, Tensor] = {}
+        self._before: dict[int, frozenset[int]] = {}
+        self._roots: dict[int, tuple[Tensor, list[int]]] = {}
+        self._occurrences: dict[int, int] = {}
+        self._labels: dict[int, str] = {}
+        for value in program.values:
+            if value.label and len(elements.sources[value.number]) == 1:
+                self._labels.setdefault(next(iter(elements.sources[value.number])), value.label)
+        for op in program.ops:
+            for number in set(op.reads()):
+                for root in elements.sources[number]:
+                    self._readers[root].append(op.number)
+            if op.results:
+                members = self._by_key[self.keys[op.results[0]][:-1]]
+                self._occurrences[op.number] = len(members)
+                members.append(op.number)
+
+    def data(self, number: int) -> Tensor | None:
+        """Return the data of a value."""
+        return self.program.values[number].data
+
+    def ids(self, number: int) -> Tensor | None:
+        """Return the identities of the elements of a value."""
+        return self.elements.ids[number]
+
+    def has(self, number: int, ids: Tensor) -> float:
+        """Return which part of some elements a value has."""
+        own = self.ids(number)
+        if not self.elements.sources[number].intersection(self.roots(ids)):
+            return 0.0
+        flat = ids.reshape(-1)
+        flat = flat[flat > 0]
+        if own is None or not len(flat) or not own.numel():
+            return 0.0
+        if number not in self._sets:
+            self._sets[number] = torch.sort(own.reshape(-1)).values
+        inside = self._sets[number]
+        at = torch.searchsorted(inside, flat).clamp(max=len(inside) - 1)
+        return float((inside[at] == flat).double().mean())
+
+    def roots(self, ids: Tensor) -> list[int]:
+        """Return the values that computed some elements; found once for each tensor of identities."""
+        known = self._roots.get(id(ids))
+        if known is None:
+            known = self._roots[id(ids)] = (ids, self.elements.roots(ids))
+        return known[1]
+
+    def label(self, ids: Tensor) -> str:
+        """Return the name of the parameter or buffer that elements are from, if they are from one."""
+        roots = self.roots(ids)
+        return self._labels.get(roots[0], "") if len(roots) == 1 else ""
+
+    def resembles(self, mine: Tensor, theirs: Tensor) -> float:
+        """Return how much elements have to do with others: versions of one parameter, or computed from each other."""
+        label = self.label(mine)
+        if label and label == self.label(theirs):
+            return 0.5
+        one, two = self.roots(mine)[:1], self.roots(theirs)[:1]
+        if one and two and (one[0] in self._list_before(two[0]) or two[0] in self._list_before(one[0])):
+            return 0.3
+        return 0.0
+
+    def _list_before(self, root: int) -> frozenset[int]:
+        """Return the values from which another one is computed in a few steps."""
+        if root not in self._before:
+            found, front = {root}, {root}
+            for _ in range(_NEAR):
+                makers = [self.program.op_of(each) for each in front]
+                front = {source for op in makers for each in op.reads() for source in self.elements.sources[each]}
+                found |= front
+            self._before[root] = frozenset(found)
+        return self._before[root]
+
+    def place(self, op: Op) -> object:
+        """Return what operators have in common that one line of code executes, in whichever layer."""
+        return op.name, op.phase, self.program.sites_of(op)[:1]
+
+    def maker(self, number: int) -> int:
+        """Return the operator that has computed a value, through its views."""
+        value = self.program.values[number]
+        while value.alias >= 0:
+            value = self.program.values[value.alias]
+        return value.op
+
+    def occurrence(self, op: Op) -> int:
+        """Return how many operators stand before one at its place of the program."""
+        return self._occurrences.get(op.number, 0)
+
+    def count(self, op: Op) -> int:
+        """Return how many operators stand at the place of one."""
+        return len(self._by_key[self.keys[op.results[0]][:-1]]) if op.results else 1
+
+    def candidates(self, key: Key, roots: Iterable[int]) -> list[Op]:
+        """Return the operators at the same place of the program, and those that read some elements."""
+        found = dict.fromkeys(self._by_key.get(key, ()))
+        for root in roots:
+            found |= dict.fromkeys(self._readers.get(root, ())[:_MOST_READERS])
+        return [self.program.ops[number] for number in found]
+
+
+class Counterparts:
+    """Finds for operators of ranks those of one device that they may stand for."""
+
+    def __init__(self, alignment: Alignment, one: OneDevice) -> None:
+        self._alignment, self._one = alignment, one
+        self._found: dict[At, list[Op]] = {}
+
+    def find(self, at: At) -> list[Op]:
+        """Return the operators of one device that an operator of a rank may stand for, the likeliest first."""
+        if at not in self._found:
+            self._found[at] = []  # operands ask for the operators that made them
+            self._found[at] = self._find(at)
+        return self._found[at]
+
+    def _find(self, at: At) -> list[Op]:
+        alignment, one = self._alignment, self._one
+        op = alignment.joint.op(at)
+        if not op.results:
+            return []
+        key = alignment.key((at[0], op.results[0]))[:-1]
+        ids: dict[int, Tensor] = {}
+        makers: dict[int, int] = {}
+        for number in set(op.reads()):
+            known = alignment.find((at[0], number))
+            if known is not None and known.ids is not None:
+                ids[number] = known.ids
+            elif known is None:
+                maker = self._maker((at[0], number))
+                made = self.find(maker) if maker is not None else []
+                if made:
+                    makers[number] = made[0].number
+        roots = [root for each in ids.values() for root in one.roots(each)]
+        roots += [root for number in makers.values() for root in one.program.ops[number].results]
+        occurrence = alignment.occurrence((at[0], op.results[0]))
+        scored = sorted(
+            (_score(op, other, key, one, ids, makers, occurrence), other.number) for other in one.candidates(key, roots)
+        )
+        return [one.program.ops[number] for _, number in scored[:_MOST]]
+
+    def _maker(self, at: At) -> At | None:
+        """Return the operator that has computed a value, through its views."""
+        joint = self._alignment.joint
+        value = joint.value(at)
+        while value.alias >= 0:
+            value = joint.value((at[0], value.alias))
+        return None if not value.dtype.startswith("float") else (at[0], value.op)
+
+
+def _score(
+    op: Op,
+    other: Op,
+    key: Key,
+    one: OneDevice,
+    ids: Mapping[int, Tensor],
+    makers: Mapping[int, int],
+    occurrence: int,
+) -> tuple[float, ...]:
+    """Return how unlike two operators are: `ids` are what the first takes, `makers` what should make it."""
+    is_same = op.short.strip("_") == other.short.strip("_")
+    pairs = pair_tensors(op, other) if is_same else list(_pair_by_elements(op, other, one, ids))
+    overlap = 0.0
+    for pair in pairs:
+        mine, theirs = ids.get(pair.mine), one.ids(pair.theirs)
+        if mine is not None and theirs is not None:
+            overlap += one.has(pair.theirs, mine) or one.resembles(mine, theirs)
+        elif pair.mine in makers:
+            overlap += _MADE_ALIKE * (one.maker(pair.theirs) == makers[pair.mine])
+    own = one.keys[other.results[0]][:-1] if other.results else ()
+    return (
+        other.step != op.step,
+        not is_same,
+        own != key,
+        -round(overlap, 2),
+        other.module != op.module,
+        other.phase != op.phase,
+        one.occurrence(other) != occurrence % max(1, one.count(other)),
+        abs(len(list(other.reads())) - len(list(op.reads()))),
+    )
+
+
+def _pair_by_elements(op: Op, other: Op, one: OneDevice, ids: Mapping[int, Tensor]) -> Iterator[Pair]:
+    for mine in op.reads():
+        if mine in ids:
+            best = max(other.reads(), key=lambda theirs: one.has(theirs, ids[mine]), default=None)
+            if best is not None:
+                yield Pair((), mine, best)
+
+
+def pair_tensors(op: Op, other: Op) -> list[Pair]:
+    """Return the tensor arguments that stand at the same place of two calls of one operator."""
+    pairs: list[Pair] = []
+    for place, (mine, theirs) in enumerate(zip(op.args, other.args, strict=False)):
+        if place not in op.overwritten:
+            pairs += _pair((place,), mine, theirs)
+    for name in op.kwargs.keys() & other.kwargs.keys():
+        pairs += _pair((name,), op.kwargs[name], other.kwargs[name])
+    return pairs
+
+
+def _pair(place: Place, mine: object, theirs: object) -> list[Pair]:
+    if isinstance(mine, Ref) and isinstance(theirs, Ref):
+        return [Pair(place, mine.number, theirs.number)]
+    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        return [
+            pair
+            for number, (one, two) in enumerate(zip(mine, theirs, strict=False))
+            for pair in _pair((*place, number), one, two)
+        ]
+    return []

@@ -1,0 +1,418 @@
+"""Changes of one operator of the ranks towards what one device does, each to be executed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.chains import list_ancestors
+from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place, pair_tensors
+from moeverify.explain.joint import At, Changes
+from moeverify.explain.operators import execute_all
+from moeverify.explain.program import Op, Ref
+from moeverify.explain.suspects import is_right
+
+Kind = Literal["number", "operator", "operand", "total", "share", "whole", "removed", "inserted", "value"]
+"""What an edit changes: options, the operator, an operand (by another value, the total of its parts, or the whole of
+which it is a part), the operator as such, or its result."""
+
+PRICES: dict[Kind, int] = {"number": 1, "operator": 1, "operand": 2, "total": 1, "share": 1, "whole": 2, "removed": 2, "inserted": 3, "value": 4}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of the operators `ops` of all ranks, made at one place of the program.
+
+    `others` has the operator of one device that each follows; `place` is the argument that is replaced.
+    """
+
+    kind: Kind
+    ops: tuple[At, ...]
+    changes: Changes
+    others: Mapping[At, Op] = field(default_factory=dict)
+    place: Place = ()
+
+    @property
+    def other(self) -> Op | None:
+        """Return the operator of one device that the first operator follows, if it follows one."""
+        return self.others.get(self.ops[0])
+
+    @property
+    def price(self) -> int:
+        """Return how much an edit changes."""
+        return PRICES[self.kind]
+
+
+def list_edits(
+    alignment: Alignment, one: OneDevice, counterparts: Counterparts, ops: Sequence[At]
+) -> Iterator[Edit]:
+    """Yield changes that make operators at one place of the program do what one device does."""
+    yield from _list_totals(alignment, one, ops)
+    yield from _list_shares(alignment, ops)
+    found = {at: counterparts.find(at) for at in ops}
+    for other in found[ops[0]]:
+        pairs = [(at, best) for at in ops if (best := _choose_like(one, found[at], other)) is not None]
+        if len(pairs) == len(ops):
+            yield from _list_towards(alignment, one, pairs)
+
+
+def _choose_like(one: OneDevice, found: Sequence[Op], other: Op) -> Op | None:
+    """Return the likeliest counterpart at the same place of the program as that of another rank."""
+    place = one.place(other)
+    return next((each for each in found if one.place(each) == place), None)
+
+
+def _list_towards(alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At, Op]]) -> Iterator[Edit]:
+    """Yield the changes that make operators what their counterparts are."""
+    joint = alignment.joint
+    first, other = pairs[0]
+    op = joint.op(first)
+    if op.meeting is None and op.name == other.name:
+        if any(_options(joint.op(at)) != _options(each) for at, each in pairs):
+            yield _make("number", pairs, lambda at, each: _with_options(joint.op(at), each))
+        for pair in pair_tensors(op, other):
+            yield from _list_operands(alignment, one, pairs, pair.place)
+    elif op.meeting is None and len(list(op.refs())) == len(list(other.refs())):
+        yield _make("operator", pairs, lambda at, each: _with_operator(joint.op(at), each))
+    changes = Changes()
+    for at, each in pairs:
+        data = _find_result(alignment, one, at, each)
+        if data is None:
+            return
+        changes.values[at[0], joint.op(at).results[0]] = data
+    yield Edit("value", tuple(at for at, _ in pairs), changes, dict(pairs))
+
+
+def _make(kind: Kind, pairs: Sequence[tuple[At, Op]], build: Callable[[At, Op], Op]) -> Edit:
+    changes = Changes()
+    for at, other in pairs:
+        changes.ops[at] = _execute(build(at, other))
+    return Edit(kind, tuple(at for at, _ in pairs), changes, dict(pairs))
+
+
+def _execute(op: Op) -> Callable[[Callable[[int], Tensor]], list[Tensor]]:
+    return lambda lookup: execute_all(op.name, op.args, op.kwargs, op.written, lookup)
+
+
+def _list_operands(
+    alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At, Op]], place: Place
+) -> Iterator[Edit]:
+    """Yield edits that give operators another operand at a place: as a value, for all that take it."""
+    kinds: tuple[Kind, ...] = ("operand", "whole")
+    for kind in kinds:
+        changes, is_other = Changes(), False
+        for at, other in pairs:
+            pair = next((each for each in pair_tensors(alignment.joint.op(at), other) if each.place == place), None)
+            data = None if pair is None else _find_operand(alignment, one, at, other, pair, kind)
+            if pair is None or data is None:
+                break
+            known = alignment.data((at[0], pair.mine))
+            is_other |= known is None or known.shape != data.shape or not is_right(known, data)
+            changes.values[at[0], pair.mine] = data
+        else:
+            if is_other:
+                yield Edit(kind, tuple(at for at, _ in pairs), changes, dict(pairs), place)
+
+
+def _find_operand(
+    alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair, kind: Kind
+) -> Tensor | None:
+    """Return what a rank should take at a place: in the shape that it has there, or the whole of it."""
+    whole = one.data(pair.theirs)
+    known = alignment.find((at[0], pair.mine))
+    if known is None or known.ids is None:
+        return None  # not known to be another value: it may follow from what is wrong before it
+    if whole is None or kind == "whole":
+        return whole if one.has(pair.theirs, known.ids) > 0.99 else None
+    actual = alignment.joint.value((at[0], pair.mine)).shape
+    ids = None if known.over else known.ids
+    if ids is not None:
+        rows = _same_rows(one, pair.theirs, whole, ids)
+        if rows is not None:
+            return rows
+    beside = _beside(alignment, one, at, other, pair)
+    if beside is not None:
+        return beside
+    if tuple(whole.shape) == actual:
+        return whole
+    return None if ids is None else _same_places(one, whole, ids)
+
+
+def _same_rows(one: OneDevice, value: int, whole: Tensor, ids: Tensor) -> Tensor | None:
+    """Return the rows of a tensor of which a rank has some elements in each of its rows."""
+    own = one.ids(value)
+    if own is None or not own.numel() or ids.ndim < 2 or own.ndim < 2 or ids.shape[-1] != own.shape[-1]:
+        return None
+    flat, order = torch.sort(own.reshape(-1))
+    at = torch.searchsorted(flat, ids.contiguous()).clamp(max=len(flat) - 1)
+    rows = torch.where(flat[at] == ids, order[at] // own.shape[-1], -1).reshape(-1, ids.shape[-1])
+    found = rows.amax(1)
+    if bool((found < 0).any()) or bool(((rows != found[:, None]) & (rows >= 0)).any()):
+        return None
+    return whole.reshape(-1, own.shape[-1])[found].reshape(ids.shape)
+
+
+def _same_places(one: OneDevice, whole: Tensor, ids: Tensor) -> Tensor | None:
+    """Return the same places of a tensor as elements have in the one that they are from, if that is as large."""
+    roots = one.roots(ids)
+    source = one.ids(roots[0]) if len(roots) == 1 else None
+    if source is None or source.numel() != whole.numel():
+        return None
+    index = (ids - int(source.reshape(-1)[0])).clamp(min=0)
+    return torch.where(ids > 0, whole.reshape(-1)[index], 0.0)
+
+
+def _beside(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair) -> Tensor | None:
+    """Return the elements that belong to those that a rank takes at another place of the operator."""
+    op = alignment.joint.op(at)
+    theirs = one.program.values[pair.theirs]
+    wanted = alignment.joint.value((at[0], pair.mine)).shape
+    for each in pair_tensors(op, other):
+        known = alignment.find((at[0], each.mine))
+        if each.place == pair.place or known is None or known.ids is None or known.over:
+            continue
+        positions = _positions(one, each.theirs, known.ids)
+        found = None if positions is None else _broadcast_pick(one, each.theirs, theirs.data, positions)
+        if found is not None and found.numel() == int(torch.Size(wanted).numel()):
+            return found.reshape(wanted)
+    return None
+
+
+def _positions(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
+    """Return where in a value of one device elements stand; None if some do not."""
+    own = one.ids(value)
+    if own is None or bool((ids == 0).any()):
+        return None
+    flat, order = torch.sort(own.reshape(-1))
+    at = torch.searchsorted(flat, ids.contiguous()).clamp(max=len(flat) - 1)
+    return order[at] if bool((flat[at] == ids).all()) else None
+
+
+def _broadcast_pick(one: OneDevice, value: int, data: Tensor | None, positions: Tensor) -> Tensor | None:
+    """Return the elements of a tensor that stand beside positions of a value with which it is broadcast."""
+    shape = one.program.values[value].shape
+    try:
+        if data is None or tuple(torch.broadcast_shapes(shape, data.shape)) != shape:
+            return None
+    except RuntimeError:
+        return None
+    return data.expand(shape).reshape(-1)[positions]
+
+
+def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Tensor | None:
+    """Return what an operator should make on a rank, by what one device makes of the same elements."""
+    op = alignment.joint.op(at)
+    if not other.results or not op.results:
+        return None
+    right = one.program.values[other.results[0]]
+    actual = alignment.joint.value((at[0], op.results[0])).shape
+    if right.data is None:
+        return None
+    if right.shape == actual:
+        return right.data
+    for pair in pair_tensors(op, other):
+        known = alignment.find((at[0], pair.mine))
+        if known is None or known.ids is None or known.over:
+            continue
+        positions = _positions(one, pair.theirs, known.ids)
+        if positions is None:
+            continue
+        shape = one.program.values[pair.theirs].shape
+        if right.shape == shape and tuple(positions.shape) == actual:
+            return right.data.reshape(-1)[positions]
+        rows = _pick_rows(shape, right.data, positions, actual)
+        if rows is not None:
+            return rows
+    return None
+
+
+def _pick_rows(shape: tuple[int, ...], data: Tensor, positions: Tensor, wanted: tuple[int, ...]) -> Tensor | None:
+    """Return the rows of a result that belong to the rows of an operand, where rows are worked on one by one."""
+    if not shape or not wanted or not positions.numel() or not positions.ndim or data.ndim < 1:
+        return None
+    rows = (positions.reshape(-1, positions.shape[-1]) // shape[-1])[:, 0]
+    num_rows = data.numel() // data.shape[-1]
+    if num_rows != int(torch.Size(shape).numel()) // shape[-1] or wanted[-1] != data.shape[-1]:
+        return None
+    found = data.reshape(num_rows, -1)[rows]
+    return found.reshape(wanted) if found.numel() == int(torch.Size(wanted).numel()) else None
+
+
+def _list_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Iterator[Edit]:
+    """Yield edits that put the total in the place of values of which each rank or micro-batch has a part."""
+    joint = alignment.joint
+    for place in range(max((len(list(joint.op(at).reads())) for at in ops), default=0)):
+        changes = Changes()
+        for at in ops:
+            for number in list(joint.op(at).reads())[place : place + 1]:
+                known = alignment.find((at[0], number))
+                if known is not None and known.over and known.ids is not None:
+                    changes.values[at[0], number] = one.elements.pick(known.ids) * known.scale
+        if changes.values:
+            yield Edit("total", tuple(ops), changes, {}, (place,))
+
+
+def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
+    """Yield edits that count once what meets a part of a sum on each rank that has one."""
+    joint = alignment.joint
+    for place in range(max((len(list(joint.op(at).reads())) for at in ops), default=0)):
+        changes = Changes()
+        for at in ops:
+            numbers = list(joint.op(at).reads())
+            known = {number: alignment.find((at[0], number)) for number in numbers}
+            parts = [each.over for each in known.values() if each is not None and each.over]
+            mine = numbers[place] if place < len(numbers) else -1
+            data = alignment.data((at[0], mine)) if mine >= 0 else None
+            if parts and data is not None and alignment.tells((at[0], mine)):
+                here = known[mine]
+                if here is None or not here.over:
+                    changes.values[at[0], mine] = data / len({rank for rank, _ in parts[0]})
+        if changes.values:
+            yield Edit("share", tuple(ops), changes, {}, (place,))
+
+
+def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At]) -> Iterator[Edit]:
+    """Yield edits that multiply an operand with another value, or add that to it, before an operator takes it.
+
+    `others` are values of the first operator's rank; the other operators take those made at the same place.
+    """
+    joint = alignment.joint
+    for place, number in enumerate(joint.op(ops[0]).reads()):
+        if alignment.find((ops[0][0], number)) is None:
+            continue
+        for other in others:
+            for name, apply in (("mul", torch.mul), ("add", torch.add)):
+                changes = Changes()
+                for at in ops:
+                    mine = list(joint.op(at).reads())[place]
+                    theirs = _same_place(alignment, ops[0], other, at)
+                    one, two = alignment.data((at[0], mine)), None if theirs is None else alignment.data(theirs)
+                    made = None if one is None or two is None else _apply(apply, one, two)
+                    if made is None:
+                        break
+                    changes.values[at[0], mine] = made
+                else:
+                    yield Edit("inserted", tuple(ops), changes, {}, (place, name, other[1]))
+
+
+def _same_place(alignment: Alignment, first: At, other: At, at: At) -> At | None:
+    """Return the value that stands to an operator as another one does to the first."""
+    if at == first:
+        return other
+    joint = alignment.joint
+    order = [joint.maker(each) for each in alignment.siblings((first[0], joint.op(first).results[0]))]
+    theirs = alignment.siblings(other)
+    if at not in order or len(theirs) != len(order):
+        return None
+    return theirs[order.index(at)]
+
+
+def _apply(apply: Callable[[Tensor, Tensor], Tensor], one: Tensor, two: Tensor) -> Tensor | None:
+    """Return one tensor with another applied to it, by rows where that has one number a row; the shape may grow."""
+    for each in (two, two.unsqueeze(-1)):
+        try:
+            made = apply(one, each)
+        except RuntimeError:
+            continue
+        if made.ndim <= max(one.ndim, each.ndim):
+            return made
+    return None
+
+
+def list_removals(alignment: Alignment, ops: Sequence[At], depth: int = 0) -> Iterator[Edit]:
+    """Yield edits that leave an operator out: one of its operands goes on in place of its result.
+
+    With a `depth` also what that operand was moved from, whatever its shape.
+    """
+    joint = alignment.joint
+    if not joint.op(ops[0]).results:
+        return
+    lists = {at: list(list_ancestors(joint, at, depth)) for at in ops}
+    count = min(len(each) for each in lists.values())
+    result = joint.value((ops[0][0], joint.op(ops[0]).results[0]))
+    for place in range(count):
+        operand = joint.value(lists[ops[0]][place])
+        if depth or (operand.shape == result.shape and operand.dtype == result.dtype):
+            changes = Changes()
+            for at in ops:
+                changes.ops[at] = _pass(lists[at][place][1], len(joint.op(at).results))
+            yield Edit("removed", tuple(ops), changes, {}, (place,))
+
+
+def list_numbers(alignment: Alignment, ops: Sequence[At], numbers: Sequence[float]) -> Iterator[Edit]:
+    """Yield edits that put other numbers of the same function into an operator."""
+    joint = alignment.joint
+    op = joint.op(ops[0])
+    if not op.results or joint.value((ops[0][0], op.results[0])).alias >= 0:
+        return  # sizes and places of views are as they must be
+    for place, mine in enumerate(op.args):
+        if isinstance(mine, bool) or not isinstance(mine, int | float):
+            continue
+        for number in numbers:
+            if number != mine and (isinstance(mine, float) or float(number).is_integer()):
+                changes = Changes()
+                value = type(mine)(number)
+                for at in ops:
+                    changes.ops[at] = _execute(_with_argument(joint.op(at), place, value))
+                yield Edit("number", tuple(ops), changes, {}, (place,))
+
+
+def _with_argument(op: Op, place: int, value: Any) -> Op:
+    args = (*op.args[:place], value, *op.args[place + 1 :])
+    return Op(op.number, op.name, args, op.kwargs, op.results, op.written)
+
+
+def _pass(number: int, count: int) -> Callable[[Callable[[int], Tensor]], list[Tensor]]:
+    return lambda lookup: [lookup(number)] * count
+
+
+def _options(op: Op) -> tuple[Any, ...]:
+    """Return the arguments of an operator that are no tensors."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return None
+        if isinstance(value, list | tuple):
+            return tuple(strip(each) for each in value)
+        return value
+
+    return tuple(strip(each) for each in op.args), tuple(sorted((k, str(strip(v))) for k, v in op.kwargs.items()))
+
+
+def _with_options(op: Op, other: Op) -> Op:
+    """Return an operator with the numbers and options of another call of it."""
+
+    def merge(mine: Any, theirs: Any) -> Any:
+        if isinstance(mine, Ref):
+            return mine
+        if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple) and len(mine) == len(theirs):
+            return type(mine)(merge(one, two) for one, two in zip(mine, theirs, strict=True))
+        return mine if isinstance(theirs, Ref) else theirs
+
+    args = [merge(mine, theirs) for mine, theirs in zip(op.args, other.args, strict=False)]
+    return Op(op.number, op.name, tuple(args), {**op.kwargs, **_plain(other)}, op.results, op.written)
+
+
+def _plain(op: Op) -> dict[str, Any]:
+    return {name: value for name, value in op.kwargs.items() if not isinstance(value, Ref | list | tuple)}
+
+
+def _with_operator(op: Op, other: Op) -> Op:
+    """Return another operator on the operands of one."""
+    numbers = iter(list(op.refs()))
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return Ref(next(numbers))
+        if isinstance(value, list | tuple):
+            return type(value)(fill(each) for each in value)
+        return value
+
+    args = tuple(fill(each) for each in other.args)
+    named = {name: fill(value) for name, value in other.kwargs.items()}
+    return Op(op.number, other.name, args, named, op.results, other.written)

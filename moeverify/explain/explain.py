@@ -1,0 +1,389 @@
+"""From wrong results to causes: the stretch of unknown values, edits of it, and which of these repair it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.chains import list_chain, list_group
+from moeverify.explain.content import is_move, says_something
+from moeverify.explain.counterparts import Counterparts, OneDevice
+from moeverify.explain.edits import Edit, list_edits, list_insertions, list_numbers, list_removals
+from moeverify.explain.joint import At, Changes, Execution, Joint
+from moeverify.explain.program import Program
+from moeverify.explain.program import list_numbers as list_numbers_of
+from moeverify.results.checks import Kind
+from moeverify.explain.suspects import (
+    Target,
+    find_wrong,
+    is_right,
+    is_target_right,
+    list_unknown,
+)
+
+_MOST_SUSPECTS = 12
+_MOST_ROUNDS = 40
+_LONGEST_CHAIN = 8
+FORWARD_KINDS = frozenset({Kind.TOKEN_LOSS, Kind.LOSS, Kind.ROUTER_IDS, Kind.ROUTER_WEIGHTS, Kind.ROUTER_COUNTS})
+_MOST_BRANCHES = 2
+_MOST_NUMBERS = 12
+_MOST_BEFORE = 200
+_MOST_OTHERS = 16
+_LARGEST = 1e6
+
+
+@dataclass
+class Cause:
+    """What makes results wrong: operators at one place of the program, and the edits that repair them, if any did.
+
+    `repairs` say the same: they are rivals. `ops` are the operators of all ranks and layers.
+    """
+
+    ops: list[At]
+    repairs: list[Edit] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+
+
+class Explainer:
+    """Explains wrong results of ranks by the programs of ranks and of one device."""
+
+    def __init__(self, programs: Sequence[Program], one: Program, step: int, scales: Sequence[float]) -> None:
+        self.joint = Joint(programs)
+        self.step = step
+        self.alignment = Alignment(self.joint, one, scales)
+        self.one = OneDevice(one, self.alignment.elements)
+        self.wrong = find_wrong(self.joint, one)
+        self.causes: list[Cause] = []
+        self.tried = 0
+        self.is_done = False
+        self._ends: list[dict[int, EndName]] = [_list_ends(program, step) for program in programs]
+        self._right_ends: dict[EndName, set[int]] = {}
+        for value, name in _list_ends(one, step).items():
+            self._right_ends.setdefault(name, set()).add(value)
+
+    def explain(self, seconds: float) -> list[Cause]:
+        """Return the causes of all wrong results, as far as they are found in time."""
+        end = time.monotonic() + seconds
+        state = self.joint.execute(Changes())
+        left = list(self.wrong)
+        for _ in range(_MOST_ROUNDS):
+            left = [target for target in left if not self._is_repaired(target, state)]
+            self.is_done = not left
+            if not left or time.monotonic() > end:
+                break
+            if self._follows(left[0]):
+                break
+            causes, state = self._explain_first(left[0], state, end)
+            for cause in causes:
+                self._add(cause)
+            if state.has_other_choices():
+                break
+            if not self._is_repaired(left[0], state):
+                state = self._patch(left[0], state)
+        return self.causes
+
+    def _follows(self, target: Target) -> bool:
+        """Return whether a target may follow from a known cause in a way that no execution shows.
+
+        What is computed otherwise in the forward pass has another derivative, which the recorded program has not.
+        """
+        is_forward = target.mark[1] in FORWARD_KINDS
+        return not is_forward and any(
+            self.joint.op(cause.ops[0]).phase == "forward" and self._is_differentiated(cause.ops[0])
+            for cause in self.causes
+        )
+
+    def _is_differentiated(self, op: At) -> bool:
+        """Return whether a backward operator is the derivative of an operator, or comes after it."""
+        program = self.joint.programs[op[0]]
+        return any(each.phase == "backward" and each.step == self.step for each in program.ops[op[1] :])
+
+    def _patch(self, target: Target, state: Execution) -> Execution:
+        """Return the values if a target were right, so that what follows from it becomes right too."""
+        changes = Changes()
+        for rank, at in target.values.items():
+            for same in self._list_copied(at):
+                changes.values[same] = target.right[rank].reshape(self.joint.value(same).shape)
+        return self.joint.execute(changes, None, state)
+
+    def _list_copied(self, at: At) -> list[At]:
+        """Return a value and those of which it is a copy or a view of all elements."""
+        found = [at]
+        while True:
+            op = self.joint.op(self.joint.maker(found[-1]))
+            sources = list(op.reads())
+            is_copy = is_move(op) or self.joint.value(found[-1]).alias >= 0
+            if not is_copy or len(sources) != 1 or op.meeting is not None:
+                return found
+            source = (at[0], sources[0])
+            if math.prod(self.joint.value(source).shape) != math.prod(self.joint.value(at).shape):
+                return found
+            found.append(source)
+
+    def _add(self, cause: Cause) -> None:
+        """Keep a cause, joined with an earlier one of the same line."""
+        for known in self.causes:
+            if self._place(known) == self._place(cause):
+                known.ops += cause.ops
+                known.targets += cause.targets
+                return
+        self.causes.append(cause)
+
+    def _place(self, cause: Cause) -> tuple[object, ...]:
+        op = self.joint.op(cause.ops[0])
+        repair = (cause.repairs[0].kind, cause.repairs[0].place) if cause.repairs else ()
+        return op.name, self.joint.programs[cause.ops[0][0]].sites_of(op)[:1], repair
+
+    def _explain_first(self, target: Target, state: Execution, end: float) -> tuple[list[Cause], Execution]:
+        """Return the causes of a wrong result, and what the ranks' values are when they are repaired.
+
+        Causes without repairs are places alone.
+        """
+        alignment = self.alignment.under(state)
+        suspects = self.list_suspects(alignment, list_unknown(alignment, list(target.values.values())), target)
+        first = next(suspects, None)
+        place = [] if first is None else [Cause(list(first), [], [target])]
+        if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
+            return place, state
+        return self._search(target, state, end, _LONGEST_CHAIN) or (place, state)
+
+    def _search(
+        self, target: Target, state: Execution, end: float, depth: int
+    ) -> tuple[list[Cause], Execution] | None:
+        """Find edits that together repair a target, or the next end of a module before it.
+
+        An edit that makes the results of its operators right, but no end, is a step on the way.
+        """
+        alignment = self.alignment.under(state)
+        unknown = list_unknown(alignment, list(target.values.values()))
+        suspects = list(self.list_suspects(alignment, unknown, target))[:_MOST_SUSPECTS]
+        counterparts = Counterparts(alignment, self.one)
+        steps: list[tuple[Cause, Execution]] = []
+        for ops in suspects:
+            for edit in list_edits(alignment, self.one, counterparts, ops):
+                if time.monotonic() > end:
+                    return None
+                self.tried += 1
+                if edit.kind != "value" and self._is_local(edit, state):
+                    done = self._repairs(edit, target, unknown, state)
+                    cause = Cause(list(ops), [edit], [target])
+                    if done is not None:
+                        return [cause], done
+                    steps.append((cause, self.joint.execute(edit.changes, None, state)))
+        for cause, after in steps[:_MOST_BRANCHES] if depth else ():
+            found = self._search(target, after, end, depth - 1)
+            if found is not None:
+                return self._shorten([cause, *found[0]], found[1], target, unknown, state)
+        for edit in self._list_further(alignment, counterparts, unknown, suspects):
+            self.tried += 1
+            done = self._repairs(edit, target, unknown, state)
+            if done is not None:
+                return [Cause(list(edit.ops), [edit], [target])], done
+            if time.monotonic() > end:
+                return None
+        return None
+
+    def _shorten(
+        self,
+        chain: list[Cause],
+        done: Execution,
+        target: Target,
+        unknown: Sequence[At],
+        state: Execution,
+    ) -> tuple[list[Cause], Execution]:
+        """Return a chain of edits without its first, if the others repair the same by themselves."""
+        changes = Changes()
+        for cause in chain[1:]:
+            changes = changes | cause.repairs[0].changes
+        last = chain[-1].repairs[0]
+        without = Edit(last.kind, last.ops, changes, last.others, last.place)
+        again = self._repairs(without, target, unknown, state)
+        return (chain, done) if again is None else (chain[1:], again)
+
+    def _list_further(
+        self,
+        alignment: Alignment,
+        counterparts: Counterparts,
+        unknown: Sequence[At],
+        suspects: Sequence[tuple[At, ...]],
+    ) -> Iterator[Edit]:
+        """Yield edits that do not show by themselves whether they are right, but by what follows from them."""
+        for ops in suspects:
+            yield from list_removals(alignment, ops)
+        later: list[Edit] = []
+        known = {at for ops in suspects for at in ops}
+        for group in _group(alignment, [at for at in unknown if at not in known]):
+            for edit in list_edits(alignment, self.one, counterparts, group):
+                if edit.kind in ("operand", "share", "total"):
+                    yield edit
+                elif edit.kind == "number":
+                    later.append(edit)
+        for ops in suspects:
+            for each in list_chain(self.joint, [at for op in ops[:1] for at in self.joint.reads(op)]):
+                group = list_group(alignment, each)
+                yield from list_removals(alignment, group, depth=3)
+                yield from list_numbers(alignment, group, self._list_numbers(each))
+        yield from later
+        for group in _group(alignment, unknown):
+            others = self._list_others(alignment, group[0])
+            yield from list_insertions(alignment, group, others)
+
+    def _list_others(self, alignment: Alignment, op: At) -> list[At]:
+        """Return known values that are made in the module of an operator before it."""
+        program, rank = self.joint.programs[op[0]], op[0]
+        recorded = self.joint.op(op)
+        found: dict[At, None] = {}
+        for other in program.ops[max(0, op[1] - _MOST_BEFORE) : op[1]]:
+            if other.module.startswith(recorded.module) and other.step == recorded.step:
+                for number in other.results:
+                    at = (rank, number)
+                    if alignment.tells(at) and alignment.find(at) is not None and not self.joint.value(at).label:
+                        found[at] = None
+        return list(found)[-_MOST_OTHERS:]
+
+    def _list_numbers(self, op: At) -> list[float]:
+        """Return the numbers in the operators of the function that calls an operator."""
+        program, sites = self.joint.programs[op[0]], self.joint.op(op).sites
+        found: dict[float, None] = {}
+        for other in program.ops:
+            if other.sites and sites and (other.sites[0].file, other.sites[0].function) == (sites[0].file, sites[0].function):
+                found |= dict.fromkeys(each for each in list_numbers_of(other.args) if abs(each) < _LARGEST)
+        return list(found)[:_MOST_NUMBERS]
+
+    def _is_local(self, edit: Edit, state: Execution) -> bool:
+        """Return whether an edit makes the results of its operators those of their counterparts."""
+        if edit.kind in ("value", "removed"):
+            return False
+        results = [(at[0], self.joint.op(at).results[0]) for at in edit.ops]
+        done = self.joint.execute(edit.changes, results, state)
+        alignment = self.alignment.under(done)
+        for at, result in zip(edit.ops, results, strict=True):
+            known = None if result in done.tainted else alignment.find(result)
+            if known is None or known.ids is None:
+                return False
+            other = edit.others.get(at)
+            if other is not None and self.one.has(other.results[0], known.ids) < 0.99:
+                return False
+        return True
+
+    def list_suspects(
+        self, alignment: Alignment, unknown: Sequence[At], target: Target
+    ) -> Iterator[tuple[At, ...]]:
+        """Yield the operators of an unknown stretch whose operands are all right, in the order of the program."""
+        joint, seen, inside = self.joint, set(), set(unknown)
+        ends = {joint.maker(at) for at in target.values.values()}
+        for at in unknown:
+            op = joint.op(at)
+            if at in seen or not op.results:
+                continue
+            results = [(at[0], number) for number in op.results]
+            if not (at in ends or any(map(alignment.is_wrong, results))):
+                continue
+            if not self._takes_right(alignment, at):
+                continue
+            group = [joint.maker(each) for each in alignment.siblings(results[0])]
+            group = [each for each in group if each in inside and self._takes_right(alignment, each)]
+            seen.update(group)
+            yield tuple(group) or (at,)
+
+    def _takes_right(self, alignment: Alignment, op: At) -> bool:
+        """Return whether all that an operator takes is right, as far as it can be told."""
+        return not any(map(alignment.is_wrong, self.joint.reads(op)))
+
+    def _repairs(self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution) -> Execution | None:
+        """Return the values under an edit if it makes the target right, or what comes before it."""
+        marks = self._next_landmarks(edit, unknown)
+        wanted = marks or list(target.values.values())
+        done = self.joint.execute(edit.changes, wanted, state)
+        if marks:
+            is_right = all(self._is_end_right(at, done) for at in marks)
+        else:
+            is_right = self._is_repaired(target, done) or self._advances(edit, done, state)
+        return self.joint.execute(edit.changes, None, state) if is_right else None
+
+    def _advances(self, edit: Edit, done: Execution, state: Execution) -> bool:
+        """Return whether all that an edit changes is known then, beyond what it changes itself.
+
+        So far as it can be executed: operators whose sizes are recorded cannot take other shapes.
+        """
+        if edit.kind == "value":
+            return False
+        alignment = self.alignment.under(done)
+        own = {(at[0], number) for at in edit.ops for number in self.joint.op(at).results}
+        num_beyond = 0
+        for at, data in done.changed().items():
+            if at in edit.changes.values or at in state.changed() or at in done.tainted or not says_something(data):
+                continue
+            if alignment.find(at) is None:
+                return False
+            num_beyond += at not in own
+        return num_beyond > 1
+
+    def _next_landmarks(self, edit: Edit, unknown: Sequence[At]) -> list[At]:
+        """Return the ends of modules that are made next of what an edit changes, on each rank."""
+        joint, inside = self.joint, set(unknown)
+        found: dict[int, At] = {}
+        waiting = [(joint.place(op), op) for op in edit.ops]
+        waiting += [(joint.place(op), op) for at in edit.changes.values for op in joint.users.get(at, ())]
+        seen = {op for _, op in waiting}
+        heapq.heapify(waiting)
+        while waiting:
+            _, op = heapq.heappop(waiting)
+            rank = op[0]
+            if rank in found:
+                continue
+            for number in joint.op(op).results:
+                if number in self._ends[rank] and op in inside:
+                    found.setdefault(rank, (rank, number))
+                for user in joint.users.get((rank, number), ()):
+                    for each in joint.members(user):
+                        if each not in seen:
+                            seen.add(each)
+                            heapq.heappush(waiting, (joint.place(each), each))
+        return [at for rank, at in found.items() if rank in {op[0] for op in edit.ops}]
+
+    def _is_end_right(self, at: At, state: Execution) -> bool:
+        """Return whether the end of a module has elements of that of one device."""
+        known = None if at in state.tainted else self.alignment.under(state).find(at)
+        if known is None or known.ids is None:
+            return False
+        return any(self.one.has(value, known.ids) > 0.99 for value in self._right_ends.get(self._ends[at[0]][at[1]], ()))
+
+    def _is_repaired(self, target: Target, state: Execution) -> bool:
+        for rank, at in target.values.items():
+            data = state.data(at)
+            if at in state.tainted or data is None or not is_target_right(data, target, rank):
+                return False
+        return True
+
+
+def _group(alignment: Alignment, ops: Sequence[At]) -> Iterator[tuple[At, ...]]:
+    """Yield operators that stand at one place of the program together, in the order of the program."""
+    inside, seen = set(ops), set()
+    for at in ops:
+        if at not in seen and alignment.joint.op(at).results:
+            group = list_group(alignment, at, inside)
+            seen.update(group)
+            yield group
+
+
+EndName = tuple[str, bool, int]
+"""Module, whether a gradient, and which of several tensors."""
+
+
+def _list_ends(program: Program, step: int) -> dict[int, EndName]:
+    """Return the values at the ends of modules in a step, in the order in which they are made."""
+    ends = [end for end in program.ends if end.step == step]
+    ends.sort(key=lambda end: program.values[end.value].op)
+    return {end.value: (end.module, end.is_gradient, end.slot) for end in ends}
+
+
+def is_same_tensor(one: Tensor | None, two: Tensor | None) -> bool:
+    """Return whether two tensors have the same elements, up to rounding, whatever their shapes."""
+    return one is not None and two is not None and is_right(one, two)

@@ -1,0 +1,295 @@
+"""The programs of all ranks as one, which can be executed again with changes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moeverify.explain.meetings import execute as meet
+from moeverify.explain.operators import NotExecutable, is_random, run
+from moeverify.explain.program import Op, Program, Value
+
+At = tuple[int, int]
+"""A rank, and the number of an operator or value of its program."""
+
+Replacement = Callable[[Callable[[int], Tensor]], list[Tensor]]
+"""Computes the results of an operator otherwise: is given a function from the number of a value to its data."""
+
+
+@dataclass
+class Changes:
+    """What is changed in an execution: operators that compute something else, and values that are others."""
+
+    ops: dict[At, Replacement] = field(default_factory=dict)
+    values: dict[At, Tensor] = field(default_factory=dict)
+
+    def __or__(self, other: Changes) -> Changes:
+        """Return both changes; those of `other` where both change the same."""
+        return Changes({**self.ops, **other.ops}, {**self.values, **other.values})
+
+
+class Joint:
+    """The programs of all ranks, whose collectives are executed together.
+
+    `order` has the operators of all ranks so that each comes after those whose results it takes, collectives after
+    what all of their ranks bring.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.programs = list(programs)
+        self.meetings = _find_meetings(self.programs)
+        self._peers = {at: members for members in self.meetings for at in members}
+        self.users = _list_users(self.programs)
+        self._refs = [[list(op.refs()) for op in program.ops] for program in self.programs]
+        self._reads = [[list(op.reads()) for op in program.ops] for program in self.programs]
+        self._before: dict[tuple[At, ...], set[At]] = {}
+        self.order = self._sort()
+        self._place = {at: number for number, at in enumerate(self.order)}
+
+    def op(self, at: At) -> Op:
+        """Return an operator."""
+        return self.programs[at[0]].ops[at[1]]
+
+    def value(self, at: At) -> Value:
+        """Return a value."""
+        return self.programs[at[0]].values[at[1]]
+
+    def data(self, at: At) -> Tensor | None:
+        """Return the recorded data of a value."""
+        return self.programs[at[0]].values[at[1]].data
+
+    def maker(self, at: At) -> At:
+        """Return the operator that made a value."""
+        return at[0], self.programs[at[0]].values[at[1]].op
+
+    def place(self, op: At) -> int:
+        """Return the position of an operator in `order`."""
+        return self._place[op]
+
+    def sources(self, op: At) -> list[At]:
+        """Return the values that an operator takes; those of all ranks for a collective."""
+        members = self._peers.get(op, (op,))
+        return [(rank, number) for rank, each in members for number in self._refs[rank][each]]
+
+    def reads(self, op: At) -> list[At]:
+        """Return the values that the results of an operator depend on; those of all ranks for a collective."""
+        members = self._peers.get(op, (op,))
+        return [(rank, number) for rank, each in members for number in self._reads[rank][each]]
+
+    def members(self, op: At) -> tuple[At, ...]:
+        """Return the operators of all ranks that are one collective, or the operator alone."""
+        return self._peers.get(op, (op,))
+
+    def _sort(self) -> list[At]:
+        waiting: dict[At, int] = {}
+        following: dict[At, list[At]] = {}
+        for rank, program in enumerate(self.programs):
+            for op in program.ops:
+                at = (rank, op.number)
+                makers = {self.maker(source) for source in self.sources(at)} - set(self.members(at))
+                waiting[at] = len(makers)
+                for maker in makers:
+                    following.setdefault(maker, []).append(at)
+        # Ranks take turns, so that what they do at the same time stands side by side.
+        ready = [(number, rank) for (rank, number), count in waiting.items() if count == 0]
+        heapq.heapify(ready)
+        order: list[At] = []
+        while ready:
+            number, rank = heapq.heappop(ready)
+            order.append((rank, number))
+            for at in following.get((rank, number), ()):
+                waiting[at] -= 1
+                if waiting[at] == 0:
+                    heapq.heappush(ready, (at[1], at[0]))
+        return order
+
+    def execute(
+        self, changes: Changes, wanted: Iterable[At] | None = None, base: Execution | None = None
+    ) -> Execution:
+        """Execute again what follows from changes, in addition to those of `base`.
+
+        Only what `wanted` values need is executed, if these are given.
+        """
+        return Execution(self, changes, None if wanted is None else self.list_before(wanted), base)
+
+    def list_before(self, values: Iterable[At]) -> set[At]:
+        """Return the operators that values are made by, however many steps before."""
+        key = tuple(values)
+        if key not in self._before:
+            found: set[At] = set()
+            waiting = [self.maker(at) for at in key]
+            while waiting:
+                op = waiting.pop()
+                if op not in found:
+                    found.update(self.members(op))
+                    waiting += [self.maker(source) for source in self.sources(op)]
+            self._before[key] = found
+        return self._before[key]
+
+
+class Execution:
+    """What values become under changes. `tainted` are those that could not be computed again."""
+
+    def __init__(
+        self, joint: Joint, changes: Changes, needed: set[At] | None = None, base: Execution | None = None
+    ) -> None:
+        self._joint, self._base = joint, base
+        self.changes = changes if base is None else base.changes | changes
+        self._data: dict[At, Tensor] = {} if base is None else dict(base._data)
+        self._data |= changes.values
+        self.tainted: set[At] = set() if base is None else set(base.tainted)
+        dirty: dict[At, None] = {}
+        heap: list[tuple[int, At]] = []
+
+        def touch(op: At) -> None:
+            for each in joint.members(op):
+                if each not in dirty and (needed is None or each in needed):
+                    dirty[each] = None
+                    heapq.heappush(heap, (joint.place(each), each))
+
+        for op in changes.ops:
+            touch(op)
+        for at in changes.values:
+            for user in joint.users.get(at, ()):
+                touch(user)
+        while heap:
+            _, op = heapq.heappop(heap)
+            for at in self._run(op):
+                for user in joint.users.get(at, ()):
+                    touch(user)
+
+    def data(self, at: At) -> Tensor | None:
+        """Return the data of a value under the changes."""
+        return self._data[at] if at in self._data else self._joint.data(at)
+
+    def has_other_choices(self) -> bool:
+        """Return whether whole numbers have changed: what the recorded program did with them may not fit any more.
+
+        Sizes of splits are Python numbers, made of counts that the program has read.
+        """
+        return any(not data.is_floating_point() and data.dtype != torch.bool for data in self._data.values())
+
+    @classmethod
+    def meet_with(cls, joint: Joint, op: At, brought: Mapping[At, Tensor]) -> list[Tensor]:
+        """Return what a rank gets of a collective to which ranks bring other data.
+
+        Raises: NotExecutable
+        """
+        execution = cls(joint, Changes(values=dict(brought)), set())
+        return execution._meet(op, joint.op(op))
+
+    def changed(self) -> Mapping[At, Tensor]:
+        """Return all values that are others now."""
+        return self._data
+
+    def _run(self, op: At) -> list[At]:
+        """Execute an operator and return which of its results are others now."""
+        rank, recorded = op[0], self._joint.op(op)
+        results = [(rank, number) for number in recorded.results]
+        if recorded.meeting is None and op not in self.changes.ops and is_random(recorded):
+            return []  # what it has drawn depends on no value
+        if any(source in self.tainted for source in self._joint.sources(op)):
+            self.tainted.update(results)
+            return results
+        try:
+            made = self._compute(op, recorded)
+        except NotExecutable:
+            self.tainted.update(results)
+            return results
+        found = []
+        for at, data in zip(results, made, strict=False):
+            if at in self.changes.values:
+                continue
+            self.tainted.discard(at)
+            if not is_same(data, self.data(at)):
+                self._data[at] = data
+                found.append(at)
+        return found
+
+    def _compute(self, op: At, recorded: Op) -> list[Tensor]:
+        rank = op[0]
+
+        def lookup(number: int) -> Tensor:
+            data = self.data((rank, number))
+            if data is None:
+                raise NotExecutable("value was not kept")
+            return data
+
+        if op in self.changes.ops:
+            return self.changes.ops[op](lookup)
+        if recorded.meeting is not None:
+            return self._meet(op, recorded)
+        return run(recorded, lookup)
+
+    def _meet(self, op: At, recorded: Op) -> list[Tensor]:
+        assert recorded.meeting is not None
+        members = {rank: self._joint.op((rank, number)) for rank, number in self._joint.members(op)}
+        ranks = recorded.meeting.group.ranks
+        kind = recorded.name.partition(".")[2]
+        if kind == "send":
+            return []
+        if kind == "recv":
+            sender = members.get(ranks[recorded.meeting.source])
+            if sender is None:
+                raise NotExecutable("a message that nobody sent")
+            flat = self._brought(ranks[recorded.meeting.source], sender)[0].reshape(-1)
+        else:
+            if set(ranks) - set(members):
+                raise NotExecutable("a collective that not all ranks issued")
+            brought = [self._brought(rank, members[rank]) for rank in ranks]
+            options = [members[rank].kwargs for rank in ranks]
+            flat = meet(kind, options, brought, ranks.index(op[0]))
+        return _cut(flat, recorded.kwargs["shapes"])
+
+    def _brought(self, rank: int, op: Op) -> list[Tensor]:
+        found = [self.data((rank, number)) for number in op.refs()]
+        if any(each is None for each in found):
+            raise NotExecutable("value was not kept")
+        return [each for each in found if each is not None]
+
+
+def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Cut what a rank gets into its outputs."""
+    sizes = [int(torch.Size(shape).numel()) for shape in shapes]
+    if sum(sizes) > flat.numel():
+        raise NotExecutable("a collective that fills less than its outputs")
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def is_same(one: Tensor, two: Tensor | None) -> bool:
+    """Return whether two tensors are equal up to the rounding of another order of operations."""
+    if two is None or one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if torch.equal(one, two):
+        return True
+    if not one.is_floating_point() or not one.numel():
+        return False
+    scale = float(two.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return bool(torch.isclose(one, two, rtol=0.0, atol=4 * torch.finfo(one.dtype).eps * scale, equal_nan=True).all())
+
+
+def _find_meetings(programs: Sequence[Program]) -> list[tuple[At, ...]]:
+    """Return the operators of all ranks that are one collective."""
+    found: dict[tuple[object, ...], list[At]] = {}
+    for rank, program in enumerate(programs):
+        for op in program.ops:
+            if op.meeting is not None:
+                meeting = op.meeting
+                key = (meeting.group.name, meeting.group.ranks, meeting.sequence, meeting.source, meeting.target)
+                found.setdefault(key, []).append((rank, op.number))
+    return [tuple(members) for members in found.values()]
+
+
+def _list_users(programs: Sequence[Program]) -> dict[At, list[At]]:
+    """Return the operators that take each value."""
+    users: dict[At, list[At]] = {}
+    for rank, program in enumerate(programs):
+        for op in program.ops:
+            for number in set(op.refs()):
+                users.setdefault((rank, number), []).append((rank, op.number))
+    return users

@@ -1,0 +1,150 @@
+"""Executes one recorded operator on given values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from moeverify.explain.program import LEAF, READ, UNSEEN, Geometry, Op, map_refs
+
+Lookup = Callable[[int], Tensor | None]
+"""Returns the data of a value by its number."""
+
+_ON_CPU = torch.device("cpu")
+
+# Views of copies: a copy need not have the strides of the original.
+_AS_RESHAPE = {"aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default"}
+
+
+class NotExecutable(Exception):
+    """An operator that cannot be executed again, such as one that draws random numbers."""
+
+
+@cache
+def find(name: str) -> OpOverload:
+    """Return an operator by its full name.
+
+    Raises: NotExecutable where this process has no such operator.
+    """
+    space, packet, overload = (*name.split(".", 2), "default")[:3]
+    found = getattr(getattr(torch.ops, space, None), packet, None)
+    if found is None:
+        raise NotExecutable(name)
+    return getattr(found, overload or "default")
+
+
+def is_random(op: Op) -> bool:
+    """Return whether an operator draws random numbers, or returns memory as it happens to be."""
+    space, packet, *_ = op.name.split(".")
+    if space == "memory":
+        return packet in (LEAF, UNSEEN)
+    if packet.startswith(("empty", "new_empty")):
+        return True
+    return space == "aten" and torch.Tag.nondeterministic_seeded in find(op.name).tags and _has_dropout(op)
+
+
+def _has_dropout(op: Op) -> bool:
+    """Return whether an operator that can draw random numbers does so: attention without dropout does not."""
+    for place, argument in enumerate(find(op.name)._schema.arguments):
+        if argument.name == "dropout_p":
+            given = op.args[place] if place < len(op.args) else op.kwargs.get("dropout_p", argument.default_value)
+            return given != 0
+    return True
+
+
+def run(op: Op, lookup: Lookup) -> list[Tensor]:
+    """Return what an operator returns, then what it writes, in the order of its results.
+
+    Raises: NotExecutable
+    """
+    if op.name == f"memory.{READ}":
+        return [_read(op, lookup)]
+    if is_random(op) or op.name.startswith("collective."):
+        raise NotExecutable(op.name)
+    return execute_all(op.name, op.args, op.kwargs, op.written, lookup)
+
+
+def execute_all(
+    name: str,
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    written: Sequence[int | str],
+    lookup: Lookup,
+) -> list[Tensor]:
+    """Return what an operator returns, then what it writes; arguments that it writes are copied first."""
+    func = find(name)
+    values = [_fill(each, lookup) for each in args]
+    by_name = {key: _fill(each, lookup) for key, each in named.items()}
+    changed: list[Tensor] = []
+    for place in written:
+        copies = _clone(by_name[place] if isinstance(place, str) else values[place])
+        if isinstance(place, str):
+            by_name[place] = copies
+        else:
+            values[place] = copies
+        changed += _list(copies)
+    try:
+        result = _call(name, func, values, by_name)
+    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
+        raise NotExecutable(f"{name}: {error}") from error
+    new = [each for each in _list(result) if not any(each is one for one in changed)]
+    return [*new, *changed]
+
+
+def execute(func: OpOverload, args: Any, named: Mapping[str, Any], lookup: Lookup) -> Any:
+    """Return what an operator returns that writes nothing."""
+    name = f"{func.namespace}.{func.overloadpacket.__name__}.{func._overloadname}"
+    values = [_fill(each, lookup) for each in args]
+    return _call(name, func, values, {key: _fill(each, lookup) for key, each in named.items()})
+
+
+def _call(name: str, func: OpOverload, values: list[Any], named: Mapping[str, Any]) -> Any:
+    if name in _AS_RESHAPE:
+        return values[0].reshape(values[1])
+    return func(*values, **named)
+
+
+def _fill(argument: Any, lookup: Lookup) -> Any:
+    def replace(number: int) -> Tensor:
+        data = lookup(number)
+        if data is None:
+            raise NotExecutable(f"value {number} was not kept")
+        return data
+
+    if isinstance(argument, torch.device):
+        return _ON_CPU
+    return map_refs(argument, replace)
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [_clone(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _list(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for part in value for each in _list(part)] if isinstance(value, list | tuple) else []
+
+
+def _read(op: Op, lookup: Lookup) -> Tensor:
+    """Put parts together as they were written, and return what lies at a place."""
+    sources, places, wanted, size = op.args
+    parts = [_fill(each, lookup) for each in sources]
+    memory = torch.zeros(size, dtype=parts[0].dtype)
+    try:
+        for part, place in zip(parts, places, strict=True):
+            _place(memory, place).copy_(part)
+        return _place(memory, wanted).clone()
+    except RuntimeError as error:
+        raise NotExecutable(str(error)) from error
+
+
+def _place(memory: Tensor, place: Geometry) -> Tensor:
+    return memory.as_strided(place.shape, place.stride, place.offset)

@@ -1,0 +1,243 @@
+"""The operators of one process in one step, in static single assignment form.
+
+Every tensor is a `Value` with one number; every operator takes values and makes new ones. A write into memory makes a
+new value, so that a program can be executed again, with another operator or another value in some place. Programs are
+plain data: a rank pickles its program and sends it to the rank that explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from moeverify.layout.region import Region
+
+LEAF = "leaf"
+"""Pseudo-operator: a tensor that existed before recording began, such as a parameter."""
+
+UNSEEN = "unseen"
+"""Pseudo-operator: memory changed without a recorded operator."""
+
+READ = "read"
+"""Pseudo-operator: reads memory that several operators have written parts of. Arguments: the parts, as written."""
+
+OVERWRITING = frozenset(
+    {"copy", "zero", "fill", "normal", "uniform", "all_gather_copy_in", "arange"}
+)
+"""Operators that overwrite the tensor that they are given; besides them, named outputs (`out=`) are overwritten."""
+
+BATCH = "batch "
+"""What the labels of a batch's tensors begin with: tokens, targets and whatever else a step is given."""
+
+Mark = tuple[int, str, str]
+"""Step, kind and name of a tensor that the training loop shows, such as (0, "gradient", "embed.weight")."""
+
+SETUP = -1
+"""The step of what runs before the first step: the model is made, divided and loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value among the arguments of an operator."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRef:
+    """A process group among the arguments of a collective; `ranks` are global. `axis` names a mesh axis, if known."""
+
+    name: str
+    ranks: tuple[int, ...]
+    axis: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where a tensor lies in its storage, in elements of its dtype."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A call in a line of source code. `offset` is that of its bytecode, which tells calls of one line apart."""
+
+    file: str
+    line: int
+    function: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What identifies one collective on all of its ranks.
+
+    `sequence` counts the collectives of the group, or the messages from `source` to `target` in it.
+    """
+
+    group: GroupRef
+    sequence: int
+    source: int = -1
+    target: int = -1
+
+
+@dataclass(slots=True)
+class Op:
+    """One call of an operator.
+
+    `name` is `namespace.operator.overload`. Tensors in `args` and `kwargs` are `Ref`s. `results` are the values that
+    it returned, then those that it wrote. `written` says which arguments it wrote, by position or name. `sites` are
+    lines of user code, the innermost first. `origin` is the operator of the forward pass of which a backward operator
+    is the derivative, -1 for others. `step` counts training steps. `scalar` is the Python number that it returned, if any.
+    """
+
+    number: int
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...] = ()
+    written: tuple[int | str, ...] = ()
+    sites: tuple[Site, ...] = ()
+    module: str = ""
+    phase: str = "forward"
+    step: int = SETUP
+    origin: int = -1
+    meeting: Meeting | None = None
+    scalar: Any = None
+
+    @property
+    def short(self) -> str:
+        """Return the name of the operator without namespace and overload."""
+        parts = self.name.split(".")
+        name = parts[1] if len(parts) > 1 else self.name
+        return name.removeprefix("_foreach_")
+
+    def refs(self) -> Iterator[int]:
+        """Yield the numbers of the values among the arguments."""
+        yield from list_refs(self.args)
+        yield from list_refs(tuple(self.kwargs.values()))
+
+    def reads(self) -> Iterator[int]:
+        """Yield the numbers of the values that the result depends on: not those that are only overwritten."""
+        overwritten = self.overwritten
+        for place, each in enumerate(self.args):
+            if place not in overwritten:
+                yield from list_refs(each)
+        for name, each in self.kwargs.items():
+            if name not in overwritten:
+                yield from list_refs(each)
+
+    @property
+    def overwritten(self) -> tuple[int | str, ...]:
+        """Return the places of arguments that are written without being read."""
+        if self.short.strip("_") in OVERWRITING:
+            return self.written
+        return tuple(place for place in self.written if isinstance(place, str))
+
+
+@dataclass(slots=True)
+class Value:
+    """One tensor. `op` is the number of the operator that made it; `label` names parameters, buffers and inputs.
+
+    `data` is a copy on the CPU; None where the step was too large to keep it. `alias` is the number of the value of
+    which this is a view, -1 if none.
+    """
+
+    number: int
+    op: int
+    shape: tuple[int, ...]
+    dtype: str
+    data: Tensor | None = None
+    label: str = ""
+    alias: int = -1
+
+
+@dataclass(slots=True)
+class Shown:
+    """A value that the training loop has shown, with its region of the logical tensor; None if there is no tensor."""
+
+    value: int | None
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A tensor at the end of a module: its output, or the gradient of its output. `count` counts calls in a step."""
+
+    step: int
+    module: str
+    is_gradient: bool
+    slot: int
+    count: int
+    value: int
+
+
+@dataclass(slots=True)
+class Race:
+    """Memory that was written (or read) at `other` while the collective at `op` was still using it."""
+
+    op: int
+    other: int
+    kind: str
+
+
+@dataclass(slots=True)
+class Program:
+    """What one process did in one step.
+
+    `shares` has the rows and positions of the batch of each micro-batch. `is_complete` is False where the step was
+    too large to keep all values.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    marks: dict[Mark, Shown] = field(default_factory=dict)
+    ends: list[End] = field(default_factory=list)
+    races: list[Race] = field(default_factory=list)
+    shares: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
+    is_complete: bool = True
+
+    def sites_of(self, op: Op) -> tuple[Site, ...]:
+        """Return the lines of an operator, or those of the operator of which it is the derivative."""
+        return self.ops[op.origin].sites if op.origin >= 0 and not op.sites else op.sites
+
+    def op_of(self, value: int) -> Op:
+        """Return the operator that made a value."""
+        return self.ops[self.values[value].op]
+
+
+def list_refs(arguments: Any) -> Iterator[int]:
+    """Yield the numbers of the values in arguments, however deep in lists."""
+    if isinstance(arguments, Ref):
+        yield arguments.number
+    elif isinstance(arguments, list | tuple):
+        for each in arguments:
+            yield from list_refs(each)
+
+
+def map_refs(arguments: Any, replace: Any) -> Any:
+    """Return arguments with every `Ref` replaced by `replace(number)`."""
+    if isinstance(arguments, Ref):
+        return replace(arguments.number)
+    if isinstance(arguments, tuple):
+        return tuple(map_refs(each, replace) for each in arguments)
+    if isinstance(arguments, list):
+        return [map_refs(each, replace) for each in arguments]
+    return arguments
+
+
+def list_numbers(arguments: Sequence[Any]) -> list[Any]:
+    """Return the Python numbers in arguments, in order."""
+    found: list[Any] = []
+    for each in arguments:
+        if isinstance(each, list | tuple):
+            found += list_numbers(each)
+        elif isinstance(each, int | float) and not isinstance(each, bool):
+            found.append(each)
+    return found

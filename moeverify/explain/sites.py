@@ -1,0 +1,58 @@
+"""Where an operator is called from: lines of user code, however deep in torch the call is made."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from moeverify.explain.program import Site
+
+MOST_SITES = 4
+"""Calling lines that are kept of each operator."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_WATCHERS = tuple(
+    str(Path(__file__).parents[1] / name)
+    for name in ("explain", "collectives", "calls", "checks", "compare", "recording", "worker", "layout", "golden")
+)
+_WRAPPERS = (contextlib.__file__, functools.__file__, "<")
+_ENGINE = "_engine_run_backward"
+"""The function of torch in which autograd runs: what is above it has called `backward`."""
+
+_IS_INNER: dict[CodeType, bool] = {}
+_SITES: dict[tuple[CodeType, int], Site] = {}
+
+
+def find_sites(skip: int = 2) -> tuple[Site, ...]:
+    """Return the lines of user code that the current call comes from, the innermost first.
+
+    Empty for what autograd runs by itself; the caller of `backward` did not choose that operator.
+    """
+    found: list[Site] = []
+    frame: FrameType | None = sys._getframe(skip)
+    while frame is not None and len(found) < MOST_SITES:
+        code = frame.f_code
+        if not found and code.co_name == _ENGINE:
+            return ()
+        if not _is_inner(code):
+            key = (code, frame.f_lasti)
+            site = _SITES.get(key)
+            if site is None:
+                site = _SITES[key] = Site(code.co_filename, frame.f_lineno, code.co_name, frame.f_lasti)
+            found.append(site)
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _is_inner(code: CodeType) -> bool:
+    """Return whether a function is torch's or belongs to what watches a step."""
+    known = _IS_INNER.get(code)
+    if known is None:
+        is_mode = code.co_name in ("__torch_function__", "__torch_dispatch__")
+        known = _IS_INNER[code] = is_mode or code.co_filename.startswith((_TORCH, *_WATCHERS, *_WRAPPERS))
+    return known
