@@ -59,12 +59,16 @@ class GoldenJob(Record):
 
 
 class CaseFields(Record):
-    """The fields of every job that runs a case on the ranks of its layout; `golden` is the folder of its order."""
+    """The fields of every job that runs a case on the ranks of its layout; `golden` is the folder of its order.
+
+    Units: `explain_seconds` in seconds, for the search for what makes results wrong; 0 leaves it out.
+    """
 
     case: Case
     golden: Path
     fault: str | None = None
     search_path: tuple[str, ...] = ()
+    explain_seconds: float = 60.0
 
 
 class VerifyJob(CaseFields):

@@ -26,13 +26,19 @@ class Task(Generic[T]):
     judge: Callable[[JobOutcome], T]
 
 
+_GRACE_SHARE = 2.0
+"""Seconds that ranks get for each second of explaining: they also train again, and record that."""
+
+
 def make_job(name: str, num_ranks: int, timeout: float, asked: RankJob) -> Job:
     """Return a job of a launch. Units: `timeout` in seconds."""
+    grace = _GRACE_SHARE * asked.explain_seconds if isinstance(asked, VerifyJob) else 0.0
     return Job(
         name=name,
         num_ranks=num_ranks,
         timeout=timeout,
         payload=write_job(asked),
+        grace=grace,
         keeps_meshes=isinstance(asked, VerifyJob) and asked.builds_all_meshes,
     )
 

@@ -62,6 +62,11 @@ def origin_step(findings: Sequence[Finding]) -> int | None:
     return min((finding.step for finding in findings if finding.check not in _APART), default=None)
 
 
+def is_apart(finding: Finding) -> bool:
+    """Return whether a finding is of a check that explains it itself."""
+    return finding.check in _APART
+
+
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))

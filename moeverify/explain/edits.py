@@ -21,14 +21,13 @@ Kind = Literal["number", "operator", "operand", "total", "share", "whole", "remo
 """What an edit changes: options, the operator, an operand (by another value, the total of its parts, or the whole of
 which it is a part), the operator as such, or its result."""
 
-PRICES: dict[Kind, int] = {"number": 1, "operator": 1, "operand": 2, "total": 1, "share": 1, "whole": 2, "removed": 2, "inserted": 3, "value": 4}
-
 
 @dataclass(frozen=True)
 class Edit:
     """A change of the operators `ops` of all ranks, made at one place of the program.
 
-    `others` has the operator of one device that each follows; `place` is the argument that is replaced.
+    `others` has the operator of one device that each follows; `place` is the argument that is replaced. `numbers` are
+    pairs of numbers of the first operator, before and after.
     """
 
     kind: Kind
@@ -36,16 +35,12 @@ class Edit:
     changes: Changes
     others: Mapping[At, Op] = field(default_factory=dict)
     place: Place = ()
+    numbers: tuple[tuple[str, str], ...] = ()
 
     @property
     def other(self) -> Op | None:
         """Return the operator of one device that the first operator follows, if it follows one."""
         return self.others.get(self.ops[0])
-
-    @property
-    def price(self) -> int:
-        """Return how much an edit changes."""
-        return PRICES[self.kind]
 
 
 def list_edits(
@@ -359,7 +354,7 @@ def list_numbers(alignment: Alignment, ops: Sequence[At], numbers: Sequence[floa
                 value = type(mine)(number)
                 for at in ops:
                     changes.ops[at] = _execute(_with_argument(joint.op(at), place, value))
-                yield Edit("number", tuple(ops), changes, {}, (place,))
+                yield Edit("number", tuple(ops), changes, {}, (place,), ((str(mine), str(value)),))
 
 
 def _with_argument(op: Op, place: int, value: Any) -> Op:

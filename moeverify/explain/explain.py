@@ -25,6 +25,7 @@ from moeverify.explain.suspects import (
     is_right,
     is_target_right,
     list_unknown,
+    relative_error,
 )
 
 _MOST_SUSPECTS = 12
@@ -42,12 +43,15 @@ _LARGEST = 1e6
 class Cause:
     """What makes results wrong: operators at one place of the program, and the edits that repair them, if any did.
 
-    `repairs` say the same: they are rivals. `ops` are the operators of all ranks and layers.
+    `repairs` say the same: they are rivals. `ops` are the operators of all ranks and layers. `repaired` names results that
+    the first of `repairs` makes right, with the largest relative error that is left of them.
     """
 
     ops: list[At]
     repairs: list[Edit] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
+    residual: float | None = None
 
 
 class Explainer:
@@ -78,8 +82,10 @@ class Explainer:
             if not left or time.monotonic() > end:
                 break
             if self._follows(left[0]):
+                self.is_done = True
                 break
             causes, state = self._explain_first(left[0], state, end)
+            self._note_repaired(causes, left, state)
             for cause in causes:
                 self._add(cause)
             if state.has_other_choices():
@@ -87,6 +93,20 @@ class Explainer:
             if not self._is_repaired(left[0], state):
                 state = self._patch(left[0], state)
         return self.causes
+
+    def _note_repaired(self, causes: Sequence[Cause], left: Sequence[Target], state: Execution) -> None:
+        """Note which wrong results are right after the repairs of causes."""
+        proved = [cause for cause in causes if cause.repairs]
+        done = [target for target in left if proved and self._is_repaired(target, state)]
+        for cause in proved:
+            cause.repaired += ["/".join(target.mark[1:]) for target in done]
+            errors = [
+                relative_error(data, target.right[rank])
+                for target in done
+                for rank, at in target.values.items()
+                if (data := state.data(at)) is not None and data.numel() == target.right[rank].numel()
+            ]
+            cause.residual = max(errors, default=None)
 
     def _follows(self, target: Target) -> bool:
         """Return whether a target may follow from a known cause in a way that no execution shows.
@@ -132,6 +152,7 @@ class Explainer:
             if self._place(known) == self._place(cause):
                 known.ops += cause.ops
                 known.targets += cause.targets
+                known.repaired += cause.repaired
                 return
         self.causes.append(cause)
 

@@ -66,12 +66,16 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A call in a line of source code. `offset` is that of its bytecode, which tells calls of one line apart."""
+    """A call in a line of source code. `offset` is that of its bytecode, which tells calls of one line apart.
+
+    `span` is where its expression is: the first line and column, the last line and column; columns count bytes.
+    """
 
     file: str
     line: int
     function: str
     offset: int = 0
+    span: tuple[int, int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -43,10 +44,17 @@ def find_sites(skip: int = 2) -> tuple[Site, ...]:
             key = (code, frame.f_lasti)
             site = _SITES.get(key)
             if site is None:
-                site = _SITES[key] = Site(code.co_filename, frame.f_lineno, code.co_name, frame.f_lasti)
+                site = _SITES[key] = _make_site(code, frame.f_lineno, frame.f_lasti)
             found.append(site)
         frame = frame.f_back
     return tuple(found)
+
+
+def _make_site(code: CodeType, line: int, offset: int) -> Site:
+    first, last, begin, end = next(islice(code.co_positions(), offset // 2, None), (None,) * 4)
+    # Without columns (python -X no_debug_ranges) there is no expression to show.
+    span = None if None in (first, last, begin, end) else (first, begin, last, end)
+    return Site(code.co_filename, line, code.co_name, offset, span)  # type: ignore[arg-type]
 
 
 def _is_inner(code: CodeType) -> bool:

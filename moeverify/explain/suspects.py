@@ -56,12 +56,17 @@ def is_right(actual: Tensor, expected: Tensor) -> bool:
     """Return whether a tensor has the expected values, up to rounding in float64."""
     if actual.numel() != expected.numel():
         return False
+    return relative_error(actual, expected) <= _TOLERANCE
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference of two tensors of as many elements by the norm of the second."""
     one, two = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
     if torch.equal(one, two):
-        return True
-    size = float(two.square().mean().sqrt()) if two.numel() else 0.0
-    error = float((one - two).square().mean().sqrt()) if one.numel() else 0.0
-    return error <= _TOLERANCE * size
+        return 0.0
+    size = float(two.norm())
+    error = float((one - two).norm())
+    return error / size if size else math.inf
 
 
 def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:

@@ -145,7 +145,7 @@ class LaunchMonitor:
             ended = self._agent.poll() is not None
             if began is None and folder.is_dir() and any(folder.glob("rank-*.started")):
                 began = time.monotonic()
-                limit = began + job.timeout + _HANG_SLACK
+                limit = began + job.timeout + job.grace + _HANG_SLACK
                 self._on_event(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
             num_bytes = self._pass_on(folder / "events", job, num_bytes)
             result = _read_result(folder / "result.json")

@@ -23,7 +23,8 @@ Backend = Literal["auto", "gloo", "nccl"]
 class Job(Record):
     """One job for the first `num_ranks` ranks of a launch.
 
-    `timeout` is in seconds and covers the building of the groups, the work, and the teardown; `payload` is
+    `timeout` is in seconds and covers the building of the groups, the work, and the teardown; `grace` are
+    further seconds that a job gets once it has asked for them, having reported what may not be lost; `payload` is
     handed to the ranks unchanged and must be JSON data. `keeps_meshes` says that it builds no device mesh but those
     that it admits (see `moeverify.launch.caches`).
     """
@@ -33,6 +34,7 @@ class Job(Record):
     timeout: Annotated[float, Field(gt=0.0)] = 120.0
     payload: dict[str, Any] = Field(default_factory=dict)
     keeps_meshes: bool = False
+    grace: Annotated[float, Field(ge=0.0)] = 0.0
 
     @field_validator("payload")
     @classmethod

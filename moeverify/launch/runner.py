@@ -31,7 +31,7 @@ class RankContext:
 
     `store` and `folder` are the job's own; `trace` holds this rank's collectives since the job's start.
     `report(text)` on rank 0 becomes a `report` event at the controller; elsewhere it does nothing. `admit(meshes)` is
-    for jobs with `keeps_meshes`, see `MeshCaches`.
+    for jobs with `keeps_meshes`, see `MeshCaches`. `extend()` gives this rank the `grace` of the job.
     """
 
     rank: int
@@ -43,6 +43,7 @@ class RankContext:
     trace: CollectiveTrace
     report: Callable[[str], None]
     admit: Callable[[Iterable[DeviceMesh]], None]
+    extend: Callable[[], None] = lambda: None
 
 
 RunJob = Callable[[RankContext, Job], dict[str, Any] | None]
@@ -144,7 +145,7 @@ class JobRunner:
                 rank=self.rank,
                 world_size=job.num_ranks,
                 # The watchdog speaks first: it knows every rank's stack, a group's own timeout does not.
-                timeout=timedelta(seconds=job.timeout) + _GROUP_MARGIN,
+                timeout=timedelta(seconds=job.timeout + job.grace) + _GROUP_MARGIN,
             )
             context = RankContext(
                 rank=self.rank,
@@ -156,12 +157,13 @@ class JobRunner:
                 trace=self.trace,
                 report=self._make_report(folder),
                 admit=self._caches.admit,
+                extend=lambda: self._extend(job),
             )
             result = run_job(context, job)
             # A peer may still connect to this rank's groups: gloo takes one that has gone for a crash.
             if store.add("finished", 1) == job.num_ranks:
                 store.set("all", "1")
-            store.wait(["all"], timedelta(seconds=job.timeout) + _GROUP_MARGIN)
+            store.wait(["all"], timedelta(seconds=job.timeout + job.grace) + _GROUP_MARGIN)
             has_failed = False
             return result
         except BaseException as error:
@@ -176,6 +178,12 @@ class JobRunner:
             if staging is not None:
                 # The next job may have a GPU for each rank.
                 staging._destroy()  # type: ignore[no-untyped-call]
+
+    def _extend(self, job: Job) -> None:
+        """Give this rank the grace of a job from now on, beside what is left of its time."""
+        if job.grace:
+            self.failure_reporter.arm(job.timeout + job.grace)
+            self._watchdog.extend(job.grace)
 
     def _make_report(self, folder: Path) -> Callable[[str], None]:
         if self.rank != 0:

@@ -25,6 +25,11 @@ class Watchdog:
         """Begin to count the time of a job."""
         self._deadline = time.monotonic() + seconds
 
+    def extend(self, seconds: float) -> None:
+        """Count so much more time to the job."""
+        if self._deadline is not None:
+            self._deadline += seconds
+
     def disarm(self) -> None:
         """End the count: the job is over."""
         self._deadline = None

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import AliasChoices, Field
 
+from moeverify.results.culprit import Culprit
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
 from moeverify.results.facts import CheckFacts, Facts, names_operation
@@ -120,7 +121,8 @@ class Finding(Record):
     where no hypothesis explains them, and `part` says which of all parameters a cause is about. `facts` are what the
     check found besides. `follows` names the tensor whose finding explains this one too. Only findings that follow
     from none have `trials` and `place`, and ambiguous ones a `follow_up`. `wider` says what wider precisions have
-    shown where there was no cause; a finding that was made there, and names the cause, has one entry for its
+    shown where there was no cause. `culprit` is the first wrong operation, which leads where it is proved or where nothing
+    else is known; a finding that was made there, and names the cause, has one entry for its
     precision.
 
     `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.
@@ -155,11 +157,12 @@ class Finding(Record):
     trials: tuple[Trial, ...] = ()
     follow_up: FollowUp | None = None
     wider: tuple[Wider, ...] = ()
+    culprit: Culprit | None = None
 
     @property
     def is_explained(self) -> bool:
         """Return whether a cause is known, as data, by its check, or from a file of an older version as words."""
-        return self.explanation is not None or bool(self.code or self.cause)
+        return self.explanation is not None or self.culprit is not None or bool(self.code or self.cause)
 
     @property
     def is_of_wider_run(self) -> bool:
@@ -169,6 +172,8 @@ class Finding(Record):
     @property
     def names_operation(self) -> bool:
         """Return whether its cause says what was done, and not alone where or by how much values are off."""
+        if self.culprit is not None and self.culprit.proved:
+            return True
         if self.explanation is not None:
             return self.explanation.names_operation
         return self.is_explained and names_operation(self.facts)

@@ -90,6 +90,8 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
                 fault,
                 report=lambda result: context.report(result.model_dump_json()),
                 admit=context.admit,
+                extend=context.extend,
+                explain_seconds=job.explain_seconds,
             )
 
         if isinstance(job, CoverageJob):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.axes.groups import axis_affects
@@ -37,6 +38,7 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.program import Program
 from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
+from moeverify.worker.culprits import find_culprits, lead_with, record_origin
 from moeverify.worker.error_map import map_errors
 from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.investigate import explain_findings, gather_evidence
@@ -55,12 +57,14 @@ def verify_case(
     *,
     report: Callable[[VerifyResult], None] = lambda result: None,
     admit: Callable[[Iterable[DeviceMesh]], None] = lambda meshes: None,
+    extend: Callable[[], None] = lambda: None,
+    explain_seconds: float = 60.0,
 ) -> VerifyResult | None:
     """Return on rank 0 what the checks say, with the causes; None on the other ranks.
 
     What they say without causes is reported before these are looked for: ranks may be lost in the second run that a
-    diagnosis needs, and the verdict must not be. `admit` gets the meshes before they are used. Collective: all
-    ranks of the default process group, which has as many ranks as the layout.
+    diagnosis needs, and the verdict must not be; `extend` then asks for more time. `admit` gets the meshes before they
+    are used. Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
     with injected(fault):
         # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.
@@ -71,13 +75,30 @@ def verify_case(
         judgement = None if observed is None else observed.judgement
         if observed is not None and observed.judgement.findings:
             report(_make_result(observed, observed.judgement.findings))
-        evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
+        extend()
+        recorded = None
+        if explain_seconds:
+            recorded = record_origin(case, golden, judgement, assemble_program.without_graphs())
+    # What a fault has broken is whole again here: causes are found beside what one device really computes.
+    found = find_culprits(case, golden, recorded, device, explain_seconds)
+    if observed is not None and found.culprits:
+        report(_make_result(observed, lead_with(observed.judgement.findings, found)))
+    evidence = None
+    if not _agree(found.is_complete):
+        with injected(fault):
+            evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
     if observed is None:
         return None
-    # What a fault has broken is whole again here: a diagnosis compares with what one device really computes.
     explained = explain_findings(case, golden, observed.judgement, evidence, device)
-    findings = [name_source(finding) for finding in explained]
+    findings = [name_source(finding) for finding in lead_with(explained, found)]
     return _make_result(observed, findings, None if evidence is None else evidence.timeline)
+
+
+def _agree(on_first: bool) -> bool:
+    """Return what rank 0 says. Collective: all ranks."""
+    said = [on_first]
+    dist.broadcast_object_list(said)
+    return said[0]
 
 
 def name_source(finding: Finding) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moeverify.report.numbers import format_count
+from moeverify.report.words.culprit import describe_culprit, describe_culprit_place
 from moeverify.report.words.data import describe_facts
 from moeverify.report.words.observation import describe_observation, describe_residual
 from moeverify.report.words.operation import describe_operation
@@ -27,9 +28,17 @@ def describe_explanation(explanation: Explanation) -> str:
     return describe_operation(explanation.operation, explanation)
 
 
+def leads_with_culprit(finding: Finding) -> bool:
+    """Return whether the first wrong operation is the cause of a finding."""
+    return finding.culprit is not None and finding.explanation is None
+
+
 def describe_cause(finding: Finding) -> str:
     """Return why a finding is there; nothing where nobody looked, or where another finding explains it."""
     explanation = finding.explanation
+    if leads_with_culprit(finding):
+        assert finding.culprit is not None
+        return describe_culprit(finding.culprit)
     if explanation is None:
         count = len(finding.unexplained)
         which = f"these {format_count(count, 'tensor')}" if count > 1 else "it"
@@ -59,6 +68,8 @@ def describe_cause(finding: Finding) -> str:
 
 def describe_where(finding: Finding) -> str:
     """Return where the cause of a finding acts."""
+    if finding.culprit is not None and leads_with_culprit(finding):
+        return describe_culprit_place(finding.culprit)
     place = describe_place(finding.explanation) if finding.explanation is not None else ""
     return place or finding.where or describe_facts(finding.facts, finding).where
 
@@ -67,8 +78,10 @@ def describe_evidence(finding: Finding) -> tuple[str, ...]:
     """Return what was measured, a line each; what the check itself found comes first."""
     # That rounding may hide a cause is no news where wider precisions were asked.
     left_out = (DiagnosisFailed, HiddenByRounding) if finding.wider else (DiagnosisFailed,)
+    beside = finding.culprit is not None and not leads_with_culprit(finding)
     lines = [
         *describe_wider(finding),
+        *([describe_culprit(finding.culprit)] if finding.culprit is not None and beside else ()),
         *describe_facts(finding.facts, finding).evidence,
         *(describe_observation(seen) for seen in finding.observations if not isinstance(seen, left_out)),
     ]

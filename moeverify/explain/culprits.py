@@ -1,0 +1,211 @@
+"""Causes as records: the operators and values that they are about, by their names and lines."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moeverify.explain.chains import list_chain
+from moeverify.explain.edits import Edit
+from moeverify.explain.explain import Cause, Explainer
+from moeverify.explain.joint import At, Joint
+from moeverify.explain.program import BATCH, Op, Program, Ref, Site
+from moeverify.results.culprit import CodeLine, Culprit, Operation, Source
+
+_AROUND = 1
+"""Lines of a file that are shown before and after that of a call."""
+
+_MOST_MOVES = 3
+_MOST_REPAIRED = 20
+_MOST_OTHERS = 4
+
+Groups = Mapping[str, Sequence[Sequence[int]]]
+
+
+class Culprits:
+    """Makes the records of causes. `groups` has the groups of ranks of each mesh axis."""
+
+    def __init__(self, explainer: Explainer, groups: Groups) -> None:
+        self._explainer = explainer
+        self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
+        self._groups = groups
+
+    def make(self, cause: Cause) -> Culprit:
+        """Return the record of a cause."""
+        first = cause.ops[0]
+        edit = cause.repairs[0] if cause.repairs else None
+        other = None if edit is None else edit.other
+        others = {self._operation(at): None for at in cause.ops}
+        here = self._operation(first)
+        culprit = Culprit(
+            mechanism="place" if edit is None else edit.kind,
+            proved=edit is not None and edit.kind != "value",
+            here=here,
+            there=None if other is None else describe_op(self._one.program, other),
+            ranks=tuple(sorted({rank for rank, _ in cause.ops})),
+            repaired=tuple(dict.fromkeys(cause.repaired))[:_MOST_REPAIRED],
+            residual=cause.residual,
+            others=tuple(each for each in others if each.line is not None and _line(each) != _line(here))[:_MOST_OTHERS],
+        )
+        return culprit if edit is None else culprit.model_copy(update=self._describe(first, edit))
+
+    def _operation(self, at: At) -> Operation:
+        return describe_op(self._joint.programs[at[0]], self._joint.op(at))
+
+    def _describe(self, first: At, edit: Edit) -> dict[str, Any]:
+        """Return what an edit changes, as fields of a culprit."""
+        op, other = self._joint.op(first), edit.other
+        if edit.kind == "number":
+            return {"numbers": edit.numbers or list_differences(op, other)}
+        taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
+        if taken is None or edit.kind == "value":
+            return {}
+        found: dict[str, Any] = {"operand": _find_place(op, taken[1]), "taken": self._source(taken)}
+        if found["taken"] is not None:
+            found["axes"] = found["taken"].over
+        if edit.kind == "inserted":
+            name, number = edit.place[1], int(edit.place[2])
+            found["right"] = self._source((first[0], number))
+            found["numbers"] = ((str(name), ""),)
+        elif edit.kind in ("operand", "whole") and other is not None:
+            theirs = _operand_at(other, edit.place)
+            if theirs is not None:
+                found["right"] = describe_value(self._one.program, theirs)
+                found |= self._describe_moves(taken, theirs)
+        return found
+
+    def _describe_moves(self, mine: At, theirs: int) -> dict[str, Any]:
+        """Return the operations by which an operand comes from where it was computed, where they differ."""
+        here = list_chain(self._joint, [mine])
+        there = list_chain(self._one_joint, [(0, theirs)])
+        while here and there and _is_alike(self._joint.op(here[-1]), self._one_joint.op(there[-1])):
+            here, there = here[:-1], there[:-1]
+        with_lines = [each for each in reversed(here) if self._operation(each).line is not None]
+        one = [describe_op(self._one.program, self._one_joint.op(each)) for each in reversed(there)]
+        return {
+            "moves": tuple(self._operation(each) for each in with_lines[:_MOST_MOVES]),
+            "moves_there": tuple(each for each in one if each.line is not None)[:_MOST_MOVES],
+        }
+
+    @cached_property
+    def _one_joint(self) -> Joint:
+        return Joint([self._one.program])
+
+    def _source(self, at: At) -> Source | None:
+        """Return which value of one device a rank's value is; None if it is not known."""
+        known = self._alignment.find(at)
+        if known is None or known.ids is None:
+            return None
+        roots = self._one.roots(known.ids)
+        if not roots:
+            return None
+        found = describe_value(self._one.program, roots[0])
+        over = self.name_over(known.over)
+        return found.model_copy(update={"over": over, "scale": known.scale})
+
+    def name_over(self, over: Sequence[At]) -> tuple[str, ...]:
+        """Return the mesh axes over which values are summed."""
+        if not over:
+            return ()
+        ranks = sorted({rank for rank, _ in over})
+        found = [axis for axis, groups in self._groups.items() if any(sorted(group) == ranks for group in groups)]
+        return tuple(found[:1]) + (("micro-batches",) if len(over) > len(ranks) else ())
+
+
+def describe_op(program: Program, op: Op) -> Operation:
+    """Return an operator with the lines that call it."""
+    lines = [make_line(site) for site in program.sites_of(op)]
+    return Operation(
+        operator=op.short,
+        line=lines[0] if lines else None,
+        callers=tuple(each.model_copy(update={"lines": ()}) for each in lines[1:]),
+        module=op.module,
+        phase=op.phase,
+        step=op.step,
+    )
+
+
+def describe_value(program: Program, number: int) -> Source:
+    """Return a value by its name, or by the operation that made it."""
+    value = program.values[number]
+    while value.alias >= 0 and not value.label:
+        value = program.values[value.alias]
+    op = program.ops[value.op]
+    return Source(label=value.label.removeprefix(BATCH), operation=describe_op(program, op), step=op.step)
+
+
+def make_line(site: Site) -> CodeLine:
+    """Return a call with its expression and the lines of the file around it."""
+    shown = [
+        (number, text.rstrip())
+        for number in range(site.line - _AROUND, site.line + _AROUND + 1)
+        if (text := linecache.getline(site.file, number))
+    ]
+    return CodeLine(
+        file=shorten(site.file),
+        line=site.line,
+        function=site.function,
+        expression=read_expression(site),
+        lines=tuple(shown),
+    )
+
+
+def read_expression(site: Site) -> str:
+    """Return the source code of a call, in one line."""
+    if site.span is None:
+        return ""
+    first, begin, last, end = site.span
+    lines = [linecache.getline(site.file, number).encode() for number in range(first, last + 1)]
+    if not all(lines):
+        return ""
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    return " ".join(b" ".join(lines).decode(errors="replace").split())
+
+
+def shorten(path: str) -> str:
+    """Return a file's path from the folder on that it is imported from."""
+    file = Path(path)
+    roots = [Path(each).resolve() for each in ["", *sys.path]]
+    inside = [root for root in roots if file.is_relative_to(root)]
+    return str(file.relative_to(max(inside, key=lambda each: len(each.parts)))) if inside else path
+
+
+def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
+    """Return the arguments beside tensors in which two calls of one operator differ."""
+    if other is None:
+        return ()
+    pairs = list(zip(op.args, other.args, strict=False))
+    pairs += [(op.kwargs.get(name), other.kwargs.get(name)) for name in {**op.kwargs, **other.kwargs}]
+    return tuple(
+        (str(mine), str(theirs))
+        for mine, theirs in pairs
+        if not isinstance(mine, Ref) and not isinstance(theirs, Ref) and str(mine) != str(theirs)
+    )
+
+
+def _line(operation: Operation) -> tuple[str, int]:
+    assert operation.line is not None
+    return operation.line.file, operation.line.line
+
+
+def _find_place(op: Op, number: int) -> int:
+    """Return which of the tensors that an operator takes a value is."""
+    numbers = list(op.refs())
+    return numbers.index(number) if number in numbers else -1
+
+
+def _operand_at(op: Op, place: Sequence[int | str]) -> int | None:
+    """Return the value at a place of a call."""
+    found: Any = op.kwargs.get(place[0]) if isinstance(place[0], str) else op.args[place[0]]
+    for each in place[1:]:
+        found = found[each]
+    return found.number if isinstance(found, Ref) else None
+
+
+def _is_alike(op: Op, other: Op) -> bool:
+    return op.short == other.short and not list_differences(op, other)

@@ -1,0 +1,123 @@
+"""The operation that makes a result wrong, as the explainer found it in the recorded programs. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from moeverify.results.cause import Cause
+from moeverify.results.record import Record
+
+Mechanism = Literal[
+    "number",
+    "operator",
+    "operand",
+    "total",
+    "share",
+    "whole",
+    "removed",
+    "inserted",
+    "value",
+    "scale",
+    "reduction",
+    "race",
+    "place",
+]
+"""What a culprit says of an operation.
+
+| Mechanism | Meaning |
+|---|---|
+| `number` | it has another number or option |
+| `operator` | it is another operator |
+| `operand` | it takes another value |
+| `total` | it takes a part of a sum where one device has the sum |
+| `share` | it adds to each part of a sum what counts once |
+| `whole` | it works on a part of a tensor where one device works on all of it |
+| `removed` | one device has no such operation |
+| `inserted` | one device applies another operation before it |
+| `value` | its results are wrong although its operands are right |
+| `scale` | its results are a multiple of the right ones |
+| `reduction` | its results are parts of a sum that is not made |
+| `race` | it uses memory that a collective is still using |
+| `place` | the first operation whose results are not those of one device |
+"""
+
+_CODES: dict[Mechanism, Cause] = {
+    "total": Cause.MISSING_REDUCTION,
+    "reduction": Cause.MISSING_REDUCTION,
+    "scale": Cause.SCALE,
+    "race": Cause.NONDETERMINISM,
+}
+
+
+class CodeLine(Record):
+    """A call in source code: its line, its expression, and the lines of the file around it, each with its number."""
+
+    file: str
+    line: int
+    function: str = ""
+    expression: str = ""
+    lines: tuple[tuple[int, str], ...] = ()
+
+
+class Operation(Record):
+    """One operator of a recorded program. `line` is None for what autograd calls; `callers` are outer calls."""
+
+    operator: str
+    line: CodeLine | None = None
+    callers: tuple[CodeLine, ...] = ()
+    module: str = ""
+    phase: str = "forward"
+    step: int = -1
+
+
+class Source(Record):
+    """Which value of one device a value is: a parameter, buffer or input (`label`), or what an operation made.
+
+    `over` names mesh axes over which it is a part of a sum, `scale` the factor that it has been multiplied by.
+    """
+
+    label: str = ""
+    operation: Operation | None = None
+    step: int = -1
+    over: tuple[str, ...] = ()
+    scale: float = 1.0
+
+
+class Culprit(Record):
+    """The first wrong operation: `here` on the ranks, `there` on one device, where it has a counterpart.
+
+    `proved` says that the ranks' program was executed with the change that `mechanism` names, and that this made
+    `repaired` right: tensors that the training loop shows or ends of modules. `residual` is the relative error that
+    these have then. `operand` is the place of the operand that is `taken` where one device takes `right`. `numbers`
+    are pairs of different numbers, here and there. `moves` are operations by which an operand came from where it was
+    computed, and `moves_there` those of one device. `others` are further lines with the same mistake.
+    """
+
+    mechanism: Mechanism
+    proved: bool
+    here: Operation
+    there: Operation | None = None
+    ranks: tuple[int, ...] = ()
+    operand: int = -1
+    taken: Source | None = None
+    right: Source | None = None
+    axes: tuple[str, ...] = ()
+    numbers: tuple[tuple[str, str], ...] = ()
+    moves: tuple[Operation, ...] = ()
+    moves_there: tuple[Operation, ...] = ()
+    repaired: tuple[str, ...] = ()
+    residual: float | None = None
+    others: tuple[Operation, ...] = Field(default=())
+
+    @property
+    def code(self) -> Cause:
+        """Return the cause that it is one of."""
+        if self.mechanism in _CODES:
+            return _CODES[self.mechanism]
+        if self.taken is not None and self.right is not None and self.taken.label and self.taken.label == self.right.label:
+            return Cause.STALE
+        return {"forward": Cause.FORWARD, "backward": Cause.BACKWARD, "step": Cause.OPTIMIZER}.get(
+            self.here.phase, Cause.FORWARD
+        )

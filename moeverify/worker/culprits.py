@@ -1,0 +1,127 @@
+"""On every rank, after a mismatch: record the step where it began; on rank 0: find the first wrong operations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moeverify.axes.groups import list_degrees, list_groups
+from moeverify.case.schema import Case
+from moeverify.checks.base import Judgement
+from moeverify.diagnose.diagnosis import is_apart, origin_step
+from moeverify.diagnose.failure import describe_failure
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.program import Program
+from moeverify.golden.store import StoredGolden
+from moeverify.launch.single_rank_world import single_rank_world
+from moeverify.results.culprit import Culprit
+from moeverify.results.finding import Finding, note_failure
+from moeverify.results.observation import DiagnosisFailed
+from moeverify.train.program import Program as Training
+from moeverify.worker.recorded import record_one_device, record_ranks
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What rank 0 has of the step where it began: the programs of all ranks."""
+
+    step: int
+    programs: Sequence[Program]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What rank 0 has found: each culprit with the (kind, tensor) of what it makes wrong; `failure` says what went wrong.
+
+    `is_complete` says that repairing the culprits makes all wrong results right, or all that can follow from them.
+    """
+
+    step: int = -1
+    culprits: Sequence[tuple[Culprit, Sequence[tuple[str, str]]]] = ()
+    is_complete: bool = False
+    failure: DiagnosisFailed | None = None
+
+
+def record_origin(
+    case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Callable[[], Training]
+) -> Recorded | None:
+    """Return on rank 0 the programs of all ranks up to the step where the first wrong result is; else None.
+
+    `judgement` is given on rank 0 alone. Rounding hides where it began in any precision but float64: nothing is
+    recorded then. Collective: all ranks.
+    """
+    request = [None if judgement is None or not _is_exact(case) else origin_step(judgement.findings)]
+    dist.broadcast_object_list(request)
+    if request[0] is None:
+        return None
+    programs = record_ranks(case, golden, assemble, request[0])
+    return None if programs is None else Recorded(request[0], programs)
+
+
+def _is_exact(case: Case) -> bool:
+    return case.recipe.precision == "float64" and case.recipe.float8 == "none" and case.layout.compile == "none"
+
+
+def find_culprits(
+    case: Case, golden: StoredGolden, recorded: Recorded | None, device: torch.device, seconds: float
+) -> Found:
+    """Return the first wrong operations, as far as they are found in so many seconds. Rank 0 alone; no collective."""
+    if recorded is None:
+        return Found()
+    try:
+        end = time.monotonic() + seconds
+        with single_rank_world(device):
+            one = record_one_device(case.recipe, golden, recorded.step, device)
+        if not (one.is_complete and all(program.is_complete for program in recorded.programs)):
+            return Found()
+        scales = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
+        explainer = Explainer(recorded.programs, one, recorded.step, [*scales, *(1 / each for each in scales)])
+        causes = explainer.explain(end - time.monotonic())
+        culprits = Culprits(explainer, list_groups(case))
+        found = [(culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes]
+        return Found(recorded.step, found, explainer.is_done)
+    except Exception as error:  # the verdict stands, and the findings are reported without a cause
+        return Found(failure=describe_failure(error))
+
+
+def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
+    """Return the findings with their culprits: those that a culprit repairs follow the one that it makes wrong."""
+    if found.failure is not None:
+        return note_failure(findings, found.failure)
+    left = list(findings)
+    for culprit, marks in reversed(found.culprits):
+        lead = _find_lead(left, found.step, marks)
+        if lead is not None:
+            left = _attach(left, lead, culprit, everything=found.is_complete)
+    return left
+
+
+def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:
+    """Return the finding that a culprit explains."""
+    here = [finding for finding in findings if finding.step == step and not is_apart(finding)]
+    named = [finding for mark in marks for finding in here if (finding.kind, finding.tensor) == mark]
+    return next(iter([*named, *(each for each in here if not each.follows), *here]), None)
+
+
+def _attach(findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool) -> list[Finding]:
+    """Return the findings, that with a culprit first."""
+    keeps = not culprit.proved and lead.names_operation
+    update = {"culprit": culprit, "follows": ""}
+    if not keeps:
+        update |= {"explanation": None, "code": culprit.code, "rivals": (), "unexplained": (), "follow_up": None}
+    first = lead.model_copy(update=update)
+    repaired = set(culprit.repaired)
+    others = []
+    for each in findings:
+        if each is lead:
+            continue
+        follows = everything or f"{each.kind}/{each.tensor}" in repaired or each.step > lead.step
+        if culprit.proved and follows and each.culprit is None and not is_apart(each):
+            each = each.model_copy(update={"follows": lead.tensor, "explanation": None})
+        others.append(each)
+    return [first, *others]
