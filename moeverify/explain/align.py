@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.explain.content import Elements, by_bytes, fingerprint, is_move, move, says_something
+from moeverify.explain.content import Elements, by_bytes, fingerprint, is_move, move, sample, says_something
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.meetings import MOVING
 from moeverify.explain.operators import NotExecutable
@@ -58,9 +58,9 @@ class Alignment:
             for number, key in keys.items():
                 self._by_key.setdefault(key, []).append((rank, number))
                 self._by_loose_key.setdefault(_loosen(key), []).append((rank, number))
-        self._one_by_key: dict[Key, list[int]] = {}
+        self._one_by_key: dict[Key, set[int]] = {}
         for number, key in list_keys(one).items():
-            self._one_by_key.setdefault(key, []).append(number)
+            self._one_by_key.setdefault(key, set()).add(number)
         self._groups = _list_groups(joint)
 
     def under(self, execution: Execution) -> Alignment:
@@ -68,11 +68,13 @@ class Alignment:
         changed = copy(self)
         changed._execution = execution
         others = execution.changed()
-        changed._known = {
-            at: known
-            for at, known in self._known.items()
-            if known is not None and at not in others and not any(each in others for each in known.over)
-        }
+        places = {_loosen(self.key(at)) for at in others}
+        changed._known = {at: known for at, known in self._known.items() if at not in others}
+        for at, known in self._known.items():
+            # What is no part of a sum may be one with other values at its place of the program.
+            is_other = any(each in others for each in known.over) if known else _loosen(self.key(at)) in places
+            if is_other:
+                changed._known.pop(at, None)
         return changed
 
     def data(self, at: At) -> Tensor | None:
@@ -117,9 +119,14 @@ class Alignment:
 
     def locate(self, data: Tensor, op: Op, key: Key = ()) -> Known | None:
         """Return what is known of data that an operator could have made."""
-        likely = self._one_by_key.get(key, ())
+        likely = self._one_by_key.get(key, frozenset())
+
+        def prefer(root: int) -> object:
+            return root not in likely, _distance(op, self.one.op_of(root))
+
+        first = sample(data)
         for scale in self._scales:
-            ids = self.elements.find(data / scale, lambda root: _distance(op, self.one.op_of(root)), likely)
+            ids = self.elements.find(data / scale, prefer, first / scale)
             if ids is not None and bool(ids.any()):
                 return Known(ids, scale)
         return None

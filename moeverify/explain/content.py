@@ -175,22 +175,17 @@ class Elements:
             out[inside] = flat[ids[inside] - base - 1]
         return out
 
-    def find(
-        self, data: Tensor, prefer: Callable[[int], object], likely: Iterable[int] = ()
-    ) -> Tensor | None:
+    def find(self, data: Tensor, prefer: Callable[[int], object], first: Tensor | None = None) -> Tensor | None:
         """Return the identities of the elements of a tensor; None if some are nowhere, and are not zero.
 
-        The `likely` tensors are tried first; `prefer` is the sort key of others that have the same elements.
+        `prefer` is the sort key of tensors that have the same elements. `first` is a `sample` of the data, where it
+        is known already.
         """
-        for root in likely:
-            found = self._locate(root, data.detach().reshape(-1).to(torch.float64)) if root in self._places else None
-            if found is not None and not bool(((found == 0) & (data.reshape(-1) != 0)).any()):
-                return self._straighten(root, data, found).reshape(data.shape)
         flat = data.detach().reshape(-1).to(torch.float64)
         ids = torch.zeros(len(flat), dtype=torch.int64)
         left = flat != 0
-        for _ in range(_MOST_ROOTS):
-            wanted = sample(flat[left])
+        for attempt in range(_MOST_ROOTS):
+            wanted = sample(flat[left]) if attempt or first is None else first
             root = self._choose(wanted, prefer)
             if root is None:
                 break

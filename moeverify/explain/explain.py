@@ -89,6 +89,7 @@ class Explainer:
             for cause in causes:
                 self._add(cause)
             if state.has_other_choices():
+                self.is_done = any(cause.repairs for cause in causes) and all(map(self._depends, left))
                 break
             if not self._is_repaired(left[0], state):
                 state = self._patch(left[0], state)
@@ -107,6 +108,11 @@ class Explainer:
                 if (data := state.data(at)) is not None and data.numel() == target.right[rank].numel()
             ]
             cause.residual = max(errors, default=None)
+
+    def _depends(self, target: Target) -> bool:
+        """Return whether a result is computed from that of a repaired operator."""
+        repaired = {op for cause in self.causes if cause.repairs for op in cause.ops}
+        return all(self.joint.list_before([at]) & repaired for at in target.values.values())
 
     def _follows(self, target: Target) -> bool:
         """Return whether a target may follow from a known cause in a way that no execution shows.

@@ -161,6 +161,7 @@ class Execution:
             for at in self._run(op):
                 for user in joint.users.get(at, ()):
                     touch(user)
+        self.tainted.difference_update(self.changes.values)
 
     def data(self, at: At) -> Tensor | None:
         """Return the data of a value under the changes."""

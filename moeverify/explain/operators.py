@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from moeverify.explain.program import LEAF, READ, UNSEEN, Geometry, Op, map_refs
+from moeverify.explain.program import LEAF, READ, UNSEEN, Geometry, Op, list_refs, map_refs
 
 Lookup = Callable[[int], Tensor | None]
 """Returns the data of a value by its number."""
@@ -78,6 +78,8 @@ def execute_all(
 ) -> list[Tensor]:
     """Return what an operator returns, then what it writes; arguments that it writes are copied first."""
     func = find(name)
+    if "scaled_dot_product" in name and _takes_empty(args, lookup):
+        raise NotExecutable(f"{name} of no heads")  # torch 2.11 divides by zero on CPUs, which ends the process
     values = [_fill(each, lookup) for each in args]
     by_name = {key: _fill(each, lookup) for key, each in named.items()}
     changed: list[Tensor] = []
@@ -94,6 +96,10 @@ def execute_all(
         raise NotExecutable(f"{name}: {error}") from error
     new = [each for each in _list(result) if not any(each is one for one in changed)]
     return [*new, *changed]
+
+
+def _takes_empty(args: Sequence[Any], lookup: Lookup) -> bool:
+    return any(data is not None and not data.numel() for data in map(lookup, list_refs(list(args))))
 
 
 def execute(func: OpOverload, args: Any, named: Mapping[str, Any], lookup: Lookup) -> Any:

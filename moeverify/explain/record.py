@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from moeverify.explain.fused import list_decompositions, plain_attention
 from moeverify.explain.operators import execute
 from moeverify.explain.meetings import Call, read_filling, read_returning
 from moeverify.explain.program import (
@@ -139,7 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         dist.Work.wait = wait_and_note  # type: ignore[method-assign]
         self._is_open = True
         try:
-            with self:
+            with self, plain_attention():
                 yield
         finally:
             self._is_open = False
@@ -189,6 +190,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             result = func(*args, **named)
             self._note_same(args, result)
             return result
+        consists = list_decompositions().get(func)
+        if consists is not None:
+            with self:
+                made = consists(*args, **named)
+            if made is not NotImplemented:
+                return made
         return self._record(func, args, named)
 
     def _record(self, func: OpOverload, args: Any, named: dict[str, Any]) -> Any:
