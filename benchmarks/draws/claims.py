@@ -162,6 +162,8 @@ def _number(value: Any) -> float:
 
 def _read_finding(finding: Mapping[str, Any]) -> Claim:
     explanation = finding.get("explanation") or {}
+    if finding.get("culprit") and not explanation:
+        return _read_culprit(finding, finding["culprit"])
     place = finding.get("place") or {}
     subject = explanation.get("subject") or {}
     facts = finding.get("facts") or {}
@@ -184,6 +186,58 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
         is_location_only=is_location_only,
         shown=tuple(dict.fromkeys(_find_lines(said))),
     )
+
+
+def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Claim:
+    """Return the claim of a finding whose cause is the first wrong operation."""
+    here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
+    operations = [here, *culprit["moves"]]
+    if culprit["mechanism"] == "operand":
+        operations.append(taken.get("operation") or {})
+    lines = [line for each in operations for line in _list_lines(each, callers=1)]
+    others = [*culprit["others"], *culprit["between"], *culprit["moves_there"], culprit.get("there") or {}]
+    others += [here, *culprit["moves"], taken.get("operation") or {}, right.get("operation") or {}]
+    names = [name.partition("/")[2] for name in (*culprit["results"], *culprit["repaired"])]
+    tensors = [finding.get("tensor"), here["module"], taken.get("label"), right.get("label"), *names]
+    return Claim(
+        kind=_read_kind_of_culprit(culprit, taken, right),
+        lines=tuple(dict.fromkeys(lines)),
+        tensors=tuple(dict.fromkeys(name for name in tensors if name)),
+        axes=tuple(sorted(culprit["axes"])),
+        is_location_only=not culprit["proved"],
+        shown=tuple(dict.fromkeys([*lines, *(line for each in others for line in _list_lines(each, callers=4))])),
+    )
+
+
+_KIND_OF_MECHANISM = {
+    "total": "reduction",
+    "share": "reduction",
+    "reduction": "reduction",
+    "scale": "scale",
+    "moved": "elsewhere",
+    "race": "race",
+}
+
+
+def _read_kind_of_culprit(
+    culprit: Mapping[str, Any], taken: Mapping[str, Any], right: Mapping[str, Any]
+) -> str:
+    here, mechanism = culprit["here"], culprit["mechanism"]
+    if mechanism in _KIND_OF_MECHANISM and here["step"] >= 0:
+        return _KIND_OF_MECHANISM[mechanism]
+    if here["step"] < 0:
+        return "elsewhere" if mechanism == "moved" else "state"
+    if taken and right and taken["step"] != right["step"]:
+        return "state"
+    if any("torch." in number for pair in culprit["numbers"] for number in pair):
+        return "dtype"
+    return "optimizer" if here["phase"] == "step" else "edit"
+
+
+def _list_lines(operation: Mapping[str, Any], *, callers: int) -> list[tuple[str, int]]:
+    """Return the lines of an operation and of some calls around it."""
+    lines = [operation.get("line"), *operation.get("callers", ())[:callers]]
+    return [(line["file"], line["line"]) for line in lines if line]
 
 
 def _find_terms(explanation: Mapping[str, Any]) -> list[str]:

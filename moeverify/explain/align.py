@@ -7,6 +7,7 @@ wrong: layouts compute things that one device does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeverify.explain.compare import is_right
 from moeverify.explain.content import Elements, by_bytes, fingerprint, is_move, move, sample, says_something
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.meetings import MOVING
@@ -47,6 +49,7 @@ class Alignment:
         self.joint, self.one = joint, one
         self._execution: Execution | None = None
         self._scales = (1.0, *(each for each in scales if each != 1.0))
+        self._wrong_scale: float | None = None
         self._known: dict[At, Known | None] = {}
         self._telling: dict[At, tuple[Tensor | None, bool]] = {}
         self.elements = Elements(one)
@@ -77,6 +80,16 @@ class Alignment:
                 changed._known.pop(at, None)
         return changed
 
+    def without_scale(self, scale: float | None) -> Alignment:
+        """Return an alignment to which values that are so many times those of one device are wrong."""
+        changed = copy(self)
+        changed._wrong_scale = scale
+        if scale is not None:
+            # Other multiples may be taken for those of other values: it is asked for this one first.
+            changed._scales = (1.0, scale, *self._scales[1:])
+            changed._known = {at: known for at, known in self._known.items() if known and known.scale == 1.0}
+        return changed
+
     def data(self, at: At) -> Tensor | None:
         """Return the data of a value."""
         return self.joint.data(at) if self._execution is None else self._execution.data(at)
@@ -91,7 +104,10 @@ class Alignment:
     def is_right(self, at: At) -> bool:
         """Return whether a value is known, or is new memory that nothing has written."""
         op = self.joint.op(self.joint.maker(at))
-        return self.find(at) is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
+        known = self.find(at)
+        if known is not None and self._wrong_scale is not None and math.isclose(known.scale, self._wrong_scale, rel_tol=1e-7):
+            return False
+        return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
 
     def tells(self, at: At) -> bool:
         """Return whether a value has elements by which it can be told from others."""
@@ -129,6 +145,11 @@ class Alignment:
             ids = self.elements.find(data / scale, prefer, first / scale)
             if ids is not None and bool(ids.any()):
                 return Known(ids, scale)
+        factor = self.elements.find_factor(data, prefer)
+        if factor is not None and factor != 0.0 and math.isfinite(factor):
+            ids = self.elements.find(data / factor, prefer, first / factor)
+            if ids is not None and bool(ids.any()):
+                return Known(ids, factor)
         return None
 
     def _look_up(self, at: At) -> Known | None:
@@ -177,7 +198,8 @@ class Alignment:
             return None
         ids = made[place]
         data = self.data(at)
-        if data is None or ids.shape != data.shape or bool(((ids == 0) & (data != 0)).any()):
+        is_filled = op.short.rstrip("_") == "masked_fill"
+        if data is None or ids.shape != data.shape or (not is_filled and bool(((ids == 0) & (data != 0)).any())):
             return None
         return Known(ids, scales.pop(), overs.pop())
 
@@ -211,10 +233,20 @@ class Alignment:
             data = [self.data(each) for each in parts]
             if len({None if each is None else each.shape for each in data}) == 1 and data[0] is not None:
                 total = torch.stack([each for each in data if each is not None]).sum(0)
-                known = self.locate(total, op, self.key(at))
+                known = self.locate(total, op, self.key(at)) or self._match_total(total, self.key(at))
                 if known is not None:
                     return Known(known.ids, known.scale, parts)
         return None
+
+    def _match_total(self, total: Tensor, key: Key) -> Known | None:
+        """Return whether a sum is that over the micro-batches of one device, which may have other rows."""
+        values = [self.one.values[number].data for number in self._one_by_key.get(key, ())]
+        if len(values) < 2 or any(each is None or each.shape != total.shape for each in values):
+            return None
+        right = torch.stack([each for each in values if each is not None]).sum(0)
+        found = (scale for scale in self._scales if is_right(total, right * scale))
+        scale = next(found, None)
+        return None if scale is None else Known(None, scale)
 
     def _list_sums(self, at: At) -> Iterator[tuple[At, ...]]:
         yield from self._list_sums_of(at, self.siblings(at))

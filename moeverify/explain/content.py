@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ _DIVISORS = torch.arange(1, 129, dtype=torch.float64)
 _LARGE = 1e6
 """Whole numbers beyond this are counts of nothing."""
 
+_MOST_QUOTIENTS = 65536
 _MOST_HITS = 64
 """Tensors that hold an element: one that more have says nothing."""
 
@@ -58,6 +60,7 @@ MOVES = frozenset(
         "split_with_sizes_copy",
         "stack",
         "take",
+        "to",
         "where",
         READ,
     }
@@ -67,8 +70,11 @@ MOVES = frozenset(
 
 def is_move(op: Op) -> bool:
     """Return whether an operator only moves elements."""
-    if op.short.strip("_") == "to_copy":
-        return op.kwargs.get("dtype") in (None, torch.float64, torch.float32)
+    if op.short.strip("_") in ("to", "to_copy"):
+        dtypes = [each for each in (*op.args, *op.kwargs.values()) if isinstance(each, torch.dtype)]
+        return all(dtype in (torch.float64, torch.float32) for dtype in dtypes)
+    if op.name == "aten.masked_fill.Scalar" or op.name == "aten.masked_fill_.Scalar":
+        return True  # what it fills in is padding
     if op.short.rstrip("_") == "index_put":
         return not any(each is True for each in op.args)
     return op.short.rstrip("_") in MOVES or op.short == READ
@@ -80,6 +86,8 @@ def move(op: Op, operand: Callable[[int], Tensor | None]) -> list[Tensor] | None
     `operand` returns what a value stands for: identities in float64, which every operator takes and which are exact
     up to 2^53, or positions and masks as they are.
     """
+    if op.short.rstrip("_") == "masked_fill":
+        op = replace(op, args=(*op.args[:2], 0.0))
     try:
         made = run(op, operand)
     except NotExecutable:
@@ -110,6 +118,51 @@ class Elements:
         sizes = torch.tensor([len(each) for each in flats] or [0])
         owners = torch.repeat_interleave(torch.arange(len(flats) or 1), sizes)
         self._owners = owners[order] if len(flats) else torch.zeros(0, dtype=torch.int64)
+        self._index_quotients()
+
+    def _index_quotients(self) -> None:
+        """Index the quotients of neighbours in each tensor: these are the same in all of its multiples."""
+        quotients, places, owners = [], [], []
+        for place, root in enumerate(self._roots):
+            made, at = list_quotients(self._shaped(root))
+            quotients.append(made)
+            places.append(at)
+            owners.append(torch.full_like(at, place))
+        joined = torch.cat(quotients) if quotients else torch.zeros(0, dtype=torch.float64)
+        self._quotients, order = torch.sort(joined)
+        self._quotient_places = torch.cat(places)[order] if places else order
+        self._quotient_owners = torch.cat(owners)[order] if owners else order
+
+    def find_factor(self, data: Tensor, prefer: Callable[[int], object]) -> float | None:
+        """Return by which factor a tensor is likely more than elements of one device; None if it is no multiple."""
+        made, at = list_quotients(data.to(torch.float64))
+        if len(made) > _NUM_SAMPLES:
+            step = len(made) // _NUM_SAMPLES
+            made, at = made[::step], at[::step]
+        width = TOLERANCE * made.abs()
+        first = torch.searchsorted(self._quotients, made - width).tolist()
+        last = torch.searchsorted(self._quotients, made + width, right=True).tolist()
+        votes: dict[int, list[float]] = {}
+        flat = data.reshape(-1).to(torch.float64)
+        for begin, end, place in zip(first, last, at.tolist(), strict=True):
+            for other in range(begin, min(end, begin + _MOST_HITS)):
+                owner = int(self._quotient_owners[other])
+                right = float(self._flat(self._roots[owner])[int(self._quotient_places[other])])
+                votes.setdefault(owner, []).append(float(flat[place]) / right)
+        best = [(owner, found) for owner, found in votes.items() if len(found) > len(made) * 3 // 4]
+        if not best or len(made) < 2:
+            return None
+        most = max(len(found) for _, found in best)
+        _, found = min(
+            (each for each in best if len(each[1]) >= most - most // 8),
+            key=lambda each: (prefer(self._roots[each[0]]), self._roots[each[0]]),
+        )
+        return sorted(found)[len(found) // 2]
+
+    def _shaped(self, root: int) -> Tensor:
+        data = self._one.values[root].data
+        assert data is not None
+        return data.detach().to(torch.float64)
 
     def _flat(self, root: int) -> Tensor:
         data = self._one.values[root].data
@@ -245,6 +298,24 @@ class Elements:
         if regular is not None and is_near(data.to(torch.float64), self._flat(root)[regular], size):
             return regular + base + 1
         return found
+
+
+def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Return telling quotients of an element by the next of its row, and where the first one is in the flat tensor."""
+    if not data.ndim or data.shape[-1] < 2 or not data.numel():
+        return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    rows = data.reshape(-1, data.shape[-1])
+    quotients = (rows[:, :-1] / rows[:, 1:]).reshape(-1)
+    places = torch.arange(data.numel()).reshape(rows.shape)[:, :-1].reshape(-1)
+    is_telling = quotients.isfinite() & (quotients.abs() > 1e-6) & (quotients.abs() < 1e6)
+    quotients, places = quotients[is_telling], places[is_telling]
+    if len(quotients) > _MOST_QUOTIENTS:
+        step = -(-len(quotients) // _MOST_QUOTIENTS)
+        keep = torch.arange(0, len(quotients), step)
+        quotients, places = quotients[keep], places[keep]
+    multiples = quotients[:, None] * _DIVISORS[:16]
+    is_simple = ((multiples - multiples.round()).abs() <= 1e-9 * multiples.abs().clamp(min=1.0)).any(1)
+    return quotients[~is_simple], places[~is_simple]
 
 
 def is_near(one: Tensor, two: Tensor, size: float) -> bool:

@@ -55,12 +55,22 @@ class OneDevice:
                 self._labels.setdefault(next(iter(elements.sources[value.number])), value.label)
         for op in program.ops:
             for number in set(op.reads()):
-                for root in elements.sources[number]:
+                for root in elements.sources[number] | self._list_scaled(number):
                     self._readers[root].append(op.number)
             if op.results:
                 members = self._by_key[self.keys[op.results[0]][:-1]]
                 self._occurrences[op.number] = len(members)
                 members.append(op.number)
+
+    def _list_scaled(self, number: int) -> frozenset[int]:
+        """Return the values of which a value is a multiple."""
+        value = self.program.values[number]
+        while value.alias >= 0:
+            value = self.program.values[value.alias]
+        op = self.program.ops[value.op]
+        operands = list(op.reads())
+        is_scaled = op.short.rstrip("_") in ("mul", "div") and len(operands) == 1
+        return self.elements.sources[operands[0]] if is_scaled else frozenset()
 
     def data(self, number: int) -> Tensor | None:
         """Return the data of a value."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import linecache
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from moeverify.explain.chains import list_chain
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Cause, Explainer
 from moeverify.explain.joint import At, Joint
-from moeverify.explain.program import BATCH, Op, Program, Ref, Site
+from moeverify.explain.program import BATCH, LEAF, READ, UNSEEN, Op, Program, Ref, Site, list_refs
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Source
 
 _AROUND = 1
@@ -22,14 +23,17 @@ _AROUND = 1
 _MOST_MOVES = 3
 _MOST_REPAIRED = 20
 _MOST_OTHERS = 4
+_MOST_BETWEEN = 12
+_HIDDEN = frozenset({LEAF, READ, UNSEEN})
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
 
 class Culprits:
-    """Makes the records of causes. `groups` has the groups of ranks of each mesh axis."""
+    """Makes the records of causes. `groups` has the groups of ranks of each mesh axis, `sizes` what factors may be."""
 
-    def __init__(self, explainer: Explainer, groups: Groups) -> None:
+    def __init__(self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None) -> None:
+        self._sizes = dict(sizes or {})
         self._explainer = explainer
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._groups = groups
@@ -41,20 +45,47 @@ class Culprits:
         other = None if edit is None else edit.other
         others = {self._operation(at): None for at in cause.ops}
         here = self._operation(first)
+        is_known = cause.known != "" and (edit is None or edit.kind == "value")
         culprit = Culprit(
-            mechanism="place" if edit is None else edit.kind,
-            proved=edit is not None and edit.kind != "value",
+            mechanism=cause.known or ("place" if edit is None else edit.kind) if is_known else "place" if edit is None else edit.kind,
+            proved=is_known or (edit is not None and edit.kind != "value"),
             here=here,
             there=None if other is None else describe_op(self._one.program, other),
             ranks=tuple(sorted({rank for rank, _ in cause.ops})),
             repaired=tuple(dict.fromkeys(cause.repaired))[:_MOST_REPAIRED],
             residual=cause.residual,
+            between=() if edit is not None and edit.kind != "value" else self._list_between(cause),
             others=tuple(each for each in others if each.line is not None and _line(each) != _line(here))[:_MOST_OTHERS],
         )
+        if is_known:
+            return culprit.model_copy(update=self._describe_known(cause))
         return culprit if edit is None else culprit.model_copy(update=self._describe(first, edit))
+
+    def _describe_known(self, cause: Cause) -> dict[str, Any]:
+        """Return how the wrong results are values of one device, as fields of a culprit."""
+        target = cause.targets[0]
+        at = next(iter(target.values.values()))
+        found: dict[str, Any] = {"taken": self._source(at), "between": self._list_between(cause)}
+        found["results"] = ("/".join(target.mark[1:]),)
+        if cause.known == "scale":
+            found["factor"] = cause.factor
+            found["axes"] = tuple(
+                name for name, size in self._sizes.items() if size != 1.0 and _is_factor(cause.factor, size)
+            )
+        elif found["taken"] is not None:
+            found["axes"] = found["taken"].over
+        return found
 
     def _operation(self, at: At) -> Operation:
         return describe_op(self._joint.programs[at[0]], self._joint.op(at))
+
+    def _list_between(self, cause: Cause) -> tuple[Operation, ...]:
+        """Return the operations from known operands to the next results that are to be right, one for each line."""
+        first = cause.ops[0]
+        moves = [each for at in self._joint.reads(first) for each in list_chain(self._joint, [at])]
+        stretch = [at for at in cause.stretch if at[0] == first[0]]
+        order = sorted({*(at for at in moves if at[0] == first[0]), first, *stretch}, key=self._joint.place)
+        return _join(map(self._operation, order))[-_MOST_BETWEEN:]
 
     def _describe(self, first: At, edit: Edit) -> dict[str, Any]:
         """Return what an edit changes, as fields of a culprit."""
@@ -84,12 +115,9 @@ class Culprits:
         there = list_chain(self._one_joint, [(0, theirs)])
         while here and there and _is_alike(self._joint.op(here[-1]), self._one_joint.op(there[-1])):
             here, there = here[:-1], there[:-1]
-        with_lines = [each for each in reversed(here) if self._operation(each).line is not None]
-        one = [describe_op(self._one.program, self._one_joint.op(each)) for each in reversed(there)]
-        return {
-            "moves": tuple(self._operation(each) for each in with_lines[:_MOST_MOVES]),
-            "moves_there": tuple(each for each in one if each.line is not None)[:_MOST_MOVES],
-        }
+        mine_all = _join(self._operation(each) for each in reversed(here))
+        others = _join(describe_op(self._one.program, self._one_joint.op(each)) for each in reversed(there))
+        return {"moves": mine_all[:_MOST_MOVES], "moves_there": others[:_MOST_MOVES]}
 
     @cached_property
     def _one_joint(self) -> Joint:
@@ -184,8 +212,21 @@ def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
     return tuple(
         (str(mine), str(theirs))
         for mine, theirs in pairs
-        if not isinstance(mine, Ref) and not isinstance(theirs, Ref) and str(mine) != str(theirs)
+        if not (list(list_refs([mine, theirs])) or str(mine) == str(theirs))
     )
+
+
+def _is_factor(factor: float, size: float) -> bool:
+    return math.isclose(factor, size, rel_tol=1e-9) or math.isclose(factor, 1 / size, rel_tol=1e-9)
+
+
+def _join(operations: Iterable[Operation]) -> tuple[Operation, ...]:
+    """Return the operations that lines of code call, one for each line."""
+    found: dict[tuple[str, int], Operation] = {}
+    for each in operations:
+        if each.line is not None and each.operator not in _HIDDEN:
+            found.setdefault(_line(each), each)
+    return tuple(found.values())
 
 
 def _line(operation: Operation) -> tuple[str, int]:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_ancestors
+from moeverify.explain.cuts import Cut, list_batch_cuts, list_cuts, take
+from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place, pair_tensors
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import execute_all
 from moeverify.explain.program import Op, Ref
-from moeverify.explain.suspects import is_right
+from moeverify.explain.compare import is_right
 
 Kind = Literal["number", "operator", "operand", "total", "share", "whole", "removed", "inserted", "value"]
 """What an edit changes: options, the operator, an operand (by another value, the total of its parts, or the whole of
@@ -72,7 +74,7 @@ def _list_towards(alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At
             yield _make("number", pairs, lambda at, each: _with_options(joint.op(at), each))
         for pair in pair_tensors(op, other):
             yield from _list_operands(alignment, one, pairs, pair.place)
-    elif op.meeting is None and len(list(op.refs())) == len(list(other.refs())):
+    elif op.meeting is None and len(list(op.refs())) == len(list(other.refs())) and not (is_move(op) or is_move(other)):
         yield _make("operator", pairs, lambda at, each: _with_operator(joint.op(at), each))
     changes = Changes()
     for at, each in pairs:
@@ -98,44 +100,60 @@ def _list_operands(
     alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At, Op]], place: Place
 ) -> Iterator[Edit]:
     """Yield edits that give operators another operand at a place: as a value, for all that take it."""
-    kinds: tuple[Kind, ...] = ("operand", "whole")
-    for kind in kinds:
-        changes, is_other = Changes(), False
-        for at, other in pairs:
-            pair = next((each for each in pair_tensors(alignment.joint.op(at), other) if each.place == place), None)
-            data = None if pair is None else _find_operand(alignment, one, at, other, pair, kind)
-            if pair is None or data is None:
-                break
-            known = alignment.data((at[0], pair.mine))
-            is_other |= known is None or known.shape != data.shape or not is_right(known, data)
-            changes.values[at[0], pair.mine] = data
-        else:
-            if is_other:
-                yield Edit(kind, tuple(at for at, _ in pairs), changes, dict(pairs), place)
+    found: dict[Kind, list[list[tuple[At, Tensor]]]] = {"operand": [], "whole": []}
+    for at, other in pairs:
+        pair = next((each for each in pair_tensors(alignment.joint.op(at), other) if each.place == place), None)
+        if pair is None:
+            return
+        mine = (at[0], pair.mine)
+        found["operand"].append([(mine, data) for data in _find_operands(alignment, one, at, other, pair)])
+        found["whole"].append([(mine, data) for data in _find_wholes(alignment, one, at, pair)])
+    for kind, alternatives in found.items():
+        for chosen in zip(*alternatives, strict=False):
+            if any(_is_other(alignment.data(at), data) for at, data in chosen):
+                yield Edit(kind, tuple(at for at, _ in pairs), Changes(values=dict(chosen)), dict(pairs), place)
 
 
-def _find_operand(
-    alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair, kind: Kind
-) -> Tensor | None:
-    """Return what a rank should take at a place: in the shape that it has there, or the whole of it."""
+def _is_other(actual: Tensor | None, data: Tensor) -> bool:
+    return actual is None or actual.shape != data.shape or not is_right(actual, data)
+
+
+def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair) -> list[Tensor]:
+    """Return what a rank may have to take at a place, in the shape that it has there, the likeliest first."""
     whole = one.data(pair.theirs)
+    mine = alignment.joint.value((at[0], pair.mine))
     known = alignment.find((at[0], pair.mine))
-    if known is None or known.ids is None:
-        return None  # not known to be another value: it may follow from what is wrong before it
-    if whole is None or kind == "whole":
-        return whole if one.has(pair.theirs, known.ids) > 0.99 else None
-    actual = alignment.joint.value((at[0], pair.mine)).shape
-    ids = None if known.over else known.ids
-    if ids is not None:
-        rows = _same_rows(one, pair.theirs, whole, ids)
-        if rows is not None:
-            return rows
-    beside = _beside(alignment, one, at, other, pair)
-    if beside is not None:
-        return beside
-    if tuple(whole.shape) == actual:
-        return whole
-    return None if ids is None else _same_places(one, whole, ids)
+    is_number = mine.dtype.startswith(("float", "bfloat"))
+    is_right_here = alignment.is_right((at[0], pair.mine))
+    if whole is None or (is_number and (known is None or known.ids is None or not is_right_here)):
+        return []  # not known to be another value: it may follow from what is wrong before it
+    ids = None if known is None or known.over else known.ids
+    found = [None if ids is None else _same_rows(one, pair.theirs, whole, ids)]
+    found.append(_beside(alignment, one, at, other, pair))
+    found.append(take(whole, mine.shape, _list_cuts(alignment, one, at, other)))
+    found.append(None if ids is None else _same_places(one, whole, ids))
+    return [each.to(whole.dtype) for each in found if each is not None]
+
+
+def _list_cuts(alignment: Alignment, one: OneDevice, at: At, other: Op) -> list[Cut]:
+    """Return which places of each dimension a rank has of what an operator takes."""
+    op, joint = alignment.joint.op(at), alignment.joint
+    cuts = list(list_batch_cuts(one.program, joint.programs[at[0]], alignment.occurrence((at[0], op.results[0]))))
+    for pair in pair_tensors(op, other):
+        known = alignment.find((at[0], pair.mine))
+        if known is not None and known.ids is not None and not known.over:
+            places = _find_places(one, pair.theirs, known.ids)
+            if places is not None:
+                cuts += list_cuts(places, one.program.values[pair.theirs].shape)
+    return cuts
+
+
+def _find_wholes(alignment: Alignment, one: OneDevice, at: At, pair: Pair) -> list[Tensor]:
+    """Return the whole tensor of which a rank takes a part."""
+    whole, known = one.data(pair.theirs), alignment.find((at[0], pair.mine))
+    if whole is None or known is None or known.ids is None or one.has(pair.theirs, known.ids) <= 0.99:
+        return []
+    return [whole]
 
 
 def _same_rows(one: OneDevice, value: int, whole: Tensor, ids: Tensor) -> Tensor | None:
@@ -180,12 +198,19 @@ def _beside(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair)
 
 def _positions(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
     """Return where in a value of one device elements stand; None if some do not."""
+    places = _find_places(one, value, ids)
+    return None if places is None or bool((places < 0).any()) else places
+
+
+def _find_places(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
+    """Return where in a value elements stand, -1 for padding; None if some do not."""
     own = one.ids(value)
-    if own is None or bool((ids == 0).any()):
+    if own is None or not own.numel():
         return None
     flat, order = torch.sort(own.reshape(-1))
     at = torch.searchsorted(flat, ids.contiguous()).clamp(max=len(flat) - 1)
-    return order[at] if bool((flat[at] == ids).all()) else None
+    is_there = flat[at] == ids
+    return torch.where(ids > 0, order[at], -1) if bool((is_there | (ids == 0)).all()) else None
 
 
 def _broadcast_pick(one: OneDevice, value: int, data: Tensor | None, positions: Tensor) -> Tensor | None:
@@ -208,8 +233,9 @@ def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Ten
     actual = alignment.joint.value((at[0], op.results[0])).shape
     if right.data is None:
         return None
-    if right.shape == actual:
-        return right.data
+    part = take(right.data, actual, _list_cuts(alignment, one, at, other))
+    if part is not None:
+        return part
     for pair in pair_tensors(op, other):
         known = alignment.find((at[0], pair.mine))
         if known is None or known.ids is None or known.over:
@@ -332,7 +358,8 @@ def list_removals(alignment: Alignment, ops: Sequence[At], depth: int = 0) -> It
     result = joint.value((ops[0][0], joint.op(ops[0]).results[0]))
     for place in range(count):
         operand = joint.value(lists[ops[0]][place])
-        if depth or (operand.shape == result.shape and operand.dtype == result.dtype):
+        is_cast = joint.op(ops[0]).short.strip("_") == "to_copy"
+        if depth or (operand.shape == result.shape and (is_cast or operand.dtype == result.dtype)):
             changes = Changes()
             for at in ops:
                 changes.ops[at] = _pass(lists[at][place][1], len(joint.op(at).results))

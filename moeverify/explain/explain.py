@@ -7,11 +7,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, list_group
+from moeverify.explain.compare import is_right, relative_error
 from moeverify.explain.content import is_move, says_something
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.edits import Edit, list_edits, list_insertions, list_numbers, list_removals
@@ -22,16 +25,23 @@ from moeverify.results.checks import Kind
 from moeverify.explain.suspects import (
     Target,
     find_wrong,
-    is_right,
     is_target_right,
     list_unknown,
-    relative_error,
 )
+
+_VAGUE = frozenset({"removed", "inserted", "whole", "value"})
+"""Edits that say less than how a wrong result is a value of one device."""
+
+_SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
+"""Edits that put values of one device in place."""
 
 _MOST_SUSPECTS = 12
 _MOST_ROUNDS = 40
 _LONGEST_CHAIN = 8
-FORWARD_KINDS = frozenset({Kind.TOKEN_LOSS, Kind.LOSS, Kind.ROUTER_IDS, Kind.ROUTER_WEIGHTS, Kind.ROUTER_COUNTS})
+_LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM)
+"""Kinds of results after those of the forward pass, before what the optimizer makes."""
+
+_AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE, Kind.BUFFER)
 _MOST_BRANCHES = 2
 _MOST_NUMBERS = 12
 _MOST_BEFORE = 200
@@ -44,7 +54,8 @@ class Cause:
     """What makes results wrong: operators at one place of the program, and the edits that repair them, if any did.
 
     `repairs` say the same: they are rivals. `ops` are the operators of all ranks and layers. `repaired` names results that
-    the first of `repairs` makes right, with the largest relative error that is left of them.
+    the first of `repairs` makes right, with the largest relative error that is left of them. `known` says how the wrong results themselves are
+    values of one device: `factor` times the right ones, parts of a sum, or right values in other places.
     """
 
     ops: list[At]
@@ -52,6 +63,9 @@ class Cause:
     targets: list[Target] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     residual: float | None = None
+    stretch: list[At] = field(default_factory=list)
+    known: Literal["", "scale", "reduction", "moved"] = ""
+    factor: float = 1.0
 
 
 class Explainer:
@@ -60,9 +74,10 @@ class Explainer:
     def __init__(self, programs: Sequence[Program], one: Program, step: int, scales: Sequence[float]) -> None:
         self.joint = Joint(programs)
         self.step = step
+        self._scales = tuple(scales)
         self.alignment = Alignment(self.joint, one, scales)
         self.one = OneDevice(one, self.alignment.elements)
-        self.wrong = find_wrong(self.joint, one)
+        self.wrong = find_wrong(self.joint, one, step)
         self.causes: list[Cause] = []
         self.tried = 0
         self.is_done = False
@@ -77,19 +92,16 @@ class Explainer:
         state = self.joint.execute(Changes())
         left = list(self.wrong)
         for _ in range(_MOST_ROUNDS):
-            left = [target for target in left if not self._is_repaired(target, state)]
+            left = [target for target in left if not (self._is_repaired(target, state) or self._follows(target))]
             self.is_done = not left
             if not left or time.monotonic() > end:
-                break
-            if self._follows(left[0]):
-                self.is_done = True
                 break
             causes, state = self._explain_first(left[0], state, end)
             self._note_repaired(causes, left, state)
             for cause in causes:
                 self._add(cause)
             if state.has_other_choices():
-                self.is_done = any(cause.repairs for cause in causes) and all(map(self._depends, left))
+                self.is_done = all(map(self._follows, left))
                 break
             if not self._is_repaired(left[0], state):
                 state = self._patch(left[0], state)
@@ -109,26 +121,18 @@ class Explainer:
             ]
             cause.residual = max(errors, default=None)
 
-    def _depends(self, target: Target) -> bool:
-        """Return whether a result is computed from that of a repaired operator."""
-        repaired = {op for cause in self.causes if cause.repairs for op in cause.ops}
-        return all(self.joint.list_before([at]) & repaired for at in target.values.values())
-
     def _follows(self, target: Target) -> bool:
-        """Return whether a target may follow from a known cause in a way that no execution shows.
+        """Return whether a result may be wrong for nothing but a known cause: it is computed from that, or after it.
 
-        What is computed otherwise in the forward pass has another derivative, which the recorded program has not.
+        Python numbers, such as the coefficient of a clip, carry a mistake where no operator shows it.
         """
-        is_forward = target.mark[1] in FORWARD_KINDS
-        return not is_forward and any(
-            self.joint.op(cause.ops[0]).phase == "forward" and self._is_differentiated(cause.ops[0])
-            for cause in self.causes
-        )
-
-    def _is_differentiated(self, op: At) -> bool:
-        """Return whether a backward operator is the derivative of an operator, or comes after it."""
-        program = self.joint.programs[op[0]]
-        return any(each.phase == "backward" and each.step == self.step for each in program.ops[op[1] :])
+        for cause in self.causes:
+            if _order(target) > min(map(_order, cause.targets)):
+                return True
+            ops = set(cause.ops)
+            if target not in cause.targets and all(self.joint.list_before([at]) & ops for at in target.values.values()):
+                return True
+        return False
 
     def _patch(self, target: Target, state: Execution) -> Execution:
         """Return the values if a target were right, so that what follows from it becomes right too."""
@@ -173,12 +177,69 @@ class Explainer:
         Causes without repairs are places alone.
         """
         alignment = self.alignment.under(state)
-        suspects = self.list_suspects(alignment, list_unknown(alignment, list(target.values.values())), target)
-        first = next(suspects, None)
+        factor = self._find_factor(target, state)
+        if factor is not None:
+            alignment = alignment.without_scale(factor)
+        unknown = list_unknown(alignment, list(target.values.values()))
+        first = next(self.list_suspects(alignment, unknown, target), None)
         place = [] if first is None else [Cause(list(first), [], [target])]
+        if first is not None:
+            place[0].stretch = self._list_stretch(first, unknown)
+            place[0].known = self._find_kind(alignment, target, factor)
+            place[0].factor = 1.0 if factor is None else factor
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
-        return self._search(target, state, end, _LONGEST_CHAIN) or (place, state)
+        before = self.alignment
+        self.alignment = before.without_scale(factor)
+        found = self._search(target, state, end, _LONGEST_CHAIN)
+        self.alignment = before
+        if found is None or (place and place[0].known and found[0][0].repairs[0].kind in _VAGUE):
+            return place, state
+        return found
+
+    def _find_factor(self, target: Target, state: Execution) -> float | None:
+        """Return by which factor a result is more than the right one on all ranks where it is wrong, if by one."""
+        factors = []
+        for rank, at in target.values.items():
+            data, right = state.data(at), target.right[rank].reshape(-1).to(torch.float64)
+            if data is None or data.numel() != right.numel():
+                return None
+            actual = data.reshape(-1).to(torch.float64)
+            factor = float(actual @ right) / float(right @ right) if bool(right.any()) else 0.0
+            if factor == 0.0 or not is_right(actual, right * factor):
+                return None
+            if data.numel() == 1 and not any(math.isclose(factor, scale, rel_tol=1e-9) for scale in self._scales):
+                return None  # a number is a multiple of any other
+            factors.append(factor)
+        return factors[0] if max(factors) - min(factors) <= 1e-9 * abs(factors[0]) else None
+
+    def _find_kind(
+        self, alignment: Alignment, target: Target, factor: float | None
+    ) -> Literal["", "scale", "reduction", "moved"]:
+        """Return how wrong results are values of one device."""
+        if factor is not None:
+            return "scale"
+        known = [alignment.find(at) for at in target.values.values()]
+        if not all(each is not None and each.ids is not None for each in known):
+            return ""
+        if all(each is not None and each.over for each in known):
+            return "reduction"
+        return "moved" if all(each is not None and not each.over and each.scale == 1.0 for each in known) else ""
+
+    def _list_stretch(self, ops: Sequence[At], unknown: Sequence[At]) -> list[At]:
+        """Return the unknown operators from a suspect to the next end of a module, in the order of the program."""
+        joint, inside = self.joint, set(unknown)
+        found, waiting = dict.fromkeys(ops), list(ops)
+        while waiting:
+            op = waiting.pop(0)
+            for number in joint.op(op).results:
+                if number in self._ends[op[0]] and op not in ops:
+                    continue
+                for user in joint.users.get((op[0], number), ()):
+                    if user in inside and user not in found:
+                        found[user] = None
+                        waiting.append(user)
+        return sorted(found, key=joint.place)
 
     def _search(
         self, target: Target, state: Execution, end: float, depth: int
@@ -224,7 +285,12 @@ class Explainer:
         unknown: Sequence[At],
         state: Execution,
     ) -> tuple[list[Cause], Execution]:
-        """Return a chain of edits without its first, if the others repair the same by themselves."""
+        """Return a chain of edits without its first, if the others repair the same by themselves.
+
+        An edit that puts a right value in place repairs what comes after it, whatever was wrong before.
+        """
+        if any(cause.repairs[0].kind in _SUBSTITUTIONS for cause in chain[1:]):
+            return chain, done
         changes = Changes()
         for cause in chain[1:]:
             changes = changes | cause.repairs[0].changes
@@ -350,6 +416,8 @@ class Explainer:
             if alignment.find(at) is None:
                 return False
             num_beyond += at not in own
+        if edit.kind in ("removed", "inserted") and done.tainted - state.tainted:
+            return False
         return num_beyond > 1
 
     def _next_landmarks(self, edit: Edit, unknown: Sequence[At]) -> list[At]:
@@ -390,6 +458,14 @@ class Explainer:
         return True
 
 
+def _order(target: Target) -> int:
+    """Return in which part of a step a result is made."""
+    kind = target.mark[1]
+    if kind in _AFTER_STEP:
+        return len(_LATER_KINDS) + 1
+    return _LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0
+
+
 def _group(alignment: Alignment, ops: Sequence[At]) -> Iterator[tuple[At, ...]]:
     """Yield operators that stand at one place of the program together, in the order of the program."""
     inside, seen = set(ops), set()
@@ -411,6 +487,3 @@ def _list_ends(program: Program, step: int) -> dict[int, EndName]:
     return {end.value: (end.module, end.is_gradient, end.slot) for end in ends}
 
 
-def is_same_tensor(one: Tensor | None, two: Tensor | None) -> bool:
-    """Return whether two tensors have the same elements, up to rounding, whatever their shapes."""
-    return one is not None and two is not None and is_right(one, two)

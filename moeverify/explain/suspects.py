@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
+from moeverify.explain.compare import is_right
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Mark, Program
 from moeverify.layout.region import Region
-
-_TOLERANCE = 1e-8
-
 
 @dataclass(frozen=True)
 class Target:
@@ -26,11 +23,11 @@ class Target:
     regions: dict[int, Region]
 
 
-def find_wrong(joint: Joint, one: Program) -> list[Target]:
-    """Return the shown tensors that differ from those of one device, in the order of the step."""
+def find_wrong(joint: Joint, one: Program, step: int) -> list[Target]:
+    """Return the tensors shown in a step that differ from those of one device, in the order of the step."""
     found = []
     for mark, shown in one.marks.items():
-        if shown.value is None or one.values[shown.value].data is None:
+        if mark[0] != step or shown.value is None or one.values[shown.value].data is None:
             continue
         whole = one.values[shown.value].data
         assert whole is not None
@@ -50,23 +47,6 @@ def find_wrong(joint: Joint, one: Program) -> list[Target]:
         if values:
             found.append(Target(mark, values, right, regions))
     return found
-
-
-def is_right(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether a tensor has the expected values, up to rounding in float64."""
-    if actual.numel() != expected.numel():
-        return False
-    return relative_error(actual, expected) <= _TOLERANCE
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference of two tensors of as many elements by the norm of the second."""
-    one, two = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
-    if torch.equal(one, two):
-        return 0.0
-    size = float(two.norm())
-    error = float((one - two).norm())
-    return error / size if size else math.inf
 
 
 def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:

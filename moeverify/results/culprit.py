@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from moeverify.results.cause import Cause
 from moeverify.results.record import Record
 
@@ -21,6 +19,7 @@ Mechanism = Literal[
     "value",
     "scale",
     "reduction",
+    "moved",
     "race",
     "place",
 ]
@@ -39,6 +38,7 @@ Mechanism = Literal[
 | `value` | its results are wrong although its operands are right |
 | `scale` | its results are a multiple of the right ones |
 | `reduction` | its results are parts of a sum that is not made |
+| `moved` | its results are right values in other places |
 | `race` | it uses memory that a collective is still using |
 | `place` | the first operation whose results are not those of one device |
 """
@@ -47,6 +47,7 @@ _CODES: dict[Mechanism, Cause] = {
     "total": Cause.MISSING_REDUCTION,
     "reduction": Cause.MISSING_REDUCTION,
     "scale": Cause.SCALE,
+    "moved": Cause.PERMUTATION,
     "race": Cause.NONDETERMINISM,
 }
 
@@ -92,7 +93,9 @@ class Culprit(Record):
     `repaired` right: tensors that the training loop shows or ends of modules. `residual` is the relative error that
     these have then. `operand` is the place of the operand that is `taken` where one device takes `right`. `numbers`
     are pairs of different numbers, here and there. `moves` are operations by which an operand came from where it was
-    computed, and `moves_there` those of one device. `others` are further lines with the same mistake.
+    computed, and `moves_there` those of one device. `others` are further lines with the same mistake. `results` are the wrong ones that it is about, `factor`
+    times the right ones. Where no change is proved, `between` are the operations from right
+    inputs to the first result that should be right and is not, one for each line.
     """
 
     mechanism: Mechanism
@@ -109,7 +112,10 @@ class Culprit(Record):
     moves_there: tuple[Operation, ...] = ()
     repaired: tuple[str, ...] = ()
     residual: float | None = None
-    others: tuple[Operation, ...] = Field(default=())
+    others: tuple[Operation, ...] = ()
+    results: tuple[str, ...] = ()
+    factor: float = 1.0
+    between: tuple[Operation, ...] = ()
 
     @property
     def code(self) -> Cause:

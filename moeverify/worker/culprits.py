@@ -19,11 +19,27 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.program import Program
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
+from moeverify.results.checks import CheckName
 from moeverify.results.culprit import Culprit
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.train.program import Program as Training
 from moeverify.worker.recorded import record_one_device, record_ranks
+
+
+_DIRECT = frozenset(
+    {
+        CheckName.CALLS,
+        CheckName.COVERAGE,
+        CheckName.DATA,
+        CheckName.GATHERED_WEIGHTS,
+        CheckName.PRECISION,
+        CheckName.REBOUND,
+        CheckName.SHARDING,
+        CheckName.TRACE,
+    }
+)
+"""Checks that look at what a program does, and not at its numbers."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ def find_culprits(
         scales = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
         explainer = Explainer(recorded.programs, one, recorded.step, [*scales, *(1 / each for each in scales)])
         causes = explainer.explain(end - time.monotonic())
-        culprits = Culprits(explainer, list_groups(case))
+        culprits = Culprits(explainer, list_groups(case), list_degrees(case))
         found = [(culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes]
         return Found(recorded.step, found, explainer.is_done)
     except Exception as error:  # the verdict stands, and the findings are reported without a cause
@@ -95,10 +111,20 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
         return note_failure(findings, found.failure)
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
-        lead = _find_lead(left, found.step, marks)
+        lead = _find_lead(left, found.step, marks if culprit.proved else ())
         if lead is not None:
             left = _attach(left, lead, culprit, everything=found.is_complete)
-    return left
+    return _put_direct_first(left, found) if found.culprits else left
+
+
+def _put_direct_first(findings: Sequence[Finding], found: Found) -> list[Finding]:
+    """Return the findings with those of checks first that have seen a mistake itself, before what is computed."""
+    direct = [each for each in findings if each.check in _DIRECT and each.names_operation and each.step <= found.step]
+    if not direct:
+        return list(findings)
+    others = [each for each in findings if each not in direct]
+    follow = [each.model_copy(update={"follows": each.follows or direct[0].tensor}) for each in others]
+    return [direct[0].model_copy(update={"follows": ""}), *direct[1:], *follow]
 
 
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:

@@ -145,14 +145,17 @@ def _describe_value(culprit: Culprit) -> list[str]:
 
 
 def _describe_scale(culprit: Culprit) -> list[str]:
-    taken = culprit.taken
-    if taken is None:
-        return []
-    return [f"Its result is {_name_source(taken)}"]
+    names = f" ({' or '.join(culprit.axes)})" if culprit.axes else ""
+    return [f"{', '.join(culprit.results)} is exactly {format_number(culprit.factor)}{names} times that of one device"]
 
 
 def _describe_reduction(culprit: Culprit) -> list[str]:
-    return [f"Its result is {_name_source(culprit.taken)}; this sum is not made"]
+    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
+    return [f"{', '.join(culprit.results)} is not reduced{over}: the values of these ranks add up to that of one device"]
+
+
+def _describe_moved(culprit: Culprit) -> list[str]:
+    return [f"{', '.join(culprit.results)} has right values in wrong places: those of {_name_source(culprit.taken)}"]
 
 
 def _describe_race(culprit: Culprit) -> list[str]:
@@ -174,15 +177,23 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[str]]] = {
     "scale": _describe_scale,
     "reduction": _describe_reduction,
     "race": _describe_race,
+    "moved": _describe_moved,
     "place": _describe_value,
 }
 
 
 def _describe_proof(culprit: Culprit) -> str:
     if not culprit.proved:
-        return "Only the place is known: no change that was executed makes the results right"
+        lines = list(dict.fromkeys(_name_line(each.line) for each in culprit.between if each.line is not None))
+        span = f": {', '.join(lines)}" if lines else ""
+        if culprit.mechanism == "value":
+            return f"With the result of one device in its place, what follows is right. The mistake is here, or in how its inputs are arranged{span}"
+        return f"Only the place is known: the mistake is between right inputs and the first wrong result{span}"
     if culprit.mechanism == "race":
         return ""
+    if culprit.mechanism in ("scale", "reduction", "moved"):
+        lines = list(dict.fromkeys(_name_line(each.line) for each in culprit.between if each.line is not None))
+        return f"It is so from here on: {', '.join(lines)}" if len(lines) > 1 else "It is so from here on"
     names = list(culprit.repaired[:_MOST_REPAIRED])
     if len(culprit.repaired) > _MOST_REPAIRED:
         names.append(format_count(len(culprit.repaired) - _MOST_REPAIRED, "more result"))

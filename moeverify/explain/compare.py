@@ -1,0 +1,27 @@
+"""Whether two tensors are the same, up to rounding in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_TOLERANCE = 1e-8
+
+
+def is_right(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether a tensor has the expected values, up to rounding in float64."""
+    if actual.numel() != expected.numel():
+        return False
+    return relative_error(actual, expected) <= _TOLERANCE
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference of two tensors of as many elements by the norm of the second."""
+    one, two = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
+    if torch.equal(one, two):
+        return 0.0
+    size = float(two.norm())
+    error = float((one - two).norm())
+    return error / size if size else math.inf

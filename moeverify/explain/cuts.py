@@ -1,0 +1,81 @@
+"""Which part of a tensor of one device a rank should have: the same places of the dimensions that it has a part of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeverify.explain.program import Program
+
+
+_AGREED = 0.8
+"""Share of elements that must agree on the place of a part."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Places `index` of a dimension of `size` elements; `dim` is where it was seen, -1 for dimensions of the batch."""
+
+    size: int
+    index: Tensor
+    dim: int = -1
+
+
+def list_batch_cuts(one: Program, program: Program, occurrence: int) -> Iterator[Cut]:
+    """Yield the rows, positions and tokens that a rank has of the batch in one of its micro-batches."""
+    if not one.shares or not program.shares:
+        return
+    all_rows = sorted({row for rows, _ in one.shares for row in rows})
+    all_positions = list(one.shares[0][1])
+    rows, positions = (torch.tensor(list(each)) for each in program.shares[occurrence % len(program.shares)])
+    yield Cut(len(all_rows), rows)
+    yield Cut(len(all_positions), positions)
+    yield Cut(len(all_rows) * len(all_positions), (rows[:, None] * len(all_positions) + positions).reshape(-1))
+
+
+def list_cuts(places: Tensor, shape: Sequence[int]) -> Iterator[Cut]:
+    """Yield the places of each dimension of a tensor of such a shape that a part has, if it is a block of these.
+
+    `places` are those of its elements in the flat tensor, -1 for padding. Shape: that of the part.
+    """
+    if places.ndim != len(shape) or not places.numel():
+        return
+    found, left = [], places.clamp(min=0)
+    for dim in reversed(range(len(shape))):
+        found.append(torch.where(places >= 0, left % shape[dim], -1))
+        left = left // shape[dim]
+    for dim, index in enumerate(reversed(found)):
+        along = index.movedim(dim, 0).reshape(index.shape[dim], -1)
+        common = torch.stack([row[row >= 0].mode().values if bool((row >= 0).any()) else row[0] for row in along])
+        # Equal elements stand for each other: a few may be taken for those of other places.
+        agreed = (along == common[:, None]) | (along < 0)
+        if bool((common >= 0).all()) and float(agreed.double().mean()) > _AGREED:
+            yield Cut(shape[dim], common, dim)
+
+
+def take(whole: Tensor, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor | None:
+    """Return the part of a tensor that has a shape, cut as other tensors are; None where nothing says how."""
+    if whole.ndim != len(shape):
+        return whole.reshape(tuple(shape)) if whole.numel() == math.prod(shape) else None
+    for dim, size in enumerate(shape):
+        if whole.shape[dim] == size:
+            continue
+        fitting = [each for each in cuts if each.size == whole.shape[dim] and len(each.index) == size]
+        fitting += [wide for each in cuts if (wide := _widen(each, whole.shape[dim])) is not None and len(wide.index) == size]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda each: each.dim not in (-1, dim))
+        whole = whole.index_select(dim, best.index)
+    return whole
+
+
+def _widen(cut: Cut, size: int) -> Cut | None:
+    """Return a cut of the batch for a dimension in which others are flattened with that of the batch, after it."""
+    if cut.dim >= 0 or size == cut.size or size % cut.size:
+        return None
+    inner = size // cut.size
+    return Cut(size, (cut.index[:, None] * inner + torch.arange(inner)).reshape(-1), cut.dim)
