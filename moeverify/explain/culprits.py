@@ -57,6 +57,8 @@ class Culprits:
             between=() if edit is not None and edit.kind != "value" else self._list_between(cause),
             others=tuple(each for each in others if each.line is not None and _line(each) != _line(here))[:_MOST_OTHERS],
         )
+        if cause.launch is not None:
+            return culprit.model_copy(update={"there": self._operation(cause.launch), "proved": True})
         if is_known:
             return culprit.model_copy(update=self._describe_known(cause))
         return culprit if edit is None else culprit.model_copy(update=self._describe(first, edit))
@@ -154,6 +156,7 @@ def describe_op(program: Program, op: Op) -> Operation:
         module=op.module,
         phase=op.phase,
         step=op.step,
+        is_derivative=not op.sites and op.origin >= 0,
     )
 
 

@@ -55,7 +55,8 @@ class Cause:
 
     `repairs` say the same: they are rivals. `ops` are the operators of all ranks and layers. `repaired` names results that
     the first of `repairs` makes right, with the largest relative error that is left of them. `known` says how the wrong results themselves are
-    values of one device: `factor` times the right ones, parts of a sum, or right values in other places.
+    values of one device: `factor` times the right ones, parts of a sum, or right values in other places. In a race,
+    `launch` is the collective that may still use the memory that `ops` use.
     """
 
     ops: list[At]
@@ -64,7 +65,8 @@ class Cause:
     repaired: list[str] = field(default_factory=list)
     residual: float | None = None
     stretch: list[At] = field(default_factory=list)
-    known: Literal["", "scale", "reduction", "moved"] = ""
+    known: Literal["", "scale", "reduction", "moved", "race"] = ""
+    launch: At | None = None
     factor: float = 1.0
 
 
@@ -91,6 +93,8 @@ class Explainer:
         end = time.monotonic() + seconds
         state = self.joint.execute(Changes())
         left = list(self.wrong)
+        for cause in self._list_races():
+            self._add(cause)
         for _ in range(_MOST_ROUNDS):
             left = [target for target in left if not (self._is_repaired(target, state) or self._follows(target))]
             self.is_done = not left
@@ -106,6 +110,21 @@ class Explainer:
             if not self._is_repaired(left[0], state):
                 state = self._patch(left[0], state)
         return self.causes
+
+    def _list_races(self) -> Iterator[Cause]:
+        """Yield the uses of memory that a collective may still be using, where a wrong result depends on them."""
+        for rank, program in enumerate(self.joint.programs):
+            for race in program.races:
+                if not race.is_direct or program.ops[race.op].step > self.step or race.other >= len(program.ops):
+                    continue
+                ops = {(rank, race.op), (rank, race.other)}
+                reached = [
+                    target
+                    for target in self.wrong
+                    if any(ops & self.joint.list_before([at]) for at in target.values.values())
+                ]
+                if reached:
+                    yield Cause([(rank, race.other)], [], reached, known="race", launch=(rank, race.op))
 
     def _note_repaired(self, causes: Sequence[Cause], left: Sequence[Target], state: Execution) -> None:
         """Note which wrong results are right after the repairs of causes."""

@@ -184,11 +184,15 @@ class End:
 
 @dataclass(slots=True)
 class Race:
-    """Memory that was written (or read) at `other` while the collective at `op` was still using it."""
+    """Memory that was written or read at `other` while the collective at `op` might still be using it.
+
+    `is_direct` says that code outside torch has started that collective, and so has to wait for it.
+    """
 
     op: int
     other: int
     kind: str
+    is_direct: bool = True
 
 
 @dataclass(slots=True)

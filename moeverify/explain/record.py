@@ -34,7 +34,7 @@ from moeverify.explain.program import (
     Shown,
     Value,
 )
-from moeverify.explain.sites import find_sites
+from moeverify.explain.sites import find_sites, is_direct
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
@@ -57,7 +57,7 @@ class _Use:
     op: int
     writes: bool
     work: Any
-    is_waited: bool = False
+    is_direct: bool
 
 
 @dataclass
@@ -289,9 +289,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         """Yield the values that a collective will have filled in when it is waited for."""
         returned = result[-1] if isinstance(result, tuple | list) else result
         work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
-        use = _Use(op.number, writes=True, work=work)
+        direct = is_direct(4)
+        use = _Use(op.number, writes=True, work=work, is_direct=direct)
         if work is not None:
-            reading = _Use(op.number, writes=False, work=work)
+            reading = _Use(op.number, writes=False, work=work, is_direct=direct)
             for tensor in call.inputs:
                 if not any(tensor is each for each in call.outputs):
                     self._memory(tensor).uses.append(reading)
@@ -324,7 +325,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         memory = self._memories.get(_storage_of(tensor))
         for use in memory.uses if memory is not None else ():
             if kind == "write" or use.writes:
-                self.program.races.append(Race(use.op, len(self.program.ops), kind))
+                self.program.races.append(Race(use.op, len(self.program.ops), kind, use.is_direct))
         if memory is not None and memory.uses:
             for pending in list(self._pending):
                 if any(pending.use is use for use in memory.uses):

@@ -21,6 +21,10 @@ _WATCHERS = tuple(
     str(Path(__file__).parents[1] / name)
     for name in ("explain", "collectives", "calls", "checks", "compare", "recording", "worker", "layout", "golden")
 )
+_COLLECTIVES = tuple(
+    f"{_TORCH}/{name}"
+    for name in ("_compile.py", "_dynamo/", "_ops.py", "distributed/c10d_logger.py", "distributed/distributed_c10d.py", "utils/_contextlib.py")
+)
 _WRAPPERS = (contextlib.__file__, functools.__file__, "<")
 _ENGINE = "_engine_run_backward"
 """The function of torch in which autograd runs: what is above it has called `backward`."""
@@ -50,6 +54,17 @@ def find_sites(skip: int = 2) -> tuple[Site, ...]:
     return tuple(found)
 
 
+def is_direct(skip: int = 2) -> bool:
+    """Return whether code outside torch has called the collective that is issued."""
+    frame: FrameType | None = sys._getframe(skip)
+    while frame is not None:
+        code = frame.f_code
+        if not (code.co_filename.startswith(_COLLECTIVES) or _is_watcher(code)):
+            return not code.co_filename.startswith(_TORCH)
+        frame = frame.f_back
+    return False
+
+
 def _make_site(code: CodeType, line: int, offset: int) -> Site:
     first, last, begin, end = next(islice(code.co_positions(), offset // 2, None), (None,) * 4)
     # Without columns (python -X no_debug_ranges) there is no expression to show.
@@ -61,6 +76,10 @@ def _is_inner(code: CodeType) -> bool:
     """Return whether a function is torch's or belongs to what watches a step."""
     known = _IS_INNER.get(code)
     if known is None:
-        is_mode = code.co_name in ("__torch_function__", "__torch_dispatch__")
-        known = _IS_INNER[code] = is_mode or code.co_filename.startswith((_TORCH, *_WATCHERS, *_WRAPPERS))
+        known = _IS_INNER[code] = _is_watcher(code) or code.co_filename.startswith(_TORCH)
     return known
+
+
+def _is_watcher(code: CodeType) -> bool:
+    is_mode = code.co_name in ("__torch_function__", "__torch_dispatch__")
+    return is_mode or code.co_filename.startswith((*_WATCHERS, *_WRAPPERS))

@@ -63,7 +63,10 @@ class CodeLine(Record):
 
 
 class Operation(Record):
-    """One operator of a recorded program. `line` is None for what autograd calls; `callers` are outer calls."""
+    """One operator of a recorded program. `line` is None for what autograd calls; `callers` are outer calls.
+
+    Of a derivative, which autograd computes, the lines are those of the forward pass.
+    """
 
     operator: str
     line: CodeLine | None = None
@@ -71,6 +74,7 @@ class Operation(Record):
     module: str = ""
     phase: str = "forward"
     step: int = -1
+    is_derivative: bool = False
 
 
 class Source(Record):
@@ -88,6 +92,8 @@ class Source(Record):
 
 class Culprit(Record):
     """The first wrong operation: `here` on the ranks, `there` on one device, where it has a counterpart.
+
+    In a race `there` is the collective of the ranks that may still use the memory that `here` uses.
 
     `proved` says that the ranks' program was executed with the change that `mechanism` names, and that this made
     `repaired` right: tensors that the training loop shows or ends of modules. `residual` is the relative error that

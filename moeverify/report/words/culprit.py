@@ -35,7 +35,7 @@ def list_source(culprit: Culprit) -> list[str]:
     found = _show_lines("", culprit.here.line)
     there = culprit.there.line if culprit.there is not None else None
     if there is not None and (culprit.here.line is None or there.lines != culprit.here.line.lines):
-        found += _show_lines("one device: ", there)
+        found += _show_lines("collective: " if culprit.mechanism == "race" else "one device: ", there)
     return found
 
 
@@ -64,8 +64,8 @@ def _name_operation(operation: Operation) -> str:
         inside = f" in {operation.module}" if operation.module else ""
         return f"{operation.operator}, called by autograd{inside}"
     shown = operation.line.expression
-    is_derivative = operation.phase == "backward"
-    name = f"{operation.operator}, for the gradient of `{shown}`" if is_derivative else f"{operation.operator} in `{shown}`"
+    joint = ", for the gradient of" if operation.is_derivative else " in"
+    name = f"{operation.operator}{joint} `{shown}`"
     return f"{name if shown else operation.operator}, {_name_line(operation.line)}"
 
 
