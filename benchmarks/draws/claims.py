@@ -191,14 +191,14 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
 def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Claim:
     """Return the claim of a finding whose cause is the first wrong operation."""
     here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
-    operations = [here, *culprit["moves"]]
-    if culprit["mechanism"] == "operand":
-        operations.append(taken.get("operation") or {})
+    # What is missing, or where a result was first seen to be another, has no line that is wrong.
+    is_seen = bool(culprit["results"]) or culprit["mechanism"] in ("total", "reduction")
+    operations = [] if is_seen else [here, *culprit["moves"], culprit.get("made") or {}]
     lines = [line for each in operations for line in _list_lines(each, callers=1)]
     others = [*culprit["others"], *culprit["between"], *culprit["moves_there"], culprit.get("there") or {}]
-    others += [here, *culprit["moves"], taken.get("operation") or {}, right.get("operation") or {}]
+    others += [here, *culprit["moves"], culprit.get("made") or {}, taken.get("operation") or {}, right.get("operation") or {}]
     names = [name.partition("/")[2] for name in (*culprit["results"], *culprit["repaired"])]
-    tensors = [finding.get("tensor"), here["module"], taken.get("label"), right.get("label"), *names]
+    tensors = [finding.get("tensor"), "" if is_seen else here["module"], taken.get("label"), right.get("label"), *names]
     return Claim(
         kind=_read_kind_of_culprit(culprit, taken, right),
         lines=tuple(dict.fromkeys(lines)),
@@ -229,6 +229,8 @@ def _read_kind_of_culprit(
         return "elsewhere" if mechanism == "moved" else "state"
     if taken and right and taken["step"] != right["step"]:
         return "state"
+    if taken and right and taken["label"] and right["label"] and taken["label"] != right["label"]:
+        return "elsewhere"
     if any("torch." in number for pair in culprit["numbers"] for number in pair):
         return "dtype"
     return "optimizer" if here["phase"] == "step" else "edit"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.compare import is_right
-from moeverify.explain.content import Elements, by_bytes, fingerprint, is_move, move, sample, says_something
+from moeverify.explain.content import Elements, by_bytes, fingerprint, is_blank, is_move, move, sample, says_something
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.meetings import MOVING
 from moeverify.explain.operators import NotExecutable
@@ -267,11 +267,6 @@ class Alignment:
             for group in self._groups:
                 if at[0] in group and all(rank in by_rank for rank in group):
                     yield tuple(each for rank in group for each in by_rank[rank])
-
-
-def is_blank(op: Op) -> bool:
-    """Return whether an operator makes memory without writing it."""
-    return op.short.startswith(("empty", "new_empty"))
 
 
 def list_keys(program: Program) -> dict[int, Key]:

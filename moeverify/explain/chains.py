@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from moeverify.explain.align import Alignment
 from moeverify.explain.content import is_move
 from moeverify.explain.joint import At, Joint
+from moeverify.explain.meetings import MOVING
 
 _LONGEST = 24
 
@@ -14,8 +15,10 @@ _LONGEST = 24
 def is_passing(joint: Joint, op: At) -> bool:
     """Return whether an operator only moves elements, or works on whole numbers and masks alone."""
     recorded = joint.op(op)
-    if not recorded.results or recorded.meeting is not None:
+    if not recorded.results:
         return False
+    if recorded.meeting is not None:
+        return recorded.name.partition(".")[2] in MOVING
     value = joint.value((op[0], recorded.results[0]))
     return value.alias >= 0 or is_move(recorded) or not value.dtype.startswith(("float", "bfloat"))
 
@@ -29,7 +32,7 @@ def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
         if op in found or not is_passing(joint, op):
             continue
         found[op] = None
-        waiting += [joint.maker(at) for at in joint.reads(op)]
+        waiting += [joint.maker(at) for at in joint.reads(op) if at[0] == op[0]]
     return list(found)
 
 

@@ -80,6 +80,11 @@ def is_move(op: Op) -> bool:
     return op.short.rstrip("_") in MOVES or op.short == READ
 
 
+def is_blank(op: Op) -> bool:
+    """Return whether an operator makes memory without writing it."""
+    return op.short.startswith(("empty", "new_empty"))
+
+
 def move(op: Op, operand: Callable[[int], Tensor | None]) -> list[Tensor] | None:
     """Return the identities in the results of an operator that moves elements; None if it cannot be told.
 
@@ -149,7 +154,12 @@ class Elements:
                 owner = int(self._quotient_owners[other])
                 right = float(self._flat(self._roots[owner])[int(self._quotient_places[other])])
                 votes.setdefault(owner, []).append(float(flat[place]) / right)
-        best = [(owner, found) for owner, found in votes.items() if len(found) > len(made) * 3 // 4]
+        # Rows that are each divided by their own norm have the same quotients, and no common factor.
+        best = [
+            (owner, found)
+            for owner, found in votes.items()
+            if len(found) > len(made) * 3 // 4 and max(found) - min(found) <= 1e-6 * abs(found[0])
+        ]
         if not best or len(made) < 2:
             return None
         most = max(len(found) for _, found in best)
@@ -175,6 +185,8 @@ class Elements:
         if value.data is None or not value.data.is_floating_point():
             return None
         op = self._one.ops[value.op]
+        if is_blank(op):
+            return None  # memory as it happens to be, with what was there before
         if value.alias >= 0 or is_move(op):
             made = move(op, self._operand)
             place = op.results.index(number) if number in op.results else 0

@@ -102,6 +102,15 @@ class OneDevice:
             known = self._roots[id(ids)] = (ids, self.elements.roots(ids))
         return known[1]
 
+    def reader(self, number: int) -> Op:
+        """Return the first operator that takes a value."""
+        return next(op for op in self.program.ops if number in op.reads())
+
+    def roots_of(self, number: int) -> list[int]:
+        """Return the values that computed the elements of a value."""
+        ids = self.ids(number)
+        return [] if ids is None else self.roots(ids)
+
     def label(self, ids: Tensor) -> str:
         """Return the name of the parameter or buffer that elements are from, if they are from one."""
         roots = self.roots(ids)

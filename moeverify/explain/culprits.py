@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moeverify.explain.chains import list_chain
+from moeverify.explain.chains import is_passing, list_chain
+from moeverify.explain.counterparts import pair_tensors
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Cause, Explainer
 from moeverify.explain.joint import At, Joint
@@ -107,9 +108,83 @@ class Culprits:
         elif edit.kind in ("operand", "whole") and other is not None:
             theirs = _operand_at(other, edit.place)
             if theirs is not None:
-                found["right"] = describe_value(self._one.program, theirs)
-                found |= self._describe_moves(taken, theirs)
+                found |= self._describe_operand(first, taken, theirs)
         return found
+
+    def _describe_operand(self, reader: At, taken: At, theirs: int) -> dict[str, Any]:
+        """Return where another operand than that of one device comes from: traced back as far as it is another."""
+        factor, maker = self._trace_scale(taken)
+        if factor != 1.0:
+            axes = tuple(name for name, size in self._sizes.items() if size != 1.0 and _is_factor(factor, size))
+            return {
+                "mechanism": "scale",
+                "here": self._operation(maker),
+                "factor": factor,
+                "axes": axes,
+                "operand": -1,
+                "taken": None,
+                "others": (),
+            }
+        found: dict[str, Any] = {}
+        while (before := self._trace_operand(taken, theirs)) is not None:
+            reader, taken, theirs = before
+            found = {"here": self._operation(reader), "operand": _find_place(self._joint.op(reader), taken[1])}
+            found |= {"there": describe_op(self._one.program, self._one.reader(theirs)), "others": ()}
+        found |= {"taken": self._source(taken), "right": describe_value(self._one.program, theirs)}
+        maker = self._joint.maker(self._skip_moves(taken))
+        if self._joint.op(maker).short not in _HIDDEN:
+            found["made"] = self._operation(maker)
+        return found | self._describe_moves(taken, theirs)
+
+    def _trace_scale(self, taken: At) -> tuple[float, At]:
+        """Return by which factor a value is too large, and the operator whose operands are not, before it."""
+        known = self._alignment.find(taken)
+        factor, maker = 1.0 if known is None or known.over else known.scale, self._joint.maker(taken)
+        while factor != 1.0:
+            operands = [(at, self._alignment.find(at)) for at in self._joint.reads(maker)]
+            scaled = [(at, each) for at, each in operands if each is not None and each.scale != 1.0]
+            if len(scaled) != 1:
+                return factor, maker
+            (at, each) = scaled[0]
+            factor, maker = each.scale, self._joint.maker(at)
+        return factor, maker
+
+    def _trace_operand(self, taken: At, theirs: int) -> tuple[At, At, int] | None:
+        """Return the operator that made a value from one other operand than one device does, and that operand."""
+        maker = self._joint.maker(self._skip_moves(taken))
+        known = self._alignment.find(taken)
+        is_named = known is not None and known.ids is not None and self._one.label(known.ids) != ""
+        if is_named or self._joint.op(maker).step < 0:
+            return None
+        other = self._one.program.ops[self._one.maker(self._root_of(theirs))]
+        op = self._joint.op(maker)
+        if op.name != other.name or op.meeting is not None or not list(op.reads()):
+            return None
+        others = []
+        for pair in pair_tensors(op, other):
+            known = self._alignment.find((maker[0], pair.mine))
+            if known is None or known.over:
+                return None
+            if known.ids is not None and self._one.has(pair.theirs, known.ids) < 0.99:
+                others.append(((maker[0], pair.mine), pair.theirs))
+        # Of several, the others may be computed from the earliest.
+        return (maker, *min(others, key=lambda each: self._joint.maker(each[0])[1])) if others else None
+
+    def _skip_moves(self, at: At) -> At:
+        """Return the value of which a value has elements."""
+        while is_passing(self._joint, self._joint.maker(at)):
+            sources = [each for each in self._joint.reads(self._joint.maker(at)) if self._is_number(each)]
+            if len(sources) != 1:
+                break
+            at = sources[0]
+        return at
+
+    def _is_number(self, at: At) -> bool:
+        return self._joint.value(at).dtype.startswith(("float", "bfloat"))
+
+    def _root_of(self, number: int) -> int:
+        roots = self._one.roots_of(number)
+        return roots[0] if roots else number
 
     def _describe_moves(self, mine: At, theirs: int) -> dict[str, Any]:
         """Return the operations by which an operand comes from where it was computed, where they differ."""
@@ -119,7 +194,13 @@ class Culprits:
             here, there = here[:-1], there[:-1]
         mine_all = _join(self._operation(each) for each in reversed(here))
         others = _join(describe_op(self._one.program, self._one_joint.op(each)) for each in reversed(there))
-        return {"moves": mine_all[:_MOST_MOVES], "moves_there": others[:_MOST_MOVES]}
+        is_same = self._root(mine) == self._one.roots_of(theirs)
+        kept = slice(_MOST_MOVES) if is_same else slice(-_MOST_MOVES, None)
+        return {"moves": mine_all[kept], "moves_there": others[kept]}
+
+    def _root(self, at: At) -> list[int]:
+        known = self._alignment.find(at)
+        return [] if known is None or known.ids is None else self._one.roots(known.ids)
 
     @cached_property
     def _one_joint(self) -> Joint:

@@ -108,6 +108,10 @@ def _list_operands(
         mine = (at[0], pair.mine)
         found["operand"].append([(mine, data) for data in _find_operands(alignment, one, at, other, pair)])
         found["whole"].append([(mine, data) for data in _find_wholes(alignment, one, at, pair)])
+    first = pairs[0][0]
+    ranks = {each[0] for each in alignment.siblings((first[0], alignment.joint.op(first).results[0]))}
+    if ranks != {at[0] for at, _ in pairs}:
+        found["whole"] = []  # parts of a sum: one rank may not count for the others
     for kind, alternatives in found.items():
         for chosen in zip(*alternatives, strict=False):
             if any(_is_other(alignment.data(at), data) for at, data in chosen):

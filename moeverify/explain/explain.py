@@ -245,6 +245,10 @@ class Explainer:
             return "reduction"
         return "moved" if all(each is not None and not each.over and each.scale == 1.0 for each in known) else ""
 
+    def _comes_after(self, edit: Edit, suspects: set[At]) -> bool:
+        """Return whether what an edit replaces is computed from the results of suspects: these are to be repaired."""
+        return bool(suspects) and not suspects.isdisjoint(self.joint.list_before(list(edit.changes.values)))
+
     def _list_stretch(self, ops: Sequence[At], unknown: Sequence[At]) -> list[At]:
         """Return the unknown operators from a suspect to the next end of a module, in the order of the program."""
         joint, inside = self.joint, set(unknown)
@@ -272,23 +276,29 @@ class Explainer:
         suspects = list(self.list_suspects(alignment, unknown, target))[:_MOST_SUSPECTS]
         counterparts = Counterparts(alignment, self.one)
         steps: list[tuple[Cause, Execution]] = []
+        before: set[At] = set()
         for ops in suspects:
             for edit in list_edits(alignment, self.one, counterparts, ops):
                 if time.monotonic() > end:
                     return None
                 self.tried += 1
+                if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before):
+                    continue
                 if edit.kind != "value" and self._is_local(edit, state):
                     done = self._repairs(edit, target, unknown, state)
                     cause = Cause(list(ops), [edit], [target])
                     if done is not None:
                         return [cause], done
                     steps.append((cause, self.joint.execute(edit.changes, None, state)))
+            before.update(ops)
         for cause, after in steps[:_MOST_BRANCHES] if depth else ():
             found = self._search(target, after, end, depth - 1)
             if found is not None:
                 return self._shorten([cause, *found[0]], found[1], target, unknown, state)
         for edit in self._list_further(alignment, counterparts, unknown, suspects):
             self.tried += 1
+            if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)):
+                continue
             done = self._repairs(edit, target, unknown, state)
             if done is not None:
                 return [Cause(list(edit.ops), [edit], [target])], done
@@ -406,7 +416,8 @@ class Explainer:
 
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
         """Return whether all that an operator takes is right, as far as it can be told."""
-        return not any(map(alignment.is_wrong, self.joint.reads(op)))
+        hidden = self.joint.hidden(op)
+        return not any(map(alignment.is_wrong, [*self.joint.reads(op), *([] if hidden is None else [hidden])]))
 
     def _repairs(self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution) -> Execution | None:
         """Return the values under an edit if it makes the target right, or what comes before it."""
@@ -424,7 +435,7 @@ class Explainer:
 
         So far as it can be executed: operators whose sizes are recorded cannot take other shapes.
         """
-        if edit.kind == "value":
+        if edit.kind not in ("number", "operator"):
             return False
         alignment = self.alignment.under(done)
         own = {(at[0], number) for at in edit.ops for number in self.joint.op(at).results}
@@ -435,8 +446,6 @@ class Explainer:
             if alignment.find(at) is None:
                 return False
             num_beyond += at not in own
-        if edit.kind in ("removed", "inserted") and done.tainted - state.tainted:
-            return False
         return num_beyond > 1
 
     def _next_landmarks(self, edit: Edit, unknown: Sequence[At]) -> list[At]:

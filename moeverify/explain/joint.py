@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.meetings import execute as meet
+from moeverify.explain.numbers import list_hidden_reads
 from moeverify.explain.operators import NotExecutable, is_random, run
 from moeverify.explain.program import Op, Program, Value
 
@@ -43,9 +44,14 @@ class Joint:
         self.programs = list(programs)
         self.meetings = _find_meetings(self.programs)
         self._peers = {at: members for members in self.meetings for at in members}
+        self._hidden: dict[At, At] = {}
         self.users = _list_users(self.programs)
         self._refs = [[list(op.refs()) for op in program.ops] for program in self.programs]
         self._reads = [[list(op.reads()) for op in program.ops] for program in self.programs]
+        for rank, program in enumerate(self.programs):
+            for number, value in list_hidden_reads(program).items():
+                self._hidden[rank, number] = (rank, value)
+                self.users.setdefault((rank, value), []).append((rank, number))
         self._before: dict[tuple[At, ...], set[At]] = {}
         self.order = self._sort()
         self._place = {at: number for number, at in enumerate(self.order)}
@@ -79,6 +85,10 @@ class Joint:
         """Return the values that the results of an operator depend on; those of all ranks for a collective."""
         members = self._peers.get(op, (op,))
         return [(rank, number) for rank, each in members for number in self._reads[rank][each]]
+
+    def hidden(self, op: At) -> At | None:
+        """Return the value from which a number among the arguments of an operator was computed in Python."""
+        return self._hidden.get(op)
 
     def members(self, op: At) -> tuple[At, ...]:
         """Return the operators of all ranks that are one collective, or the operator alone."""
@@ -193,7 +203,10 @@ class Execution:
         results = [(rank, number) for number in recorded.results]
         if recorded.meeting is None and op not in self.changes.ops and is_random(recorded):
             return []  # what it has drawn depends on no value
-        if any(source in self.tainted for source in self._joint.sources(op)):
+        hidden = self._joint.hidden(op)
+        if hidden is not None and hidden in self._data or any(
+            source in self.tainted for source in self._joint.sources(op)
+        ):
             self.tainted.update(results)
             return results
         try:
@@ -243,7 +256,10 @@ class Execution:
                 raise NotExecutable("a collective that not all ranks issued")
             brought = [self._brought(rank, members[rank]) for rank in ranks]
             options = [members[rank].kwargs for rank in ranks]
-            flat = meet(kind, options, brought, ranks.index(op[0]))
+            try:
+                flat = meet(kind, options, brought, ranks.index(op[0]))
+            except RuntimeError as error:  # what ranks bring has other sizes under changes
+                raise NotExecutable(str(error)) from error
         return _cut(flat, recorded.kwargs["shapes"])
 
     def _brought(self, rank: int, op: Op) -> list[Tensor]:

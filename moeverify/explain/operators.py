@@ -92,7 +92,7 @@ def execute_all(
         changed += _list(copies)
     try:
         result = _call(name, func, values, by_name)
-    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
         raise NotExecutable(f"{name}: {error}") from error
     new = [each for each in _list(result) if not any(each is one for one in changed)]
     return [*new, *changed]
@@ -110,7 +110,7 @@ def execute(func: OpOverload, args: Any, named: Mapping[str, Any], lookup: Looku
 
 
 def _call(name: str, func: OpOverload, values: list[Any], named: Mapping[str, Any]) -> Any:
-    if name in _AS_RESHAPE:
+    if name in _AS_RESHAPE and isinstance(values[0], Tensor):
         return values[0].reshape(values[1])
     return func(*values, **named)
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from moeverify.explain.fused import list_decompositions, plain_attention
-from moeverify.explain.operators import execute
+from moeverify.explain.operators import NotExecutable, execute
 from moeverify.explain.meetings import Call, read_filling, read_returning
 from moeverify.explain.program import (
     LEAF,
@@ -114,7 +114,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def name_tensors(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Give tensors that exist already the labels that their values will have."""
         for name, tensor in named:
-            self._names[_storage_of(local_part(tensor.detach()))] = name
+            with _disable_current_modes():
+                local = local_part(tensor.detach())
+                self._names[_storage_of(local)] = name
+                if _has_memory(local) and local.numel():
+                    self.program.values[self._find(local)].label = name
 
     def name_modules(self, model: nn.Module) -> None:
         """Know modules by their names."""
@@ -369,7 +373,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         """Return the same views of the copies that are kept, which need no memory of their own."""
         try:
             return _list_tensors(execute(func, args, named, lambda number: self.program.values[number].data))
-        except (RuntimeError, TypeError):
+        except (NotExecutable, AttributeError, RuntimeError, TypeError):
             return []
 
     def _add_result(self, op: Op, tensor: Tensor, *, is_view: bool, data: Tensor | None = None) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from moeverify.explain.program import Site
 
-MOST_SITES = 4
+MOST_SITES = 6
 """Calling lines that are kept of each operator."""
 
 _TORCH = str(Path(torch.__file__).parent)

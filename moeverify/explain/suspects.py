@@ -59,7 +59,8 @@ def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:
         if op in found:
             continue
         found.update(joint.members(op))
-        for source in joint.reads(op):
+        hidden = joint.hidden(op)
+        for source in [*joint.reads(op), *([] if hidden is None else [hidden])]:
             if not alignment.is_right(source):
                 waiting.append(joint.maker(source))
     return sorted(found, key=joint.place)

@@ -97,7 +97,8 @@ class Culprit(Record):
 
     `proved` says that the ranks' program was executed with the change that `mechanism` names, and that this made
     `repaired` right: tensors that the training loop shows or ends of modules. `residual` is the relative error that
-    these have then. `operand` is the place of the operand that is `taken` where one device takes `right`. `numbers`
+    these have then. `operand` is the place of the operand that is `taken` where one device takes `right`;
+    `made` is the operation of the rank that computed it. `numbers`
     are pairs of different numbers, here and there. `moves` are operations by which an operand came from where it was
     computed, and `moves_there` those of one device. `others` are further lines with the same mistake. `results` are the wrong ones that it is about, `factor`
     times the right ones. Where no change is proved, `between` are the operations from right
@@ -111,6 +112,7 @@ class Culprit(Record):
     ranks: tuple[int, ...] = ()
     operand: int = -1
     taken: Source | None = None
+    made: Operation | None = None
     right: Source | None = None
     axes: tuple[str, ...] = ()
     numbers: tuple[tuple[str, str], ...] = ()

@@ -79,14 +79,15 @@ def verify_case(
         recorded = None
         if explain_seconds:
             recorded = record_origin(case, golden, judgement, assemble_program.without_graphs())
+        evidence = None
+        if fault is not None:  # it is injected once: some cannot be injected again
+            evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
     # What a fault has broken is whole again here: causes are found beside what one device really computes.
     found = find_culprits(case, golden, recorded, device, explain_seconds)
     if observed is not None and found.culprits:
         report(_make_result(observed, lead_with(observed.judgement.findings, found)))
-    evidence = None
-    if not _agree(found.is_complete):
-        with injected(fault):
-            evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
+    if fault is None and not _agree(found.is_complete):
+        evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
     if observed is None:
         return None
     explained = explain_findings(case, golden, observed.judgement, evidence, device)

@@ -12,7 +12,10 @@ _MOST_REPAIRED = 3
 
 def describe_culprit(culprit: Culprit) -> str:
     """Return the cause as sentences: the operation, the difference, and the proof."""
-    parts = [f"first wrong operation: {_name_operation(culprit.here)}, on {format_ranks(culprit.ranks)}"]
+    first = f"{_name_operation(culprit.here)}, on {format_ranks(culprit.ranks)}"
+    if culprit.mechanism in _KNOWN and culprit.results:
+        return f"{'. '.join(_DIFFERENCES[culprit.mechanism](culprit))}. First seen in the result of {first}"
+    parts = [f"first wrong operation: {first}"]
     parts[0] += _DESCRIBE_OPERANDS.get(culprit.mechanism, "; its inputs match")
     parts += _DIFFERENCES[culprit.mechanism](culprit)
     parts.append(_describe_proof(culprit))
@@ -38,6 +41,9 @@ def list_source(culprit: Culprit) -> list[str]:
         found += _show_lines("collective: " if culprit.mechanism == "race" else "one device: ", there)
     return found
 
+
+_KNOWN = frozenset({"scale", "reduction", "moved"})
+"""Mechanisms that say how a wrong result is a value of one device."""
 
 _PHASES = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer step"}
 
@@ -67,6 +73,11 @@ def _name_operation(operation: Operation) -> str:
     joint = ", for the gradient of" if operation.is_derivative else " in"
     name = f"{operation.operator}{joint} `{shown}`"
     return f"{name if shown else operation.operator}, {_name_line(operation.line)}"
+
+
+def _name_first_caller(operation: Operation) -> str:
+    """Return the call of the function that an operation is in."""
+    return f", called from {_name_line(operation.callers[0])}" if operation.callers else ""
 
 
 def _name_line(line: CodeLine) -> str:
@@ -107,6 +118,9 @@ def _describe_operator(culprit: Culprit) -> list[str]:
 
 def _describe_operand(culprit: Culprit) -> list[str]:
     which = f"Input {culprit.operand + 1}" if culprit.operand >= 0 else "An input"
+    made = culprit.made
+    if made is not None and made.line is not None and made.line != culprit.here.line:
+        which += f", made by {_name_operation(made)}{_name_first_caller(made)},"
     lines = [f"{which} is {_name_source(culprit.taken)}. One device takes {_name_source(culprit.right)}{_at_there(culprit)}"]
     if culprit.moves:
         lines.append("It comes by " + ", then ".join(map(_name_operation, culprit.moves)))
@@ -146,7 +160,8 @@ def _describe_value(culprit: Culprit) -> list[str]:
 
 def _describe_scale(culprit: Culprit) -> list[str]:
     names = f" ({' or '.join(culprit.axes)})" if culprit.axes else ""
-    return [f"{', '.join(culprit.results)} is exactly {format_number(culprit.factor)}{names} times that of one device"]
+    what = ", ".join(culprit.results) or "Its result"
+    return [f"{what} is exactly {format_number(culprit.factor)}{names} times that of one device"]
 
 
 def _describe_reduction(culprit: Culprit) -> list[str]:
@@ -191,9 +206,6 @@ def _describe_proof(culprit: Culprit) -> str:
         return f"Only the place is known: the mistake is between right inputs and the first wrong result{span}"
     if culprit.mechanism == "race":
         return ""
-    if culprit.mechanism in ("scale", "reduction", "moved"):
-        lines = list(dict.fromkeys(_name_line(each.line) for each in culprit.between if each.line is not None))
-        return f"It is so from here on: {', '.join(lines)}" if len(lines) > 1 else "It is so from here on"
     names = list(culprit.repaired[:_MOST_REPAIRED])
     if len(culprit.repaired) > _MOST_REPAIRED:
         names.append(format_count(len(culprit.repaired) - _MOST_REPAIRED, "more result"))

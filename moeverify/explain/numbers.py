@@ -1,0 +1,49 @@
+"""Numbers that a program reads from tensors into Python, and gives to operators later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moeverify.explain.program import LEAF, Op, Program, list_numbers
+
+_MOST_SIMPLE = 4096.0
+
+
+def list_hidden_reads(program: Program) -> Mapping[int, int]:
+    """Return, by operator, the value from which a number among its arguments was likely computed in Python.
+
+    It is the tensor of the same number, or else the last one that the same function has read a number of.
+    """
+    exact: dict[float, int] = {}
+    last: dict[tuple[str, str], int] = {}
+    found: dict[int, int] = {}
+    for op in program.ops:
+        if op.step < 0:
+            continue
+        if isinstance(op.scalar, float):
+            source = next(op.refs(), None)
+            if source is not None:
+                exact[op.scalar] = source
+                last |= dict.fromkeys(_functions(op), source)
+            continue
+        numbers = _list_telling(program, op)
+        known = next((exact[number] for number in numbers if number in exact), None)
+        if known is None and numbers:
+            known = next((last[function] for function in _functions(op) if function in last), None)
+        if known is not None:
+            found[op.number] = known
+    return found
+
+
+def _functions(op: Op) -> list[tuple[str, str]]:
+    return [(site.file, site.function) for site in op.sites]
+
+
+def _list_telling(program: Program, op: Op) -> list[float]:
+    """Return the numbers of an operator that are no constants: neither whole nor quotients of small numbers."""
+    if op.name == f"memory.{LEAF}":
+        data = program.values[op.results[0]].data
+        numbers = [float(data)] if data is not None and data.numel() == 1 and data.is_floating_point() else []
+    else:
+        numbers = [float(each) for each in list_numbers([*op.args, *op.kwargs.values()])]
+    return [number for number in numbers if not (number * _MOST_SIMPLE).is_integer()]
