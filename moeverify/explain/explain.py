@@ -19,6 +19,7 @@ from moeverify.explain.content import is_move, says_something
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.edits import Edit, list_edits, list_insertions, list_numbers, list_removals
 from moeverify.explain.joint import At, Changes, Execution, Joint
+from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Program
 from moeverify.explain.program import list_numbers as list_numbers_of
 from moeverify.results.checks import Kind
@@ -83,10 +84,7 @@ class Explainer:
         self.causes: list[Cause] = []
         self.tried = 0
         self.is_done = False
-        self._ends: list[dict[int, EndName]] = [_list_ends(program, step) for program in programs]
-        self._right_ends: dict[EndName, set[int]] = {}
-        for value, name in _list_ends(one, step).items():
-            self._right_ends.setdefault(name, set()).add(value)
+        self.landmarks = Landmarks(programs, self.one, step)
 
     def explain(self, seconds: float) -> list[Cause]:
         """Return the causes of all wrong results, as far as they are found in time."""
@@ -105,7 +103,7 @@ class Explainer:
             for cause in causes:
                 self._add(cause)
             if state.has_other_choices():
-                self.is_done = all(map(self._follows, left))
+                self.is_done = True  # what follows cannot be executed
                 break
             if not self._is_repaired(left[0], state):
                 state = self._patch(left[0], state)
@@ -199,7 +197,7 @@ class Explainer:
         factor = self._find_factor(target, state)
         if factor is not None:
             alignment = alignment.without_scale(factor)
-        unknown = list_unknown(alignment, list(target.values.values()))
+        unknown = self._list_unknown(alignment, target)
         first = next(self.list_suspects(alignment, unknown, target), None)
         place = [] if first is None else [Cause(list(first), [], [target])]
         if first is not None:
@@ -215,6 +213,11 @@ class Explainer:
         if found is None or (place and place[0].known and found[0][0].repairs[0].kind in _VAGUE):
             return place, state
         return found
+
+    def _list_unknown(self, alignment: Alignment, target: Target) -> list[At]:
+        """Return the operators by which the first wrong results are made of right values."""
+        values = list(target.values.values())
+        return list_unknown(alignment, self.landmarks.find_first_wrong(alignment, values) or values)
 
     def _find_factor(self, target: Target, state: Execution) -> float | None:
         """Return by which factor a result is more than the right one on all ranks where it is wrong, if by one."""
@@ -256,7 +259,7 @@ class Explainer:
         while waiting:
             op = waiting.pop(0)
             for number in joint.op(op).results:
-                if number in self._ends[op[0]] and op not in ops:
+                if self.landmarks.is_end((op[0], number)) and op not in ops:
                     continue
                 for user in joint.users.get((op[0], number), ()):
                     if user in inside and user not in found:
@@ -272,7 +275,7 @@ class Explainer:
         An edit that makes the results of its operators right, but no end, is a step on the way.
         """
         alignment = self.alignment.under(state)
-        unknown = list_unknown(alignment, list(target.values.values()))
+        unknown = self._list_unknown(alignment, target)
         suspects = list(self.list_suspects(alignment, unknown, target))[:_MOST_SUSPECTS]
         counterparts = Counterparts(alignment, self.one)
         steps: list[tuple[Cause, Execution]] = []
@@ -318,7 +321,10 @@ class Explainer:
 
         An edit that puts a right value in place repairs what comes after it, whatever was wrong before.
         """
-        if any(cause.repairs[0].kind in _SUBSTITUTIONS for cause in chain[1:]):
+        first = set(chain[0].ops)
+        later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
+        comes_after = bool(later) and not first.isdisjoint(self.joint.list_before(later))
+        if comes_after and any(cause.repairs[0].kind in _SUBSTITUTIONS for cause in chain[1:]):
             return chain, done
         changes = Changes()
         for cause in chain[1:]:
@@ -400,6 +406,7 @@ class Explainer:
         """Yield the operators of an unknown stretch whose operands are all right, in the order of the program."""
         joint, seen, inside = self.joint, set(), set(unknown)
         ends = {joint.maker(at) for at in target.values.values()}
+        ends |= {joint.maker(at) for at in self.landmarks.find_first_wrong(alignment, list(target.values.values()))}
         for at in unknown:
             op = joint.op(at)
             if at in seen or not op.results:
@@ -422,13 +429,15 @@ class Explainer:
     def _repairs(self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution) -> Execution | None:
         """Return the values under an edit if it makes the target right, or what comes before it."""
         marks = self._next_landmarks(edit, unknown)
-        wanted = marks or list(target.values.values())
-        done = self.joint.execute(edit.changes, wanted, state)
-        if marks:
-            is_right = all(self._is_end_right(at, done) for at in marks)
-        else:
-            is_right = self._is_repaired(target, done) or self._advances(edit, done, state)
-        return self.joint.execute(edit.changes, None, state) if is_right else None
+        done = self.joint.execute(edit.changes, marks or list(target.values.values()), state)
+        if marks and not all(self._is_end_right(at, done) for at in marks):
+            return None
+        after = self.joint.execute(edit.changes, None, state)
+        if self._is_repaired(target, after):
+            return after
+        # What cannot be executed further is judged by the next results that can be.
+        is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
+        return after if (marks and is_open) or self._advances(edit, done, state) else None
 
     def _advances(self, edit: Edit, done: Execution, state: Execution) -> bool:
         """Return whether all that an edit changes is known then, beyond what it changes itself.
@@ -462,7 +471,7 @@ class Explainer:
             if rank in found:
                 continue
             for number in joint.op(op).results:
-                if number in self._ends[rank] and op in inside:
+                if self.landmarks.is_end((rank, number)) and op in inside:
                     found.setdefault(rank, (rank, number))
                 for user in joint.users.get((rank, number), ()):
                     for each in joint.members(user):
@@ -472,11 +481,7 @@ class Explainer:
         return [at for rank, at in found.items() if rank in {op[0] for op in edit.ops}]
 
     def _is_end_right(self, at: At, state: Execution) -> bool:
-        """Return whether the end of a module has elements of that of one device."""
-        known = None if at in state.tainted else self.alignment.under(state).find(at)
-        if known is None or known.ids is None:
-            return False
-        return any(self.one.has(value, known.ids) > 0.99 for value in self._right_ends.get(self._ends[at[0]][at[1]], ()))
+        return at not in state.tainted and self.landmarks.is_right(at, self.alignment.under(state))
 
     def _is_repaired(self, target: Target, state: Execution) -> bool:
         for rank, at in target.values.items():
@@ -502,16 +507,3 @@ def _group(alignment: Alignment, ops: Sequence[At]) -> Iterator[tuple[At, ...]]:
             group = list_group(alignment, at, inside)
             seen.update(group)
             yield group
-
-
-EndName = tuple[str, bool, int]
-"""Module, whether a gradient, and which of several tensors."""
-
-
-def _list_ends(program: Program, step: int) -> dict[int, EndName]:
-    """Return the values at the ends of modules in a step, in the order in which they are made."""
-    ends = [end for end in program.ends if end.step == step]
-    ends.sort(key=lambda end: program.values[end.value].op)
-    return {end.value: (end.module, end.is_gradient, end.slot) for end in ends}
-
-

@@ -1,0 +1,82 @@
+"""Ends of modules as landmarks: results that should be those of one device, and the first of them that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.counterparts import OneDevice
+from moeverify.explain.joint import At
+from moeverify.explain.program import Program
+
+EndName = tuple[str, bool, int]
+"""Module, whether a gradient, and which of several tensors."""
+
+_MOST_FOLLOWED = 60
+"""Operators that may follow from a result that is no longer wrong after them."""
+
+_SHARE = 0.99
+
+
+class Landmarks:
+    """The ends of modules in a step, on all ranks and on one device."""
+
+    def __init__(self, programs: Sequence[Program], one: OneDevice, step: int) -> None:
+        self._one = one
+        self.by_rank: list[dict[int, EndName]] = [_list_ends(program, step) for program in programs]
+        self._right: dict[EndName, set[int]] = {}
+        for value, name in _list_ends(one.program, step).items():
+            self._right.setdefault(name, set()).add(value)
+
+    def is_end(self, at: At) -> bool:
+        """Return whether a value is at the end of a module."""
+        return at[1] in self.by_rank[at[0]]
+
+    def is_right(self, at: At, alignment: Alignment) -> bool:
+        """Return whether the end of a module has elements of that of one device."""
+        known = alignment.find(at)
+        if known is None or known.ids is None:
+            return False
+        right = self._right.get(self.by_rank[at[0]][at[1]], ())
+        return any(self._one.has(value, known.ids) > _SHARE for value in right)
+
+    def find_first_wrong(self, alignment: Alignment, targets: Sequence[At]) -> list[At]:
+        """Return the first wrong ends that targets are computed from, one for each rank at most."""
+        joint = alignment.joint
+        before = joint.list_before(targets)
+        found = []
+        for rank in sorted({at[0] for at in targets}):
+            ends = [(rank, number) for number, name in self.by_rank[rank].items() if name in self._right]
+            ends = [at for at in ends if joint.maker(at) in before and alignment.tells(at)]
+            for at in ends:
+                if not self.is_right(at, alignment) and not self._is_recovered(at, alignment):
+                    found.append(at)
+                    break
+        return found
+
+    def _is_recovered(self, at: At, alignment: Alignment) -> bool:
+        """Return whether all that is computed from an end that looks wrong is soon right again."""
+        joint = alignment.joint
+        waiting, seen = list(joint.users.get(at, ())), set()
+        while waiting:
+            op = waiting.pop()
+            if op in seen:
+                continue
+            seen.update(joint.members(op))
+            if len(seen) > _MOST_FOLLOWED:
+                return False
+            for each in joint.members(op):
+                for result in joint.op(each).results:
+                    value = (each[0], result)
+                    if alignment.is_wrong(value):
+                        if self.is_end(value):
+                            return False
+                        waiting += joint.users.get(value, ())
+        return True
+
+
+def _list_ends(program: Program, step: int) -> dict[int, EndName]:
+    """Return the values at the ends of modules in a step, in the order in which they are made."""
+    ends = [end for end in program.ends if end.step == step]
+    ends.sort(key=lambda end: program.values[end.value].op)
+    return {end.value: (end.module, end.is_gradient, end.slot) for end in ends}
