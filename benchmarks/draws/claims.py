@@ -196,16 +196,30 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     operations = [] if is_seen else [here, *culprit["moves"], culprit.get("made") or {}]
     lines = [line for each in operations for line in _list_lines(each, callers=1)]
     others = [*culprit["others"], *culprit["between"], *culprit["moves_there"], culprit.get("there") or {}]
-    others += [here, *culprit["moves"], culprit.get("made") or {}, taken.get("operation") or {}, right.get("operation") or {}]
+    others += [
+        here,
+        *culprit["moves"],
+        culprit.get("made") or {},
+        taken.get("operation") or {},
+        right.get("operation") or {},
+    ]
     names = [name.partition("/")[2] for name in (*culprit["results"], *culprit["repaired"])]
-    tensors = [finding.get("tensor"), "" if is_seen else here["module"], taken.get("label"), right.get("label"), *names]
+    tensors = [
+        finding.get("tensor"),
+        "" if is_seen else here["module"],
+        taken.get("label"),
+        right.get("label"),
+        *names,
+    ]
     return Claim(
         kind=_read_kind_of_culprit(culprit, taken, right),
         lines=tuple(dict.fromkeys(lines)),
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
         axes=tuple(sorted(culprit["axes"])),
         is_location_only=not culprit["proved"],
-        shown=tuple(dict.fromkeys([*lines, *(line for each in others for line in _list_lines(each, callers=4))])),
+        shown=tuple(
+            dict.fromkeys([*lines, *(line for each in others for line in _list_lines(each, callers=4))])
+        ),
     )
 
 

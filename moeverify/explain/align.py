@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.compare import is_right
-from moeverify.explain.content import Elements, by_bytes, fingerprint, is_blank, is_move, move, sample, says_something
+from moeverify.explain.content import (
+    Elements,
+    by_bytes,
+    fingerprint,
+    is_blank,
+    is_move,
+    move,
+    sample,
+    says_something,
+)
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.meetings import MOVING
 from moeverify.explain.operators import NotExecutable
@@ -75,7 +84,9 @@ class Alignment:
         changed._known = {at: known for at, known in self._known.items() if at not in others}
         for at, known in self._known.items():
             # What is no part of a sum may be one with other values at its place of the program.
-            is_other = any(each in others for each in known.over) if known else _loosen(self.key(at)) in places
+            is_other = (
+                any(each in others for each in known.over) if known else _loosen(self.key(at)) in places
+            )
             if is_other:
                 changed._known.pop(at, None)
         return changed
@@ -105,7 +116,11 @@ class Alignment:
         """Return whether a value is known, or is new memory that nothing has written."""
         op = self.joint.op(self.joint.maker(at))
         known = self.find(at)
-        if known is not None and self._wrong_scale is not None and math.isclose(known.scale, self._wrong_scale, rel_tol=1e-7):
+        if (
+            known is not None
+            and self._wrong_scale is not None
+            and math.isclose(known.scale, self._wrong_scale, rel_tol=1e-7)
+        ):
             return False
         return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
 
@@ -199,7 +214,11 @@ class Alignment:
         ids = made[place]
         data = self.data(at)
         is_filled = op.short.rstrip("_") == "masked_fill"
-        if data is None or ids.shape != data.shape or (not is_filled and bool(((ids == 0) & (data != 0)).any())):
+        if (
+            data is None
+            or ids.shape != data.shape
+            or (not is_filled and bool(((ids == 0) & (data != 0)).any()))
+        ):
             return None
         return Known(ids, scales.pop(), overs.pop())
 

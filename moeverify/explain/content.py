@@ -122,7 +122,7 @@ class Elements:
         self._values, order = torch.sort(joined)
         sizes = torch.tensor([len(each) for each in flats] or [0])
         owners = torch.repeat_interleave(torch.arange(len(flats) or 1), sizes)
-        self._owners = owners[order] if len(flats) else torch.zeros(0, dtype=torch.int64)
+        self._owners = owners[order] if flats else torch.zeros(0, dtype=torch.int64)
         self._index_quotients()
 
     def _index_quotients(self) -> None:
@@ -240,7 +240,9 @@ class Elements:
             out[inside] = flat[ids[inside] - base - 1]
         return out
 
-    def find(self, data: Tensor, prefer: Callable[[int], object], first: Tensor | None = None) -> Tensor | None:
+    def find(
+        self, data: Tensor, prefer: Callable[[int], object], first: Tensor | None = None
+    ) -> Tensor | None:
         """Return the identities of the elements of a tensor; None if some are nowhere, and are not zero.
 
         `prefer` is the sort key of tensors that have the same elements. `first` is a `sample` of the data, where it
@@ -364,7 +366,9 @@ def fit_region(index: Tensor, size: int) -> Tensor | None:
         for dim in range(index.ndim)
     ]
     along = [
-        (torch.arange(index.shape[dim]) * step).reshape([-1 if each == dim else 1 for each in range(index.ndim)])
+        (torch.arange(index.shape[dim]) * step).reshape(
+            [-1 if each == dim else 1 for each in range(index.ndim)]
+        )
         for dim, step in enumerate(steps)
     ]
     total: Tensor = sum(along[1:], along[0])

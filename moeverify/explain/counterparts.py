@@ -132,7 +132,9 @@ class OneDevice:
             found, front = {root}, {root}
             for _ in range(_NEAR):
                 makers = [self.program.op_of(each) for each in front]
-                front = {source for op in makers for each in op.reads() for source in self.elements.sources[each]}
+                front = {
+                    source for op in makers for each in op.reads() for source in self.elements.sources[each]
+                }
                 found |= front
             self._before[root] = frozenset(found)
         return self._before[root]
@@ -199,7 +201,8 @@ class Counterparts:
         roots += [root for number in makers.values() for root in one.program.ops[number].results]
         occurrence = alignment.occurrence((at[0], op.results[0]))
         scored = sorted(
-            (_score(op, other, key, one, ids, makers, occurrence), other.number) for other in one.candidates(key, roots)
+            (_score(op, other, key, one, ids, makers, occurrence), other.number)
+            for other in one.candidates(key, roots)
         )
         return [one.program.ops[number] for _, number in scored[:_MOST]]
 

@@ -33,7 +33,9 @@ Groups = Mapping[str, Sequence[Sequence[int]]]
 class Culprits:
     """Makes the records of causes. `groups` has the groups of ranks of each mesh axis, `sizes` what factors may be."""
 
-    def __init__(self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None
+    ) -> None:
         self._sizes = dict(sizes or {})
         self._explainer = explainer
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
@@ -48,7 +50,11 @@ class Culprits:
         here = self._operation(first)
         is_known = cause.known != "" and (edit is None or edit.kind == "value")
         culprit = Culprit(
-            mechanism=cause.known or ("place" if edit is None else edit.kind) if is_known else "place" if edit is None else edit.kind,
+            mechanism=cause.known or ("place" if edit is None else edit.kind)
+            if is_known
+            else "place"
+            if edit is None
+            else edit.kind,
             proved=is_known or (edit is not None and edit.kind != "value"),
             here=here,
             there=None if other is None else describe_op(self._one.program, other),
@@ -56,7 +62,9 @@ class Culprits:
             repaired=tuple(dict.fromkeys(cause.repaired))[:_MOST_REPAIRED],
             residual=cause.residual,
             between=() if edit is not None and edit.kind != "value" else self._list_between(cause),
-            others=tuple(each for each in others if each.line is not None and _line(each) != _line(here))[:_MOST_OTHERS],
+            others=tuple(each for each in others if each.line is not None and _line(each) != _line(here))[
+                :_MOST_OTHERS
+            ],
         )
         if cause.launch is not None:
             return culprit.model_copy(update={"there": self._operation(cause.launch), "proved": True})
@@ -115,7 +123,9 @@ class Culprits:
         """Return where another operand than that of one device comes from: traced back as far as it is another."""
         factor, maker = self._trace_scale(taken)
         if factor != 1.0:
-            axes = tuple(name for name, size in self._sizes.items() if size != 1.0 and _is_factor(factor, size))
+            axes = tuple(
+                name for name, size in self._sizes.items() if size != 1.0 and _is_factor(factor, size)
+            )
             return {
                 "mechanism": "scale",
                 "here": self._operation(maker),
@@ -128,7 +138,10 @@ class Culprits:
         found: dict[str, Any] = {}
         while (before := self._trace_operand(taken, theirs)) is not None:
             reader, taken, theirs = before
-            found = {"here": self._operation(reader), "operand": _find_place(self._joint.op(reader), taken[1])}
+            found = {
+                "here": self._operation(reader),
+                "operand": _find_place(self._joint.op(reader), taken[1]),
+            }
             found |= {"there": describe_op(self._one.program, self._one.reader(theirs)), "others": ()}
         found |= {"taken": self._source(taken), "right": describe_value(self._one.program, theirs)}
         maker = self._joint.maker(self._skip_moves(taken))
@@ -223,7 +236,9 @@ class Culprits:
         if not over:
             return ()
         ranks = sorted({rank for rank, _ in over})
-        found = [axis for axis, groups in self._groups.items() if any(sorted(group) == ranks for group in groups)]
+        found = [
+            axis for axis, groups in self._groups.items() if any(sorted(group) == ranks for group in groups)
+        ]
         return tuple(found[:1]) + (("micro-batches",) if len(over) > len(ranks) else ())
 
 

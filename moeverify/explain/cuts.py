@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moeverify.explain.program import Program
 
-
 _AGREED = 0.8
 """Share of elements that must agree on the place of a part."""
 
@@ -34,7 +33,9 @@ def list_batch_cuts(one: Program, program: Program, occurrence: int) -> Iterator
     rows, positions = (torch.tensor(list(each)) for each in program.shares[occurrence % len(program.shares)])
     yield Cut(len(all_rows), rows)
     yield Cut(len(all_positions), positions)
-    yield Cut(len(all_rows) * len(all_positions), (rows[:, None] * len(all_positions) + positions).reshape(-1))
+    yield Cut(
+        len(all_rows) * len(all_positions), (rows[:, None] * len(all_positions) + positions).reshape(-1)
+    )
 
 
 def list_cuts(places: Tensor, shape: Sequence[int]) -> Iterator[Cut]:
@@ -50,7 +51,9 @@ def list_cuts(places: Tensor, shape: Sequence[int]) -> Iterator[Cut]:
         left = left // shape[dim]
     for dim, index in enumerate(reversed(found)):
         along = index.movedim(dim, 0).reshape(index.shape[dim], -1)
-        common = torch.stack([row[row >= 0].mode().values if bool((row >= 0).any()) else row[0] for row in along])
+        common = torch.stack(
+            [row[row >= 0].mode().values if bool((row >= 0).any()) else row[0] for row in along]
+        )
         # Equal elements stand for each other: a few may be taken for those of other places.
         agreed = (along == common[:, None]) | (along < 0)
         if bool((common >= 0).all()) and float(agreed.double().mean()) > _AGREED:
@@ -65,7 +68,11 @@ def take(whole: Tensor, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor | N
         if whole.shape[dim] == size:
             continue
         fitting = [each for each in cuts if each.size == whole.shape[dim] and len(each.index) == size]
-        fitting += [wide for each in cuts if (wide := _widen(each, whole.shape[dim])) is not None and len(wide.index) == size]
+        fitting += [
+            wide
+            for each in cuts
+            if (wide := _widen(each, whole.shape[dim])) is not None and len(wide.index) == size
+        ]
         if not fitting:
             return None
         best = min(fitting, key=lambda each: each.dim not in (-1, dim))

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_ancestors
-from moeverify.explain.cuts import Cut, list_batch_cuts, list_cuts, take
+from moeverify.explain.compare import is_right
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place, pair_tensors
+from moeverify.explain.cuts import Cut, list_batch_cuts, list_cuts, take
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import execute_all
 from moeverify.explain.program import Op, Ref
-from moeverify.explain.compare import is_right
 
 Kind = Literal["number", "operator", "operand", "total", "share", "whole", "removed", "inserted", "value"]
 """What an edit changes: options, the operator, an operand (by another value, the total of its parts, or the whole of
@@ -74,7 +74,11 @@ def _list_towards(alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At
             yield _make("number", pairs, lambda at, each: _with_options(joint.op(at), each))
         for pair in pair_tensors(op, other):
             yield from _list_operands(alignment, one, pairs, pair.place)
-    elif op.meeting is None and len(list(op.refs())) == len(list(other.refs())) and not (is_move(op) or is_move(other)):
+    elif (
+        op.meeting is None
+        and len(list(op.refs())) == len(list(other.refs()))
+        and not (is_move(op) or is_move(other))
+    ):
         yield _make("operator", pairs, lambda at, each: _with_operator(joint.op(at), each))
     changes = Changes()
     for at, each in pairs:
@@ -102,7 +106,9 @@ def _list_operands(
     """Yield edits that give operators another operand at a place: as a value, for all that take it."""
     found: dict[Kind, list[list[tuple[At, Tensor]]]] = {"operand": [], "whole": []}
     for at, other in pairs:
-        pair = next((each for each in pair_tensors(alignment.joint.op(at), other) if each.place == place), None)
+        pair = next(
+            (each for each in pair_tensors(alignment.joint.op(at), other) if each.place == place), None
+        )
         if pair is None:
             return
         mine = (at[0], pair.mine)
@@ -115,7 +121,9 @@ def _list_operands(
     for kind, alternatives in found.items():
         for chosen in zip(*alternatives, strict=False):
             if any(_is_other(alignment.data(at), data) for at, data in chosen):
-                yield Edit(kind, tuple(at for at, _ in pairs), Changes(values=dict(chosen)), dict(pairs), place)
+                yield Edit(
+                    kind, tuple(at for at, _ in pairs), Changes(values=dict(chosen)), dict(pairs), place
+                )
 
 
 def _is_other(actual: Tensor | None, data: Tensor) -> bool:
@@ -142,7 +150,9 @@ def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair
 def _list_cuts(alignment: Alignment, one: OneDevice, at: At, other: Op) -> list[Cut]:
     """Return which places of each dimension a rank has of what an operator takes."""
     op, joint = alignment.joint.op(at), alignment.joint
-    cuts = list(list_batch_cuts(one.program, joint.programs[at[0]], alignment.occurrence((at[0], op.results[0]))))
+    cuts = list(
+        list_batch_cuts(one.program, joint.programs[at[0]], alignment.occurrence((at[0], op.results[0])))
+    )
     for pair in pair_tensors(op, other):
         known = alignment.find((at[0], pair.mine))
         if known is not None and known.ids is not None and not known.over:
@@ -256,7 +266,9 @@ def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Ten
     return None
 
 
-def _pick_rows(shape: tuple[int, ...], data: Tensor, positions: Tensor, wanted: tuple[int, ...]) -> Tensor | None:
+def _pick_rows(
+    shape: tuple[int, ...], data: Tensor, positions: Tensor, wanted: tuple[int, ...]
+) -> Tensor | None:
     """Return the rows of a result that belong to the rows of an operand, where rows are worked on one by one."""
     if not shape or not wanted or not positions.numel() or not positions.ndim or data.ndim < 1:
         return None
@@ -316,7 +328,10 @@ def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At
                 for at in ops:
                     mine = list(joint.op(at).reads())[place]
                     theirs = _same_place(alignment, ops[0], other, at)
-                    one, two = alignment.data((at[0], mine)), None if theirs is None else alignment.data(theirs)
+                    one, two = (
+                        alignment.data((at[0], mine)),
+                        None if theirs is None else alignment.data(theirs),
+                    )
                     made = None if one is None or two is None else _apply(apply, one, two)
                     if made is None:
                         break
@@ -407,7 +422,9 @@ def _options(op: Op) -> tuple[Any, ...]:
             return tuple(strip(each) for each in value)
         return value
 
-    return tuple(strip(each) for each in op.args), tuple(sorted((k, str(strip(v))) for k, v in op.kwargs.items()))
+    return tuple(strip(each) for each in op.args), tuple(
+        sorted((k, str(strip(v))) for k, v in op.kwargs.items())
+    )
 
 
 def _with_options(op: Op, other: Op) -> Op:

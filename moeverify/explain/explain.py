@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, list_group
@@ -22,13 +21,13 @@ from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Program
 from moeverify.explain.program import list_numbers as list_numbers_of
-from moeverify.results.checks import Kind
 from moeverify.explain.suspects import (
     Target,
     find_wrong,
     is_target_right,
     list_unknown,
 )
+from moeverify.results.checks import Kind
 
 _VAGUE = frozenset({"removed", "inserted", "whole", "value"})
 """Edits that say less than how a wrong result is a value of one device."""
@@ -94,7 +93,9 @@ class Explainer:
         for cause in self._list_races():
             self._add(cause)
         for _ in range(_MOST_ROUNDS):
-            left = [target for target in left if not (self._is_repaired(target, state) or self._follows(target))]
+            left = [
+                target for target in left if not (self._is_repaired(target, state) or self._follows(target))
+            ]
             self.is_done = not left
             if not left or time.monotonic() > end:
                 break
@@ -113,7 +114,11 @@ class Explainer:
         """Yield the uses of memory that a collective may still be using, where a wrong result depends on them."""
         for rank, program in enumerate(self.joint.programs):
             for race in program.races:
-                if not race.is_direct or program.ops[race.op].step > self.step or race.other >= len(program.ops):
+                if (
+                    not race.is_direct
+                    or program.ops[race.op].step > self.step
+                    or race.other >= len(program.ops)
+                ):
                     continue
                 ops = {(rank, race.op), (rank, race.other)}
                 reached = [
@@ -147,7 +152,9 @@ class Explainer:
             if _order(target) > min(map(_order, cause.targets)):
                 return True
             ops = set(cause.ops)
-            if target not in cause.targets and all(self.joint.list_before([at]) & ops for at in target.values.values()):
+            if target not in cause.targets and all(
+                self.joint.list_before([at]) & ops for at in target.values.values()
+            ):
                 return True
         return False
 
@@ -230,7 +237,9 @@ class Explainer:
             factor = float(actual @ right) / float(right @ right) if bool(right.any()) else 0.0
             if factor == 0.0 or not is_right(actual, right * factor):
                 return None
-            if data.numel() == 1 and not any(math.isclose(factor, scale, rel_tol=1e-9) for scale in self._scales):
+            if data.numel() == 1 and not any(
+                math.isclose(factor, scale, rel_tol=1e-9) for scale in self._scales
+            ):
                 return None  # a number is a multiple of any other
             factors.append(factor)
         return factors[0] if max(factors) - min(factors) <= 1e-9 * abs(factors[0]) else None
@@ -246,7 +255,9 @@ class Explainer:
             return ""
         if all(each is not None and each.over for each in known):
             return "reduction"
-        return "moved" if all(each is not None and not each.over and each.scale == 1.0 for each in known) else ""
+        return (
+            "moved" if all(each is not None and not each.over and each.scale == 1.0 for each in known) else ""
+        )
 
     def _comes_after(self, edit: Edit, suspects: set[At]) -> bool:
         """Return whether what an edit replaces is computed from the results of suspects: these are to be repaired."""
@@ -371,7 +382,11 @@ class Explainer:
             if other.module.startswith(recorded.module) and other.step == recorded.step:
                 for number in other.results:
                     at = (rank, number)
-                    if alignment.tells(at) and alignment.find(at) is not None and not self.joint.value(at).label:
+                    if (
+                        alignment.tells(at)
+                        and alignment.find(at) is not None
+                        and not self.joint.value(at).label
+                    ):
                         found[at] = None
         return list(found)[-_MOST_OTHERS:]
 
@@ -380,7 +395,11 @@ class Explainer:
         program, sites = self.joint.programs[op[0]], self.joint.op(op).sites
         found: dict[float, None] = {}
         for other in program.ops:
-            if other.sites and sites and (other.sites[0].file, other.sites[0].function) == (sites[0].file, sites[0].function):
+            if (
+                other.sites
+                and sites
+                and (other.sites[0].file, other.sites[0].function) == (sites[0].file, sites[0].function)
+            ):
                 found |= dict.fromkeys(each for each in list_numbers_of(other.args) if abs(each) < _LARGEST)
         return list(found)[:_MOST_NUMBERS]
 
@@ -406,7 +425,9 @@ class Explainer:
         """Yield the operators of an unknown stretch whose operands are all right, in the order of the program."""
         joint, seen, inside = self.joint, set(), set(unknown)
         ends = {joint.maker(at) for at in target.values.values()}
-        ends |= {joint.maker(at) for at in self.landmarks.find_first_wrong(alignment, list(target.values.values()))}
+        ends |= {
+            joint.maker(at) for at in self.landmarks.find_first_wrong(alignment, list(target.values.values()))
+        }
         for at in unknown:
             op = joint.op(at)
             if at in seen or not op.results:
@@ -424,9 +445,13 @@ class Explainer:
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
         """Return whether all that an operator takes is right, as far as it can be told."""
         hidden = self.joint.hidden(op)
-        return not any(map(alignment.is_wrong, [*self.joint.reads(op), *([] if hidden is None else [hidden])]))
+        return not any(
+            map(alignment.is_wrong, [*self.joint.reads(op), *([] if hidden is None else [hidden])])
+        )
 
-    def _repairs(self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution) -> Execution | None:
+    def _repairs(
+        self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
+    ) -> Execution | None:
         """Return the values under an edit if it makes the target right, or what comes before it."""
         marks = self._next_landmarks(edit, unknown)
         done = self.joint.execute(edit.changes, marks or list(target.values.values()), state)
@@ -450,7 +475,12 @@ class Explainer:
         own = {(at[0], number) for at in edit.ops for number in self.joint.op(at).results}
         num_beyond = 0
         for at, data in done.changed().items():
-            if at in edit.changes.values or at in state.changed() or at in done.tainted or not says_something(data):
+            if (
+                at in edit.changes.values
+                or at in state.changed()
+                or at in done.tainted
+                or not says_something(data)
+            ):
                 continue
             if alignment.find(at) is None:
                 return False

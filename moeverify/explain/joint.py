@@ -204,7 +204,7 @@ class Execution:
         if recorded.meeting is None and op not in self.changes.ops and is_random(recorded):
             return []  # what it has drawn depends on no value
         hidden = self._joint.hidden(op)
-        if hidden is not None and hidden in self._data or any(
+        if (hidden is not None and hidden in self._data) or any(
             source in self.tainted for source in self._joint.sources(op)
         ):
             self.tainted.update(results)
@@ -287,7 +287,9 @@ def is_same(one: Tensor, two: Tensor | None) -> bool:
     if not one.is_floating_point() or not one.numel():
         return False
     scale = float(two.abs().nan_to_num(0.0, 0.0, 0.0).max())
-    return bool(torch.isclose(one, two, rtol=0.0, atol=4 * torch.finfo(one.dtype).eps * scale, equal_nan=True).all())
+    return bool(
+        torch.isclose(one, two, rtol=0.0, atol=4 * torch.finfo(one.dtype).eps * scale, equal_nan=True).all()
+    )
 
 
 def _find_meetings(programs: Sequence[Program]) -> list[tuple[At, ...]]:
@@ -297,7 +299,13 @@ def _find_meetings(programs: Sequence[Program]) -> list[tuple[At, ...]]:
         for op in program.ops:
             if op.meeting is not None:
                 meeting = op.meeting
-                key = (meeting.group.name, meeting.group.ranks, meeting.sequence, meeting.source, meeting.target)
+                key = (
+                    meeting.group.name,
+                    meeting.group.ranks,
+                    meeting.sequence,
+                    meeting.source,
+                    meeting.target,
+                )
                 found.setdefault(key, []).append((rank, op.number))
     return [tuple(members) for members in found.values()]
 

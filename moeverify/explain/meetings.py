@@ -120,7 +120,9 @@ def describe(group: dist.ProcessGroup) -> GroupRef:
     except (KeyError, ValueError, RuntimeError):
         ranks = tuple(range(group.size()))
     made_for = group.group_desc
-    return GroupRef(group.group_name, ranks, made_for.removeprefix("mesh_") if made_for.startswith("mesh_") else "")
+    return GroupRef(
+        group.group_name, ranks, made_for.removeprefix("mesh_") if made_for.startswith("mesh_") else ""
+    )
 
 
 def _name_reduction(number: int) -> str:

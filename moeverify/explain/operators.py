@@ -52,7 +52,9 @@ def _has_dropout(op: Op) -> bool:
     """Return whether an operator that can draw random numbers does so: attention without dropout does not."""
     for place, argument in enumerate(find(op.name)._schema.arguments):
         if argument.name == "dropout_p":
-            given = op.args[place] if place < len(op.args) else op.kwargs.get("dropout_p", argument.default_value)
+            given = (
+                op.args[place] if place < len(op.args) else op.kwargs.get("dropout_p", argument.default_value)
+            )
             return given != 0
     return True
 
@@ -79,7 +81,9 @@ def execute_all(
     """Return what an operator returns, then what it writes; arguments that it writes are copied first."""
     func = find(name)
     if "scaled_dot_product" in name and _takes_empty(args, lookup):
-        raise NotExecutable(f"{name} of no heads")  # torch 2.11 divides by zero on CPUs, which ends the process
+        raise NotExecutable(
+            f"{name} of no heads"
+        )  # torch 2.11 divides by zero on CPUs, which ends the process
     values = [_fill(each, lookup) for each in args]
     by_name = {key: _fill(each, lookup) for key, each in named.items()}
     changed: list[Tensor] = []

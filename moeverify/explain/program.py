@@ -24,9 +24,7 @@ UNSEEN = "unseen"
 READ = "read"
 """Pseudo-operator: reads memory that several operators have written parts of. Arguments: the parts, as written."""
 
-OVERWRITING = frozenset(
-    {"copy", "zero", "fill", "normal", "uniform", "all_gather_copy_in", "arange"}
-)
+OVERWRITING = frozenset({"copy", "zero", "fill", "normal", "uniform", "all_gather_copy_in", "arange"})
 """Operators that overwrite the tensor that they are given; besides them, named outputs (`out=`) are overwritten."""
 
 BATCH = "batch "

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from moeverify.explain.fused import list_decompositions, plain_attention
-from moeverify.explain.operators import NotExecutable, execute
 from moeverify.explain.meetings import Call, read_filling, read_returning
+from moeverify.explain.operators import NotExecutable, execute
 from moeverify.explain.program import (
     LEAF,
     READ,
@@ -260,7 +260,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                     for tensor in _list_tensors(_member(_argument(args, named, place), i, count))
                 )
                 if len(returned) == count and not written:
-                    op.results = tuple(self._add_result(op, tensor, is_view=False) for tensor in _list_tensors(returned[i]))
+                    op.results = tuple(
+                        self._add_result(op, tensor, is_view=False) for tensor in _list_tensors(returned[i])
+                    )
         return result
 
     def _meet(self, call: Call, func: OpOverload, args: Any, named: dict[str, Any]) -> Any:
@@ -359,7 +361,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         for source, tensor in zip(_list_tensors(args), _list_tensors(result), strict=False):
             if _storage_of(tensor) != _storage_of(source):
                 number = self._find(source)
-                self._memory(tensor).entries[_geometry(tensor), tensor.dtype] = (number, self._memory(tensor).epoch)
+                self._memory(tensor).entries[_geometry(tensor), tensor.dtype] = (
+                    number,
+                    self._memory(tensor).epoch,
+                )
                 self._memory(tensor).writes.append((number, _geometry(tensor)))
 
     def _memory(self, tensor: Tensor) -> _Memory:
@@ -424,9 +429,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             if memory.uses:
                 self._check_race(tensor, "read")
             known = memory.entries.get((geometry, tensor.dtype))
-            if known is None:
-                number = self._read(memory, tensor, geometry)
-            elif known[1] != memory.epoch:
+            if known is None or known[1] != memory.epoch:
                 number = self._read(memory, tensor, geometry)
             else:
                 number = known[0]
@@ -444,7 +447,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         same_dtype = all(
             self.program.values[number].dtype == str(tensor.dtype)[6:] for number, _ in memory.writes
         )
-        if memory.writes and same_dtype and _is_covered(size, [place for _, place in memory.writes], geometry):
+        if (
+            memory.writes
+            and same_dtype
+            and _is_covered(size, [place for _, place in memory.writes], geometry)
+        ):
             numbers = tuple(number for number, _ in memory.writes)
             places = tuple(place for _, place in memory.writes)
             return self._add_pseudo(READ, tensor, (places, geometry, size), numbers)
@@ -452,7 +459,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         memory.writes.append((number, geometry))
         return number
 
-    def _add_pseudo(self, name: str, tensor: Tensor, options: tuple[Any, ...], sources: tuple[int, ...]) -> int:
+    def _add_pseudo(
+        self, name: str, tensor: Tensor, options: tuple[Any, ...], sources: tuple[int, ...]
+    ) -> int:
         op = self._begin(f"memory.{name}", ([Ref(each) for each in sources], *options), {}, ())
         value = self._new(op.number, tensor)
         value.data = self._copy(tensor)
@@ -472,7 +481,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         count = self._calls[step, name] = self._calls.get((step, name), -1) + 1
         for slot, tensor in enumerate(_list_floats(output)):
             with _disable_current_modes():
-                self.program.ends.append(End(step, name, False, slot, count, self._find(local_part(tensor.detach()))))
+                self.program.ends.append(
+                    End(step, name, False, slot, count, self._find(local_part(tensor.detach())))
+                )
             if tensor.requires_grad:
                 tensor.register_hook(self._make_gradient_hook(step, name, slot, count))  # type: ignore[no-untyped-call]
 
@@ -509,7 +520,9 @@ def _name_of(func: OpOverload) -> str:
     return f"{func.namespace}.{func.overloadpacket.__name__}.{func._overloadname}"
 
 
-def _pair(func: OpOverload, args: Any, named: Mapping[str, Any]) -> Iterator[tuple[int | str, tuple[Any, Any]]]:
+def _pair(
+    func: OpOverload, args: Any, named: Mapping[str, Any]
+) -> Iterator[tuple[int | str, tuple[Any, Any]]]:
     """Yield the place of each argument, with its declaration and its value."""
     for number, argument in enumerate(func._schema.arguments):
         if number < len(args):
@@ -531,7 +544,8 @@ def _encode(value: Any, find: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_encode(each, find) for each in value)
     if value is None or isinstance(
-        value, bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+        value,
+        bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format,
     ):
         return value
     return f"<{type(value).__name__}>"
@@ -556,9 +570,15 @@ def _list_floats(value: Any) -> list[Tensor]:
 
 def _count_members(func: OpOverload, taken: Sequence[Any]) -> int:
     """Return on how many tensors an operator on lists works one by one; 0 if it is not such an operator."""
-    if not func.overloadpacket.__name__.startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")):
+    if not func.overloadpacket.__name__.startswith(
+        ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+    ):
         return 0
-    sizes = {len(each) for each in taken if isinstance(each, list | tuple) and any(isinstance(x, Ref) for x in each)}
+    sizes = {
+        len(each)
+        for each in taken
+        if isinstance(each, list | tuple) and any(isinstance(x, Ref) for x in each)
+    }
     return sizes.pop() if len(sizes) == 1 else 0
 
 
@@ -570,7 +590,11 @@ def _member(values: Any, number: int, count: int) -> Any:
             return [value[number]]
         return value
 
-    return [take(each) for each in values] if isinstance(values, list | tuple) and not _is_list(values, count) else take(values)
+    return (
+        [take(each) for each in values]
+        if isinstance(values, list | tuple) and not _is_list(values, count)
+        else take(values)
+    )
 
 
 def _is_list(values: Any, count: int) -> bool:
@@ -578,11 +602,16 @@ def _is_list(values: Any, count: int) -> bool:
 
 
 def _member_of(named: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
-    return {name: _member(value, number, count) if isinstance(value, list | tuple) else value for name, value in named.items()}
+    return {
+        name: _member(value, number, count) if isinstance(value, list | tuple) else value
+        for name, value in named.items()
+    }
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+    return (
+        tensor.layout == torch.strided and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+    )
 
 
 def _is_equal(data: Tensor, tensor: Tensor) -> bool:

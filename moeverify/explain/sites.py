@@ -19,11 +19,28 @@ MOST_SITES = 6
 _TORCH = str(Path(torch.__file__).parent)
 _WATCHERS = tuple(
     str(Path(__file__).parents[1] / name)
-    for name in ("explain", "collectives", "calls", "checks", "compare", "recording", "worker", "layout", "golden")
+    for name in (
+        "explain",
+        "collectives",
+        "calls",
+        "checks",
+        "compare",
+        "recording",
+        "worker",
+        "layout",
+        "golden",
+    )
 )
 _COLLECTIVES = tuple(
     f"{_TORCH}/{name}"
-    for name in ("_compile.py", "_dynamo/", "_ops.py", "distributed/c10d_logger.py", "distributed/distributed_c10d.py", "utils/_contextlib.py")
+    for name in (
+        "_compile.py",
+        "_dynamo/",
+        "_ops.py",
+        "distributed/c10d_logger.py",
+        "distributed/distributed_c10d.py",
+        "utils/_contextlib.py",
+    )
 )
 _WRAPPERS = (contextlib.__file__, functools.__file__, "<")
 _ENGINE = "_engine_run_backward"

@@ -13,6 +13,7 @@ from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Mark, Program
 from moeverify.layout.region import Region
 
+
 @dataclass(frozen=True)
 class Target:
     """A tensor that the training loop shows and that differs: its value on each rank, and what that should be."""

@@ -130,7 +130,12 @@ class Culprit(Record):
         """Return the cause that it is one of."""
         if self.mechanism in _CODES:
             return _CODES[self.mechanism]
-        if self.taken is not None and self.right is not None and self.taken.label and self.taken.label == self.right.label:
+        if (
+            self.taken is not None
+            and self.right is not None
+            and self.taken.label
+            and self.taken.label == self.right.label
+        ):
             return Cause.STALE
         return {"forward": Cause.FORWARD, "backward": Cause.BACKWARD, "step": Cause.OPTIMIZER}.get(
             self.here.phase, Cause.FORWARD

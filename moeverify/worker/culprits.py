@@ -26,7 +26,6 @@ from moeverify.results.observation import DiagnosisFailed
 from moeverify.train.program import Program as Training
 from moeverify.worker.recorded import record_one_device, record_ranks
 
-
 _DIRECT = frozenset(
     {
         CheckName.CALLS,
@@ -80,7 +79,9 @@ def record_origin(
 
 
 def _is_exact(case: Case) -> bool:
-    return case.recipe.precision == "float64" and case.recipe.float8 == "none" and case.layout.compile == "none"
+    return (
+        case.recipe.precision == "float64" and case.recipe.float8 == "none" and case.layout.compile == "none"
+    )
 
 
 def find_culprits(
@@ -96,11 +97,14 @@ def find_culprits(
         if not (one.is_complete and all(program.is_complete for program in recorded.programs)):
             return Found()
         scales = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
-        explainer = Explainer(recorded.programs, one, recorded.step, [*scales, *(1 / each for each in scales)])
+        explainer = Explainer(
+            recorded.programs, one, recorded.step, [*scales, *(1 / each for each in scales)]
+        )
         causes = explainer.explain(end - time.monotonic())
         culprits = Culprits(explainer, list_groups(case), list_degrees(case))
         found = [(culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes]
-        return Found(recorded.step, found, explainer.is_done)
+        is_complete = explainer.is_done and all(culprit.proved for culprit, _ in found)
+        return Found(recorded.step, found, is_complete)
     except Exception as error:  # the verdict stands, and the findings are reported without a cause
         return Found(failure=describe_failure(error))
 
@@ -119,7 +123,11 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
 
 def _put_direct_first(findings: Sequence[Finding], found: Found) -> list[Finding]:
     """Return the findings with those of checks first that have seen a mistake itself, before what is computed."""
-    direct = [each for each in findings if each.check in _DIRECT and each.names_operation and each.step <= found.step]
+    direct = [
+        each
+        for each in findings
+        if each.check in _DIRECT and each.names_operation and each.step <= found.step
+    ]
     if not direct:
         return list(findings)
     others = [each for each in findings if each not in direct]
@@ -134,12 +142,20 @@ def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str
     return next(iter([*named, *(each for each in here if not each.follows), *here]), None)
 
 
-def _attach(findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool) -> list[Finding]:
+def _attach(
+    findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool
+) -> list[Finding]:
     """Return the findings, that with a culprit first."""
     keeps = not culprit.proved and lead.names_operation
     update = {"culprit": culprit, "follows": ""}
     if not keeps:
-        update |= {"explanation": None, "code": culprit.code, "rivals": (), "unexplained": (), "follow_up": None}
+        update |= {
+            "explanation": None,
+            "code": culprit.code,
+            "rivals": (),
+            "unexplained": (),
+            "follow_up": None,
+        }
     first = lead.model_copy(update=update)
     repaired = set(culprit.repaired)
     others = []

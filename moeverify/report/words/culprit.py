@@ -26,7 +26,11 @@ def describe_culprit_place(culprit: Culprit) -> str:
     """Return module, phase and step of the operation, and the calls that it was made from."""
     here = culprit.here
     where = [f"module {here.module}"] if here.module else []
-    where.append(f"{_PHASES.get(here.phase, here.phase)} of step {here.step}" if here.step >= 0 else "before the first step")
+    where.append(
+        f"{_PHASES.get(here.phase, here.phase)} of step {here.step}"
+        if here.step >= 0
+        else "before the first step"
+    )
     calls = [_name_line(caller) for caller in here.callers]
     if calls:
         where.append("called from " + ", ".join(calls))
@@ -60,7 +64,8 @@ def _show_lines(title: str, line: CodeLine | None) -> list[str]:
     if line is None:
         return []
     return [
-        f"{title}{line.file}:{number}{' >' if number == line.line else '  '} {text}" for number, text in line.lines
+        f"{title}{line.file}:{number}{' >' if number == line.line else '  '} {text}"
+        for number, text in line.lines
     ]
 
 
@@ -81,7 +86,9 @@ def _name_first_caller(operation: Operation) -> str:
 
 
 def _name_line(line: CodeLine) -> str:
-    return f"{line.file}:{line.line}" + (f" in {line.function}" if line.function and line.function[0] != "<" else "")
+    return f"{line.file}:{line.line}" + (
+        f" in {line.function}" if line.function and line.function[0] != "<" else ""
+    )
 
 
 def _name_source(source: Source | None) -> str:
@@ -90,7 +97,9 @@ def _name_source(source: Source | None) -> str:
         return "a value that one device does not have"
     if source.label:
         made = source.operation
-        by = f" after {made.operator} of step {made.step}" if made is not None and made.phase == "step" else ""
+        by = (
+            f" after {made.operator} of step {made.step}" if made is not None and made.phase == "step" else ""
+        )
         name = f"{source.label}{by}"
     elif source.operation is not None:
         name = f"the result of {_name_operation(source.operation)}"
@@ -121,7 +130,9 @@ def _describe_operand(culprit: Culprit) -> list[str]:
     made = culprit.made
     if made is not None and made.line is not None and made.line != culprit.here.line:
         which += f", made by {_name_operation(made)}{_name_first_caller(made)},"
-    lines = [f"{which} is {_name_source(culprit.taken)}. One device takes {_name_source(culprit.right)}{_at_there(culprit)}"]
+    lines = [
+        f"{which} is {_name_source(culprit.taken)}. One device takes {_name_source(culprit.right)}{_at_there(culprit)}"
+    ]
     if culprit.moves:
         lines.append("It comes by " + ", then ".join(map(_name_operation, culprit.moves)))
     if culprit.moves_there:
@@ -131,7 +142,10 @@ def _describe_operand(culprit: Culprit) -> list[str]:
 
 def _describe_total(culprit: Culprit) -> list[str]:
     over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
-    return [f"It takes parts of a sum; the reduction{over} comes later or never", f"The input is {_name_source(culprit.taken)}"]
+    return [
+        f"It takes parts of a sum; the reduction{over} comes later or never",
+        f"The input is {_name_source(culprit.taken)}",
+    ]
 
 
 def _describe_share(culprit: Culprit) -> list[str]:
@@ -141,7 +155,9 @@ def _describe_share(culprit: Culprit) -> list[str]:
 
 
 def _describe_whole(culprit: Culprit) -> list[str]:
-    return [f"It takes a part of {_name_source(culprit.right)}; one device takes all of it{_at_there(culprit)}"]
+    return [
+        f"It takes a part of {_name_source(culprit.right)}; one device takes all of it{_at_there(culprit)}"
+    ]
 
 
 def _describe_removed(_: Culprit) -> list[str]:
@@ -166,11 +182,15 @@ def _describe_scale(culprit: Culprit) -> list[str]:
 
 def _describe_reduction(culprit: Culprit) -> list[str]:
     over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
-    return [f"{', '.join(culprit.results)} is not reduced{over}: the values of these ranks add up to that of one device"]
+    return [
+        f"{', '.join(culprit.results)} is not reduced{over}: the values of these ranks add up to that of one device"
+    ]
 
 
 def _describe_moved(culprit: Culprit) -> list[str]:
-    return [f"{', '.join(culprit.results)} has right values in wrong places: those of {_name_source(culprit.taken)}"]
+    return [
+        f"{', '.join(culprit.results)} has right values in wrong places: those of {_name_source(culprit.taken)}"
+    ]
 
 
 def _describe_race(culprit: Culprit) -> list[str]:
@@ -199,11 +219,15 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[str]]] = {
 
 def _describe_proof(culprit: Culprit) -> str:
     if not culprit.proved:
-        lines = list(dict.fromkeys(_name_line(each.line) for each in culprit.between if each.line is not None))
+        lines = list(
+            dict.fromkeys(_name_line(each.line) for each in culprit.between if each.line is not None)
+        )
         span = f": {', '.join(lines)}" if lines else ""
         if culprit.mechanism == "value":
             return f"With the result of one device in its place, what follows is right. The mistake is here, or in how its inputs are arranged{span}"
-        return f"Only the place is known: the mistake is between right inputs and the first wrong result{span}"
+        return (
+            f"Only the place is known: the mistake is between right inputs and the first wrong result{span}"
+        )
     if culprit.mechanism == "race":
         return ""
     names = list(culprit.repaired[:_MOST_REPAIRED])

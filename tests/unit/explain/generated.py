@@ -140,6 +140,4 @@ def explain(ranks: Program, one: Program, seconds: float = 60.0) -> list[Culprit
 def make_inputs(seed: int) -> dict[str, Tensor]:
     """Return the inputs of all programs."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) for name in ("a", "b")
-    }
+    return {name: torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) for name in ("a", "b")}
