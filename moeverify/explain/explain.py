@@ -23,7 +23,7 @@ from moeverify.explain.program import Program
 from moeverify.explain.program import list_numbers as list_numbers_of
 from moeverify.explain.suspects import (
     Target,
-    find_wrong,
+    find_targets,
     is_target_right,
     list_unknown,
 )
@@ -79,7 +79,7 @@ class Explainer:
         self._scales = tuple(scales)
         self.alignment = Alignment(self.joint, one, scales)
         self.one = OneDevice(one, self.alignment.elements)
-        self.wrong = find_wrong(self.joint, one, step)
+        self.wrong, self._right = find_targets(self.joint, one, step)
         self.causes: list[Cause] = []
         self.tried = 0
         self.is_done = False
@@ -458,11 +458,22 @@ class Explainer:
         if marks and not all(self._is_end_right(at, done) for at in marks):
             return None
         after = self.joint.execute(edit.changes, None, state)
+        if self._breaks(after):
+            return None
         if self._is_repaired(target, after):
             return after
         # What cannot be executed further is judged by the next results that can be.
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
         return after if (marks and is_open) or self._advances(edit, done, state) else None
+
+    def _breaks(self, after: Execution) -> bool:
+        """Return whether results that were right are not any more."""
+        changed = after.changed()
+        return any(
+            at in changed and at not in after.tainted and not is_target_right(changed[at], target, rank)
+            for target in self._right
+            for rank, at in target.values.items()
+        )
 
     def _advances(self, edit: Edit, done: Execution, state: Execution) -> bool:
         """Return whether all that an edit changes is known then, beyond what it changes itself.

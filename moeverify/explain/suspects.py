@@ -24,30 +24,32 @@ class Target:
     regions: dict[int, Region]
 
 
-def find_wrong(joint: Joint, one: Program, step: int) -> list[Target]:
-    """Return the tensors shown in a step that differ from those of one device, in the order of the step."""
-    found = []
+def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], list[Target]]:
+    """Return the tensors shown in a step that differ from those of one device, and those that do not.
+
+    They are in the order of the step; a wrong one has the ranks on which it is wrong alone.
+    """
+    wrong, right = [], []
     for mark, shown in one.marks.items():
-        if mark[0] != step or shown.value is None or one.values[shown.value].data is None:
+        whole = None if shown.value is None else one.values[shown.value].data
+        if mark[0] != step or whole is None:
             continue
-        whole = one.values[shown.value].data
-        assert whole is not None
-        values: dict[int, At] = {}
-        right: dict[int, Tensor] = {}
-        regions: dict[int, Region] = {}
+        found: dict[bool, Target] = {True: Target(mark, {}, {}, {}), False: Target(mark, {}, {}, {})}
         for rank, program in enumerate(joint.programs):
             own = program.marks.get(mark)
-            if own is None or own.value is None:
+            actual = None if own is None or own.value is None else program.values[own.value].data
+            if own is None or own.value is None or actual is None:
                 continue
             expected = own.region.take(whole.reshape(own.region.shape))
-            actual = program.values[own.value].data
-            if actual is not None and not is_right(actual, expected):
-                values[rank] = (rank, own.value)
-                right[rank] = expected
-                regions[rank] = own.region
-        if values:
-            found.append(Target(mark, values, right, regions))
-    return found
+            target = found[is_right(actual, expected)]
+            target.values[rank] = (rank, own.value)
+            target.right[rank] = expected
+            target.regions[rank] = own.region
+        if found[False].values:
+            wrong.append(found[False])
+        elif found[True].values:
+            right.append(found[True])
+    return wrong, right
 
 
 def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:
