@@ -412,8 +412,11 @@ class Explainer:
         alignment = self.alignment.under(done)
         for at, result in zip(edit.ops, results, strict=True):
             known = None if result in done.tainted else alignment.find(result)
-            if known is None or known.ids is None:
+            data = done.data(result)
+            if known is None or known.ids is None or data is None:
                 return False
+            if edit.kind == "number" and tuple(data.shape) != self.joint.value(result).shape:
+                return False  # a rank has a part: sizes are its own
             other = edit.others.get(at)
             if other is not None and self.one.has(other.results[0], known.ids) < 0.99:
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -95,7 +96,9 @@ def execute_all(
             values[place] = copies
         changed += _list(copies)
     try:
-        result = _call(name, func, values, by_name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an `out` of another size, where sizes have changed
+            result = _call(name, func, values, by_name)
     except (RuntimeError, TypeError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
         raise NotExecutable(f"{name}: {error}") from error
     new = [each for each in _list(result) if not any(each is one for one in changed)]
