@@ -412,11 +412,8 @@ class Explainer:
         alignment = self.alignment.under(done)
         for at, result in zip(edit.ops, results, strict=True):
             known = None if result in done.tainted else alignment.find(result)
-            data = done.data(result)
-            if known is None or known.ids is None or data is None:
+            if known is None or known.ids is None:
                 return False
-            if edit.kind == "number" and tuple(data.shape) != self.joint.value(result).shape:
-                return False  # a rank has a part: sizes are its own
             other = edit.others.get(at)
             if other is not None and self.one.has(other.results[0], known.ids) < 0.99:
                 return False
@@ -461,13 +458,19 @@ class Explainer:
         if marks and not all(self._is_end_right(at, done) for at in marks):
             return None
         after = self.joint.execute(edit.changes, None, state)
-        if self._breaks(after):
+        if self._breaks(after) or (edit.kind == "number" and self._has_other_sizes(edit, after)):
             return None
         if self._is_repaired(target, after):
             return after
         # What cannot be executed further is judged by the next results that can be.
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
         return after if (marks and is_open) or self._advances(edit, done, state) else None
+
+    def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
+        """Return whether a result of an edit has another shape: a rank that has a part has sizes of its own."""
+        results = [(op[0], number) for op in edit.ops for number in self.joint.op(op).results]
+        found = ((at, after.data(at)) for at in results)
+        return any(data is not None and tuple(data.shape) != self.joint.value(at).shape for at, data in found)
 
     def _breaks(self, after: Execution) -> bool:
         """Return whether results that were right are not any more."""
@@ -483,7 +486,7 @@ class Explainer:
 
         So far as it can be executed: operators whose sizes are recorded cannot take other shapes.
         """
-        if edit.kind not in ("number", "operator"):
+        if edit.kind not in ("number", "operator") or done.tainted - state.tainted:
             return False
         alignment = self.alignment.under(done)
         own = {(at[0], number) for at in edit.ops for number in self.joint.op(at).results}
