@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass
 
@@ -150,7 +151,7 @@ class Alignment:
 
     def locate(self, data: Tensor, op: Op, key: Key = ()) -> Known | None:
         """Return what is known of data that an operator could have made."""
-        likely = self._one_by_key.get(key, frozenset())
+        likely: AbstractSet[int] = self._one_by_key.get(key, frozenset())
 
         def prefer(root: int) -> object:
             return root not in likely, _distance(op, self.one.op_of(root))
@@ -204,10 +205,8 @@ class Alignment:
             overs.add(known.over)
             return known.ids.to(torch.float64)
 
-        if op.meeting is not None:
-            made = self._meet(at, ids_of)
-        else:
-            made = move(op, lambda number: ids_of((rank, number)))
+        is_met = op.meeting is not None
+        made = self._meet(at, ids_of) if is_met else move(op, lambda number: ids_of((rank, number)))
         place = op.results.index(at[1])
         if made is None or place >= len(made) or len(scales) != 1 or len(overs) != 1:
             return None

@@ -1,7 +1,7 @@
 """The elements of one device's tensors, found by their values.
 
-Every element that an operator of one device has computed has an identity: a number from 1 on. Operators that only move
-elements, such as `cat` or `index`, hand identities on. A tensor of a rank is described by the identities of its
+Every element that an operator of one device has computed has an identity: a number from 1 on. Operators that only
+move elements, such as `cat` or `index`, hand identities on. A tensor of a rank is described by the identities of its
 elements, whatever its shape, order or padding; 0 stands for padding.
 """
 
@@ -73,7 +73,7 @@ def is_move(op: Op) -> bool:
     if op.short.strip("_") in ("to", "to_copy"):
         dtypes = [each for each in (*op.args, *op.kwargs.values()) if isinstance(each, torch.dtype)]
         return all(dtype in (torch.float64, torch.float32) for dtype in dtypes)
-    if op.name == "aten.masked_fill.Scalar" or op.name == "aten.masked_fill_.Scalar":
+    if op.name in ("aten.masked_fill.Scalar", "aten.masked_fill_.Scalar"):
         return True  # what it fills in is padding
     if op.short.rstrip("_") == "index_put":
         return not any(each is True for each in op.args)
@@ -315,7 +315,7 @@ class Elements:
 
 
 def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Return telling quotients of an element by the next of its row, and where the first one is in the flat tensor."""
+    """Return telling quotients of an element by the next of its row, and the place of the first one."""
     if not data.ndim or data.shape[-1] < 2 or not data.numel():
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     rows = data.reshape(-1, data.shape[-1])
@@ -349,7 +349,7 @@ def sample(data: Tensor) -> Tensor:
     telling = flat[~is_simple | (flat.abs() > _LARGE)]
     if len(telling) > _NUM_SAMPLES:
         telling = telling[:: -(-len(telling) // _NUM_SAMPLES)]
-    return telling.unique()
+    return torch.unique(telling)  # type: ignore[no-any-return]
 
 
 def says_something(data: Tensor | None) -> bool:

@@ -10,10 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moeverify.explain.cause import Cause
 from moeverify.explain.chains import is_passing, list_chain
 from moeverify.explain.counterparts import pair_tensors
 from moeverify.explain.edits import Edit
-from moeverify.explain.explain import Cause, Explainer
+from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import BATCH, LEAF, READ, UNSEEN, Op, Program, Ref, Site, list_refs
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Source
@@ -31,7 +32,7 @@ Groups = Mapping[str, Sequence[Sequence[int]]]
 
 
 class Culprits:
-    """Makes the records of causes. `groups` has the groups of ranks of each mesh axis, `sizes` what factors may be."""
+    """Makes the records of causes. `groups` has the groups of ranks of mesh axes, `sizes` what factors may be."""
 
     def __init__(
         self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None

@@ -1,4 +1,4 @@
-"""Which part of a tensor of one device a rank should have: the same places of the dimensions that it has a part of."""
+"""Which part of a tensor of one device a rank should have: the same places of dimensions that it has a part of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AGREED = 0.8
 
 @dataclass(frozen=True)
 class Cut:
-    """Places `index` of a dimension of `size` elements; `dim` is where it was seen, -1 for dimensions of the batch."""
+    """Places `index` of a dimension of `size` elements; `dim` is where it was seen, -1 for those of the batch."""
 
     size: int
     index: Tensor

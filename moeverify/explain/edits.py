@@ -231,11 +231,9 @@ def _broadcast_pick(one: OneDevice, value: int, data: Tensor | None, positions: 
     """Return the elements of a tensor that stand beside positions of a value with which it is broadcast."""
     shape = one.program.values[value].shape
     try:
-        if data is None or tuple(torch.broadcast_shapes(shape, data.shape)) != shape:
-            return None
+        return None if data is None else data.expand(shape).reshape(-1)[positions]
     except RuntimeError:
         return None
-    return data.expand(shape).reshape(-1)[positions]
 
 
 def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Tensor | None:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from moeverify.explain.align import Alignment
+from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain, list_group
 from moeverify.explain.compare import is_right, relative_error
-from moeverify.explain.content import is_move, says_something
+from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.edits import Edit, list_edits, list_insertions, list_numbers, list_removals
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Program
 from moeverify.explain.program import list_numbers as list_numbers_of
-from moeverify.explain.suspects import (
-    Target,
-    find_targets,
-    is_target_right,
-    list_unknown,
-)
+from moeverify.explain.proof import Proof
+from moeverify.explain.suspects import Target, find_targets, list_unknown
 from moeverify.results.checks import Kind
 
 _VAGUE = frozenset({"removed", "inserted", "whole", "value"})
@@ -49,27 +44,6 @@ _MOST_OTHERS = 16
 _LARGEST = 1e6
 
 
-@dataclass
-class Cause:
-    """What makes results wrong: operators at one place of the program, and the edits that repair them, if any did.
-
-    `repairs` say the same: they are rivals. `ops` are the operators of all ranks and layers. `repaired` names results that
-    the first of `repairs` makes right, with the largest relative error that is left of them. `known` says how the wrong results themselves are
-    values of one device: `factor` times the right ones, parts of a sum, or right values in other places. In a race,
-    `launch` is the collective that may still use the memory that `ops` use.
-    """
-
-    ops: list[At]
-    repairs: list[Edit] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
-    repaired: list[str] = field(default_factory=list)
-    residual: float | None = None
-    stretch: list[At] = field(default_factory=list)
-    known: Literal["", "scale", "reduction", "moved", "race"] = ""
-    launch: At | None = None
-    factor: float = 1.0
-
-
 class Explainer:
     """Explains wrong results of ranks by the programs of ranks and of one device."""
 
@@ -84,6 +58,7 @@ class Explainer:
         self.tried = 0
         self.is_done = False
         self.landmarks = Landmarks(programs, self.one, step)
+        self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self._right)
 
     def explain(self, seconds: float) -> list[Cause]:
         """Return the causes of all wrong results, as far as they are found in time."""
@@ -94,7 +69,9 @@ class Explainer:
             self._add(cause)
         for _ in range(_MOST_ROUNDS):
             left = [
-                target for target in left if not (self._is_repaired(target, state) or self._follows(target))
+                target
+                for target in left
+                if not (self._proof.is_repaired(target, state) or self._follows(target))
             ]
             self.is_done = not left
             if not left or time.monotonic() > end:
@@ -106,7 +83,7 @@ class Explainer:
             if state.has_other_choices():
                 self.is_done = True  # what follows cannot be executed
                 break
-            if not self._is_repaired(left[0], state):
+            if not self._proof.is_repaired(left[0], state):
                 state = self._patch(left[0], state)
         return self.causes
 
@@ -132,7 +109,7 @@ class Explainer:
     def _note_repaired(self, causes: Sequence[Cause], left: Sequence[Target], state: Execution) -> None:
         """Note which wrong results are right after the repairs of causes."""
         proved = [cause for cause in causes if cause.repairs]
-        done = [target for target in left if proved and self._is_repaired(target, state)]
+        done = [target for target in left if proved and self._proof.is_repaired(target, state)]
         for cause in proved:
             cause.repaired += ["/".join(target.mark[1:]) for target in done]
             errors = [
@@ -213,10 +190,7 @@ class Explainer:
             place[0].factor = 1.0 if factor is None else factor
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
-        before = self.alignment
-        self.alignment = before.without_scale(factor)
-        found = self._search(target, state, end, _LONGEST_CHAIN)
-        self.alignment = before
+        found = self._search(target, state, end, _LONGEST_CHAIN, factor)
         if found is None or (place and place[0].known and found[0][0].repairs[0].kind in _VAGUE):
             return place, state
         return found
@@ -279,13 +253,13 @@ class Explainer:
         return sorted(found, key=joint.place)
 
     def _search(
-        self, target: Target, state: Execution, end: float, depth: int
+        self, target: Target, state: Execution, end: float, depth: int, factor: float | None
     ) -> tuple[list[Cause], Execution] | None:
         """Find edits that together repair a target, or the next end of a module before it.
 
         An edit that makes the results of its operators right, but no end, is a step on the way.
         """
-        alignment = self.alignment.under(state)
+        alignment = self.alignment.without_scale(factor).under(state)
         unknown = self._list_unknown(alignment, target)
         suspects = list(self.list_suspects(alignment, unknown, target))[:_MOST_SUSPECTS]
         counterparts = Counterparts(alignment, self.one)
@@ -298,22 +272,22 @@ class Explainer:
                 self.tried += 1
                 if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before):
                     continue
-                if edit.kind != "value" and self._is_local(edit, state):
-                    done = self._repairs(edit, target, unknown, state)
+                if edit.kind != "value" and self._proof.is_local(edit, state):
+                    done = self._proof.repairs(edit, target, unknown, state)
                     cause = Cause(list(ops), [edit], [target])
                     if done is not None:
                         return [cause], done
                     steps.append((cause, self.joint.execute(edit.changes, None, state)))
             before.update(ops)
         for cause, after in steps[:_MOST_BRANCHES] if depth else ():
-            found = self._search(target, after, end, depth - 1)
+            found = self._search(target, after, end, depth - 1, factor)
             if found is not None:
                 return self._shorten([cause, *found[0]], found[1], target, unknown, state)
         for edit in self._list_further(alignment, counterparts, unknown, suspects):
             self.tried += 1
             if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)):
                 continue
-            done = self._repairs(edit, target, unknown, state)
+            done = self._proof.repairs(edit, target, unknown, state)
             if done is not None:
                 return [Cause(list(edit.ops), [edit], [target])], done
             if time.monotonic() > end:
@@ -342,7 +316,7 @@ class Explainer:
             changes = changes | cause.repairs[0].changes
         last = chain[-1].repairs[0]
         without = Edit(last.kind, last.ops, changes, last.others, last.place)
-        again = self._repairs(without, target, unknown, state)
+        again = self._proof.repairs(without, target, unknown, state)
         return (chain, done) if again is None else (chain[1:], again)
 
     def _list_further(
@@ -403,22 +377,6 @@ class Explainer:
                 found |= dict.fromkeys(each for each in list_numbers_of(other.args) if abs(each) < _LARGEST)
         return list(found)[:_MOST_NUMBERS]
 
-    def _is_local(self, edit: Edit, state: Execution) -> bool:
-        """Return whether an edit makes the results of its operators those of their counterparts."""
-        if edit.kind in ("value", "removed"):
-            return False
-        results = [(at[0], self.joint.op(at).results[0]) for at in edit.ops]
-        done = self.joint.execute(edit.changes, results, state)
-        alignment = self.alignment.under(done)
-        for at, result in zip(edit.ops, results, strict=True):
-            known = None if result in done.tainted else alignment.find(result)
-            if known is None or known.ids is None:
-                return False
-            other = edit.others.get(at)
-            if other is not None and self.one.has(other.results[0], known.ids) < 0.99:
-                return False
-        return True
-
     def list_suspects(
         self, alignment: Alignment, unknown: Sequence[At], target: Target
     ) -> Iterator[tuple[At, ...]]:
@@ -449,94 +407,6 @@ class Explainer:
             map(alignment.is_wrong, [*self.joint.reads(op), *([] if hidden is None else [hidden])])
         )
 
-    def _repairs(
-        self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
-    ) -> Execution | None:
-        """Return the values under an edit if it makes the target right, or what comes before it."""
-        marks = self._next_landmarks(edit, unknown)
-        done = self.joint.execute(edit.changes, marks or list(target.values.values()), state)
-        if marks and not all(self._is_end_right(at, done) for at in marks):
-            return None
-        after = self.joint.execute(edit.changes, None, state)
-        if self._breaks(after) or (edit.kind == "number" and self._has_other_sizes(edit, after)):
-            return None
-        if self._is_repaired(target, after):
-            return after
-        # What cannot be executed further is judged by the next results that can be.
-        is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
-        return after if (marks and is_open) or self._advances(edit, done, state) else None
-
-    def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
-        """Return whether a result of an edit has another shape: a rank that has a part has sizes of its own."""
-        results = [(op[0], number) for op in edit.ops for number in self.joint.op(op).results]
-        found = ((at, after.data(at)) for at in results)
-        return any(data is not None and tuple(data.shape) != self.joint.value(at).shape for at, data in found)
-
-    def _breaks(self, after: Execution) -> bool:
-        """Return whether results that were right are not any more."""
-        changed = after.changed()
-        return any(
-            at in changed and at not in after.tainted and not is_target_right(changed[at], target, rank)
-            for target in self._right
-            for rank, at in target.values.items()
-        )
-
-    def _advances(self, edit: Edit, done: Execution, state: Execution) -> bool:
-        """Return whether all that an edit changes is known then, beyond what it changes itself.
-
-        So far as it can be executed: operators whose sizes are recorded cannot take other shapes.
-        """
-        if edit.kind not in ("number", "operator") or done.tainted - state.tainted:
-            return False
-        alignment = self.alignment.under(done)
-        own = {(at[0], number) for at in edit.ops for number in self.joint.op(at).results}
-        num_beyond = 0
-        for at, data in done.changed().items():
-            if (
-                at in edit.changes.values
-                or at in state.changed()
-                or at in done.tainted
-                or not says_something(data)
-            ):
-                continue
-            if alignment.find(at) is None:
-                return False
-            num_beyond += at not in own
-        return num_beyond > 1
-
-    def _next_landmarks(self, edit: Edit, unknown: Sequence[At]) -> list[At]:
-        """Return the ends of modules that are made next of what an edit changes, on each rank."""
-        joint, inside = self.joint, set(unknown)
-        found: dict[int, At] = {}
-        waiting = [(joint.place(op), op) for op in edit.ops]
-        waiting += [(joint.place(op), op) for at in edit.changes.values for op in joint.users.get(at, ())]
-        seen = {op for _, op in waiting}
-        heapq.heapify(waiting)
-        while waiting:
-            _, op = heapq.heappop(waiting)
-            rank = op[0]
-            if rank in found:
-                continue
-            for number in joint.op(op).results:
-                if self.landmarks.is_end((rank, number)) and op in inside:
-                    found.setdefault(rank, (rank, number))
-                for user in joint.users.get((rank, number), ()):
-                    for each in joint.members(user):
-                        if each not in seen:
-                            seen.add(each)
-                            heapq.heappush(waiting, (joint.place(each), each))
-        return [at for rank, at in found.items() if rank in {op[0] for op in edit.ops}]
-
-    def _is_end_right(self, at: At, state: Execution) -> bool:
-        return at not in state.tainted and self.landmarks.is_right(at, self.alignment.under(state))
-
-    def _is_repaired(self, target: Target, state: Execution) -> bool:
-        for rank, at in target.values.items():
-            data = state.data(at)
-            if at in state.tainted or data is None or not is_target_right(data, target, rank):
-                return False
-        return True
-
 
 def _order(target: Target) -> int:
     """Return in which part of a step a result is made."""
@@ -548,7 +418,8 @@ def _order(target: Target) -> int:
 
 def _group(alignment: Alignment, ops: Sequence[At]) -> Iterator[tuple[At, ...]]:
     """Yield operators that stand at one place of the program together, in the order of the program."""
-    inside, seen = set(ops), set()
+    inside = set(ops)
+    seen: set[At] = set()
     for at in ops:
         if at not in seen and alignment.joint.op(at).results:
             group = list_group(alignment, at, inside)

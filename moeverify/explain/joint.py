@@ -148,7 +148,7 @@ class Execution:
         self, joint: Joint, changes: Changes, needed: set[At] | None = None, base: Execution | None = None
     ) -> None:
         self._joint, self._base = joint, base
-        self.changes = changes if base is None else base.changes | changes
+        self.changes: Changes = changes if base is None else base.changes | changes
         self._data: dict[At, Tensor] = {} if base is None else dict(base._data)
         self._data |= changes.values
         self.tainted: set[At] = set() if base is None else set(base.tainted)
@@ -274,7 +274,7 @@ def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     if sum(sizes) > flat.numel():
         raise NotExecutable("a collective that fills less than its outputs")
-    parts = flat[: sum(sizes)].split(sizes)
+    parts = torch.split(flat[: sum(sizes)], sizes)
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

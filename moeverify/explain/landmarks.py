@@ -57,7 +57,8 @@ class Landmarks:
     def _is_recovered(self, at: At, alignment: Alignment) -> bool:
         """Return whether all that is computed from an end that looks wrong is soon right again."""
         joint = alignment.joint
-        waiting, seen = list(joint.users.get(at, ())), set()
+        waiting = list(joint.users.get(at, ()))
+        seen: set[At] = set()
         while waiting:
             op = waiting.pop()
             if op in seen:

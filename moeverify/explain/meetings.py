@@ -100,7 +100,7 @@ def read_returning(name: str, args: Sequence[Any]) -> Call | None:
     kind = _RETURNING.get(name.rstrip("_"))
     if kind is None:
         return None
-    group = describe(dist.distributed_c10d._resolve_process_group(args[-1]))
+    group = describe(dist.distributed_c10d._resolve_process_group(args[-1]))  # type: ignore[attr-defined]
     options: dict[str, Any] = {}
     reduction = next((each for each in args[1:-1] if isinstance(each, str)), None)
     if reduction is not None:
@@ -185,7 +185,9 @@ def reduce(parts: Sequence[Tensor], reduction: str) -> Tensor:
         return total / len(parts) if reduction == "avg" else total
     if reduction in ("max", "min", "product"):
         stacked = torch.stack(list(parts))
-        return {"max": stacked.amax, "min": stacked.amin, "product": stacked.prod}[reduction](0)
+        if reduction == "product":
+            return stacked.prod(0)
+        return stacked.amax(0) if reduction == "max" else stacked.amin(0)
     raise NotExecutable(reduction)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def find(name: str) -> OpOverload:
     found = getattr(getattr(torch.ops, space, None), packet, None)
     if found is None:
         raise NotExecutable(name)
-    return getattr(found, overload or "default")
+    return cast(OpOverload, getattr(found, overload or "default"))
 
 
 def is_random(op: Op) -> bool:

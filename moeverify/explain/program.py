@@ -96,7 +96,8 @@ class Op:
     `name` is `namespace.operator.overload`. Tensors in `args` and `kwargs` are `Ref`s. `results` are the values that
     it returned, then those that it wrote. `written` says which arguments it wrote, by position or name. `sites` are
     lines of user code, the innermost first. `origin` is the operator of the forward pass of which a backward operator
-    is the derivative, -1 for others. `step` counts training steps. `scalar` is the Python number that it returned, if any.
+    is the derivative, -1 for others. `step` counts training steps. `scalar` is the Python number that it returned,
+    if any.
     """
 
     number: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from moeverify.explain.arguments import (
+    argument,
+    count_members,
+    encode,
+    geometry_of,
+    has_memory,
+    has_operators,
+    is_covered,
+    is_equal,
+    list_floats,
+    list_tensors,
+    member,
+    member_of,
+    name_of,
+    pair,
+    storage_of,
+)
 from moeverify.explain.fused import list_decompositions, plain_attention
 from moeverify.explain.meetings import Call, read_filling, read_returning
 from moeverify.explain.operators import NotExecutable, execute
@@ -45,6 +62,9 @@ MOST_ELEMENTS = 1 << 28
 _NO_OPERATORS = torch._C._disabled_torch_dispatch_impl
 _SAME = frozenset({"detach", "alias", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd"})
 """Operators whose result is the very tensor that they take."""
+
+_READERS = {"c10d": read_filling, "_c10d_functional": read_returning}
+"""By namespace, what reads the call of a collective from its arguments."""
 
 _NO_NODE = 1 << 63
 """Sequence numbers of autograd from here on belong to no operator: gradients are accumulated."""
@@ -116,8 +136,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         for name, tensor in named:
             with _disable_current_modes():
                 local = local_part(tensor.detach())
-                self._names[_storage_of(local)] = name
-                if _has_memory(local) and local.numel():
+                self._names[storage_of(local)] = name
+                if has_memory(local) and local.numel():
                     self.program.values[self._find(local)].label = name
 
     def name_modules(self, model: nn.Module) -> None:
@@ -141,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             self._note_wait(work)
             return returned
 
-        dist.Work.wait = wait_and_note  # type: ignore[method-assign]
+        dist.Work.wait = wait_and_note  # type: ignore[method-assign, assignment]
         self._is_open = True
         try:
             with self, plain_attention():
@@ -177,19 +197,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if not isinstance(func, OpOverload) or any(issubclass(each, FakeTensor) for each in types):
+        is_fake = any(issubclass(each, FakeTensor) for each in types)
+        if is_fake or not (self._is_open and isinstance(func, OpOverload)):
             return func(*args, **named)
-        if any(map(_has_operators, types)):
+        if any(map(has_operators, types)):
             return NotImplemented
-        if not self._is_open:
-            return func(*args, **named)
-        if func.namespace == "c10d":
-            call = read_filling(func.overloadpacket.__name__, args)
-            return func(*args, **named) if call is None else self._meet(call, func, args, named)
-        if func.namespace == "_c10d_functional":
-            call = read_returning(func.overloadpacket.__name__, args)
-            if call is not None:
-                return self._meet(call, func, args, named)
+        call = None
+        if func.namespace in _READERS:
+            call = _READERS[func.namespace](func.overloadpacket.__name__, args)
+        if call is not None:
+            return self._meet(call, func, args, named)
+        return func(*args, **named) if func.namespace == "c10d" else self._note(func, args, named)
+
+    def _note(self, func: OpOverload, args: Any, named: dict[str, Any]) -> Any:
+        """Call an operator that is no collective, and record it, or those that it consists of."""
         if func.overloadpacket.__name__ in _SAME:
             result = func(*args, **named)
             self._note_same(args, result)
@@ -205,20 +226,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _record(self, func: OpOverload, args: Any, named: dict[str, Any]) -> Any:
         written = [
             place
-            for place, argument in _pair(func, args, named)
+            for place, argument in pair(func, args, named)
             if argument[0].alias_info is not None and argument[0].alias_info.is_write
         ]
-        taken = _encode(args, self._find)
-        taken_named = {key: _encode(value, self._find) for key, value in named.items()}
-        changed = [tensor for place in written for tensor in _list_tensors(_argument(args, named, place))]
+        taken = encode(args, self._find)
+        taken_named = {key: encode(value, self._find) for key, value in named.items()}
+        changed = [tensor for place in written for tensor in list_tensors(argument(args, named, place))]
         for tensor in changed:
             self._check_race(tensor, "write")
-        count = _count_members(func, taken)
+        count = count_members(func, taken)
         if count:
             return self._record_each(func, args, named, taken, taken_named, tuple(written), count)
-        op = self._begin(_name_of(func), taken, taken_named, tuple(written))
+        op = self._begin(name_of(func), taken, taken_named, tuple(written))
         result = func(*args, **named)
-        returned = _list_tensors(result)
+        returned = list_tensors(result)
         with _disable_current_modes():
             new = [tensor for tensor in returned if not any(tensor is each for each in changed)]
             is_view = any(
@@ -247,7 +268,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     ) -> Any:
         """Record an operator on lists as one on each of their members, which have nothing to do with each other."""
         ops = [
-            self._begin(_name_of(func), _member(taken, i, count), _member_of(taken_named, i, count), written)
+            self._begin(name_of(func), member(taken, i, count), member_of(taken_named, i, count), written)
             for i in range(count)
         ]
         result = func(*args, **named)
@@ -257,11 +278,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 op.results = tuple(
                     self._write(op, tensor)
                     for place in written
-                    for tensor in _list_tensors(_member(_argument(args, named, place), i, count))
+                    for tensor in list_tensors(member(argument(args, named, place), i, count))
                 )
                 if len(returned) == count and not written:
                     op.results = tuple(
-                        self._add_result(op, tensor, is_view=False) for tensor in _list_tensors(returned[i])
+                        self._add_result(op, tensor, is_view=False) for tensor in list_tensors(returned[i])
                     )
         return result
 
@@ -278,7 +299,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         result = func(*args, **named)
         with _disable_current_modes():
             if func.namespace == "_c10d_functional":
-                outputs = call.outputs or _list_tensors(result)
+                outputs = call.outputs or list_tensors(result)
                 for tensor in outputs:
                     torch.ops._c10d_functional.wait_tensor(tensor)
                 op.results = tuple(
@@ -328,7 +349,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     def _check_race(self, tensor: Tensor, kind: str) -> None:
         """Note a use of memory that a collective is still using; see `Race`."""
-        memory = self._memories.get(_storage_of(tensor))
+        memory = self._memories.get(storage_of(tensor))
         for use in memory.uses if memory is not None else ():
             if kind == "write" or use.writes:
                 self.program.races.append(Race(use.op, len(self.program.ops), kind, use.is_direct))
@@ -358,41 +379,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     def _note_same(self, args: Any, result: Any) -> None:
         """Know a result by the value of what it was made from, where it does not share its memory."""
-        for source, tensor in zip(_list_tensors(args), _list_tensors(result), strict=False):
-            if _storage_of(tensor) != _storage_of(source):
+        for source, tensor in zip(list_tensors(args), list_tensors(result), strict=False):
+            if storage_of(tensor) != storage_of(source):
                 number = self._find(source)
-                self._memory(tensor).entries[_geometry(tensor), tensor.dtype] = (
+                self._memory(tensor).entries[geometry_of(tensor), tensor.dtype] = (
                     number,
                     self._memory(tensor).epoch,
                 )
-                self._memory(tensor).writes.append((number, _geometry(tensor)))
+                self._memory(tensor).writes.append((number, geometry_of(tensor)))
 
     def _memory(self, tensor: Tensor) -> _Memory:
-        key = _storage_of(tensor)
+        key = storage_of(tensor)
         memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[key] = _Memory(StorageWeakRef(tensor.untyped_storage()))
+            memory = self._memories[key] = _Memory(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
         return memory
 
     def _view(self, func: OpOverload, args: Any, named: Any) -> list[Tensor]:
         """Return the same views of the copies that are kept, which need no memory of their own."""
         try:
-            return _list_tensors(execute(func, args, named, lambda number: self.program.values[number].data))
+            return list_tensors(execute(func, args, named, lambda number: self.program.values[number].data))
         except (NotExecutable, AttributeError, RuntimeError, TypeError):
             return []
 
     def _add_result(self, op: Op, tensor: Tensor, *, is_view: bool, data: Tensor | None = None) -> int:
         """Keep a tensor that an operator has returned; `data` is the same view of a copy, if there is one."""
-        key = _storage_of(tensor)
+        key = storage_of(tensor)
         is_view = (is_view and bool(list(op.refs()))) or key in self._memories
         value = self._new(op.number, tensor)
         if is_view:
             value.alias = next(op.refs(), -1)
         memory = self._memory(tensor)
         if not is_view:
-            memory.writes.append((value.number, _geometry(tensor)))
+            memory.writes.append((value.number, geometry_of(tensor)))
         value.data = self._copy(tensor) if data is None or data.shape != tensor.shape else data
-        memory.entries[_geometry(tensor), tensor.dtype] = (value.number, memory.epoch)
+        memory.entries[geometry_of(tensor), tensor.dtype] = (value.number, memory.epoch)
         return value.number
 
     def _write(self, op: Op, tensor: Tensor, *, is_there: bool = True) -> int:
@@ -400,7 +421,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         value = self._new(op.number, tensor)
         if is_there:
             value.data = self._copy(tensor)
-        memory, geometry = self._memory(tensor), _geometry(tensor)
+        memory, geometry = self._memory(tensor), geometry_of(tensor)
         memory.epoch += 1
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         if tensor.numel() >= size:
@@ -410,7 +431,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return value.number
 
     def _new(self, op: int, tensor: Tensor) -> Value:
-        label = self._names.get(_storage_of(tensor), "")
+        label = self._names.get(storage_of(tensor), "")
         value = Value(len(self.program.values), op, tuple(tensor.shape), str(tensor.dtype)[6:], label=label)
         self.program.values.append(value)
         return value
@@ -425,16 +446,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _find(self, tensor: Tensor) -> int:
         """Return the value of a tensor, a new one where nothing recorded has made it."""
         with _disable_current_modes():
-            memory, geometry = self._memory(tensor), _geometry(tensor)
+            memory, geometry = self._memory(tensor), geometry_of(tensor)
             if memory.uses:
                 self._check_race(tensor, "read")
             known = memory.entries.get((geometry, tensor.dtype))
-            if known is None or known[1] != memory.epoch:
-                number = self._read(memory, tensor, geometry)
-            else:
-                number = known[0]
+            is_known = known is not None and known[1] == memory.epoch
+            number = known[0] if known and is_known else self._read(memory, tensor, geometry)
             data = self.program.values[number].data
-            if data is not None and not _is_equal(data, tensor):
+            if data is not None and not is_equal(data, tensor):
                 number = self._add_pseudo(UNSEEN, tensor, (), (number,))
                 memory.epoch += 1
                 memory.writes = [(number, geometry)]
@@ -447,11 +466,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         same_dtype = all(
             self.program.values[number].dtype == str(tensor.dtype)[6:] for number, _ in memory.writes
         )
-        if (
-            memory.writes
-            and same_dtype
-            and _is_covered(size, [place for _, place in memory.writes], geometry)
-        ):
+        if memory.writes and same_dtype and is_covered(size, [place for _, place in memory.writes], geometry):
             numbers = tuple(number for number, _ in memory.writes)
             places = tuple(place for _, place in memory.writes)
             return self._add_pseudo(READ, tensor, (places, geometry, size), numbers)
@@ -479,7 +494,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             return
         step = self._step
         count = self._calls[step, name] = self._calls.get((step, name), -1) + 1
-        for slot, tensor in enumerate(_list_floats(output)):
+        for slot, tensor in enumerate(list_floats(output)):
             with _disable_current_modes():
                 self.program.ends.append(
                     End(step, name, False, slot, count, self._find(local_part(tensor.detach())))
@@ -501,132 +516,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     def _exit_step(self, *_: Any) -> None:
         self._is_step -= 1
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _geometry(tensor: Tensor) -> Geometry:
-    return Geometry(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-
-
-def _has_operators(kind: type) -> bool:
-    """Return whether a class of tensors says itself what an operator does."""
-    return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__, _NO_OPERATORS)
-
-
-def _name_of(func: OpOverload) -> str:
-    return f"{func.namespace}.{func.overloadpacket.__name__}.{func._overloadname}"
-
-
-def _pair(
-    func: OpOverload, args: Any, named: Mapping[str, Any]
-) -> Iterator[tuple[int | str, tuple[Any, Any]]]:
-    """Yield the place of each argument, with its declaration and its value."""
-    for number, argument in enumerate(func._schema.arguments):
-        if number < len(args):
-            yield number, (argument, args[number])
-        elif argument.name in named:
-            yield argument.name, (argument, named[argument.name])
-
-
-def _argument(args: Sequence[Any], named: Mapping[str, Any], place: int | str) -> Any:
-    return named[place] if isinstance(place, str) else args[place]
-
-
-def _encode(value: Any, find: Any) -> Any:
-    """Return an argument as data."""
-    if isinstance(value, Tensor):
-        return Ref(find(value)) if _has_memory(value) else f"<{value.layout} tensor>"
-    if isinstance(value, list):
-        return [_encode(each, find) for each in value]
-    if isinstance(value, tuple):
-        return tuple(_encode(each, find) for each in value)
-    if value is None or isinstance(
-        value,
-        bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format,
-    ):
-        return value
-    return f"<{type(value).__name__}>"
-
-
-def _list_tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if _has_memory(value) else []
-    if isinstance(value, list | tuple):
-        return [each for part in value for each in _list_tensors(part)]
-    return []
-
-
-def _list_floats(value: Any) -> list[Tensor]:
-    """Return the tensors of numbers in what a module returns."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() and value.numel() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [each for part in value for each in _list_floats(part)] if isinstance(value, list | tuple) else []
-
-
-def _count_members(func: OpOverload, taken: Sequence[Any]) -> int:
-    """Return on how many tensors an operator on lists works one by one; 0 if it is not such an operator."""
-    if not func.overloadpacket.__name__.startswith(
-        ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
-    ):
-        return 0
-    sizes = {
-        len(each)
-        for each in taken
-        if isinstance(each, list | tuple) and any(isinstance(x, Ref) for x in each)
-    }
-    return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _member(values: Any, number: int, count: int) -> Any:
-    """Return arguments with lists of one member each in place of lists of so many."""
-
-    def take(value: Any) -> Any:
-        if isinstance(value, list | tuple) and len(value) == count:
-            return [value[number]]
-        return value
-
-    return (
-        [take(each) for each in values]
-        if isinstance(values, list | tuple) and not _is_list(values, count)
-        else take(values)
-    )
-
-
-def _is_list(values: Any, count: int) -> bool:
-    return len(values) == count and all(isinstance(each, Tensor | Ref) for each in values)
-
-
-def _member_of(named: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
-    return {
-        name: _member(value, number, count) if isinstance(value, list | tuple) else value
-        for name, value in named.items()
-    }
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return (
-        tensor.layout == torch.strided and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
-    )
-
-
-def _is_equal(data: Tensor, tensor: Tensor) -> bool:
-    """Return whether a copy has the bits of a tensor, where NaN equals NaN."""
-    actual = tensor.detach().resolve_conj().resolve_neg().to("cpu")
-    if torch.equal(data, actual):
-        return True
-    if not data.is_floating_point():
-        return False
-    return bool(((data == actual) | (data.isnan() & actual.isnan())).all())
-
-
-def _is_covered(size: int, places: Sequence[Geometry], wanted: Geometry) -> bool:
-    """Return whether what was written covers what is read."""
-    seen = torch.zeros(size, dtype=torch.bool)
-    for place in places:
-        seen.as_strided(place.shape, place.stride, place.offset).fill_(True)
-    return bool(seen.as_strided(wanted.shape, wanted.stride, wanted.offset).all())

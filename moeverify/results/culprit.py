@@ -96,13 +96,13 @@ class Culprit(Record):
     In a race `there` is the collective of the ranks that may still use the memory that `here` uses.
 
     `proved` says that the ranks' program was executed with the change that `mechanism` names, and that this made
-    `repaired` right: tensors that the training loop shows or ends of modules. `residual` is the relative error that
-    these have then. `operand` is the place of the operand that is `taken` where one device takes `right`;
-    `made` is the operation of the rank that computed it. `numbers`
-    are pairs of different numbers, here and there. `moves` are operations by which an operand came from where it was
-    computed, and `moves_there` those of one device. `others` are further lines with the same mistake. `results` are the wrong ones that it is about, `factor`
-    times the right ones. Where no change is proved, `between` are the operations from right
-    inputs to the first result that should be right and is not, one for each line.
+    `repaired` right: tensors that the training loop shows. `residual` is the relative error that these have then.
+    `operand` is the place of the operand that is `taken` where one device takes `right`; `made` is the operation of
+    the rank that computed it. `numbers` are pairs of different numbers, here and there. `moves` are operations by
+    which an operand came from where it was computed, and `moves_there` those of one device. `others` are further
+    lines with the same mistake. `results` are the wrong ones that it is about, `factor` times the right ones. Where
+    no change is proved, `between` are the operations from right inputs to the first result that should be right and
+    is not, one for each line.
     """
 
     mechanism: Mechanism

@@ -121,8 +121,8 @@ class Finding(Record):
     where no hypothesis explains them, and `part` says which of all parameters a cause is about. `facts` are what the
     check found besides. `follows` names the tensor whose finding explains this one too. Only findings that follow
     from none have `trials` and `place`, and ambiguous ones a `follow_up`. `wider` says what wider precisions have
-    shown where there was no cause. `culprit` is the first wrong operation, which leads where it is proved or where nothing
-    else is known; a finding that was made there, and names the cause, has one entry for its
+    shown where there was no cause. `culprit` is the first wrong operation, which leads where it is proved or where
+    nothing else is known; a finding that was made there, and names the cause, has one entry for its
     precision.
 
     `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.

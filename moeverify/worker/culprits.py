@@ -51,7 +51,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Found:
-    """What rank 0 has found: each culprit with the (kind, tensor) of what it makes wrong; `failure` says what went wrong.
+    """What rank 0 has found: each culprit with the (kind, tensor) of what it makes wrong; `failure` is an error.
 
     `is_complete` says that repairing the culprits makes all wrong results right, or all that can follow from them.
     """
@@ -158,12 +158,12 @@ def _attach(
         }
     first = lead.model_copy(update=update)
     repaired = set(culprit.repaired)
-    others = []
-    for each in findings:
-        if each is lead:
-            continue
+
+    def follow(each: Finding) -> Finding:
         follows = everything or f"{each.kind}/{each.tensor}" in repaired or each.step > lead.step
-        if culprit.proved and follows and each.culprit is None and not is_apart(each):
-            each = each.model_copy(update={"follows": lead.tensor, "explanation": None})
-        others.append(each)
+        if not (culprit.proved and follows) or each.culprit is not None or is_apart(each):
+            return each
+        return each.model_copy(update={"follows": lead.tensor, "explanation": None})
+
+    others = [follow(each) for each in findings if each is not lead]
     return [first, *others]

@@ -63,8 +63,9 @@ def verify_case(
     """Return on rank 0 what the checks say, with the causes; None on the other ranks.
 
     What they say without causes is reported before these are looked for: ranks may be lost in the second run that a
-    diagnosis needs, and the verdict must not be; `extend` then asks for more time. `admit` gets the meshes before they
-    are used. Collective: all ranks of the default process group, which has as many ranks as the layout.
+    diagnosis needs, and the verdict must not be; `extend` then asks for more time. `admit` gets the meshes before
+    they are used. Units: `explain_seconds` in seconds, for the search for the first wrong operation. Collective: all
+    ranks of the default process group, which has as many ranks as the layout.
     """
     with injected(fault):
         # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.

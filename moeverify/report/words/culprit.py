@@ -126,13 +126,12 @@ def _describe_operator(culprit: Culprit) -> list[str]:
 
 
 def _describe_operand(culprit: Culprit) -> list[str]:
+    right = f"{_name_source(culprit.right)}{_at_there(culprit)}"
     which = f"Input {culprit.operand + 1}" if culprit.operand >= 0 else "An input"
     made = culprit.made
     if made is not None and made.line is not None and made.line != culprit.here.line:
         which += f", made by {_name_operation(made)}{_name_first_caller(made)},"
-    lines = [
-        f"{which} is {_name_source(culprit.taken)}. One device takes {_name_source(culprit.right)}{_at_there(culprit)}"
-    ]
+    lines = [f"{which} is {_name_source(culprit.taken)}. One device takes {right}"]
     if culprit.moves:
         lines.append("It comes by " + ", then ".join(map(_name_operation, culprit.moves)))
     if culprit.moves_there:
@@ -155,9 +154,8 @@ def _describe_share(culprit: Culprit) -> list[str]:
 
 
 def _describe_whole(culprit: Culprit) -> list[str]:
-    return [
-        f"It takes a part of {_name_source(culprit.right)}; one device takes all of it{_at_there(culprit)}"
-    ]
+    right = _name_source(culprit.right)
+    return [f"It takes a part of {right}; one device takes all of it{_at_there(culprit)}"]
 
 
 def _describe_removed(_: Culprit) -> list[str]:
@@ -224,7 +222,10 @@ def _describe_proof(culprit: Culprit) -> str:
         )
         span = f": {', '.join(lines)}" if lines else ""
         if culprit.mechanism == "value":
-            return f"With the result of one device in its place, what follows is right. The mistake is here, or in how its inputs are arranged{span}"
+            return (
+                "With the result of one device in its place, what follows is right. The mistake is here, or in how "
+                f"its inputs are arranged{span}"
+            )
         return (
             f"Only the place is known: the mistake is between right inputs and the first wrong result{span}"
         )

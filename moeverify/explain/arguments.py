@@ -1,0 +1,144 @@
+"""Arguments of operators as data: tensors by their values, lists by their members, memory by where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from moeverify.explain.program import Geometry, Ref
+
+_NO_OPERATORS = torch._C._disabled_torch_dispatch_impl
+
+
+def storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    return Geometry(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+
+def has_operators(kind: type) -> bool:
+    """Return whether a class of tensors says itself what an operator does."""
+    return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__, _NO_OPERATORS)
+
+
+def name_of(func: OpOverload) -> str:
+    return f"{func.namespace}.{func.overloadpacket.__name__}.{func._overloadname}"
+
+
+def pair(
+    func: OpOverload, args: Any, named: Mapping[str, Any]
+) -> Iterator[tuple[int | str, tuple[Any, Any]]]:
+    """Yield the place of each argument, with its declaration and its value."""
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            yield number, (argument, args[number])
+        elif argument.name in named:
+            yield argument.name, (argument, named[argument.name])
+
+
+def argument(args: Sequence[Any], named: Mapping[str, Any], place: int | str) -> Any:
+    return named[place] if isinstance(place, str) else args[place]
+
+
+def encode(value: Any, find: Any) -> Any:
+    """Return an argument as data."""
+    if isinstance(value, Tensor):
+        return Ref(find(value)) if has_memory(value) else f"<{value.layout} tensor>"
+    if isinstance(value, list):
+        return [encode(each, find) for each in value]
+    if isinstance(value, tuple):
+        return tuple(encode(each, find) for each in value)
+    if value is None or isinstance(
+        value,
+        bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format,
+    ):
+        return value
+    return f"<{type(value).__name__}>"
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if has_memory(value) else []
+    if isinstance(value, list | tuple):
+        return [each for part in value for each in list_tensors(part)]
+    return []
+
+
+def list_floats(value: Any) -> list[Tensor]:
+    """Return the tensors of numbers in what a module returns."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() and value.numel() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [each for part in value for each in list_floats(part)] if isinstance(value, list | tuple) else []
+
+
+def count_members(func: OpOverload, taken: Sequence[Any]) -> int:
+    """Return on how many tensors an operator on lists works one by one; 0 if it is not such an operator."""
+    if not func.overloadpacket.__name__.startswith(
+        ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+    ):
+        return 0
+    sizes = {
+        len(each)
+        for each in taken
+        if isinstance(each, list | tuple) and any(isinstance(x, Ref) for x in each)
+    }
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def member(values: Any, number: int, count: int) -> Any:
+    """Return arguments with lists of one member each in place of lists of so many."""
+
+    def take(value: Any) -> Any:
+        if isinstance(value, list | tuple) and len(value) == count:
+            return [value[number]]
+        return value
+
+    return (
+        [take(each) for each in values]
+        if isinstance(values, list | tuple) and not is_list(values, count)
+        else take(values)
+    )
+
+
+def is_list(values: Any, count: int) -> bool:
+    return len(values) == count and all(isinstance(each, Tensor | Ref) for each in values)
+
+
+def member_of(named: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
+    return {
+        name: member(value, number, count) if isinstance(value, list | tuple) else value
+        for name, value in named.items()
+    }
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+    )
+
+
+def is_equal(data: Tensor, tensor: Tensor) -> bool:
+    """Return whether a copy has the bits of a tensor, where NaN equals NaN."""
+    actual = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    if torch.equal(data, actual):
+        return True
+    if not data.is_floating_point():
+        return False
+    return bool(((data == actual) | (data.isnan() & actual.isnan())).all())
+
+
+def is_covered(size: int, places: Sequence[Geometry], wanted: Geometry) -> bool:
+    """Return whether what was written covers what is read."""
+    seen = torch.zeros(size, dtype=torch.bool)
+    for place in places:
+        seen.as_strided(place.shape, place.stride, place.offset).fill_(True)
+    return bool(seen.as_strided(wanted.shape, wanted.stride, wanted.offset).all())

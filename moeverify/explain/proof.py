@@ -1,0 +1,137 @@
+"""Whether a change repairs wrong results: the programs are executed with it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.content import says_something
+from moeverify.explain.counterparts import OneDevice
+from moeverify.explain.edits import Edit
+from moeverify.explain.joint import At, Execution, Joint
+from moeverify.explain.landmarks import Landmarks
+from moeverify.explain.suspects import Target, is_target_right
+
+_ALMOST_ALL = 0.99
+
+
+class Proof:
+    """Executes changes. `right` are the results that are right without them, and have to stay so."""
+
+    def __init__(
+        self,
+        joint: Joint,
+        alignment: Alignment,
+        one: OneDevice,
+        landmarks: Landmarks,
+        right: Sequence[Target],
+    ) -> None:
+        self._joint, self._alignment, self._one = joint, alignment, one
+        self._landmarks, self._right = landmarks, right
+
+    def is_local(self, edit: Edit, state: Execution) -> bool:
+        """Return whether an edit makes the results of its operators those of their counterparts."""
+        if edit.kind in ("value", "removed"):
+            return False
+        results = [(at[0], self._joint.op(at).results[0]) for at in edit.ops]
+        done = self._joint.execute(edit.changes, results, state)
+        alignment = self._alignment.under(done)
+        for at, result in zip(edit.ops, results, strict=True):
+            known = None if result in done.tainted else alignment.find(result)
+            if known is None or known.ids is None:
+                return False
+            other = edit.others.get(at)
+            if other is not None and self._one.has(other.results[0], known.ids) < 0.99:
+                return False
+        return True
+
+    def repairs(
+        self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
+    ) -> Execution | None:
+        """Return the values under an edit if it makes the target right, or what comes before it."""
+        marks = self._next_landmarks(edit, unknown)
+        done = self._joint.execute(edit.changes, marks or list(target.values.values()), state)
+        if marks and not all(self._is_end_right(at, done) for at in marks):
+            return None
+        after = self._joint.execute(edit.changes, None, state)
+        if self._breaks(after) or (edit.kind == "number" and self._has_other_sizes(edit, after)):
+            return None
+        if self.is_repaired(target, after):
+            return after
+        # What cannot be executed further is judged by the next results that can be.
+        is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
+        return after if (marks and is_open) or self._advances(edit, done, state) else None
+
+    def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
+        """Return whether a result of an edit has another shape: a rank that has a part has sizes of its own."""
+        results = [(op[0], number) for op in edit.ops for number in self._joint.op(op).results]
+        found = ((at, after.data(at)) for at in results)
+        return any(
+            data is not None and tuple(data.shape) != self._joint.value(at).shape for at, data in found
+        )
+
+    def _breaks(self, after: Execution) -> bool:
+        """Return whether results that were right are not any more."""
+        changed = after.changed()
+        return any(
+            at in changed and at not in after.tainted and not is_target_right(changed[at], target, rank)
+            for target in self._right
+            for rank, at in target.values.items()
+        )
+
+    def _advances(self, edit: Edit, done: Execution, state: Execution) -> bool:
+        """Return whether all that an edit changes is known then, beyond what it changes itself.
+
+        So far as it can be executed: operators whose sizes are recorded cannot take other shapes.
+        """
+        if edit.kind not in ("number", "operator") or done.tainted - state.tainted:
+            return False
+        alignment = self._alignment.under(done)
+        own = {(at[0], number) for at in edit.ops for number in self._joint.op(at).results}
+        num_beyond = 0
+        for at, data in done.changed().items():
+            if (
+                at in edit.changes.values
+                or at in state.changed()
+                or at in done.tainted
+                or not says_something(data)
+            ):
+                continue
+            if alignment.find(at) is None:
+                return False
+            num_beyond += at not in own
+        return num_beyond > 1
+
+    def _next_landmarks(self, edit: Edit, unknown: Sequence[At]) -> list[At]:
+        """Return the ends of modules that are made next of what an edit changes, on each rank."""
+        joint, inside = self._joint, set(unknown)
+        found: dict[int, At] = {}
+        waiting = [(joint.place(op), op) for op in edit.ops]
+        waiting += [(joint.place(op), op) for at in edit.changes.values for op in joint.users.get(at, ())]
+        seen = {op for _, op in waiting}
+        heapq.heapify(waiting)
+        while waiting:
+            _, op = heapq.heappop(waiting)
+            rank = op[0]
+            if rank in found:
+                continue
+            for number in joint.op(op).results:
+                if self._landmarks.is_end((rank, number)) and op in inside:
+                    found.setdefault(rank, (rank, number))
+                for user in joint.users.get((rank, number), ()):
+                    for each in joint.members(user):
+                        if each not in seen:
+                            seen.add(each)
+                            heapq.heappush(waiting, (joint.place(each), each))
+        return [at for rank, at in found.items() if rank in {op[0] for op in edit.ops}]
+
+    def _is_end_right(self, at: At, state: Execution) -> bool:
+        return at not in state.tainted and self._landmarks.is_right(at, self._alignment.under(state))
+
+    def is_repaired(self, target: Target, state: Execution) -> bool:
+        for rank, at in target.values.items():
+            data = state.data(at)
+            if at in state.tainted or data is None or not is_target_right(data, target, rank):
+                return False
+        return True
