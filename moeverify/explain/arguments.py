@@ -43,7 +43,7 @@ def pair(
             yield argument.name, (argument, named[argument.name])
 
 
-def argument(args: Sequence[Any], named: Mapping[str, Any], place: int | str) -> Any:
+def argument_at(args: Sequence[Any], named: Mapping[str, Any], place: int | str) -> Any:
     return named[place] if isinstance(place, str) else args[place]
 
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from moeverify.explain.arguments import (
-    argument,
+    argument_at,
     count_members,
     encode,
     geometry_of,
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         ]
         taken = encode(args, self._find)
         taken_named = {key: encode(value, self._find) for key, value in named.items()}
-        changed = [tensor for place in written for tensor in list_tensors(argument(args, named, place))]
+        changed = [tensor for place in written for tensor in list_tensors(argument_at(args, named, place))]
         for tensor in changed:
             self._check_race(tensor, "write")
         count = count_members(func, taken)
@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 op.results = tuple(
                     self._write(op, tensor)
                     for place in written
-                    for tensor in list_tensors(member(argument(args, named, place), i, count))
+                    for tensor in list_tensors(member(argument_at(args, named, place), i, count))
                 )
                 if len(returned) == count and not written:
                     op.results = tuple(
