@@ -373,6 +373,8 @@ def take_few(values: StepValues, places: Tensor) -> StepValues:
 
 def _take(vectors: Sequence[Tensor], places: Tensor) -> list[Tensor]:
     """Return some elements of vectors (N,) of one dtype, in a launch for as many of these as `_ROOM` has room for."""
+    if not vectors:
+        return []
     together = max(_ROOM // max(len(vectors[0]), 1), 1)
     found: list[Tensor] = []
     for start in range(0, len(vectors), together):

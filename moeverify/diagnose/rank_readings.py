@@ -69,6 +69,8 @@ class AllReadings:
             self._rows_of_golden.setdefault(reading.module, []).append(reading)
 
     def _add(self, rank: int, reading: Reading, read: RankReadings) -> None:
+        if reading.micro_batch >= len(read.shares):
+            return  # a pass more than there are micro-batches, such as one for validation: it has no share
         found = (rank, reading, read.shares[reading.micro_batch])
         self._read.setdefault(_end_of(reading), []).append(found)
         if _has_forward_rows(reading):

@@ -324,7 +324,10 @@ def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At
             for name, apply in (("mul", torch.mul), ("add", torch.add)):
                 changes = Changes()
                 for at in ops:
-                    mine = list(joint.op(at).reads())[place]
+                    taken = list(joint.op(at).reads())
+                    if place >= len(taken):
+                        break
+                    mine = taken[place]
                     theirs = _same_place(alignment, ops[0], other, at)
                     one, two = (
                         alignment.data((at[0], mine)),

@@ -19,26 +19,11 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.program import Program
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
-from moeverify.results.checks import CheckName
 from moeverify.results.culprit import Culprit
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.train.program import Program as Training
 from moeverify.worker.recorded import record_one_device, record_ranks
-
-_DIRECT = frozenset(
-    {
-        CheckName.CALLS,
-        CheckName.COVERAGE,
-        CheckName.DATA,
-        CheckName.GATHERED_WEIGHTS,
-        CheckName.PRECISION,
-        CheckName.REBOUND,
-        CheckName.SHARDING,
-        CheckName.TRACE,
-    }
-)
-"""Checks that look at what a program does, and not at its numbers."""
 
 
 @dataclass(frozen=True)
@@ -110,29 +95,34 @@ def find_culprits(
 
 
 def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
-    """Return the findings with their culprits: those that a culprit repairs follow the one that it makes wrong."""
+    """Return the findings with their culprits.
+
+    Where a check or a hypothesis names what was done, that leads, and the first wrong operation is evidence for it.
+    Else the operation leads, and what its repair makes right follows it. A race leads by itself: it was seen.
+    """
     if found.failure is not None:
         return note_failure(findings, found.failure)
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
-        lead = _find_lead(left, found.step, marks if culprit.proved else ())
-        if lead is not None:
+        named = _find_named(left, found.step) if culprit.mechanism != "race" else None
+        lead = named or _find_lead(left, found.step, marks)
+        if named is not None:
+            left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
+        elif lead is not None:
             left = _attach(left, lead, culprit, everything=found.is_complete)
-    return _put_direct_first(left, found) if found.culprits else left
+    return left
 
 
-def _put_direct_first(findings: Sequence[Finding], found: Found) -> list[Finding]:
-    """Return the findings with those of checks first that have seen a mistake itself, before what is computed."""
-    direct = [
-        each
-        for each in findings
-        if each.check in _DIRECT and each.names_operation and each.step <= found.step
-    ]
-    if not direct:
-        return list(findings)
-    others = [each for each in findings if each not in direct]
-    follow = [each.model_copy(update={"follows": each.follows or direct[0].tensor}) for each in others]
-    return [direct[0].model_copy(update={"follows": ""}), *direct[1:], *follow]
+def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
+    """Return the first finding of a step, or before it, that says what was done."""
+    return next(
+        (
+            each
+            for each in findings
+            if each.names_operation and not each.follows and each.step <= step and each.culprit is None
+        ),
+        None,
+    )
 
 
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:
@@ -146,17 +136,8 @@ def _attach(
     findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool
 ) -> list[Finding]:
     """Return the findings, that with a culprit first."""
-    keeps = not culprit.proved and lead.names_operation
-    update = {"culprit": culprit, "follows": ""}
-    if not keeps:
-        update |= {
-            "explanation": None,
-            "code": culprit.code,
-            "rivals": (),
-            "unexplained": (),
-            "follow_up": None,
-        }
-    first = lead.model_copy(update=update)
+    update = {"culprit": culprit, "follows": "", "explanation": None, "code": culprit.code}
+    first = lead.model_copy(update={**update, "rivals": (), "unexplained": (), "follow_up": None})
     repaired = set(culprit.repaired)
 
     def follow(each: Finding) -> Finding:
@@ -165,5 +146,4 @@ def _attach(
             return each
         return each.model_copy(update={"follows": lead.tensor, "explanation": None})
 
-    others = [follow(each) for each in findings if each is not lead]
-    return [first, *others]
+    return [first, *(follow(each) for each in findings if each is not lead)]

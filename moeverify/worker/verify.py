@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.axes.groups import axis_affects
@@ -80,27 +79,16 @@ def verify_case(
         recorded = None
         if explain_seconds:
             recorded = record_origin(case, golden, judgement, assemble_program.without_graphs())
-        evidence = None
-        if fault is not None:  # it is injected once: some cannot be injected again
-            evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
-    # What a fault has broken is whole again here: causes are found beside what one device really computes.
-    found = find_culprits(case, golden, recorded, device, explain_seconds)
-    if observed is not None and found.culprits:
-        report(_make_result(observed, lead_with(observed.judgement.findings, found)))
-    if fault is None and not _agree(found.is_complete):
         evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
+    # What a fault has broken is whole again here: causes are found beside what one device really computes.
     if observed is None:
         return None
+    found = find_culprits(case, golden, recorded, device, explain_seconds)
+    if found.culprits:
+        report(_make_result(observed, lead_with(observed.judgement.findings, found)))
     explained = explain_findings(case, golden, observed.judgement, evidence, device)
     findings = [name_source(finding) for finding in lead_with(explained, found)]
     return _make_result(observed, findings, None if evidence is None else evidence.timeline)
-
-
-def _agree(on_first: bool) -> bool:
-    """Return what rank 0 says. Collective: all ranks."""
-    said = [on_first]
-    dist.broadcast_object_list(said)
-    return said[0]
 
 
 def name_source(finding: Finding) -> Finding:
