@@ -402,20 +402,17 @@ class Offset(Record):
 
 
 class Varied(Record):
-    """A module has the very output that its formula gives on right inputs when some of its parts are otherwise.
+    """A loss is just what its formula gives on right logits when some of its parts are otherwise.
 
-    `formula` says what was replayed. `variants` are all that explain as well, the first is the simplest. With `ranks`
-    it holds of these alone, with `blocks` of these heads, with `tokens` of so many of so many tokens. `factor` is
-    there where all of the output is also that many times the right one, which has sources of its own.
+    `formula` says which. `variants` are all that explain as well, the first is the simplest. With `ranks` it holds of
+    these alone, with `tokens` of so many of so many tokens.
     """
 
     kind: Literal["varied"] = "varied"
     formula: str
     variants: tuple[tuple[Change, ...], ...]
     ranks: tuple[int, ...] = ()
-    blocks: tuple[int, ...] = ()
     tokens: tuple[int, int] | None = None
-    factor: Factor | None = None
 
 
 class Reweighted(Record):

@@ -41,14 +41,9 @@ from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.own.found import find_own_module
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
-from moeverify.diagnose.replay.calls import ModuleCalls
-from moeverify.diagnose.replay.chunks import Chunks
-from moeverify.diagnose.replay.exchange import list_calls
-from moeverify.diagnose.replay.experts import ExpertLayout
-from moeverify.diagnose.replay.formulas import RightModules, make_cross_entropy, make_formula
-from moeverify.diagnose.replay.parameter_formulas import make_parameter_formula
-from moeverify.diagnose.replay.shards import make_shards
+from moeverify.diagnose.right_modules import RightModules
 from moeverify.diagnose.rounded_numbers import list_numbers
+from moeverify.diagnose.routed.exchange import Call, list_calls
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
 from moeverify.diagnose.wrong_tensor import Key
@@ -291,13 +286,10 @@ def _make_inputs(
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
-        formula=lambda origin: None if (right := find_right()) is None else make_formula(origin, right),
-        parameter_formula=lambda name: (
-            None if (right := find_right()) is None else make_parameter_formula(name, right)
-        ),
+        experts=lambda origin: None if (right := find_right()) is None else right.find_experts(origin),
         own=lambda origin: find_own_module(case, golden, step, origin, search, device),
         graphs=cache(lambda: make_graphs(read_both()[1], [each.graph for each in evidence.by_rank], search)),
-        cross_entropy=lambda: None if (right := find_right()) is None else make_cross_entropy(right),
+        cross_entropy=lambda: None if (right := find_right()) is None else right.make_cross_entropy(),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
@@ -318,41 +310,26 @@ def _find_right_modules(
     program = assemble_single(case.recipe, torch.device("cpu"), compute="float64")
     if evidence.step > 0:
         load_weights(program, golden, evidence.step - 1)
-    plan = MeshPlan.of(case.layout)
-    by_rank = {plan.coordinates(rank).get("cp", 0): each for rank, each in enumerate(evidence.by_rank)}
-    chunks = Chunks([by_rank[number].readings.shares[0][1] for number in range(len(by_rank))])
     batch = _make_whole_batch(case, evidence.step)
-    experts = _place_experts(case, plan, evidence)
-    tokens, labels = (None, None) if batch is None else (batch.tokens, batch.targets)
-    valid = None if batch is None else batch.valid
-    right = read_right()
-    places = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
-    calls = ModuleCalls([each.readings for each in evidence.by_rank], places, case.layout.tp, right)
-    among_tp = [place.get("tp", 0) for place in places.values()]
-    divides_positions = case.layout.sequence_parallel
-    shards = make_shards(case.layout.tp, among_tp, chunks, divides_positions=divides_positions)
-    return RightModules(program.model, right, chunks, valid, experts, tokens, labels, calls, shards)
+    labels = None if batch is None else batch.targets
+    return RightModules(program.model, read_right(), labels, _list_exchanges(case, evidence))
 
 
-def _place_experts(case: Case, plan: MeshPlan, evidence: Evidence) -> ExpertLayout:
-    """Return where experts live and which tokens travel together; under a placement the latter is not known."""
-    layout, ranks = case.layout, range(len(evidence.by_rank))
-    places = [plan.sparse.coordinates(rank) for rank in ranks]
-    tp = [plan.data.coordinates(rank).get("tp", 0) if layout.slices_tokens else 0 for rank in ranks]
+def _list_exchanges(case: Case, evidence: Evidence) -> Sequence[Call]:
+    """Return which tokens travel together to experts; none under a placement, where that is not known."""
+    layout, plan = case.layout, MeshPlan.of(case.layout)
+    if is_placed(layout):
+        return ()
+    count = layout.tp if layout.slices_tokens else 1
+    numbers = [plan.data.coordinates(rank).get("tp", 0) for rank in range(len(evidence.by_rank))]
     # Ranks that hold slices of one expert have each other's tokens, unless they are those of tp and route alike.
     gathered = plan.sparse.groups("etp") if layout.expert_tp not in (1, layout.tp) else []
-    calls = list_calls(
+    return list_calls(
         [each.readings.shares for each in evidence.by_rank],
         case.recipe.data.seq_len,
         plan.sparse.groups("ep"),
-        slices=[(number, layout.tp if layout.slices_tokens else 1) for number in tp],
+        slices=[(number if layout.slices_tokens else 0, count) for number in numbers],
         gathered={rank: group for group in gathered for rank in group},
-    )
-    return ExpertLayout(
-        ep_ranks=[place.get("ep", 0) for place in places],
-        slice_ranks=[place.get("etp", 0) for place in places],
-        num_slices=layout.expert_tp,
-        calls=() if is_placed(layout) else calls,
     )
 
 

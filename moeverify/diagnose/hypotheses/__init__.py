@@ -53,7 +53,7 @@ ORDER = (
     ("block_sum", "block_factors", "wrong_tokens", "unmasked"),
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
-    ("replayed", "reweighted_rows", "parameter_replayed"),
+    ("reweighted_rows",),
     ("own_module",),
     ("returned_rows",),
     ("known_sum",),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moeverify.diagnose.cross_entropy.formula import CrossEntropyFormula, CrossEntropyGradientFormula
+from moeverify.diagnose.cross_entropy.search import Found, find_variant
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope
 from moeverify.diagnose.inputs import LM, DiagnosisInputs
-from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
-from moeverify.diagnose.replay.language import Found, find_variant
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause

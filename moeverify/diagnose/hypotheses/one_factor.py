@@ -15,14 +15,13 @@ from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit
 from moeverify.diagnose.hypotheses.own_module import COUNTED
 from moeverify.diagnose.hypotheses.own_module import HYPOTHESIS as OWN_MODULE
-from moeverify.diagnose.hypotheses.replayed import HYPOTHESIS as REPLAYED
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.named_numbers import name_factor
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Source
-from moeverify.results.operation import Scaled, Varied
+from moeverify.results.operation import Scaled
 from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
@@ -108,7 +107,7 @@ class OneFactor(LinearFit):
             sources = self.sources(tensors, inputs)
             outcome = replace(outcome, explanation=_name_root(outcome.explanation, sources))
         if outcome.explanation is not None and first.quantity in _OF_MODULES:
-            outcome = _replay(outcome, outcome.explanation, tensors, inputs)
+            outcome = _replay(outcome, outcome.explanation.operation, tensors, inputs)
         if outcome.explanation is not None and first.precision == torch.float64:
             outcome = replace(outcome, explanation=_name_number(outcome.explanation, inputs))
         if outcome.explanation is not None:
@@ -160,30 +159,6 @@ def _name_root(explanation: Explanation, sources: Sequence[Source]) -> Explanati
 
 
 def _replay(
-    outcome: Outcome, explanation: Explanation, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
-) -> Outcome:
-    """Return what a module computes otherwise where that makes all of it the same number of times right.
-
-    A number that is that of an axis exactly stands beside it: which of the two it is cannot be told.
-    """
-    varied = REPLAYED.test(tensors, inputs)
-    operation, scaled = varied.explanation and varied.explanation.operation, explanation.operation
-    if varied.explanation is None or not isinstance(operation, Varied) or not isinstance(scaled, Scaled):
-        return _replay_own(outcome, scaled, tensors, inputs)
-    (whole,) = scaled.contributions
-    is_axis = bool(whole.factor.equals) and whole.factor.power == 1
-    if is_axis and any(change.number is not None for change in operation.variants[0]):
-        return outcome
-    named = operation.model_copy(update={"factor": whole.factor if is_axis else None})
-    return replace(
-        varied,
-        explanation=varied.explanation.model_copy(update={"operation": named}),
-        trials=(*outcome.trials, *varied.trials),
-        observations=(*outcome.observations, *varied.observations),
-    )
-
-
-def _replay_own(
     outcome: Outcome, scaled: object, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
 ) -> Outcome:
     """Return which mistake in a user's own module makes all of it so many times the right one.

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
+from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.first_divergence import Origin
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.hypotheses.rounding import is_representable
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.own.search import Found
-from moeverify.diagnose.replay.multiples import name_multiple
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
-from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Factor
 from moeverify.results.observation import Replay
 from moeverify.results.own_module import Mistake, Mistaken
 from moeverify.results.trial import Reason
 
+_SUMS = ("all_reduce", "reduce_scatter")
 COUNTED = ("times", "added", "operand-times", "input-gradient", "operand-gradient")
 
 
@@ -79,8 +80,27 @@ def _name_number(mistake: Mistake, origin: Origin, inputs: DiagnosisInputs) -> M
     if mistake.way not in COUNTED or mistake.number is None:
         return mistake
     value = mistake.number + 1.0 if mistake.way == "added" else mistake.number
-    named = name_multiple(Change(part=mistake.part, way="times", number=value), origin, inputs)
-    return mistake.model_copy(update={"factor": named.factor}) if named.is_summed else mistake
+    factor = _name_multiple(value, origin, inputs)
+    return mistake if factor is None else mistake.model_copy(update={"factor": factor})
+
+
+def _name_multiple(value: float, origin: Origin, inputs: DiagnosisInputs) -> Factor | None:
+    """Return a number with the axes of that size over which ranks sum what is inside of the module; None without any.
+
+    What each rank adds before a sum counts once for each of them.
+    """
+    module = origin.culprit
+    factor = find_factor(value, inputs.axes.sources_of(module), counts=inputs.axes.counts_of(module))
+    rank = origin.ranks[0] if origin.ranks else 0
+    summed = {
+        each.axis
+        for each in inputs.issued(module, rank).collectives
+        if each.direction == origin.direction and any(name in each.op for name in _SUMS)
+    }
+    kept = tuple(
+        each for each in factor.equals if len(each.times) == 1 and not each.over and each.times[0] in summed
+    )
+    return Factor(value=value, equals=kept) if kept else None
 
 
 HYPOTHESIS = OwnModuleHypothesis()

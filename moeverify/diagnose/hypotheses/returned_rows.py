@@ -10,10 +10,10 @@ import torch
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.diagnose.hypotheses.reweighted_rows import Copies, fit_weights, list_copies
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.replay.experts import ExpertsFormula
-from moeverify.diagnose.replay.lost_copies import find_lost
-from moeverify.diagnose.replay.rank_rows import find_counts, find_row_offset, list_rank_rows
-from moeverify.diagnose.replay.returned_rows import LOST, ExpertRows, ReturnedRows, RowFinder
+from moeverify.diagnose.routed.experts import RoutedExperts
+from moeverify.diagnose.routed.lost_copies import find_lost
+from moeverify.diagnose.routed.rank_rows import find_counts, find_row_offset, list_rank_rows
+from moeverify.diagnose.routed.returned_rows import LOST, ExpertRows, ReturnedRows, RowFinder
 from moeverify.diagnose.slices import MOST_SLICES
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
@@ -55,15 +55,15 @@ class OtherRowsHypothesis(Hypothesis):
 def find_other_rows(tensor: WrongTensor, inputs: DiagnosisInputs) -> OtherRows | None:
     """Return which rows the experts of the reference model return in the place of others."""
     origin = inputs.origin_of(tensor)
-    named = inputs.formula(origin) if origin is not None else None
-    if named is None or not isinstance(named.formula, ExpertsFormula) or tensor.expected.ndim != 3:
+    experts = inputs.experts(origin) if origin is not None else None
+    if experts is None or tensor.expected.ndim != 3:
         return None
-    finder = ExpertRows(named.formula)
+    finder = ExpertRows(experts)
     if not finder.is_small:
         return None
     actual, expected = (each.flatten(0, 1) for each in (tensor.whole, tensor.expected))
     found = finder.find(actual, expected, tensor.exact)
-    return None if found is None else _describe(found, named.formula)
+    return None if found is None else _describe(found, experts)
 
 
 def _find_moved(copies: Copies, tensor: WrongTensor, bound: float) -> Reweighted | None:
@@ -82,9 +82,9 @@ def _find_moved(copies: Copies, tensor: WrongTensor, bound: float) -> Reweighted
     )
 
 
-def _describe(found: ReturnedRows, formula: ExpertsFormula) -> OtherRows:
+def _describe(found: ReturnedRows, experts: RoutedExperts) -> OtherRows:
     """Return how many rows of which experts are others, the most frequent first."""
-    ids = formula.ids.flatten(0, 1)
+    ids = experts.ids
     own = torch.arange(len(ids)).unsqueeze(1).expand_as(ids)
     is_lost = found.tokens == LOST
     wrong = (found.tokens != own) | (found.experts != ids)
@@ -97,12 +97,12 @@ def _describe(found: ReturnedRows, formula: ExpertsFormula) -> OtherRows:
         strict=True,
     ):
         counts[expert, by, token not in (right, LOST)] += 1
-    totals = torch.bincount(ids.flatten(), minlength=formula.count).tolist()
+    totals = torch.bincount(ids.flatten(), minlength=experts.count).tolist()
     served = [
         Served(expert=expert, by=by, of_others=of_others, num_rows=number, num_all=totals[expert])
         for (expert, by, of_others), number in counts.most_common()
     ]
-    rows = list(list_rank_rows(formula.exchanges.calls, ids, formula.count, found))
+    rows = list(list_rank_rows(experts.calls, ids, experts.count, found))
     return OtherRows(
         num_wrong=int(wrong.sum()),
         num_rows=ids.numel(),
@@ -111,7 +111,7 @@ def _describe(found: ReturnedRows, formula: ExpertsFormula) -> OtherRows:
         counts=find_counts(rows),
         offset=find_row_offset(rows),
         are_lost=bool((is_lost == wrong).all()),
-        lost=find_lost(formula.exchanges.calls, ids, is_lost) if bool((is_lost == wrong).all()) else None,
+        lost=find_lost(experts.calls, ids, is_lost) if bool((is_lost == wrong).all()) else None,
     )
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moeverify.diagnose.cross_entropy.formula import CrossEntropyFormula, CrossEntropyGradientFormula
+from moeverify.diagnose.cross_entropy.search import Cell
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope
 from moeverify.diagnose.inputs import LM, DiagnosisInputs
-from moeverify.diagnose.replay.cross_entropy import CrossEntropyFormula, CrossEntropyGradientFormula
-from moeverify.diagnose.replay.language import Cell
 from moeverify.diagnose.token_groups import Fields, TokenMap
 from moeverify.diagnose.token_weights import SAME, Explainer, list_sources, measure_weights
 from moeverify.diagnose.wrong_tensor import RankShard, WrongTensor

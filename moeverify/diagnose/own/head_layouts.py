@@ -1,11 +1,11 @@
 """Heads that a user's attention reads in another layout: where they are split, or where they are taken.
 
-Letters: B rows, S positions, N heads, D width of a head.
+Letters: n ranks of a context group, B rows, S positions, s of them on one rank, N heads, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from moeverify.diagnose.own.replay import Candidate, Stage
 from moeverify.diagnose.own.step_mistakes import Site, name_step
 from moeverify.diagnose.own.steps import Function, Step
 from moeverify.diagnose.own.trace import Child
-from moeverify.diagnose.replay.head_layouts import list_gradient_layouts, relay
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.own_module import Mistake
 
@@ -25,6 +24,24 @@ _SPLITS = frozenset({"view", "reshape", "unflatten"})
 _ATTENTION = "scaled_dot_product_attention"
 OUTPUT_OF = "output:"
 _TAKEN = {"queries": (0,), "keys": (1,), "values": (2,), "keys-and-values": (1, 2), "all": (0, 1, 2)}
+
+_WAYS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sequence-first": lambda x: x.transpose(0, 1).reshape(x.shape),
+    "batch-first": lambda x: x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1),
+    "heads-first": lambda x: x.transpose(1, 2).reshape(x.shape),
+    "heads-last": lambda x: x.reshape(x.shape[0], x.shape[2], x.shape[1], -1).transpose(1, 2),
+    "width-first": lambda x: x.transpose(2, 3).reshape(x.shape),
+    "width-last": lambda x: x.reshape(*x.shape[:2], x.shape[3], x.shape[2]).transpose(2, 3),
+}
+"""What each rank makes of its own chunk (B, s, N, D)."""
+
+_GATHERED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    # (n, B, s, ...) is read as (B, n, s, ...).
+    "ranks-first": lambda x: x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1),
+    "ranks-last": lambda x: x.transpose(0, 1).reshape(x.shape),
+    "ranks-reversed": lambda x: x.flip(0),
+}
+"""What is made of the chunks of all ranks, (n, B, s, N, D)."""
 
 
 def list_layout_mistakes(
@@ -86,7 +103,16 @@ def _has_heads(result: Any, shape: tuple[int, ...]) -> bool:
 def _list_ways(shape: Sequence[int], blocks: _Blocks) -> list[str]:
     """Return the layouts in which a rank may read its part of heads (B, S, N, D)."""
     rows, positions = blocks
-    return [each.way for each in list_gradient_layouts((len(rows[0]), *shape[1:]), len(positions))]
+    return list_layouts((len(rows[0]), *shape[1:]), len(positions))
+
+
+def list_layouts(shape: Sequence[int], num_ranks: int) -> list[str]:
+    """Return the ways; of two that are one the other way round, one where the dims have one size."""
+    rows, length, heads, width = shape
+    sizes = {"batch-first": (rows, length // num_ranks), "heads-last": (length // num_ranks, heads)}
+    sizes |= {"width-last": (heads, width), "ranks-last": (num_ranks, rows)}
+    ways = [*_WAYS, *(_GATHERED if num_ranks > 1 else ())]
+    return [way for way in ways if way not in sizes or sizes[way][0] != sizes[way][1]]
 
 
 def _say(site: Site, module: str, way: str, what: str, make: Any) -> Candidate:
@@ -107,6 +133,18 @@ def _relay(x: Tensor, way: str, blocks: _Blocks) -> Tensor:
     found = torch.empty_like(x)
     for rows in blocks[0]:
         found[list(rows)] = relay(x[list(rows)], way, blocks[1])
+    return found
+
+
+def relay(x: Tensor, way: str, positions: Sequence[Sequence[int]]) -> Tensor:
+    """Return heads (B, S, N, D) as they are read; `positions` are those of each rank, in its order."""
+    chunks = torch.stack([x[:, list(part)] for part in positions])
+    turned = (
+        _GATHERED[way](chunks) if way in _GATHERED else torch.stack([_WAYS[way](each) for each in chunks])
+    )
+    found = torch.empty_like(x)
+    for part, chunk in zip(positions, turned, strict=True):
+        found[:, list(part)] = chunk
     return found
 
 

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moeverify.diagnose.own.replay import Candidate, Stage
-from moeverify.diagnose.own.step_mistakes import Site, name_step
-from moeverify.diagnose.own.steps import Function, Step
-from moeverify.diagnose.replay.blocks import MERGE, fit_merges, list_merges, number_turns, weigh_blocks
-from moeverify.diagnose.replay.blocks_back import (
+from moeverify.diagnose.own.blocks import MERGE, fit_merges, list_merges, number_turns, weigh_blocks
+from moeverify.diagnose.own.blocks_back import (
     KEYS,
     NO_DELTA,
     choose_keys,
@@ -28,8 +25,11 @@ from moeverify.diagnose.replay.blocks_back import (
     list_keys_back,
     weigh_back,
 )
-from moeverify.diagnose.replay.blocks_back import PART as BLOCKS_BACK
-from moeverify.diagnose.replay.merging import SOFTMAXES, STEPS, merge_by_steps, merge_softmaxes
+from moeverify.diagnose.own.blocks_back import PART as BLOCKS_BACK
+from moeverify.diagnose.own.merging import SOFTMAXES, STEPS, merge_by_steps, merge_softmaxes
+from moeverify.diagnose.own.replay import Candidate, Stage
+from moeverify.diagnose.own.step_mistakes import Site, name_step
+from moeverify.diagnose.own.steps import Function, Step
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.change import Change
 from moeverify.results.own_module import Mistake
@@ -41,9 +41,6 @@ _HIDDEN = -1e30
 
 _OF_ALL_SCORES = frozenset({("mask", "of-own"), ("mask", "of-others"), (MERGE, "less-mean")})
 """Ways that need the scores that are hidden too."""
-
-_ADDS = "numerator-factor"
-"""A way that adds something besides the weighted values."""
 
 _OF_BLOCKS = (
     *("numerator-opposite", "denominator-opposite", "both-opposite"),
@@ -121,7 +118,7 @@ def _list_changes(positions: Positions, length: int) -> Iterator[tuple[Change, f
         merges += [Change(part=MERGE, way=way, name=name) for name in names for way in _OF_BLOCKS]
     else:
         merges += [Change(part="softmax", way=way) for way in SOFTMAXES]
-        merges += [Change(part=MERGE, way=way) for way in STEPS if way != _ADDS]
+        merges += [Change(part=MERGE, way=way) for way in STEPS]
         merges += [Change(part="reach", way=way) for way in ("own", "not-own")]
         merges += [Change(part="mask", way=way) for way in ("of-own", "of-others")]
         for way, first in (("without-rank", 0), ("without-turn", 1)):
@@ -283,5 +280,5 @@ def _merge(change: Change, scores: Tensor, visible: Tensor, positions: Positions
     if change.part == "softmax":
         return merge_softmaxes(masked, queries, owner, size, way)
     if change.part == MERGE:
-        return merge_by_steps(masked, queries, owner, size, way).weights
+        return merge_by_steps(masked, queries, owner, size, way)
     return F.softmax(masked, -1)

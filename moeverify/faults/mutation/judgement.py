@@ -6,7 +6,6 @@ mutant's kind. What no rule can judge is `open`, for a person.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from moeverify.axes.groups import list_groups
@@ -34,36 +33,6 @@ _COUNTS = {
     "length": "positions of a row",
     "num_valid": "tokens of the batch",
 }
-_RING, _GATHER, _TRADE = (
-    f"parallel/context_parallel/{name}.py" for name in ("ring", "allgather", "alltoall")
-)
-_CHUNKS_MERGED = ("merge", "softmax")
-_EXCHANGED = (
-    *("sent", "arrived", "sorted", "computed", "unsorted", "returned"),
-    *("there", "back", "there-and-back", "counts", "copies", "restored"),
-)
-_MEANINGS: Sequence[tuple[str, str, str, tuple[str, ...]]] = (
-    # File, function, what the rewritten source has in it, and the parts of a formula that it makes.
-    (_RING, "*.__call__", "_pass_on(k)", ("keys",)),
-    (_RING, "*.__call__", "_pass_on(v)", ("values",)),
-    (_RING, "*.__call__", "positions", ("mask", "reach", "hidden")),
-    (_RING, "*.__call__", "hidden", ("mask", "reach", "hidden")),
-    (_RING, "*.__call__", "width", ("scale",)),
-    *((_RING, "*.__call__", word, _CHUNKS_MERGED) for word in ("mixed", "total", "shrink", "share", "best")),
-    (_RING, "*._pass_on", "", ("keys", "values", "keys-and-values", "reach", "mask")),
-    (_GATHER, "*.__call__", "(k,", ("keys", "sums", "queries")),
-    (_GATHER, "*.__call__", "(v,", ("values", "sums", "queries")),
-    (_GATHER, "*.__call__", "positions", ("mask", "reach")),
-    (_TRADE, "*.__call__", "positions", ("mask", "reach", "rotation")),
-    (_TRADE, "*.to_*", "", ("outputs", "heads", "heads-of", "queries")),
-    ("parallel/tensor.py", "*spread_norm.average", "", ("mean", "statistics")),
-    ("parallel/tensor.py", "*spread_norm.view", "", ("weight",)),
-    ("parallel/expert.py", "_shard_parameters", "", ("experts", "slices", "where", "*-held")),
-    ("parallel/expert.py", "*Dispatcher.__call__", "", (*_EXCHANGED, "choices")),
-    ("parallel/expert.py", "order_by_*", "", _EXCHANGED),
-    ("parallel/moe_tensor.py", "SlicedDispatcher.*", "", ("slices",)),
-    ("parallel/moe_tensor.py", "GatheringDispatcher.*", "", ("slices", *_EXCHANGED)),
-)
 _MOVES = (Cause.PERMUTATION, Cause.DUPLICATE, Cause.STALE)
 _MOVING = ("reorder", "off-by-one", "chunk-order", "stale", "other-dim")
 
@@ -71,8 +40,9 @@ _MOVING = ("reorder", "off-by-one", "chunk-order", "stale", "other-dim")
 def judge(mutant: Mutant, case: Case, finding: Finding) -> Judgement:
     """Return whether the first finding of a mutant points at it, and whether its cause is a right one."""
     operation = finding.explanation.operation if finding.explanation is not None else None
+    verdict: CauseVerdict
     if isinstance(operation, Varied):
-        verdict, because = _judge_replay(mutant, operation)
+        verdict, because = "open", "no rule says which code makes that part of the loss"
     elif isinstance(operation, Unwritten):
         verdict, because = _judge_site(mutant, operation)
     else:
@@ -100,27 +70,6 @@ def _judge_cause(mutant: Mutant, case: Case, finding: Finding) -> _Verdict:
         return _judge_place(mutant, finding)
     is_about_it = bool(terms) or _is_stage(mutant, finding) or cause == Cause.DETACHED
     return _judge_kind(mutant, cause, is_about_it=is_about_it and is_fitting)
-
-
-def _judge_replay(mutant: Mutant, operation: Varied) -> _Verdict:
-    """Judge a formula that was replayed with a part otherwise: right where the rewritten code makes that part."""
-    made = {
-        part
-        for file, function, source, parts in _MEANINGS
-        if fnmatchcase(mutant.file, file)
-        and fnmatchcase(mutant.function, function)
-        and source in mutant.before
-        for part in parts
-    }
-    changed = {change.part for variant in operation.variants for change in variant}
-    is_value = mutant.operator in ("narrow-dtype", "add-detach", "skip-detach")
-    if (
-        changed
-        and not is_value
-        and all(any(fnmatchcase(part, pattern) for pattern in made) for part in changed)
-    ):
-        return "right", f"it makes the {' and the '.join(sorted(changed))}"
-    return "open", f"no rule says whether it makes the {' and the '.join(sorted(changed))}"
 
 
 def _judge_site(mutant: Mutant, operation: Unwritten) -> _Verdict:

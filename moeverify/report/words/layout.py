@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.subject import Phrase, name_subject
-from moeverify.results.change import Change
 from moeverify.results.explanation import Explanation
 from moeverify.results.layout import (
     Dim,
@@ -279,13 +278,9 @@ _HEADS: Mapping[str, tuple[str, str]] = {  # in which order they are stored, and
 }
 
 
-def describe_head_layout(change: Change) -> str:
-    """Return in which layout heads, or the gradient of what they put out, are read; nothing for other changes."""
-    if change.part not in ("layout", "gradient-layout"):
-        return ""
-    what = "queries, keys and values" if change.name == "all" else change.name
-    what = what or "the gradient of what the heads put out"
-    if change.way == "ranks-reversed":
+def describe_head_layout(way: str, what: str) -> str:
+    """Return in which layout heads are read."""
+    if way == "ranks-reversed":
         return f"with {what} in the reverse order of ranks"
-    stored, read = _HEADS[change.way]
+    stored, read = _HEADS[way]
     return f"with {what} stored as [{stored}] and read as [{read}]"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.results.change import Change
-
 # By rule; `{blocks}` are the chunks of ranks, or blocks of so many keys.
 _RULES: Mapping[str, str] = {
     "base-2": "with {blocks} merged by 2 to the power of their logsumexp in place of e",
@@ -37,15 +35,86 @@ _RULES: Mapping[str, str] = {
     "weights",
 }
 
+# By part and way, of the chunks of ranks.
+_OF_CHUNKS: Mapping[tuple[str, str], str] = {
+    (
+        "mask",
+        "of-own",
+    ): "with a causal mask for the keys of the rank's own chunk alone: a query sees all of the others",
+    (
+        "mask",
+        "of-others",
+    ): "with a causal mask for the keys of other ranks alone: a query sees all of its own rank",
+    ("softmax", "mean-of-chunks"): "with the mean of the ranks' own softmaxes in place of one over all keys",
+    ("softmax", "sum-of-chunks"): "with the sum of the ranks' own softmaxes in place of one over all keys",
+    ("merge", "undivided"): "without the softmax's denominator, relative to the largest score",
+    ("merge", "divided-twice"): "with the softmax's denominator applied twice, relative to the largest score",
+    ("merge", "numerator-last"): "with the values of the last rank's chunk alone over the denominator of all",
+    ("merge", "numerator-first"): "with the values of the rank's own chunk alone over the denominator of all",
+    (
+        "merge",
+        "denominator-first",
+    ): "with the values of all chunks over the denominator of the rank's own alone",
+    (
+        "merge",
+        "denominator-factor",
+    ): "with the factor that rescales earlier chunks in the place of their rescaled denominators",
+    (
+        "merge",
+        "numerator-opposite",
+    ): "with earlier chunks' values divided by what rescales them, not multiplied",
+    (
+        "merge",
+        "denominator-opposite",
+    ): "with earlier chunks' denominators divided by what rescales them, not multiplied",
+    ("merge", "both-opposite"): "with earlier chunks divided by what rescales them, not multiplied",
+    ("merge", "denominator-mean"): "with the mean over each chunk's keys in place of the sum below",
+    (
+        "blocks-back",
+        "delta-of-block",
+    ): "with the product of each rank's chunk's own output and its gradient, in place of "
+    "that of the merged output, taken off the gradient of the weights",
+    (
+        "blocks-back",
+        "lse-of-block",
+    ): "with weights by the logsumexp of each rank's chunk alone in place of that of all",
+    ("blocks-back", "no-delta"): "without the gradient that comes through the softmax's denominator",
+    ("keys-back", "own"): "of the keys of the rank's own chunk alone",
+    ("keys-back", "not-own"): "without the keys of the rank's own chunk",
+    ("keys-back", "last"): "of the keys alone that arrive last around the ring",
+    ("keys-back", "without-turn"): "without the keys that arrive in turn {number} around the ring",
+    (
+        "queries",
+        "own",
+    ): "of the queries of each rank's own chunk alone, to keys or values that others see too",
+    ("queries", "not-own"): "without the queries of each rank's own chunk",
+    ("reach", "own"): "to the keys of the rank's own chunk alone",
+    ("reach", "not-own"): "without the keys of the rank's own chunk",
+    ("reach", "without-rank"): "without the keys of rank {number} over cp",
+    (
+        "reach",
+        "without-turn",
+    ): "without the keys that arrive in turn {number} around the ring, of the rank so many before over cp",
+}
+
 _ORDERS = {"in-order": " in the order of ranks", "back": ", those of the next ranks first,"}
 
 
-def describe_merge(change: Change, number: str) -> str:
-    """Return a rule by which blocks are merged in words, nothing for what is none."""
-    words = _RULES.get(change.way, "") if change.part == "merge" else ""
-    return words.format(blocks=name_blocks(change.name), number=number)
+_RESCALED = {"both": "them", "numerator": "their values", "denominator": "their denominators"}
 
 
-def name_blocks(name: str) -> str:
+def describe_merge(part: str, way: str, name: str, number: str) -> str:
+    """Return in words how blocks of keys are merged; `name` says which blocks."""
+    blocks, what = _name_blocks(name), way.partition("-")[2]
+    if part == "softmax" and what in _RESCALED:
+        return f"with {blocks} merged without rescaling {_RESCALED[what]} to the largest score of all"
+    words = _OF_CHUNKS.get((part, way))
+    if words is None:
+        return _RULES[way].format(blocks=blocks, number=number)
+    where = f", where chunks are {blocks}" if part == "merge" and name else ""
+    return words.format(number=number) + where
+
+
+def _name_blocks(name: str) -> str:
     """Return which blocks are merged, in words: those of ranks, in some order, or of so many keys."""
     return f"blocks of {name} keys" if name.isdecimal() else f"ranks' chunks{_ORDERS.get(name, '')}"

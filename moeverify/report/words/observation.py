@@ -10,7 +10,6 @@ from moeverify.report.words.factor import format_factor
 from moeverify.report.words.own_module import describe_own_replay
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.subject import MODEL
-from moeverify.report.words.variant import name_formula
 from moeverify.results.factor import is_same
 from moeverify.results.observation import (
     DiagnosisFailed,
@@ -174,7 +173,8 @@ def _(seen: Replay) -> str:
         giving = f"{seen.num_giving} of them {'give' if seen.num_giving > 1 else 'gives'}"
         giving = giving if seen.num_giving else "none gives"
         return f"{format_count(seen.num_tried, 'order')} of the right values tried, {giving} every value"
-    tried = f"{format_count(seen.num_tried, 'variant')} of the {name_formula(seen.formula)} replayed on right inputs"
+    name = seen.formula.replace("-", " ")
+    tried = f"{format_count(seen.num_tried, 'variant')} of the {name} evaluated on right inputs"
     if seen.residual is None:
         return f"{tried}, none gives this output"
     return f"{tried}; this one leaves {seen.residual:.2g} of the error"

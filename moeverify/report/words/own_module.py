@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.report.words.attention import describe_attention
 from moeverify.report.words.factor import describe_sources, format_factor
 from moeverify.report.words.layout import describe_head_layout
+from moeverify.report.words.merging import describe_merge
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
-from moeverify.report.words.variant import describe_restriction
-from moeverify.results.change import Change
+from moeverify.report.words.varied import describe_restriction
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.observation import Replay
 from moeverify.results.own_module import Mistake, Mistaken
@@ -112,7 +111,7 @@ def describe_mistake(mistake: Mistake, module: str = "") -> str:
     return text.format(**names)
 
 
-_TAKEN = {"keys-and-values": "keys and values"}
+_TAKEN = {"keys-and-values": "keys and values", "all": "queries, keys and values"}
 
 
 def _describe_layout(mistake: Mistake, way: str, step: str) -> str:
@@ -123,7 +122,7 @@ def _describe_layout(mistake: Mistake, way: str, step: str) -> str:
         if is_output
         else _TAKEN.get(mistake.after, mistake.after) or f"the result of {step}"
     )
-    words = describe_head_layout(Change(part="layout", way=way, name=what))
+    words = describe_head_layout(way, what)
     return f"{words}, in {step}" if mistake.after else words
 
 
@@ -131,7 +130,7 @@ def _describe_merge(mistake: Mistake, change: str) -> str:
     """Return how blocks of keys are merged: `softmax/sum-of-chunks`."""
     part, _, way = change.partition("/")
     number = "" if mistake.number is None else format_factor(mistake.number)
-    words = describe_attention(Change(part=part, way=way, name=mistake.after), number)
+    words = describe_merge(part, way, mistake.after, number)
     return words if words.startswith("with") else f"with attention {words}"
 
 
@@ -152,7 +151,7 @@ def describe_mistakes(mistakes: tuple[Mistake, ...], module: str = "") -> str:
 
 def describe_mistaken(operation: Mistaken, explanation: Explanation) -> str:
     """Return which mistake in a user's own module gives what ranks have."""
-    where = describe_restriction(operation.ranks, (), operation.tokens)
+    where = describe_restriction(operation.ranks, operation.tokens)
     mistakes = describe_mistakes(operation.mistakes, operation.module)
     culprit = operation.module or name_culprit(explanation.subject)
     subject = name_subject(explanation.subject)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeverify.report.numbers import format_range
+from moeverify.report.words.cross_entropy import describe_variant
 from moeverify.report.words.factor import describe_sources, format_factor
 from moeverify.report.words.subject import name_subject
-from moeverify.report.words.variant import describe_variant
 from moeverify.results.explanation import Explanation
 from moeverify.results.token_weights import (
     Averaging,
@@ -59,7 +59,7 @@ def describe_reaveraged(operation: Reaveraged, explanation: Explanation) -> str:
     loss = name_subject(explanation.subject)
     texts = [_describe(each) for each in operation.averagings]
     if operation.changes:
-        formula = describe_variant("cross-entropy", operation.changes)
+        formula = describe_variant(operation.changes)
         texts = [f"{formula}; it {each}" for each in texts] or [formula]
     texts = [f"{each}, and weighs its tokens otherwise" for each in texts] if operation.is_weighed else texts
     first, *others = texts

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 import torch
 from own_models import LENGTH as OWN_LENGTH
 from own_models import Layer, Mixer, find_mistakes, only
-from replays import LENGTH, ZIGZAG, Heads, name_changes
 from torch import Tensor
 from torch.nn import functional as F
 
-from moeverify.diagnose.replay.blocks import weigh_blocks
+from moeverify.diagnose.own.blocks import OTHERS_TIMES, number_turns, weigh_blocks
+from moeverify.diagnose.own.merging import STEPS, merge_by_steps
+
+LENGTH = 8
+ZIGZAG = ((0, 1, 6, 7), (2, 3, 4, 5))
+OWNER = torch.tensor([0, 0, 1, 1, 1, 1, 0, 0])
+VISIBLE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 Weights = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """What is multiplied with what was summed up before and with a further block, from both logsumexps."""
@@ -40,78 +44,81 @@ def _count_thrice(before: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
     return _share(before, block + torch.tensor(3.0).log())
 
 
-def merge(
-    heads: Heads, rank: int, own: Tensor, weigh: Weights, *, centers: bool = False, hides: bool = True
-) -> Tensor:
-    """Return what a rank's queries make of its own chunk and of the other rank's: outputs and their logsumexps."""
-    q = heads.turn(heads.q)[:, own]
-    k, v = (each.repeat_interleave(2, 2) for each in (heads.turn(heads.k), heads.v))
-    outputs, sums = [], []
-    for turn in range(2):
-        keys = torch.tensor(ZIGZAG[(rank - turn) % 2])
-        part = k[:, keys]
-        part = part - part.mean(1, keepdim=True) if centers else part
-        scores = torch.einsum("bsnd,btnd->bnst", q, part) * 8**-0.5
-        if hides or not turn:
-            scores = scores.masked_fill(keys > own.unsqueeze(1), -torch.inf)
-        sums.append(scores.logsumexp(-1, keepdim=True))
-        outputs.append(torch.einsum("bnst,btnd->bnsd", scores.softmax(-1).nan_to_num(), v[:, keys]))
-    old, new = weigh(*sums)
-    return (old * outputs[0] + new * outputs[1]).transpose(1, 2)
+def make_scores() -> Tensor:
+    return torch.randn(2, 3, LENGTH, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def _explain(
-    weigh: Weights, *, centers: bool = False, hides: bool = True
-) -> list[list[tuple[str, str]]] | None:
-    heads = Heads()
-    return name_changes(
-        heads.explain(lambda rank, own: merge(heads, rank, own, weigh, centers=centers, hides=hides))
-    )
-
-
-def test_the_right_merge_is_attention() -> None:
-    heads = Heads()
+def merge(weigh: Weights) -> Tensor:
+    """Return the weights of the values where each rank's queries merge its own chunk with the other rank's."""
+    scores, found = make_scores(), torch.zeros(2, 3, LENGTH, LENGTH, dtype=torch.float64)
     for rank, part in enumerate(ZIGZAG):
-        own = torch.tensor(part)
-        assert torch.allclose(merge(heads, rank, own, _share), heads.attend(own), atol=1e-12)
+        rows, sums, shares = list(part), [], []
+        for turn in range(2):
+            keys = list(ZIGZAG[(rank - turn) % 2])
+            seen = scores[..., rows, :][..., keys].masked_fill(~VISIBLE[rows][:, keys], -torch.inf)
+            sums.append(seen.logsumexp(-1, keepdim=True))
+            shares.append((keys, seen.softmax(-1).nan_to_num()))
+        for (keys, share), times in zip(shares, weigh(*sums), strict=True):
+            found[..., torch.tensor(rows)[:, None], torch.tensor(keys)] = share * times
+    return found
 
 
 @pytest.mark.parametrize(
-    ("weigh", "change"),
+    ("weigh", "rule", "number"),
     [
-        (_share_by_two, ("merge", "base-2")),
-        (_forget_rescale, ("merge", "earlier-whole")),
-        (_exchange, ("merge", "exchanged")),
-        (_count_thrice, ("merge", "others-times")),
+        (_share, "", 1.0),
+        (_share_by_two, "base-2", 1.0),
+        (_forget_rescale, "earlier-whole", 1.0),
+        (_exchange, "exchanged", 1.0),
+        (_count_thrice, OTHERS_TIMES, 3.0),
     ],
 )
-def test_weights_of_blocks_that_are_otherwise_are_named(weigh: Weights, change: tuple[str, str]) -> None:
-    assert _explain(weigh) == [[change]]
+def test_chunks_of_ranks_are_merged_by_a_rule(weigh: Weights, rule: str, number: float) -> None:
+    turns = number_turns(OWNER.unsqueeze(-1), OWNER, "", 2)
+    found = weigh_blocks(make_scores(), VISIBLE, turns, rule, number)
+    assert torch.allclose(found, merge(weigh), atol=1e-12)
 
 
-def test_how_often_other_chunks_count_is_fitted() -> None:
-    heads = Heads()
-    found = heads.explain(lambda rank, own: merge(heads, rank, own, _count_thrice))
-    assert found is not None
-    assert [each.number for changes in found.variants for each in changes] == [pytest.approx(3.0, rel=1e-6)]
+def merge_in_a_loop(way: str) -> Tensor:
+    """Return the weights of the values: a loop over two ranks' keys, with a step of it otherwise."""
+    masked = make_scores().masked_fill(~VISIBLE, -torch.inf)
+    found = torch.zeros_like(masked)
+    for rank, part in enumerate(ZIGZAG):
+        own = torch.tensor(part)
+        largest = mixed = total = torch.zeros(0)
+        for turn in range(2):
+            scores = masked[..., own, :].masked_fill((rank - turn) % 2 != OWNER, -torch.inf)
+            best = scores.amax(-1, keepdim=True)
+            best = torch.maximum(best, largest) if turn else best
+            share = (scores - best).exp()
+            weight = share.sum(-1, keepdim=True) / (len(part) if way == "denominator-mean" else 1)
+            if turn:
+                shrink = (largest - best).exp()
+                above = {
+                    "numerator-last": share,
+                    "numerator-first": mixed * shrink,
+                    "numerator-opposite": share + mixed / shrink,
+                    "both-opposite": share + mixed / shrink,
+                }
+                below = {
+                    "denominator-first": total * shrink,
+                    "denominator-factor": weight + shrink,
+                    "denominator-opposite": weight + total / shrink,
+                    "both-opposite": weight + total / shrink,
+                }
+                share = above.get(way, share + mixed * shrink)
+                weight = below.get(way, weight + total * shrink)
+            largest, mixed, total = best, share, weight
+        power = {"undivided": 0, "divided-twice": 2}.get(way, 1)
+        found[..., own, :] = mixed / total**power
+    return found
 
 
-def test_a_logsumexp_without_what_was_taken_off_the_keys_is_named() -> None:
-    assert _explain(_share, centers=True) == [[("merge", "less-mean")]]
-
-
-def test_chunks_of_others_without_a_mask_are_named() -> None:
-    assert _explain(_share, hides=False) == [[("mask", "of-own")]]
-
-
-def test_weights_that_follow_no_rule_are_not_named() -> None:
-    def by_sine(before: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-        share = torch.sigmoid((before - block).sin())
-        return torch.where(torch.isfinite(share), share, 1.0), torch.where(
-            torch.isfinite(share), 1 - share, 0.0
-        )
-
-    assert _explain(by_sine) == []
+@pytest.mark.parametrize("way", STEPS)
+def test_a_step_of_the_loop_is_otherwise(way: str) -> None:
+    masked = make_scores().masked_fill(~VISIBLE, -torch.inf)
+    found = merge_by_steps(masked, OWNER.unsqueeze(-1), OWNER, 2, way)
+    assert torch.allclose(found, merge_in_a_loop(way), atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
@@ -121,39 +128,6 @@ def test_without_a_rule_blocks_make_one_softmax(size: int) -> None:
     turns = (torch.arange(6) // size).flip(0).expand(6, 6)
     right = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     assert torch.allclose(weigh_blocks(scores, visible, turns, ""), right, atol=1e-14)
-
-
-@pytest.mark.parametrize(("of", "way"), [("k", "delta-of-block"), ("q", "delta-of-block"), ("q", "own")])
-def test_a_backward_pass_of_blocks_is_named(of: Literal["q", "k"], way: str) -> None:
-    heads = Heads()
-
-    def compute(rank: int, own: Tensor, expected: Tensor, gradient: Tensor) -> Tensor:
-        leaves = {"q": heads.q.clone().requires_grad_(), "k": heads.k.clone().requires_grad_()}
-        q, k = heads.turn(leaves["q"]), heads.turn(leaves["k"]).repeat_interleave(2, 2)
-        v, owner = heads.v.repeat_interleave(2, 2), torch.zeros(LENGTH, dtype=torch.long)
-        owner[list(ZIGZAG[1])] = 1
-        with torch.no_grad():
-            scores = torch.einsum("bsnd,btnd->bnst", q, k) * 8**-0.5
-            hidden = torch.arange(LENGTH) > torch.arange(LENGTH)[:, None]
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            back = torch.einsum("bsnd,btnd->bnst", gradient.unflatten(-1, (8, 8)), v)
-            found = weights * (back - (weights * back).sum(-1, keepdim=True))
-            if way == "delta-of-block":
-                found = torch.zeros_like(found)
-                for turn in range(2):
-                    part = weights * (owner == turn)
-                    product = (part * back).sum(-1, keepdim=True) / part.sum(-1, keepdim=True).clamp(
-                        min=1e-300
-                    )
-                    found = found + part * (back - product)
-            if way == "own":
-                found = found * (owner[:, None] == owner)
-        both = torch.einsum("bsnd,btnd->bnst", q, k) * 8**-0.5
-        return torch.autograd.grad(both, leaves[of], found)[0][:, own]
-
-    part = "keys-back" if way == "own" else "blocks-back"
-    found = heads.explain_gradient(of, compute)
-    assert [(part, way)] in (name_changes(found) or [])
 
 
 class _InBlocks(Mixer):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from moeverify.diagnose.diagnosis import _follow_router
 from moeverify.results.cause import Cause
-from moeverify.results.change import Change
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Altered, Operation, Varied
-
-NORMALIZED = Varied(formula="router", variants=((Change(part="input", way="normalized"),),))
+from moeverify.results.operation import Altered, Operation, Zeroed
 
 
 def make(check: CheckName, kind: Kind, tensor: str, **fields: object) -> Finding:
@@ -42,10 +39,10 @@ def test_a_place_follows_and_a_name_does_not() -> None:
         "layers.2.moe.router",
         facts=RouterFacts(quantity="weights", num_wrong=3, num_tokens=8),
     )
-    origin = make_origin(NORMALIZED, "layers.1.moe.router")
+    origin = make_origin(Zeroed(), "layers.1.moe.router")
     assert _follow_router(place, [origin], [place]).follows == "z"
     assert _follow_router(place, [make_origin(Altered(), "layers.1.moe.router")], [place]).follows == ""
-    assert _follow_router(place, [make_origin(NORMALIZED, "layers.1.attention")], [place]).follows == ""
+    assert _follow_router(place, [make_origin(Zeroed(), "layers.1.attention")], [place]).follows == ""
     named = place.model_copy(
         update={
             "facts": RouterFacts(

@@ -18,7 +18,6 @@ from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_orig
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.counter_tests import count_right_alike
 from moeverify.diagnose.first_divergence import Search
-from moeverify.diagnose.hypotheses.parameter_replayed import is_multiple
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Product, Source
@@ -71,18 +70,6 @@ def test_factors_of_slices_are_numbers_of_the_run_up_to_rounding() -> None:
     (fit,) = [each for each in outcome.observations if isinstance(each, FitResult)]
     assert 1e-8 < fit.residual < 1e-5
     assert examine("block_factors", make_tensor(expected, rounded)).explanation is None
-
-
-def test_a_gradient_that_is_a_multiple_wherever_it_is_wrong_is_no_variant_of_its_module() -> None:
-    expected = draw(4, 3)
-    half = expected.clone()
-    half[2:] *= 0.5
-    whole = make_tensor(expected, half)
-    assert is_multiple(make_tensor(expected, 0.5 * expected))
-    assert not is_multiple(whole)
-    regions = [Region.box((4, 3), [rows, range(3)]) for rows in (range(2), range(2, 4))]
-    divided = [replace(whole.shards[0], region=each, local=each.take(half)) for each in regions]
-    assert is_multiple(replace(whole, shards=tuple(divided)))
 
 
 def test_slices_that_are_no_multiples_or_each_another_one_are_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.lost_copies import find_lost
+from moeverify.diagnose.routed.lost_copies import find_lost
 from moeverify.results.layout import LostCopies
 
 IDS = torch.tensor([[3, 1], [0, 2], [1, 0], [2, 3], [0, 3], [1, 2], [2, 0], [3, 1]])

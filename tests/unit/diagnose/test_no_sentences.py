@@ -34,9 +34,7 @@ OF_NAMES = {
     "diagnose/own/found.py",  # the module around one
     "diagnose/own/step_mistakes.py",  # numbers in the names of modules
     "diagnose/own/tensors.py",  # the module that holds a parameter
-    "diagnose/replay/formulas.py",
-    "diagnose/replay/latent_gradient.py",  # columns of a tensor
-    "diagnose/replay/multiples.py",  # the block that a dispatcher's name begins with
+    "diagnose/right_modules.py",  # the block that a dispatcher's name begins with
     "diagnose/place.py",
     "diagnose/loading.py",  # the kind that a saved tensor's name begins with
     "diagnose/failure.py",  # the path of a file

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeverify.diagnose.replay.rank_rows import RankRows, find_counts, find_row_offset, list_rank_rows
-from moeverify.diagnose.replay.returned_rows import LOST, ReturnedRows
+from moeverify.diagnose.routed.rank_rows import RankRows, find_counts, find_row_offset, list_rank_rows
+from moeverify.diagnose.routed.returned_rows import LOST, ReturnedRows
 
 COUNTS = {(0, 0): [5, 2, 4], (0, 1): [3, 6, 1], (1, 0): [4, 3, 4], (1, 1): [1, 2, 7]}  # (call, rank)
 

@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
-from test_replay_experts import make_experts, run_expert
 from torch import Tensor
+from wrong_tensors import make_tensor
 
-from moeverify.diagnose.replay.returned_rows import LOST, ExpertRows, RowFinder
+from moeverify.case.presets import PRESETS
+from moeverify.case.schema import ReferenceModel
+from moeverify.diagnose.first_divergence import Origin
+from moeverify.diagnose.right_modules import RightModules
+from moeverify.diagnose.routed.experts import RoutedExperts
+from moeverify.diagnose.routed.returned_rows import LOST, ExpertRows, RowFinder
+from moeverify.model.init import initialize
+from moeverify.model.transformer import Transformer
+from moeverify.train.module_taps import Tap
 
 Rows = dict[tuple[int, int], tuple[int, int]]  # (token, choice): (token, expert)
+
+ROWS, LENGTH, BLOCK = 2, 8, "layers.1.moe"
+
+
+@cache
+def make_modules() -> RightModules:
+    spec = ReferenceModel(**{**PRESETS["stress"], "num_layers": 2})
+    model = Transformer(spec)
+    initialize(model, spec, 0)
+    tap = Tap(model, ROWS, LENGTH, scale=1.0, limit=1 << 30)
+    with tap.reading(), torch.no_grad():
+        model(torch.randint(0, 90, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)))
+    calls = [(torch.arange(LENGTH), torch.arange(LENGTH, ROWS * LENGTH))]
+    return RightModules(model, tap.readings, None, calls)
+
+
+def find_experts(culprit: str, direction: str = "forward") -> RoutedExperts | None:
+    tensor = make_tensor(torch.ones(ROWS, LENGTH, 4))
+    return make_modules().find_experts(Origin(direction, culprit, "output", 1.0, (0,), tensor))
+
+
+@cache
+def make_experts() -> RoutedExperts:
+    found = find_experts(f"{BLOCK}.dispatcher")
+    assert found is not None
+    return found
+
+
+def run_expert(x: Tensor, expert: int) -> Tensor:
+    """Return one expert's output, written out once more."""
+    held = make_experts().held
+    assert held.gate_bias is not None
+    assert held.up_bias is not None
+    assert held.down_bias is not None
+    gate = held.gate[expert] @ x + held.gate_bias[expert]
+    inside = torch.nn.functional.silu(gate) * (held.up[expert] @ x + held.up_bias[expert])
+    return held.down[expert] @ inside + held.down_bias[expert]
+
+
+def test_experts_are_found_where_their_sum_is_wrong() -> None:
+    experts = make_experts()
+    assert experts.count == len(experts.held.gate)
+    assert len(experts.calls) == 1
+    assert find_experts(BLOCK) is None
+    assert find_experts(f"{BLOCK}.dispatcher", "backward") is None
+    assert find_experts("layers.0.mlp") is None
+    right = make_modules().read(f"{BLOCK}.dispatcher", "output")
+    rows = experts.compute_rows()[torch.arange(len(experts.x)).unsqueeze(1), experts.ids]
+    assert right is not None
+    assert torch.allclose((rows * experts.weights.unsqueeze(-1)).sum(1), right.flatten(0, 1), atol=1e-12)
 
 
 @torch.no_grad()
 def combine(other: Rows) -> tuple[Tensor, Tensor]:
     """Return what tokens should be, and what they are with the rows of others."""
     experts = make_experts()
-    x, ids, weights = (each.flatten(0, 1) for each in (experts.x, experts.ids, experts.weights))
+    x, ids, weights = experts.x, experts.ids, experts.weights
 
     def run(changed: Rows) -> Tensor:
         out = torch.zeros_like(x)
@@ -35,7 +95,7 @@ def find(other: Rows) -> Rows | None:
     found = ExpertRows(experts).find(actual, expected, 1e-9)
     if found is None:
         return None
-    ids = experts.ids.flatten(0, 1)
+    ids = experts.ids
     return {
         (t, c): (int(found.tokens[t, c]), int(found.experts[t, c]))
         for t in range(len(ids))
@@ -45,7 +105,7 @@ def find(other: Rows) -> Rows | None:
 
 
 def other_expert(token: int, choice: int) -> int:
-    ids = make_experts().ids.flatten(0, 1)
+    ids = make_experts().ids
     return next(expert for expert in range(make_experts().count) if expert not in ids[token].tolist())
 
 

@@ -286,24 +286,10 @@ def test_an_axis_is_no_cause_of_a_denominator_that_counts_rows():
     assert judge(rows, TP, find(Cause.TERM_SCALE, both)).cause == "right"
 
 
-def replayed(part, way):
-    operation = Varied(formula="attention", variants=((Change(part=part, way=way),),))
-    return find(Cause.FORWARD, operation, quantity=Quantity.OUTPUT, module="layers.0.attention")
-
-
-def test_a_replay_is_right_of_the_code_that_makes_what_was_replayed_otherwise():
-    heads = pick("AllToAllCore.to_heads", "chunk-order")
-    assert judge(heads, TP, replayed("outputs", "next-group")).cause == "right"
-    assert judge(heads, TP, replayed("mask", "offset")).cause == "open"
-    keys = next(m for m in list_mutants() if m.function == "AllGatherCore.__call__" and "(k," in m.before)
-    assert judge(keys, TP, replayed("keys", "own")).cause == "right"
-    assert judge(keys, TP, replayed("values", "own")).cause == "open"
-    both = replayed("keys", "own").explanation.operation.variants + (
-        replayed("mask", "none").explanation.operation.variants
-    )
-    ambiguous = find(Cause.FORWARD, Varied(formula="attention", variants=both), quantity=Quantity.OUTPUT)
-    assert judge(keys, TP, ambiguous).cause == "open"
-    assert judge(pick("AllToAllCore._trade", "narrow-dtype"), TP, replayed("keys", "own")).cause == "open"
+def test_no_rule_says_which_code_makes_a_part_of_the_loss():
+    varied = Varied(formula="cross-entropy", variants=((Change(part="loss", way="base-2"),),))
+    found = find(Cause.FORWARD, varied, quantity=Quantity.LOSS)
+    assert judge(pick("cross_entropy", "narrow-dtype"), TP, found).cause == "open"
 
 
 def test_unwritten_memory_is_right_of_the_function_that_has_allocated_it():

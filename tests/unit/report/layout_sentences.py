@@ -22,7 +22,7 @@ from moeverify.results.layout import (
     TokenPlaces,
     TokenValues,
 )
-from moeverify.results.operation import Change, LostElements, Varied
+from moeverify.results.operation import LostElements
 
 BATCH, SEQUENCE, FEATURES = (
     Dim(name="batch", size=16),
@@ -291,27 +291,6 @@ LAYOUTS = [
     say(
         reorder("rolled", SEQUENCE, number=1, micro_batches=(1,)),
         "the output of attention has the 8 positions 1 place too late, around the end, in micro-batch 1 alone",
-    ),
-    *(
-        say(
-            Varied(formula="attention", variants=((Change(part=part, way=way, name=name),),)),
-            f"attention attends with {text}",
-        )
-        for part, way, name, text in [
-            (
-                "layout",
-                "ranks-first",
-                "all",
-                "queries, keys and values stored as [ranks, batch] and read as [batch, ranks]",
-            ),
-            ("layout", "ranks-reversed", "keys", "keys in the reverse order of ranks"),
-            (
-                "gradient-layout",
-                "heads-first",
-                "",
-                "the gradient of what the heads put out stored as [heads, sequence] and read as [sequence, heads]",
-            ),
-        ]
     ),
     (
         explain(

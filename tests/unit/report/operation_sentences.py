@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from explanations import (
-    BACK,
     GRADIENT,
     OUTPUT,
     TP,
@@ -13,7 +12,6 @@ from explanations import (
 from moeverify.results.cause import Cause
 from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import Factor, Product
 from moeverify.results.known_sum import KnownSum, Term
 from moeverify.results.operation import (
     Misplaced,
@@ -211,57 +209,60 @@ OPERATIONS = [
         "of 2",
         "layers.experts",
     ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(formula="attention", variants=((Change(part="mask", way="none"),),), ranks=(1,)),
-            module="layers.0.attention",
-        ),
-        "layers.0.attention attends without a causal mask: every query sees every key on rank 1 alone",
-        "layers.0.attention",
-    ),
     *(
         (
             explain(
                 Cause.FORWARD,
                 OUTPUT,
-                Varied(formula="attention", variants=((change,),)),
-                module="layers.0.attention",
+                Mistaken(
+                    module="layers.0.attn",
+                    mistakes=(
+                        Mistake(
+                            part="step",
+                            name="sdpa",
+                            way=f"merged:{way}",
+                            after=after,
+                            number=number,
+                            line="m.py:7",
+                        ),
+                    ),
+                ),
+                module="layers.0.attn",
             ),
-            f"layers.0.attention attends with {text}",
-            "layers.0.attention",
+            f"the output of layers.0.attn is what layers.0.attn gives {text}, in sdpa at m.py:7",
+            "layers.0.attn",
         )
-        for change, text in (
+        for way, after, number, text in (
             (
-                Change(part="scale", way="hidden-share"),
-                "scores divided by the root of the hidden width over the number of heads, and not of the width of a "
-                "head",
+                "merge/base-2",
+                "",
+                None,
+                "with ranks' chunks merged by 2 to the power of their logsumexp in place of e",
             ),
             (
-                Change(part="scale", way="unrotated-width"),
-                "scores divided by the root of the width that is not rotated",
-            ),
-            (
-                Change(part="merge", way="base-2"),
-                "ranks' chunks merged by 2 to the power of their logsumexp in place of e",
-            ),
-            (
-                Change(part="merge", way="earlier-whole", name="in-order"),
-                "ranks' chunks in the order of ranks merged without rescaling what is summed up before when a "
+                "merge/earlier-whole",
+                "in-order",
+                None,
+                "with ranks' chunks in the order of ranks merged without rescaling what is summed up before when a "
                 "further one comes",
             ),
             (
-                Change(part="merge", way="largest", name="4"),
-                "blocks of 4 keys merged by their largest score in place of their logsumexp",
+                "merge/largest",
+                "4",
+                None,
+                "with blocks of 4 keys merged by their largest score in place of their logsumexp",
             ),
             (
-                Change(part="merge", way="others-times", number=2.0),
-                "the softmax of other ranks' chunks counted 2 times as often as that of the rank's own one",
+                "merge/others-times",
+                "",
+                2.0,
+                "with the softmax of other ranks' chunks counted 2 times as often as that of the rank's own one",
             ),
             (
-                Change(part="softmax", way="ring-numerator", name="4"),
-                "blocks of 4 keys merged without rescaling their values to the largest score of all",
+                "softmax/ring-numerator",
+                "4",
+                None,
+                "with blocks of 4 keys merged without rescaling their values to the largest score of all",
             ),
         )
     ),
@@ -295,115 +296,39 @@ OPERATIONS = [
     ),
     (
         explain(
-            Cause.FORWARD,
-            OUTPUT,
+            Cause.METRIC,
+            Quantity.LOSS,
             Varied(
-                formula="routed-experts",
+                formula="cross-entropy",
                 variants=(
                     (
-                        Change(part="weights", way="none"),
-                        Change(part="experts", way="of-rank", number=1.0),
+                        Change(part="denominator", way="first-part", number=2.0),
+                        Change(part="logits-through", way="capped", number=30.0),
                     ),
-                    (Change(part="input", way="of-module", name="input:layers.1.moe"),),
+                    (Change(part="added", way="subtracted", number=0.5, name="entropy"),),
                 ),
-            ),
-            module="layers.1.moe.dispatcher",
-        ),
-        "either layers.1.moe.dispatcher computes without combine weights, and with the experts of the rank 1 further "
-        "over ep in the place of each, or it computes from the input of layers.1.moe in place of the right input: "
-        "the outputs are equal here",
-        "layers.1.moe.dispatcher",
-    ),
-    (
-        explain(
-            Cause.BACKWARD,
-            BACK,
-            Varied(
-                formula="gradient:attention",
-                variants=((Change(part="queries", way="without-rank", number=1.0),),),
-                blocks=(2, 3),
-            ),
-            module="layers.0.attention",
-        ),
-        "layers.0.attention passes back the gradient of the attention without the queries of rank 1 over cp in heads "
-        "2, 3 alone",
-        "layers.0.attention",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(
-                formula="routed-experts",
-                variants=(
-                    (
-                        Change(
-                            part="down-bias",
-                            way="times",
-                            number=2.0,
-                            factor=Factor(value=2.0, equals=(Product(times=("tp",)),)),
-                            is_summed=True,
-                        ),
-                    ),
-                ),
+                ranks=(1,),
                 tokens=(6, 16),
             ),
-            module="layers.1.moe.dispatcher",
+            tensors=("lm",),
         ),
-        "layers.1.moe.dispatcher computes with 2 times the down bias, once on each rank of tp before the sum at 6 of "
-        "16 tokens alone",
-        "layers.1.moe.dispatcher",
+        "either the lm loss is the cross entropy with a softmax over the first of 2 parts of the vocabulary, and "
+        "with its logits capped at 30 by a tanh, or it is the cross entropy with 0.5 times the entropy of the "
+        "softmax subtracted on rank 1 alone at 6 of 16 tokens alone: the outputs are equal here",
+        "lm loss",
     ),
     (
         explain(
             Cause.FORWARD,
-            OUTPUT,
+            Quantity.LOSS,
             Varied(
-                formula="linear-layer",
-                variants=((Change(part="bias", way="times", number=1.37, factor=Factor(value=1.37)),),),
+                formula="cross-entropy",
+                variants=((Change(part="gradient-of", way="centred", name="logits"),),),
             ),
-            module="layers.0.mlp.up_proj",
+            tensors=("lm",),
         ),
-        "layers.0.mlp.up_proj computes with its bias added 1.37 times, which is no count of this layout",
-        "layers.0.mlp.up_proj",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(
-                formula="branches",
-                variants=(
-                    (
-                        Change(
-                            part="term-1",
-                            way="twice",
-                            name="shared expert",
-                            factor=Factor(
-                                value=2.0, equals=(Product(times=("ep",)), Product(times=("top_k",)))
-                            ),
-                        ),
-                    ),
-                ),
-            ),
-            module="layers.1.moe",
-        ),
-        "layers.1.moe computes with the shared expert twice (2 is also ep or top_k)",
-        "layers.1.moe",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Varied(
-                formula="router",
-                variants=((Change(part="route-scale", way="none"),),),
-                factor=Factor(value=0.5, equals=(Product(over=("tp",)),)),
-            ),
-            module="layers.1.moe.router",
-        ),
-        "either layers.1.moe.router computes without the scale of the weights, or all that it puts out is 0.5x the "
-        "expected value; 0.5 = 1/tp: the outputs are equal here",
-        "layers.1.moe.router",
+        "the lm loss is the cross entropy with the gradient that comes through the logits less its mean over its "
+        "width",
+        "lm loss",
     ),
 ]

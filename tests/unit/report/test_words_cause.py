@@ -11,7 +11,6 @@ from layout_sentences import LAYOUTS
 from loss_sentences import LOSSES
 from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
-from parameter_sentences import PARAMETERS
 from slot_sentences import SLOTS
 from step_sentences import STEPS
 from value_sentences import VALUES
@@ -21,7 +20,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL, *PARAMETERS]
+SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)
