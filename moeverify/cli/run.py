@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +43,16 @@ class Diagnosis(OptionGroup):
         ),
     ] = False
     escalate: EscalateAll = True
+    explain_seconds: Annotated[
+        float,
+        typer.Option(
+            "--explain-seconds",
+            min=0.0,
+            max=86400.0,
+            metavar="S",
+            help="Seconds for the search for the first wrong operation of a case; 0 leaves it out.",
+        ),
+    ] = 60.0
     debug: Annotated[
         bool,
         typer.Option(
@@ -87,6 +97,7 @@ def run(
             from moeverify.controller.durations import Durations
 
             options = settings.make_options(loaded.cases, out)
+            options = replace(options, explain_seconds=diagnosis.explain_seconds)
             verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
             code = run_and_report(
                 verification.run,
