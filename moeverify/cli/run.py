@@ -60,6 +60,10 @@ class Diagnosis(OptionGroup):
         ),
     ] = False
 
+    def complete(self, options: RunOptions) -> RunOptions:
+        """Return the options of a run with what it does about its findings."""
+        return replace(options, explain_seconds=self.explain_seconds)
+
 
 @with_groups
 def run(
@@ -96,8 +100,7 @@ def run(
         def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
             from moeverify.controller.durations import Durations
 
-            options = settings.make_options(loaded.cases, out)
-            options = replace(options, explain_seconds=diagnosis.explain_seconds)
+            options = diagnosis.complete(settings.make_options(loaded.cases, out))
             verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
             code = run_and_report(
                 verification.run,
