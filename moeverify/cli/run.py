@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,12 +43,26 @@ class Diagnosis(OptionGroup):
         ),
     ] = False
     escalate: EscalateAll = True
+    explain_seconds: Annotated[
+        float,
+        typer.Option(
+            "--explain-seconds",
+            min=0.0,
+            max=86400.0,
+            metavar="S",
+            help="Seconds for the search for the first wrong operation of a case; 0 leaves it out.",
+        ),
+    ] = 60.0
     debug: Annotated[
         bool,
         typer.Option(
             "--debug", help="Then train the first case that failed again, and stop its ranks at the finding."
         ),
     ] = False
+
+    def complete(self, options: RunOptions) -> RunOptions:
+        """Return the options of a run with what it does about its findings."""
+        return replace(options, explain_seconds=self.explain_seconds)
 
 
 @with_groups
@@ -86,7 +100,7 @@ def run(
         def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
             from moeverify.controller.durations import Durations
 
-            options = settings.make_options(loaded.cases, out)
+            options = diagnosis.complete(settings.make_options(loaded.cases, out))
             verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
             code = run_and_report(
                 verification.run,

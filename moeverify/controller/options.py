@@ -18,7 +18,8 @@ class RunOptions:
     `num_ranks` limits the ranks; `folder` keeps everything of the run; `require_goldens` makes a golden that
     is not recorded an error; `cache_folder` holds full goldens; `fault` is called on every rank of a case
     before its layout is built, `case_faults` has other ones for single cases by name. Units: `timeout` in
-    seconds, for each case, in place of its own, and for each golden.
+    seconds, for each case, in place of its own, and for each golden; `explain_seconds` in seconds, for the search for
+    the first wrong operation of a case, where 0 leaves it out.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -31,3 +32,4 @@ class RunOptions:
     timeout: float | None = None
     fault: str | None = None
     case_faults: Mapping[str, str] = field(default_factory=dict)
+    explain_seconds: float = 60.0

@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 from moeverify.cli import build_app
 from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.outputs import Outputs
+from moeverify.controller import run
+from moeverify.controller.options import RunOptions
 from moeverify.report.formats.registry import FORMATS
+from moeverify.results.run import RunResult
 
 COMMANDS: dict[str, Any] = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
 
@@ -71,3 +74,29 @@ def test_every_format_is_an_option_with_the_help_of_the_format(command: str) -> 
     options = {name: option for option in COMMANDS[command].params for name in option.opts}
     for each in FORMATS:
         assert options[f"--{each.name}"].help == each.help
+
+
+@pytest.mark.parametrize(("words", "seconds"), [((), 60.0), (("--explain-seconds", "2.5"), 2.5)])
+def test_the_search_for_the_first_wrong_operation_has_its_time(
+    invoke: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    case_file: Path,
+    words: tuple[str, ...],
+    seconds: float,
+) -> None:
+    asked: list[RunOptions] = []
+
+    def run_cases(cases: Any, options: RunOptions, on_event: Any) -> RunResult:
+        asked.append(options)
+        return RunResult(verdict="pass", environment={}, started="", seconds=1.0, launches=1, cases=())
+
+    monkeypatch.setattr(run, "run_cases", run_cases)
+    assert invoke("run", case_file, *words).exit_code == 0
+    assert [options.explain_seconds for options in asked] == [seconds]
+
+
+@pytest.mark.parametrize("word", ["-1", "nan", "inf", "soon"])
+def test_a_time_that_is_none_is_refused(invoke: Any, case_file: Path, word: str) -> None:
+    told = invoke("run", case_file, "--explain-seconds", word)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert "Invalid value for '--explain-seconds': Input should be" in told.stderr

@@ -116,6 +116,25 @@ def test_one_job_makes_the_goldens_and_each_case_has_one(run: Any) -> None:
     assert "is not recorded" in results["ddp"].notes[0]
 
 
+@pytest.mark.parametrize("seconds", [0.0, 7.0])
+def test_ranks_are_told_how_long_to_explain_and_have_time_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cases: list[Case], seconds: float
+) -> None:
+    ranks = Ranks({})
+    monkeypatch.setattr(tasks, "run_jobs", ranks.run)
+    options = RunOptions(
+        device="cpu",
+        golden_folder=tmp_path / "golden",
+        cache_folder=tmp_path / "cache",
+        explain_seconds=seconds,
+    )
+    run_cases(cases, options, lambda event: None)
+    for job in ranks.jobs[1:]:
+        asked = read_job(job.payload)
+        assert isinstance(asked, VerifyJob)
+        assert (asked.explain_seconds, job.grace) == (seconds, 2 * seconds)
+
+
 def test_without_goldens_every_case_is_an_error_with_the_reports_in_words(run: Any) -> None:
     results, _, _ = run({"goldens": FAILURE})
     for case in results.values():

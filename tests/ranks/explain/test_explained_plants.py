@@ -1,0 +1,96 @@
+"""Mistakes in a model that two ranks share by hand are found at their lines, and proved by execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from moeverify.controller.options import RunOptions
+from moeverify.controller.run import run_cases
+from moeverify.report.words.run import word_finding
+from moeverify.results.run import CaseResult
+from moeverify.validation.load import load_cases
+
+PROGRAM = Path(__file__).parent / "programs" / "planted_ffn.py"
+MECHANISMS = {"wrong_number": "number", "missing_sum": "total", "missing_gradient_sum": "total"}
+
+Results = Mapping[str, CaseResult]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
+    """Return a function that runs layouts of `PROGRAM`, in one launch, and gives what came of each."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / PROGRAM.name).write_text(PROGRAM.read_text())
+
+    def do(names: Sequence[str], explain_seconds: float = 60.0) -> Results:
+        for name in names:
+            (folder / f"{name}.yaml").write_text(
+                "recipe:\n  name: planted\n  model: {factory: 'planted_ffn:Model', vocab_size: 32}\n"
+                "  data: {batch: 4, seq_len: 8}\n  steps: 1\n  precision: float64\n"
+                f"layout: {{tp: 2, parallelize: 'planted_ffn:{name}'}}\nchecks: {{repeat: never}}\n"
+            )
+        options = RunOptions(
+            device="cpu",
+            golden_folder=folder / "golden",
+            cache_folder=folder / "cache",
+            explain_seconds=explain_seconds,
+        )
+        cases = load_cases([folder / f"{name}.yaml" for name in names])
+        result = run_cases(cases, options, lambda event: None)
+        assert result is not None
+        return {case.name: case for case in result.cases}
+
+    return do
+
+
+@pytest.fixture(scope="module")
+def results(run: Callable[..., Results]) -> Results:
+    return run(["right", *MECHANISMS])
+
+
+def find_line(name: str) -> int:
+    """Return the number of the line where a mistake is to be found."""
+    lines = PROGRAM.read_text().splitlines()
+    (found,) = (number for number, line in enumerate(lines, 1) if f"PLANTED {name}" in line)
+    return found
+
+
+def test_what_is_right_passes(results: Results) -> None:
+    assert (results["right"].verdict, results["right"].findings) == ("pass", ())
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_planted_line_leads_and_is_proved(results: Results, name: str) -> None:
+    first, *others = results[name].findings
+    culprit = first.culprit
+    assert culprit is not None
+    assert (culprit.proved, culprit.mechanism, culprit.ranks) == (True, MECHANISMS[name], (0, 1))
+    assert culprit.here.line is not None
+    assert Path(culprit.here.line.file).name == PROGRAM.name
+    assert culprit.here.line.line == find_line(name)
+    assert f"{first.kind}/{first.tensor}" in culprit.repaired
+    assert first.follows == ""
+    assert {each.follows for each in others} == {first.tensor}
+    assert f"{PROGRAM.name}:{find_line(name)}" in word_finding(first).cause
+
+
+def test_a_number_is_told_with_that_of_one_device(results: Results) -> None:
+    culprit = results["wrong_number"].findings[0].culprit
+    assert culprit is not None
+    assert culprit.numbers == (("0.9", "0.7"),)
+
+
+@pytest.mark.parametrize("name", ["missing_sum", "missing_gradient_sum"])
+def test_a_sum_that_is_missing_has_its_axis(results: Results, name: str) -> None:
+    culprit = results[name].findings[0].culprit
+    assert culprit is not None
+    assert (culprit.code, culprit.axes) == ("missing-reduction", ("tp",))
+
+
+def test_without_time_nothing_is_searched(run: Callable[..., Results]) -> None:
+    case = run(["wrong_number"], explain_seconds=0.0)["wrong_number"]
+    assert case.verdict == "mismatch"
+    assert [finding.culprit for finding in case.findings if finding.culprit is not None] == []

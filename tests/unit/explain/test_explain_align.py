@@ -1,0 +1,151 @@
+"""Two ranks without collectives: which of their values are values of one device, and where."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from recordings import MARK, data_of, find_input, find_result, list_ops, make, record_call, result_of
+from torch import Tensor
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.joint import Changes, Joint
+from moeverify.explain.program import Program
+from moeverify.layout.region import Region
+
+ROWS = (range(3), range(3, 6))
+
+
+def transform(x: Tensor, w: Tensor, factor: float = 0.7, limit: float = 0.5) -> Tensor:
+    hidden = torch.tanh(x @ w)
+    scaled = hidden * factor
+    return scaled.exp() + hidden.clamp(max=limit)
+
+
+def record_rank(rank: int, factor: float = 0.7, limit: float = 0.5) -> Program:
+    """Return what a rank does with half of the rows."""
+    region = Region.box((6, 5), [ROWS[rank], range(5)])
+    x, w = make(6, 4)[list(ROWS[rank])], make(4, 5, seed=1)
+    program = record_call(lambda x, w: transform(x, w, factor, limit), region, x=x, w=w)
+    program.shares = [(ROWS[rank], (0,))]
+    return program
+
+
+@pytest.fixture
+def one() -> Program:
+    program = record_call(transform, x=make(6, 4), w=make(4, 5, seed=1))
+    program.shares = [(range(6), (0,))]
+    return program
+
+
+def test_all_that_ranks_compute_of_half_of_the_rows_is_known(one: Program) -> None:
+    programs = [record_rank(0), record_rank(1)]
+    alignment = Alignment(Joint(programs), one)
+    for rank, program in enumerate(programs):
+        for name in ("mm", "tanh", "mul", "exp"):
+            known = alignment.find((rank, result_of(program, name)))
+            assert known is not None
+            assert known.ids is not None
+            assert (known.scale, known.over) == (1.0, ())
+            whole = alignment.elements.ids[result_of(one, name)]
+            assert whole is not None
+            assert torch.equal(known.ids, whole[list(ROWS[rank])])
+
+
+def test_what_follows_from_another_number_is_not_known(one: Program) -> None:
+    programs = [record_rank(0), record_rank(1, factor=0.9)]
+    alignment = Alignment(Joint(programs), one)
+    assert alignment.is_right((1, result_of(programs[1], "tanh")))
+    assert alignment.is_wrong(find_result(programs[1], 1))
+    assert alignment.is_right(find_result(programs[0], 0))
+
+
+def test_a_change_that_repairs_makes_values_known(one: Program) -> None:
+    programs = [record_rank(0), record_rank(1, factor=0.9)]
+    joint = Joint(programs)
+    alignment = Alignment(joint, one)
+    product, at = list_ops(programs[1], "mul")[0], find_result(programs[1], 1)
+    assert alignment.is_wrong(at)
+    hidden = result_of(programs[1], "tanh")
+    done = joint.execute(Changes(ops={(1, product.number): lambda lookup: [lookup(hidden) * 0.7]}))
+    assert alignment.under(done).is_right(at)
+    assert alignment.is_wrong(at)
+
+
+def test_a_multiple_is_known_with_its_factor_and_may_be_wrong(one: Program) -> None:
+    programs = [record_rank(0), record_rank(1, factor=1.4)]
+    alignment = Alignment(Joint(programs), one)
+    at = (1, result_of(programs[1], "mul"))
+    known = alignment.find(at)
+    assert known is not None
+    roots = {} if known.ids is None else alignment.elements.roots(known.ids)
+    right = data_of(one, next(iter(roots)))
+    assert math.isclose(float(data_of(programs[1], at[1])[0, 0] / right[3, 0]), known.scale, rel_tol=1e-9)
+    assert alignment.is_right(at)
+    assert not alignment.without_scale(known.scale).is_right(at)
+
+
+def contract(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+@pytest.fixture
+def parts() -> list[Program]:
+    """Two ranks with half of what is summed over each."""
+    x, w = make(6, 4), make(4, 5, seed=1)
+    halves = (slice(0, 2), slice(2, 4))
+    return [record_call(contract, x=x[:, half], w=w[half]) for half in halves]
+
+
+def test_parts_of_a_sum_are_known_with_all_that_is_summed(parts: list[Program]) -> None:
+    one = record_call(contract, x=make(6, 4), w=make(4, 5, seed=1))
+    alignment = Alignment(Joint(parts), one)
+    ats = tuple(find_result(program, rank) for rank, program in enumerate(parts))
+    for at in ats:
+        known = alignment.find(at)
+        assert known is not None
+        assert known.over == ats
+        assert known.ids is not None
+        assert torch.allclose(alignment.elements.pick(known.ids), data_of(one, find_result(one)[1]))
+
+
+def test_where_a_part_is_wrong_the_sum_is_none(parts: list[Program]) -> None:
+    one = record_call(contract, x=make(6, 4), w=make(4, 5, seed=1))
+    joint = Joint(parts)
+    done = joint.execute(Changes(values={find_input(parts[1], "w", 1): make(2, 5, seed=9)}))
+    before = Alignment(joint, one)
+    assert before.find(find_result(parts[0])) is not None
+    alignment = before.under(done)
+    assert [alignment.find(find_result(program, rank)) for rank, program in enumerate(parts)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expression"),
+    [({"factor": 0.9}, "hidden * factor"), ({"limit": 0.3}, "hidden.clamp(max=limit)")],
+)
+def test_a_wrong_number_is_found_on_its_rank_and_proved(
+    one: Program, wrong: dict[str, float], expression: str
+) -> None:
+    explainer = Explainer([record_rank(0), record_rank(1, **wrong)], one, 0, [])
+    (cause,) = explainer.explain(30.0)
+    culprit = Culprits(explainer, {}).make(cause)
+    assert (culprit.proved, culprit.ranks) == (True, (1,))
+    assert culprit.here.line is not None
+    assert culprit.here.line.file.endswith("test_explain_align.py")
+    assert culprit.here.line.expression == expression
+    if "limit" in wrong:
+        assert (culprit.mechanism, culprit.numbers) == ("number", (("0.3", "0.5"),))
+    else:  # by its number, or by the factor that it makes
+        assert culprit.mechanism in ("number", "scale")
+    assert culprit.repaired == ("/".join(MARK[1:]),)
+    assert explainer.is_done
+
+
+def test_ranks_that_are_right_have_no_cause(one: Program) -> None:
+    explainer = Explainer([record_rank(0), record_rank(1)], one, 0, [])
+    assert explainer.wrong == []
+    assert explainer.explain(30.0) == []
+    assert explainer.is_done
