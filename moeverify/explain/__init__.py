@@ -1,1 +1,1 @@
-"""Why a step differs: operators are recorded, aligned with those of one device, and causes proved by execution."""
+"""Why a step differs: operators are recorded, aligned with those of one device, and executed with changes."""

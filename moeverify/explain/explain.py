@@ -57,11 +57,16 @@ class Explainer:
         self.causes: list[Cause] = []
         self.tried = 0
         self.is_done = False
+        self._proves = True
         self.landmarks = Landmarks(programs, self.one, step)
         self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self._right)
 
-    def explain(self, seconds: float) -> list[Cause]:
-        """Return the causes of all wrong results, as far as they are found in time."""
+    def explain(self, seconds: float, *, proves: bool = True) -> list[Cause]:
+        """Return the causes of all wrong results, as far as they are found in time.
+
+        Without `proves` just the first place: nothing is executed.
+        """
+        self._proves = proves
         end = time.monotonic() + seconds
         state = self.joint.execute(Changes())
         left = list(self.wrong)
@@ -82,6 +87,8 @@ class Explainer:
                 self._add(cause)
             if state.has_other_choices():
                 self.is_done = True  # what follows cannot be executed
+                break
+            if not proves:
                 break
             if not self._proof.is_repaired(left[0], state):
                 state = self._patch(left[0], state)
@@ -190,7 +197,7 @@ class Explainer:
             place[0].factor = 1.0 if factor is None else factor
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
-        found = self._search(target, state, end, _LONGEST_CHAIN, factor)
+        found = self._search(target, state, end, _LONGEST_CHAIN, factor) if self._proves else None
         if found is None or (place and place[0].known and found[0][0].repairs[0].kind in _VAGUE):
             return place, state
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from moeverify.explain.arguments import (
 )
 from moeverify.explain.fused import list_decompositions, plain_attention
 from moeverify.explain.meetings import Call, read_filling, read_returning
+from moeverify.explain.memory import Memory, Pending, Use
 from moeverify.explain.operators import NotExecutable, execute
 from moeverify.explain.program import (
     LEAF,
@@ -70,36 +70,6 @@ _NO_NODE = 1 << 63
 """Sequence numbers of autograd from here on belong to no operator: gradients are accumulated."""
 
 
-@dataclass
-class _Use:
-    """A collective that may still be using memory."""
-
-    op: int
-    writes: bool
-    work: Any
-    is_direct: bool
-
-
-@dataclass
-class _Memory:
-    """What is known of one storage: which value lies where, and the writes that are not covered by later ones."""
-
-    storage: StorageWeakRef
-    epoch: int = 0
-    entries: dict[tuple[Geometry, torch.dtype], tuple[int, int]] = field(default_factory=dict)
-    writes: list[tuple[int, Geometry]] = field(default_factory=list)
-    uses: list[_Use] = field(default_factory=list)
-
-
-@dataclass
-class _Pending:
-    """Results of a collective that are in memory only when it is waited for."""
-
-    values: list[int]
-    tensors: list[Tensor]
-    use: _Use
-
-
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
     """Records into `program` what this process computes while `recording` is entered.
 
@@ -121,8 +91,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._names = dict(names or {})
         self._room = limit
         self._is_open = False
-        self._memories: dict[int, _Memory] = {}
-        self._pending: list[_Pending] = []
+        self._memories: dict[int, Memory] = {}
+        self._pending: list[Pending] = []
         self._origins: dict[int, int] = {}
         self._modules: list[str] = []
         self._fqns: dict[int, str] = {}
@@ -317,16 +287,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         returned = result[-1] if isinstance(result, tuple | list) else result
         work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
         direct = is_direct(4)
-        use = _Use(op.number, writes=True, work=work, is_direct=direct)
+        use = Use(op.number, writes=True, work=work, is_direct=direct)
         if work is not None:
-            reading = _Use(op.number, writes=False, work=work, is_direct=direct)
+            reading = Use(op.number, writes=False, work=work, is_direct=direct)
             for tensor in call.inputs:
                 if not any(tensor is each for each in call.outputs):
                     self._memory(tensor).uses.append(reading)
         if not call.outputs:
             return
         values = [self._write(op, tensor, is_there=False) for tensor in call.outputs]
-        self._pending.append(_Pending(values, call.outputs, use))
+        self._pending.append(Pending(values, call.outputs, use))
         for tensor in call.outputs:
             self._memory(tensor).uses.append(use)
         yield from values
@@ -338,7 +308,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         for memory in self._memories.values():
             memory.uses = [use for use in memory.uses if use.work is not work]
 
-    def _complete(self, pending: _Pending) -> None:
+    def _complete(self, pending: Pending) -> None:
         """Keep what a collective has filled in."""
         self._pending.remove(pending)
         with _disable_current_modes():
@@ -388,11 +358,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 )
                 self._memory(tensor).writes.append((number, geometry_of(tensor)))
 
-    def _memory(self, tensor: Tensor) -> _Memory:
+    def _memory(self, tensor: Tensor) -> Memory:
         key = storage_of(tensor)
         memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[key] = _Memory(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+            memory = self._memories[key] = Memory(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
         return memory
 
     def _view(self, func: OpOverload, args: Any, named: Any) -> list[Tensor]:
@@ -460,7 +430,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             memory.entries[geometry, tensor.dtype] = (number, memory.epoch)
             return number
 
-    def _read(self, memory: _Memory, tensor: Tensor, geometry: Geometry) -> int:
+    def _read(self, memory: Memory, tensor: Tensor, geometry: Geometry) -> int:
         """Return the value of memory that was written in parts, or that nothing recorded has written."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         same_dtype = all(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from moeverify.report.numbers import format_excess, format_ranks
-from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
+from moeverify.report.words.cause import (
+    describe_cause,
+    describe_evidence,
+    describe_where,
+    leads_with_culprit,
+)
 from moeverify.report.words.culprit import list_source
 from moeverify.report.words.follow_up import describe_follow_up
 from moeverify.results.checks import CheckName
@@ -38,7 +43,7 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
         facts.append(("cause", cause))
     if where := describe_where(finding):
         facts.append(("where", where))
-    if finding.culprit is not None:
+    if finding.culprit is not None and leads_with_culprit(finding):
         facts.extend(("source", line) for line in list_source(finding.culprit))
     facts.extend(("evidence", line) for line in describe_evidence(finding))
     if finding.follow_up is not None:

@@ -70,9 +70,18 @@ def _is_exact(case: Case) -> bool:
 
 
 def find_culprits(
-    case: Case, golden: StoredGolden, recorded: Recorded | None, device: torch.device, seconds: float
+    case: Case,
+    golden: StoredGolden,
+    recorded: Recorded | None,
+    device: torch.device,
+    seconds: float,
+    *,
+    proves: bool = True,
 ) -> Found:
-    """Return the first wrong operations, as far as they are found in so many seconds. Rank 0 alone; no collective."""
+    """Return the first wrong operations, as far as they are found in so many seconds. Rank 0 alone; no collective.
+
+    Without `proves` the first place alone, and no change is tried: that is for findings whose cause is named.
+    """
     if recorded is None:
         return Found()
     try:
@@ -85,7 +94,7 @@ def find_culprits(
         explainer = Explainer(
             recorded.programs, one, recorded.step, [*scales, *(1 / each for each in scales)]
         )
-        causes = explainer.explain(end - time.monotonic())
+        causes = explainer.explain(end - time.monotonic(), proves=proves)
         culprits = Culprits(explainer, list_groups(case), list_degrees(case))
         found = [(culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes]
         is_complete = explainer.is_done and all(culprit.proved for culprit, _ in found)
@@ -111,6 +120,11 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
         elif lead is not None:
             left = _attach(left, lead, culprit, everything=found.is_complete)
     return left
+
+
+def is_named(findings: Sequence[Finding], recorded: Recorded | None) -> bool:
+    """Return whether a check or a hypothesis says what was done at the step where it began."""
+    return recorded is not None and _find_named(findings, recorded.step) is not None
 
 
 def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:

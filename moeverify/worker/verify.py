@@ -37,7 +37,7 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.program import Program
 from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
-from moeverify.worker.culprits import find_culprits, lead_with, record_origin
+from moeverify.worker.culprits import find_culprits, is_named, lead_with, record_origin
 from moeverify.worker.error_map import map_errors
 from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.investigate import explain_findings, gather_evidence
@@ -83,10 +83,11 @@ def verify_case(
     # What a fault has broken is whole again here: causes are found beside what one device really computes.
     if observed is None:
         return None
-    found = find_culprits(case, golden, recorded, device, explain_seconds)
-    if found.culprits:
-        report(_make_result(observed, lead_with(observed.judgement.findings, found)))
     explained = explain_findings(case, golden, observed.judgement, evidence, device)
+    if recorded is not None:
+        report(_make_result(observed, explained))
+    proves = not is_named(explained, recorded)
+    found = find_culprits(case, golden, recorded, device, explain_seconds, proves=proves)
     findings = [name_source(finding) for finding in lead_with(explained, found)]
     return _make_result(observed, findings, None if evidence is None else evidence.timeline)
 

@@ -24,6 +24,7 @@ FLOORS: Mapping[str, int] = {
     "bench": 7,
     "recording": 7,
     "diagnose": 7,
+    "explain": 5,
     "capture": 7,
     "checks": 6,
     "launch": 6,
