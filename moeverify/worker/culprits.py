@@ -114,7 +114,7 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
         named = _find_named(left, found.step) if culprit.mechanism != "race" else None
-        lead = named or _find_lead(left, found.step, marks)
+        lead = named or _find_lead(left, found.step, marks if culprit.proved else ())
         if named is not None:
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
         elif lead is not None:

@@ -55,12 +55,23 @@ W = (Kind.GRADIENT, "w")
 
 def test_a_proved_culprit_leads_and_what_it_repairs_follows() -> None:
     culprit = blame("gradient/w", "gradient/v")
-    first = find("v", **SURE, rivals=(EXPLANATION,), unexplained=("x",))
-    told = lead([first, find("u"), find("w", **SURE, follows="v")], (culprit, [W]))
+    told = lead([find("v", unexplained=("x",)), find("u"), find("w", follows="v")], (culprit, [W]))
     assert [(each.tensor, each.follows) for each in told] == [("w", ""), ("v", "w"), ("u", "")]
     assert (told[0].culprit, told[0].explanation, told[0].code) == (culprit, None, "forward")
-    assert told[1].explanation is None
     assert told[0].names_operation
+
+
+def test_a_named_cause_leads_and_the_culprit_is_evidence_for_it() -> None:
+    culprit = blame("gradient/w")
+    told = lead([find("v", **SURE), find("w")], (culprit, [W]), is_complete=True)
+    assert [(each.tensor, each.follows) for each in told] == [("v", ""), ("w", "")]
+    assert (told[0].culprit, told[0].explanation, told[0].code) == (culprit, EXPLANATION, "layout")
+
+
+def test_a_race_leads_whatever_is_named() -> None:
+    culprit = blame("gradient/w", mechanism="race")
+    told = lead([find("v", **SURE), find("w")], (culprit, [W]))
+    assert (told[0].tensor, told[0].culprit) == ("w", culprit)
 
 
 def test_where_all_is_repaired_all_follows() -> None:
@@ -101,24 +112,22 @@ def test_of_several_culprits_the_first_comes_first() -> None:
 
 
 @pytest.mark.parametrize("check", [CheckName.DATA, CheckName.CALLS, CheckName.SHARDING])
-def test_what_has_seen_the_mistake_itself_stays_first(check: CheckName) -> None:
-    direct = find("rank 1", "", check, code="data", follows="w")
-    told = lead([find("w"), direct], (blame("gradient/w"), [W]))
-    assert [(each.tensor, each.follows) for each in told] == [("rank 1", ""), ("w", "rank 1")]
-    assert told[1].culprit is not None
+def test_what_has_seen_the_mistake_itself_leads(check: CheckName) -> None:
+    direct = find("rank 1", "", check, code="data")
+    told = lead([direct, find("w")], (blame("gradient/w"), [W]))
+    assert [(each.tensor, each.culprit is not None) for each in told] == [("rank 1", True), ("w", False)]
 
 
-def test_what_has_seen_a_later_mistake_does_not_come_first() -> None:
+def test_what_has_seen_a_later_mistake_does_not_lead() -> None:
     later = find("rank 1", "", CheckName.DATA, code="data", step=2)
-    told = lead([find("w"), later], (blame("gradient/w"), [W]))
+    told = lead([later, find("w")], (blame("gradient/w"), [W]))
     assert told[0].tensor == "w"
 
 
 def test_checks_that_explain_themselves_do_not_follow() -> None:
-    apart = find("total", Kind.GRADIENT_NORM, CheckName.CLIP, **SURE)
+    apart = find("total", Kind.GRADIENT_NORM, CheckName.CLIP)
     told = lead([apart, find("w")], (blame("gradient/w", "gradient_norm/total"), [W]), is_complete=True)
-    assert [each.tensor for each in told] == ["w", "total"]
-    assert (told[1].follows, told[1].explanation) == ("", EXPLANATION)
+    assert [(each.tensor, each.follows) for each in told] == [("w", ""), ("total", "")]
 
 
 def test_without_culprits_nothing_is_another() -> None:
