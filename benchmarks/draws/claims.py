@@ -162,7 +162,7 @@ def _number(value: Any) -> float:
 
 def _read_finding(finding: Mapping[str, Any]) -> Claim:
     explanation = finding.get("explanation") or {}
-    if finding.get("culprit") and not explanation:
+    if (finding.get("culprit") or {}).get("leads"):
         return _read_culprit(finding, finding["culprit"])
     place = finding.get("place") or {}
     subject = explanation.get("subject") or {}

@@ -100,8 +100,9 @@ class Culprit(Record):
     `operand` is the place of the operand that is `taken` where one device takes `right`; `made` is the operation of
     the rank that computed it. `numbers` are pairs of different numbers, here and there. `moves` are operations by
     which an operand came from where it was computed, and `moves_there` those of one device. `others` are further
-    lines with the same mistake. `results` are the wrong ones that it is about, `factor` times the right ones. Where
-    no change is proved, `between` are the operations from right inputs to the first result that should be right and
+    lines with the same mistake. `results` are the wrong ones that it is about, `factor` times the right ones. `leads`
+    says that it is the cause which a report states, and no evidence for another one. Where no change is proved,
+    `between` are the operations from right inputs to the first result that should be right and
     is not, one for each line.
     """
 
@@ -121,6 +122,7 @@ class Culprit(Record):
     repaired: tuple[str, ...] = ()
     residual: float | None = None
     others: tuple[Operation, ...] = ()
+    leads: bool = False
     results: tuple[str, ...] = ()
     factor: float = 1.0
     between: tuple[Operation, ...] = ()

@@ -172,8 +172,8 @@ class Finding(Record):
     @property
     def names_operation(self) -> bool:
         """Return whether its cause says what was done, and not alone where or by how much values are off."""
-        if self.culprit is not None and self.culprit.proved:
-            return True
+        if self.culprit is not None and self.culprit.leads:
+            return self.culprit.proved
         if self.explanation is not None:
             return self.explanation.names_operation
         return self.is_explained and names_operation(self.facts)

@@ -150,7 +150,8 @@ def _attach(
     findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool
 ) -> list[Finding]:
     """Return the findings, that with a culprit first."""
-    update = {"culprit": culprit, "follows": "", "explanation": None, "code": culprit.code}
+    code = culprit.code if culprit.proved or not lead.code else lead.code
+    update = {"culprit": culprit.model_copy(update={"leads": True}), "follows": "", "code": code}
     first = lead.model_copy(update={**update, "rivals": (), "unexplained": (), "follow_up": None})
     repaired = set(culprit.repaired)
 
@@ -158,6 +159,6 @@ def _attach(
         follows = everything or f"{each.kind}/{each.tensor}" in repaired or each.step > lead.step
         if not (culprit.proved and follows) or each.culprit is not None or is_apart(each):
             return each
-        return each.model_copy(update={"follows": lead.tensor, "explanation": None})
+        return each.model_copy(update={"follows": lead.tensor})
 
     return [first, *(follow(each) for each in findings if each is not lead)]

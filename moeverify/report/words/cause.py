@@ -30,7 +30,7 @@ def describe_explanation(explanation: Explanation) -> str:
 
 def leads_with_culprit(finding: Finding) -> bool:
     """Return whether the first wrong operation is the cause of a finding."""
-    return finding.culprit is not None and finding.explanation is None
+    return finding.culprit is not None and finding.culprit.leads
 
 
 def describe_cause(finding: Finding) -> str:

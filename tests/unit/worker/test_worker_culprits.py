@@ -57,7 +57,8 @@ def test_a_proved_culprit_leads_and_what_it_repairs_follows() -> None:
     culprit = blame("gradient/w", "gradient/v")
     told = lead([find("v", unexplained=("x",)), find("u"), find("w", follows="v")], (culprit, [W]))
     assert [(each.tensor, each.follows) for each in told] == [("w", ""), ("v", "w"), ("u", "")]
-    assert (told[0].culprit, told[0].explanation, told[0].code) == (culprit, None, "forward")
+    leading = culprit.model_copy(update={"leads": True})
+    assert (told[0].culprit, told[0].code) == (leading, "forward")
     assert told[0].names_operation
 
 
@@ -69,7 +70,7 @@ def test_a_named_cause_leads_and_the_culprit_is_evidence_for_it() -> None:
 
 
 def test_a_race_leads_whatever_is_named() -> None:
-    culprit = blame("gradient/w", mechanism="race")
+    culprit = blame("gradient/w", mechanism="race", leads=True)
     told = lead([find("v", **SURE), find("w")], (culprit, [W]))
     assert (told[0].tensor, told[0].culprit) == ("w", culprit)
 
@@ -102,7 +103,10 @@ def test_an_unproved_culprit_does_not_choose_what_it_leads() -> None:
 
 
 def test_of_several_culprits_the_first_comes_first() -> None:
-    one, two = blame("gradient/u", here=HERE.model_copy(update={"step": 1})), blame("gradient/w")
+    one, two = (
+        blame("gradient/u", leads=True, here=HERE.model_copy(update={"step": 1})),
+        blame("gradient/w", leads=True),
+    )
     told = lead([find("w"), find("u"), find("v")], (one, [(Kind.GRADIENT, "u")]), (two, [W]))
     assert [(each.tensor, each.culprit, each.follows) for each in told] == [
         ("u", one, ""),
