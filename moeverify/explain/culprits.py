@@ -155,7 +155,8 @@ class Culprits:
         known = self._alignment.find(taken)
         factor, maker = 1.0 if known is None or known.over else known.scale, self._joint.maker(taken)
         while factor != 1.0:
-            operands = [(at, self._alignment.find(at)) for at in self._joint.reads(maker)]
+            reads = dict.fromkeys(self._joint.reads(maker))  # a value may be taken twice, as in x * x
+            operands = [(at, self._alignment.find(at)) for at in reads]
             scaled = [(at, each) for at, each in operands if each is not None and each.scale != 1.0]
             if len(scaled) != 1:
                 return factor, maker

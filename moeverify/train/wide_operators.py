@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 
@@ -25,6 +26,9 @@ class WideOperators(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the operator, or what stands for it in float64."""
+        if func is scaled_dot_product_attention and args[1].ndim > 2 and not args[1].shape[-3]:
+            # torch 2.11 divides by the number of heads on CPUs, and the process ends by SIGFPE.
+            raise RuntimeError("attention without key heads")
         # torch.nn.functional.grouped_mm is a Python function that calls this one.
         if func is torch._grouped_mm and args[0].dtype == torch.float64:
             return multiply_groups(*args, **(kwargs or {}))

@@ -57,3 +57,9 @@ def test_other_dtypes_go_to_the_kernel() -> None:
     with WideOperators():
         inside = torch._grouped_mm(*operands, offs=GROUPS)
     assert torch.equal(inside, torch._grouped_mm(*operands, offs=GROUPS))
+
+
+def test_attention_without_key_heads_is_an_error_and_does_not_end_the_process() -> None:
+    query, key = torch.zeros(1, 2, 3, 4, dtype=torch.float64), torch.zeros(1, 0, 3, 4, dtype=torch.float64)
+    with WideOperators(), pytest.raises(RuntimeError, match="without key heads"):
+        torch.nn.functional.scaled_dot_product_attention(query, key, key)
