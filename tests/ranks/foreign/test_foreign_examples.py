@@ -17,7 +17,7 @@ def test_example_passes_every_check(examples: Any, name: str) -> None:
     assert set(checks) >= CHECKS
     worst = checks["gradient"].worst
     assert worst is not None
-    assert 0 < worst.error < 1e-12
+    assert 0 < worst.error <= worst.bound  # how far below depends on the processor
 
 
 def test_every_parameter_of_the_example_is_compared(examples: Any) -> None:
