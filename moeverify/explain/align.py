@@ -8,7 +8,7 @@ wrong: layouts compute things that one device does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import dataclass
@@ -61,6 +61,8 @@ class Alignment:
         self._scales = (1.0, *(each for each in scales if each != 1.0))
         self._wrong_scale: float | None = None
         self._known: dict[At, Known | None] = {}
+        self._before: Alignment | None = None
+        self._changed_places: set[int] = set()
         self._telling: dict[At, tuple[Tensor | None, bool]] = {}
         self.elements = Elements(one)
         self._exact = by_bytes((value.number, value.data) for value in one.values)
@@ -71,6 +73,8 @@ class Alignment:
             for number, key in keys.items():
                 self._by_key.setdefault(key, []).append((rank, number))
                 self._by_loose_key.setdefault(_loosen(key), []).append((rank, number))
+        # The values at one place of the program, whichever line of a function that is, have one number.
+        self._places = {at: place for place, group in enumerate(self._by_loose_key.values()) for at in group}
         self._one_by_key: dict[Key, set[int]] = {}
         for number, key in list_keys(one).items():
             self._one_by_key.setdefault(key, set()).add(number)
@@ -78,18 +82,12 @@ class Alignment:
 
     def under(self, execution: Execution) -> Alignment:
         """Return the alignment of what the ranks' values are under changes."""
-        changed = copy(self)
-        changed._execution = execution
         others = execution.changed()
-        places = {_loosen(self.key(at)) for at in others}
-        changed._known = {at: known for at, known in self._known.items() if at not in others}
-        for at, known in self._known.items():
-            # What is no part of a sum may be one with other values at its place of the program.
-            is_other = (
-                any(each in others for each in known.over) if known else _loosen(self.key(at)) in places
-            )
-            if is_other:
-                changed._known.pop(at, None)
+        if not others and self._execution is None:
+            return self  # what is found is found for good
+        changed = copy(self)
+        changed._execution, changed._before, changed._known = execution, self, {}
+        changed._changed_places = {self._places[at] for at in others}
         return changed
 
     def without_scale(self, scale: float | None) -> Alignment:
@@ -100,6 +98,7 @@ class Alignment:
             # Other multiples may be taken for those of other values: it is asked for this one first.
             changed._scales = (1.0, scale, *self._scales[1:])
             changed._known = {at: known for at, known in self._known.items() if known and known.scale == 1.0}
+            changed._before = None
         return changed
 
     def data(self, at: At) -> Tensor | None:
@@ -109,9 +108,25 @@ class Alignment:
     def find(self, at: At) -> Known | None:
         """Return what is known of a value."""
         if at not in self._known:
-            self._known[at] = None  # a sum asks for its parts
-            self._known[at] = self._look_up(at)
+            inherited = self._inherit(at)
+            self._known[at] = inherited[0] if inherited else None  # a sum asks for its parts
+            if not inherited:
+                self._known[at] = self._look_up(at)
         return self._known[at]
+
+    def _inherit(self, at: At) -> tuple[Known | None] | None:
+        """Return what was found of a value before the changes, if it holds under them; None if it does not."""
+        before, execution = self._before, self._execution
+        if before is None or execution is None or at in execution.changed():
+            return None
+        found = (before._known[at],) if at in before._known else before._inherit(at)
+        if found is None:
+            return None
+        known = found[0]
+        if known is None:
+            # What is no part of a sum may be one with other values at its place of the program.
+            return None if self._places[at] in self._changed_places else found
+        return None if any(each in execution.changed() for each in known.over) else found
 
     def is_right(self, at: At) -> bool:
         """Return whether a value is known, or is new memory that nothing has written."""
@@ -221,11 +236,11 @@ class Alignment:
             return None
         return Known(ids, scales.pop(), overs.pop())
 
-    def _meet(self, at: At, ids_of: object) -> list[Tensor] | None:
+    def _meet(self, at: At, ids_of: Callable[[At], Tensor | None]) -> list[Tensor] | None:
         changes = {}
         op = self.joint.maker(at)
         for source in self.joint.reads(op):
-            ids = ids_of(source)  # type: ignore[operator]
+            ids = ids_of(source)
             if ids is None:
                 return None
             changes[source] = ids
@@ -240,8 +255,7 @@ class Alignment:
         if fingerprint(data) in self._exact:
             return Known(None)
         for number in op.results:
-            other = self.joint.value((at[0], number))
-            if number != at[1] and other.dtype.startswith(("float", "bfloat")):
+            if number != at[1] and self.joint.value((at[0], number)).is_floating:
                 return None if self.find((at[0], number)) is None else Known(None)
         return None
 

@@ -71,15 +71,6 @@ def list_tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def list_floats(value: Any) -> list[Tensor]:
-    """Return the tensors of numbers in what a module returns."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() and value.numel() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [each for part in value for each in list_floats(part)] if isinstance(value, list | tuple) else []
-
-
 def count_members(func: OpOverload, taken: Sequence[Any]) -> int:
     """Return on how many tensors an operator on lists works one by one; 0 if it is not such an operator."""
     if not func.overloadpacket.__name__.startswith(

@@ -20,7 +20,7 @@ def is_passing(joint: Joint, op: At) -> bool:
     if recorded.meeting is not None:
         return recorded.name.partition(".")[2] in MOVING
     value = joint.value((op[0], recorded.results[0]))
-    return value.alias >= 0 or is_move(recorded) or not value.dtype.startswith(("float", "bfloat"))
+    return value.alias >= 0 or is_move(recorded) or not value.is_floating
 
 
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
@@ -39,7 +39,7 @@ def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
 def list_ancestors(joint: Joint, op: At, depth: int) -> Iterator[At]:
     """Yield the tensors of numbers that an operator takes, and those that they were moved from."""
     for at in joint.reads(op):
-        if joint.value(at).dtype.startswith("float"):
+        if joint.value(at).is_floating:
             yield at
             maker = joint.maker(at)
             if depth and is_passing(joint, maker):

@@ -18,6 +18,9 @@ _MOST = 4
 _MADE_ALIKE = 0.8
 """What it counts that an operand was made by the counterpart of what made the other one."""
 
+_ALMOST_ALL = 0.99
+"""Share of elements from which on a value has them: equal elements may be taken for those of another value."""
+
 _NEAR = 3
 """Steps between values that are computed from each other."""
 
@@ -45,7 +48,7 @@ class OneDevice:
         self.keys = list_keys(program)
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._by_key: dict[Key, list[int]] = defaultdict(list)
-        self._sets: dict[int, Tensor] = {}
+        self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
         self._before: dict[int, frozenset[int]] = {}
         self._roots: dict[int, tuple[Tensor, list[int]]] = {}
         self._occurrences: dict[int, int] = {}
@@ -64,10 +67,7 @@ class OneDevice:
 
     def _list_scaled(self, number: int) -> frozenset[int]:
         """Return the values of which a value is a multiple."""
-        value = self.program.values[number]
-        while value.alias >= 0:
-            value = self.program.values[value.alias]
-        op = self.program.ops[value.op]
+        op = self.program.ops[self.maker(number)]
         operands = list(op.reads())
         is_scaled = op.short.rstrip("_") in ("mul", "div") and len(operands) == 1
         return self.elements.sources[operands[0]] if is_scaled else frozenset()
@@ -89,11 +89,27 @@ class OneDevice:
         flat = flat[flat > 0]
         if own is None or not len(flat) or not own.numel():
             return 0.0
-        if number not in self._sets:
-            self._sets[number] = torch.sort(own.reshape(-1)).values
-        inside = self._sets[number]
-        at = torch.searchsorted(inside, flat).clamp(max=len(inside) - 1)
-        return float((inside[at] == flat).double().mean())
+        return float((self.find_places(number, flat) >= 0).double().mean())
+
+    def holds(self, number: int, ids: Tensor) -> bool:
+        """Return whether a value has almost all of some elements."""
+        return self.has(number, ids) > _ALMOST_ALL
+
+    def find_places(self, number: int, ids: Tensor) -> Tensor:
+        """Return where in the flat tensor of a value elements are, -1 for padding and those that it does not have.
+
+        Shape: that of `ids`.
+        """
+        if number not in self._sorted:
+            own = self.ids(number)
+            flat = torch.zeros(0, dtype=torch.int64) if own is None else own.reshape(-1)
+            values, order = torch.sort(flat)
+            self._sorted[number] = values, order
+        values, order = self._sorted[number]
+        if not len(values):
+            return torch.full_like(ids, -1)
+        at = torch.searchsorted(values, ids.contiguous()).clamp(max=len(values) - 1)
+        return torch.where((values[at] == ids) & (ids > 0), order[at], -1)
 
     def roots(self, ids: Tensor) -> list[int]:
         """Return the values that computed some elements; found once for each tensor of identities."""
@@ -145,10 +161,7 @@ class OneDevice:
 
     def maker(self, number: int) -> int:
         """Return the operator that has computed a value, through its views."""
-        value = self.program.values[number]
-        while value.alias >= 0:
-            value = self.program.values[value.alias]
-        return value.op
+        return self.program.base(number).op
 
     def occurrence(self, op: Op) -> int:
         """Return how many operators stand before one at its place of the program."""
@@ -208,11 +221,8 @@ class Counterparts:
 
     def _maker(self, at: At) -> At | None:
         """Return the operator that has computed a value, through its views."""
-        joint = self._alignment.joint
-        value = joint.value(at)
-        while value.alias >= 0:
-            value = joint.value((at[0], value.alias))
-        return None if not value.dtype.startswith("float") else (at[0], value.op)
+        value = self._alignment.joint.programs[at[0]].base(at[1])
+        return (at[0], value.op) if value.is_floating else None
 
 
 def _score(

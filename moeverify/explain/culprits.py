@@ -38,7 +38,6 @@ class Culprits:
         self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None
     ) -> None:
         self._sizes = dict(sizes or {})
-        self._explainer = explainer
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._groups = groups
 
@@ -50,12 +49,10 @@ class Culprits:
         others = {self._operation(at): None for at in cause.ops}
         here = self._operation(first)
         is_known = cause.known != "" and (edit is None or edit.kind == "value")
+        # A change that says less than what the results are known to be gives way to that.
+        mechanism = cause.known if cause.known and is_known else "place" if edit is None else edit.kind
         culprit = Culprit(
-            mechanism=cause.known or ("place" if edit is None else edit.kind)
-            if is_known
-            else "place"
-            if edit is None
-            else edit.kind,
+            mechanism=mechanism,
             proved=is_known or (edit is not None and edit.kind != "value"),
             here=here,
             there=None if other is None else describe_op(self._one.program, other),
@@ -81,12 +78,18 @@ class Culprits:
         found["results"] = ("/".join(target.mark[1:]),)
         if cause.known == "scale":
             found["factor"] = cause.factor
-            found["axes"] = tuple(
-                name for name, size in self._sizes.items() if size != 1.0 and _is_factor(cause.factor, size)
-            )
+            found["axes"] = self._name_factor(cause.factor)
         elif found["taken"] is not None:
             found["axes"] = found["taken"].over
         return found
+
+    def _name_factor(self, factor: float) -> tuple[str, ...]:
+        """Return the sizes of the run that a factor is, or that it divides by."""
+        return tuple(
+            name
+            for name, size in self._sizes.items()
+            if size != 1.0 and any(math.isclose(factor, each, rel_tol=1e-9) for each in (size, 1 / size))
+        )
 
     def _operation(self, at: At) -> Operation:
         return describe_op(self._joint.programs[at[0]], self._joint.op(at))
@@ -124,14 +127,11 @@ class Culprits:
         """Return where another operand than that of one device comes from: traced back as far as it is another."""
         factor, maker = self._trace_scale(taken)
         if factor != 1.0:
-            axes = tuple(
-                name for name, size in self._sizes.items() if size != 1.0 and _is_factor(factor, size)
-            )
             return {
                 "mechanism": "scale",
                 "here": self._operation(maker),
                 "factor": factor,
-                "axes": axes,
+                "axes": self._name_factor(factor),
                 "operand": -1,
                 "taken": None,
                 "others": (),
@@ -180,7 +180,7 @@ class Culprits:
             known = self._alignment.find((maker[0], pair.mine))
             if known is None or known.over:
                 return None
-            if known.ids is not None and self._one.has(pair.theirs, known.ids) < 0.99:
+            if known.ids is not None and not self._one.holds(pair.theirs, known.ids):
                 others.append(((maker[0], pair.mine), pair.theirs))
         # Of several, the others may be computed from the earliest.
         return (maker, *min(others, key=lambda each: self._joint.maker(each[0])[1])) if others else None
@@ -188,14 +188,12 @@ class Culprits:
     def _skip_moves(self, at: At) -> At:
         """Return the value of which a value has elements."""
         while is_passing(self._joint, self._joint.maker(at)):
-            sources = [each for each in self._joint.reads(self._joint.maker(at)) if self._is_number(each)]
+            reads = self._joint.reads(self._joint.maker(at))
+            sources = [each for each in reads if self._joint.value(each).is_floating]
             if len(sources) != 1:
                 break
             at = sources[0]
         return at
-
-    def _is_number(self, at: At) -> bool:
-        return self._joint.value(at).dtype.startswith(("float", "bfloat"))
 
     def _root_of(self, number: int) -> int:
         roots = self._one.roots_of(number)
@@ -315,10 +313,6 @@ def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
         for mine, theirs in pairs
         if not (list(list_refs([mine, theirs])) or str(mine) == str(theirs))
     )
-
-
-def _is_factor(factor: float, size: float) -> bool:
-    return math.isclose(factor, size, rel_tol=1e-9) or math.isclose(factor, 1 / size, rel_tol=1e-9)
 
 
 def _join(operations: Iterable[Operation]) -> tuple[Operation, ...]:

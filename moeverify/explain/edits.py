@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -135,9 +135,8 @@ def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair
     whole = one.data(pair.theirs)
     mine = alignment.joint.value((at[0], pair.mine))
     known = alignment.find((at[0], pair.mine))
-    is_number = mine.dtype.startswith(("float", "bfloat"))
     is_right_here = alignment.is_right((at[0], pair.mine))
-    if whole is None or (is_number and (known is None or known.ids is None or not is_right_here)):
+    if whole is None or (mine.is_floating and (known is None or known.ids is None or not is_right_here)):
         return []  # not known to be another value: it may follow from what is wrong before it
     ids = None if known is None or known.over else known.ids
     found = [None if ids is None else _same_rows(one, pair.theirs, whole, ids)]
@@ -165,7 +164,7 @@ def _list_cuts(alignment: Alignment, one: OneDevice, at: At, other: Op) -> list[
 def _find_wholes(alignment: Alignment, one: OneDevice, at: At, pair: Pair) -> list[Tensor]:
     """Return the whole tensor of which a rank takes a part."""
     whole, known = one.data(pair.theirs), alignment.find((at[0], pair.mine))
-    if whole is None or known is None or known.ids is None or one.has(pair.theirs, known.ids) <= 0.99:
+    if whole is None or known is None or known.ids is None or not one.holds(pair.theirs, known.ids):
         return []
     return [whole]
 
@@ -175,9 +174,8 @@ def _same_rows(one: OneDevice, value: int, whole: Tensor, ids: Tensor) -> Tensor
     own = one.ids(value)
     if own is None or not own.numel() or ids.ndim < 2 or own.ndim < 2 or ids.shape[-1] != own.shape[-1]:
         return None
-    flat, order = torch.sort(own.reshape(-1))
-    at = torch.searchsorted(flat, ids.contiguous()).clamp(max=len(flat) - 1)
-    rows = torch.where(flat[at] == ids, order[at] // own.shape[-1], -1).reshape(-1, ids.shape[-1])
+    places = one.find_places(value, ids)
+    rows = torch.where(places >= 0, places // own.shape[-1], -1).reshape(-1, ids.shape[-1])
     found = rows.amax(1)
     if bool((found < 0).any()) or bool(((rows != found[:, None]) & (rows >= 0)).any()):
         return None
@@ -218,13 +216,8 @@ def _positions(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
 
 def _find_places(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
     """Return where in a value elements stand, -1 for padding; None if some do not."""
-    own = one.ids(value)
-    if own is None or not own.numel():
-        return None
-    flat, order = torch.sort(own.reshape(-1))
-    at = torch.searchsorted(flat, ids.contiguous()).clamp(max=len(flat) - 1)
-    is_there = flat[at] == ids
-    return torch.where(ids > 0, order[at], -1) if bool((is_there | (ids == 0)).all()) else None
+    places = one.find_places(value, ids)
+    return places if bool(((places >= 0) | (ids == 0)).all()) else None
 
 
 def _broadcast_pick(one: OneDevice, value: int, data: Tensor | None, positions: Tensor) -> Tensor | None:
@@ -405,8 +398,7 @@ def list_numbers(alignment: Alignment, ops: Sequence[At], numbers: Sequence[floa
 
 
 def _with_argument(op: Op, place: int, value: Any) -> Op:
-    args = (*op.args[:place], value, *op.args[place + 1 :])
-    return Op(op.number, op.name, args, op.kwargs, op.results, op.written)
+    return replace(op, args=(*op.args[:place], value, *op.args[place + 1 :]))
 
 
 def _pass(number: int, count: int) -> Callable[[Callable[[int], Tensor]], list[Tensor]]:
@@ -439,7 +431,7 @@ def _with_options(op: Op, other: Op) -> Op:
         return mine if isinstance(theirs, Ref) else theirs
 
     args = [merge(mine, theirs) for mine, theirs in zip(op.args, other.args, strict=False)]
-    return Op(op.number, op.name, tuple(args), {**op.kwargs, **_plain(other)}, op.results, op.written)
+    return replace(op, args=tuple(args), kwargs={**op.kwargs, **_plain(other)})
 
 
 def _plain(op: Op) -> dict[str, Any]:
@@ -459,4 +451,4 @@ def _with_operator(op: Op, other: Op) -> Op:
 
     args = tuple(fill(each) for each in other.args)
     named = {name: fill(value) for name, value in other.kwargs.items()}
-    return Op(op.number, other.name, args, named, op.results, other.written)
+    return replace(op, name=other.name, args=args, kwargs=named, written=other.written)

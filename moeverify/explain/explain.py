@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -42,6 +44,15 @@ _MOST_NUMBERS = 12
 _MOST_BEFORE = 200
 _MOST_OTHERS = 16
 _LARGEST = 1e6
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Operators between right values and wrong results, in the order of the program; `ends` make these results."""
+
+    alignment: Alignment
+    unknown: Sequence[At]
+    ends: frozenset[At]
 
 
 class Explainer:
@@ -188,24 +199,26 @@ class Explainer:
         factor = self._find_factor(target, state)
         if factor is not None:
             alignment = alignment.without_scale(factor)
-        unknown = self._list_unknown(alignment, target)
-        first = next(self.list_suspects(alignment, unknown, target), None)
+        stretch = self._open(alignment, target)
+        first = next(self._list_suspects(stretch), None)
         place = [] if first is None else [Cause(list(first), [], [target])]
         if first is not None:
-            place[0].stretch = self._list_stretch(first, unknown)
+            place[0].stretch = self._list_stretch(first, stretch.unknown)
             place[0].known = self._find_kind(alignment, target, factor)
             place[0].factor = 1.0 if factor is None else factor
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
-        found = self._search(target, state, end, _LONGEST_CHAIN, factor) if self._proves else None
+        found = self._search(target, state, stretch, end, _LONGEST_CHAIN) if self._proves else None
         if found is None or (place and place[0].known and found[0][0].repairs[0].kind in _VAGUE):
             return place, state
         return found
 
-    def _list_unknown(self, alignment: Alignment, target: Target) -> list[At]:
-        """Return the operators by which the first wrong results are made of right values."""
+    def _open(self, alignment: Alignment, target: Target) -> _Stretch:
+        """Return the operators by which the first wrong results before a target, or it, are made of right values."""
         values = list(target.values.values())
-        return list_unknown(alignment, self.landmarks.find_first_wrong(alignment, values) or values)
+        ends = self.landmarks.find_first_wrong(alignment, values)
+        makers = frozenset(self.joint.maker(at) for at in (*values, *ends))
+        return _Stretch(alignment, list_unknown(alignment, ends or values), makers)
 
     def _find_factor(self, target: Target, state: Execution) -> float | None:
         """Return by which factor a result is more than the right one on all ranks where it is wrong, if by one."""
@@ -260,15 +273,14 @@ class Explainer:
         return sorted(found, key=joint.place)
 
     def _search(
-        self, target: Target, state: Execution, end: float, depth: int, factor: float | None
+        self, target: Target, state: Execution, stretch: _Stretch, end: float, depth: int
     ) -> tuple[list[Cause], Execution] | None:
         """Find edits that together repair a target, or the next end of a module before it.
 
         An edit that makes the results of its operators right, but no end, is a step on the way.
         """
-        alignment = self.alignment.without_scale(factor).under(state)
-        unknown = self._list_unknown(alignment, target)
-        suspects = list(self.list_suspects(alignment, unknown, target))[:_MOST_SUSPECTS]
+        alignment, unknown = stretch.alignment, stretch.unknown
+        suspects = list(islice(self._list_suspects(stretch), _MOST_SUSPECTS))
         counterparts = Counterparts(alignment, self.one)
         steps: list[tuple[Cause, Execution]] = []
         before: set[At] = set()
@@ -287,7 +299,8 @@ class Explainer:
                     steps.append((cause, self.joint.execute(edit.changes, None, state)))
             before.update(ops)
         for cause, after in steps[:_MOST_BRANCHES] if depth else ():
-            found = self._search(target, after, end, depth - 1, factor)
+            further = self._open(alignment.under(after), target)
+            found = self._search(target, after, further, end, depth - 1)
             if found is not None:
                 return self._shorten([cause, *found[0]], found[1], target, unknown, state)
         for edit in self._list_further(alignment, counterparts, unknown, suspects):
@@ -384,21 +397,16 @@ class Explainer:
                 found |= dict.fromkeys(each for each in list_numbers_of(other.args) if abs(each) < _LARGEST)
         return list(found)[:_MOST_NUMBERS]
 
-    def list_suspects(
-        self, alignment: Alignment, unknown: Sequence[At], target: Target
-    ) -> Iterator[tuple[At, ...]]:
+    def _list_suspects(self, stretch: _Stretch) -> Iterator[tuple[At, ...]]:
         """Yield the operators of an unknown stretch whose operands are all right, in the order of the program."""
-        joint, seen, inside = self.joint, set(), set(unknown)
-        ends = {joint.maker(at) for at in target.values.values()}
-        ends |= {
-            joint.maker(at) for at in self.landmarks.find_first_wrong(alignment, list(target.values.values()))
-        }
-        for at in unknown:
-            op = joint.op(at)
-            if at in seen or not op.results:
+        joint, alignment = self.joint, stretch.alignment
+        seen: set[At] = set()
+        inside = set(stretch.unknown)
+        for at in stretch.unknown:
+            results = [(at[0], number) for number in joint.op(at).results]
+            if at in seen or not results:
                 continue
-            results = [(at[0], number) for number in op.results]
-            if not (at in ends or any(map(alignment.is_wrong, results))):
+            if not (at in stretch.ends or any(map(alignment.is_wrong, results))):
                 continue
             if not self._takes_right(alignment, at):
                 continue
@@ -409,10 +417,7 @@ class Explainer:
 
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
         """Return whether all that an operator takes is right, as far as it can be told."""
-        hidden = self.joint.hidden(op)
-        return not any(
-            map(alignment.is_wrong, [*self.joint.reads(op), *([] if hidden is None else [hidden])])
-        )
+        return not any(map(alignment.is_wrong, self.joint.needs(op)))
 
 
 def _order(target: Target) -> int:

@@ -86,6 +86,11 @@ class Joint:
         members = self._peers.get(op, (op,))
         return [(rank, number) for rank, each in members for number in self._reads[rank][each]]
 
+    def needs(self, op: At) -> list[At]:
+        """Return what an operator reads, and the value from which a number among its arguments was computed."""
+        hidden = self.hidden(op)
+        return self.reads(op) if hidden is None else [*self.reads(op), hidden]
+
     def hidden(self, op: At) -> At | None:
         """Return the value from which a number among the arguments of an operator was computed in Python."""
         return self._hidden.get(op)
@@ -147,7 +152,7 @@ class Execution:
     def __init__(
         self, joint: Joint, changes: Changes, needed: set[At] | None = None, base: Execution | None = None
     ) -> None:
-        self._joint, self._base = joint, base
+        self._joint = joint
         self.changes: Changes = changes if base is None else base.changes | changes
         self._data: dict[At, Tensor] = {} if base is None else dict(base._data)
         self._data |= changes.values

@@ -15,8 +15,6 @@ EndName = tuple[str, bool, int]
 _MOST_FOLLOWED = 60
 """Operators that may follow from a result that is no longer wrong after them."""
 
-_SHARE = 0.99
-
 
 class Landmarks:
     """The ends of modules in a step, on all ranks and on one device."""
@@ -38,7 +36,7 @@ class Landmarks:
         if known is None or known.ids is None:
             return False
         right = self._right.get(self.by_rank[at[0]][at[1]], ())
-        return any(self._one.has(value, known.ids) > _SHARE for value in right)
+        return any(self._one.holds(value, known.ids) for value in right)
 
     def find_first_wrong(self, alignment: Alignment, targets: Sequence[At]) -> list[At]:
         """Return the first wrong ends that targets are computed from, one for each rank at most."""

@@ -160,6 +160,11 @@ class Value:
     label: str = ""
     alias: int = -1
 
+    @property
+    def is_floating(self) -> bool:
+        """Return whether it has numbers, and not whole numbers or a mask."""
+        return self.dtype.startswith(("float", "bfloat"))
+
 
 @dataclass(slots=True)
 class Shown:
@@ -213,6 +218,13 @@ class Program:
     def sites_of(self, op: Op) -> tuple[Site, ...]:
         """Return the lines of an operator, or those of the operator of which it is the derivative."""
         return self.ops[op.origin].sites if op.origin >= 0 and not op.sites else op.sites
+
+    def base(self, value: int) -> Value:
+        """Return the value of which a value is a view, or the value itself."""
+        found = self.values[value]
+        while found.alias >= 0:
+            found = self.values[found.alias]
+        return found
 
     def op_of(self, value: int) -> Op:
         """Return the operator that made a value."""

@@ -13,8 +13,6 @@ from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.suspects import Target, is_target_right
 
-_ALMOST_ALL = 0.99
-
 
 class Proof:
     """Executes changes. `right` are the results that are right without them, and have to stay so."""
@@ -42,7 +40,7 @@ class Proof:
             if known is None or known.ids is None:
                 return False
             other = edit.others.get(at)
-            if other is not None and self._one.has(other.results[0], known.ids) < 0.99:
+            if other is not None and not self._one.holds(other.results[0], known.ids):
                 return False
         return True
 
@@ -130,6 +128,7 @@ class Proof:
         return at not in state.tainted and self._landmarks.is_right(at, self._alignment.under(state))
 
     def is_repaired(self, target: Target, state: Execution) -> bool:
+        """Return whether a target is right on all ranks."""
         for rank, at in target.values.items():
             data = state.data(at)
             if at in state.tainted or data is None or not is_target_right(data, target, rank):

@@ -24,7 +24,6 @@ from moeverify.explain.arguments import (
     has_operators,
     is_covered,
     is_equal,
-    list_floats,
     list_tensors,
     member,
     member_of,
@@ -55,11 +54,11 @@ from moeverify.explain.sites import find_sites, is_direct
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
+from moeverify.train.module_taps import list_floats
 
 MOST_ELEMENTS = 1 << 28
 """Elements that are kept of the values of a step: 2 GiB in float64."""
 
-_NO_OPERATORS = torch._C._disabled_torch_dispatch_impl
 _SAME = frozenset({"detach", "alias", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd"})
 """Operators whose result is the very tensor that they take."""
 
@@ -464,7 +463,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             return
         step = self._step
         count = self._calls[step, name] = self._calls.get((step, name), -1) + 1
-        for slot, tensor in enumerate(list_floats(output)):
+        for slot, tensor in enumerate(each for _, each in list_floats(output) if each.numel()):
             with _disable_current_modes():
                 self.program.ends.append(
                     End(step, name, False, slot, count, self._find(local_part(tensor.detach())))

@@ -62,8 +62,7 @@ def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:
         if op in found:
             continue
         found.update(joint.members(op))
-        hidden = joint.hidden(op)
-        for source in [*joint.reads(op), *([] if hidden is None else [hidden])]:
+        for source in joint.needs(op):
             if not alignment.is_right(source):
                 waiting.append(joint.maker(source))
     return sorted(found, key=joint.place)
