@@ -212,6 +212,8 @@ class Elements:
         data = self._one.values[number].data
         if data is not None and not data.is_floating_point():
             return data
+        if data is not None and is_blank(self._one.op_of(number)):
+            return torch.zeros(data.shape, dtype=torch.float64)
         ids = self.ids[number] if number < len(self.ids) else None
         return None if ids is None else ids.to(torch.float64)
 
