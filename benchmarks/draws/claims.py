@@ -191,8 +191,8 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
 def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Claim:
     """Return the claim of a finding whose cause is the first wrong operation."""
     here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
-    # What is missing, or where a result was first seen to be another, has no line that is wrong.
-    is_seen = bool(culprit["results"]) or culprit["mechanism"] in ("total", "reduction")
+    # Where something is missing or first seen, and at both ends of a race, no line is wrong by itself.
+    is_seen = bool(culprit["results"]) or culprit["mechanism"] in ("total", "reduction", "race")
     operations = [] if is_seen else [here, *culprit["moves"], culprit.get("made") or {}]
     lines = [line for each in operations for line in _list_lines(each, callers=1)]
     others = [*culprit["others"], *culprit["between"], *culprit["moves_there"], culprit.get("there") or {}]
@@ -203,7 +203,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         taken.get("operation") or {},
         right.get("operation") or {},
     ]
-    names = [name.partition("/")[2] for name in (*culprit["results"], *culprit["repaired"])]
+    names = [name.partition("/")[2] or name for name in (*culprit["results"], *culprit["repaired"])]
     tensors = [
         finding.get("tensor"),
         "" if is_seen else here["module"],
@@ -238,10 +238,11 @@ def _read_kind_of_culprit(
 ) -> str:
     here, mechanism = culprit["here"], culprit["mechanism"]
     if mechanism in _KIND_OF_MECHANISM and here["step"] >= 0:
-        return _KIND_OF_MECHANISM[mechanism]
+        is_rate = mechanism == "scale" and here["phase"] == "step"
+        return "optimizer" if is_rate else _KIND_OF_MECHANISM[mechanism]
     if here["step"] < 0:
         return "elsewhere" if mechanism == "moved" else "state"
-    if taken and right and taken["step"] != right["step"]:
+    if taken and right and (taken["step"] != right["step"] or taken["label"] == right["label"] != ""):
         return "state"
     if taken and right and taken["label"] and right["label"] and taken["label"] != right["label"]:
         return "elsewhere"

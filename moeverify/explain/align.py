@@ -156,6 +156,11 @@ class Alignment:
         """Return what a value has in common with those made at the same place of the program."""
         return self._keys[at[0]][at[1]]
 
+    def is_on_one_device(self, at: At) -> bool:
+        """Return whether one device makes values at the same place of its program, as often or a part as often."""
+        theirs = len(self._one_by_key.get(self.key(at), ()))
+        return theirs > 0 and sum(each[0] == at[0] for each in self.siblings(at)) % theirs == 0
+
     def siblings(self, at: At) -> list[At]:
         """Return the values of all ranks and micro-batches that are made at the same place of the program."""
         return self._by_key[self.key(at)]

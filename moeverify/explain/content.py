@@ -223,14 +223,18 @@ class Elements:
 
     def roots(self, ids: Tensor) -> list[int]:
         """Return the values that computed some elements, those of most elements first."""
+        return list(self.shares(ids))
+
+    def shares(self, ids: Tensor) -> dict[int, float]:
+        """Return the values that computed some elements, with the share of each, the largest first."""
         flat = ids.reshape(-1)
         flat = flat[flat > 0]
         if not len(flat):
-            return []
+            return {}
         places = torch.bucketize(flat - 1, self._starts, right=True) - 1
         counts = torch.bincount(places)
         found = counts.argsort(descending=True)[: int((counts > 0).sum())]
-        return [self._roots[place] for place in found.tolist()]
+        return {self._roots[place]: int(counts[place]) / ids.numel() for place in found.tolist()}
 
     def pick(self, ids: Tensor) -> Tensor:
         """Return the values of elements; zero for padding. Shape: that of `ids`, float64."""

@@ -266,7 +266,18 @@ def _pair_by_elements(op: Op, other: Op, one: OneDevice, ids: Mapping[int, Tenso
 
 
 def pair_tensors(op: Op, other: Op) -> list[Pair]:
-    """Return the tensor arguments that stand at the same place of two calls of one operator."""
+    """Return the tensor arguments that stand at the same place of two calls of one operator.
+
+    An operator on lists takes its tensors in the order of the operator on a tensor.
+    """
+    if op.name != other.name and op.short == other.short:
+        mine_all = [each for place, arg in enumerate(op.args) for each in _list_places((place,), arg)]
+        theirs_all = [each for place, arg in enumerate(other.args) for each in _list_places((place,), arg)]
+        return [
+            Pair(place, mine, theirs)
+            for (place, mine), (_, theirs) in zip(mine_all, theirs_all, strict=False)
+            if place[0] not in op.overwritten
+        ]
     pairs: list[Pair] = []
     for place, (mine, theirs) in enumerate(zip(op.args, other.args, strict=False)):
         if place not in op.overwritten:
@@ -274,6 +285,15 @@ def pair_tensors(op: Op, other: Op) -> list[Pair]:
     for name in op.kwargs.keys() & other.kwargs.keys():
         pairs += _pair((name,), op.kwargs[name], other.kwargs[name])
     return pairs
+
+
+def _list_places(place: Place, argument: object) -> Iterator[tuple[Place, int]]:
+    """Yield the places of the values in an argument, with their numbers."""
+    if isinstance(argument, Ref):
+        yield place, argument.number
+    elif isinstance(argument, list | tuple):
+        for number, each in enumerate(argument):
+            yield from _list_places((*place, number), each)
 
 
 def _pair(place: Place, mine: object, theirs: object) -> list[Pair]:

@@ -16,15 +16,20 @@ from moeverify.explain.counterparts import pair_tensors
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At, Joint
-from moeverify.explain.program import BATCH, LEAF, READ, UNSEEN, Op, Program, Ref, Site, list_refs
+from moeverify.explain.program import BATCH, LEAF, READ, UNSEEN, Op, Program, Site, list_refs
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Source
 
 _AROUND = 1
 """Lines of a file that are shown before and after that of a call."""
 
+_PACKAGE = str(Path(__file__).parents[1])
+
 _MOST_MOVES = 3
 _MOST_REPAIRED = 20
 _MOST_OTHERS = 4
+_MOST_MIXED = 2
+_LEAST_SHARE = 0.05
+"""Share of elements from which on a value is named as one of those that a tensor is a mix of."""
 _MOST_BETWEEN = 12
 _HIDDEN = frozenset({LEAF, READ, UNSEEN})
 
@@ -38,6 +43,7 @@ class Culprits:
         self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None
     ) -> None:
         self._sizes = dict(sizes or {})
+        self._landmarks = explainer.landmarks
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._groups = groups
 
@@ -78,13 +84,15 @@ class Culprits:
         found["results"] = ("/".join(target.mark[1:]),)
         if cause.known == "scale":
             found["factor"] = cause.factor
-            found["axes"] = self._name_factor(cause.factor)
+            found["axes"] = self._name_factor(cause.factor, cause.ops[0])
         elif found["taken"] is not None:
             found["axes"] = found["taken"].over
         return found
 
-    def _name_factor(self, factor: float) -> tuple[str, ...]:
-        """Return the sizes of the run that a factor is, or that it divides by."""
+    def _name_factor(self, factor: float, maker: At) -> tuple[str, ...]:
+        """Return the sizes of the run that a factor is, or that it divides by; an optimizer has rates of its own."""
+        if self._joint.op(maker).phase == "step":
+            return ()
         return tuple(
             name
             for name, size in self._sizes.items()
@@ -100,11 +108,18 @@ class Culprits:
         moves = [each for at in self._joint.reads(first) for each in list_chain(self._joint, [at])]
         stretch = [at for at in cause.stretch if at[0] == first[0]]
         order = sorted({*(at for at in moves if at[0] == first[0]), first, *stretch}, key=self._joint.place)
-        return _join(map(self._operation, order))[-_MOST_BETWEEN:]
+        users = [
+            at
+            for at in order
+            if not all(map(_is_own, self._joint.programs[at[0]].sites_of(self._joint.op(at))[:1]))
+        ]
+        return _join(map(self._operation, users or order))[-_MOST_BETWEEN:]
 
     def _describe(self, first: At, edit: Edit) -> dict[str, Any]:
         """Return what an edit changes, as fields of a culprit."""
         op, other = self._joint.op(first), edit.other
+        if edit.kind == "returned" and other is not None:
+            return self._describe_returned(first, other)
         if edit.kind == "number":
             return {"numbers": edit.numbers or list_differences(op, other)}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
@@ -118,10 +133,22 @@ class Culprits:
             found["right"] = self._source((first[0], number))
             found["numbers"] = ((str(name), ""),)
         elif edit.kind in ("operand", "whole") and other is not None:
-            theirs = _operand_at(other, edit.place)
+            pairs = pair_tensors(op, other)
+            theirs = next((pair.theirs for pair in pairs if pair.place == edit.place), None)
             if theirs is not None:
                 found |= self._describe_operand(first, taken, theirs)
         return found
+
+    def _describe_returned(self, maker: At, other: Op) -> dict[str, Any]:
+        """Return which value a module returns, and which one on one device."""
+        end = next(
+            (maker[0], number)
+            for number in self._joint.op(maker).results
+            if self._landmarks.is_end((maker[0], number))
+        )
+        module, *_ = self._landmarks.by_rank[end[0]][end[1]]
+        right = describe_value(self._one.program, other.results[0])
+        return {"taken": self._source(end), "right": right, "results": (module,)}
 
     def _describe_operand(self, reader: At, taken: At, theirs: int) -> dict[str, Any]:
         """Return where another operand than that of one device comes from: traced back as far as it is another."""
@@ -131,7 +158,7 @@ class Culprits:
                 "mechanism": "scale",
                 "here": self._operation(maker),
                 "factor": factor,
-                "axes": self._name_factor(factor),
+                "axes": self._name_factor(factor, maker),
                 "operand": -1,
                 "taken": None,
                 "others": (),
@@ -145,10 +172,20 @@ class Culprits:
             }
             found |= {"there": describe_op(self._one.program, self._one.reader(theirs)), "others": ()}
         found |= {"taken": self._source(taken), "right": describe_value(self._one.program, theirs)}
+        zeros = self._count_zeros(taken, theirs)
+        if found["taken"] is not None and zeros > _LEAST_SHARE:
+            found["taken"] = found["taken"].model_copy(update={"zeros": zeros})
         maker = self._joint.maker(self._skip_moves(taken))
         if self._joint.op(maker).short not in _HIDDEN:
             found["made"] = self._operation(maker)
         return found | self._describe_moves(taken, theirs)
+
+    def _count_zeros(self, mine: At, theirs: int) -> float:
+        """Return which share of a value's elements is zero, beyond that of the right value's."""
+        here, there = self._alignment.data(mine), self._one.data(theirs)
+        if here is None or there is None or not here.numel() or not there.numel():
+            return 0.0
+        return float((here == 0).double().mean()) - float((there == 0).double().mean())
 
     def _trace_scale(self, taken: At) -> tuple[float, At]:
         """Return by which factor a value is too large, and the operator whose operands are not, before it."""
@@ -169,11 +206,13 @@ class Culprits:
         maker = self._joint.maker(self._skip_moves(taken))
         known = self._alignment.find(taken)
         is_named = known is not None and known.ids is not None and self._one.label(known.ids) != ""
-        if is_named or self._joint.op(maker).step < 0:
+        # Elements of the right operand, moved or mixed with others: the moves are wrong, not what computed them.
+        is_mixed = not set(self._root(taken)).isdisjoint(self._one.roots_of(theirs))
+        if is_named or is_mixed or self._joint.op(maker).step < 0:
             return None
         other = self._one.program.ops[self._one.maker(self._root_of(theirs))]
         op = self._joint.op(maker)
-        if op.name != other.name or op.meeting is not None or not list(op.reads()):
+        if op.short != other.short or op.meeting is not None or not list(op.reads()):
             return None
         others = []
         for pair in pair_tensors(op, other):
@@ -224,12 +263,20 @@ class Culprits:
         known = self._alignment.find(at)
         if known is None or known.ids is None:
             return None
-        roots = self._one.roots(known.ids)
-        if not roots:
+        shares = self._one.elements.shares(known.ids)
+        if not shares:
             return None
-        found = describe_value(self._one.program, roots[0])
-        over = self.name_over(known.over)
-        return found.model_copy(update={"over": over, "scale": known.scale})
+        main = next(iter(shares))
+        mixed = [root for root, share in shares.items() if share > _LEAST_SHARE and root != main]
+        found, *further = (describe_value(self._one.program, root) for root in (main, *mixed))
+        others = {_name(each): each for each in further if _name(each) != _name(found)}
+        return found.model_copy(
+            update={
+                "over": self.name_over(known.over),
+                "scale": known.scale,
+                "others": tuple(others.values())[:_MOST_MIXED],
+            }
+        )
 
     def name_over(self, over: Sequence[At]) -> tuple[str, ...]:
         """Return the mesh axes over which values are summed."""
@@ -244,16 +291,22 @@ class Culprits:
 
 def describe_op(program: Program, op: Op) -> Operation:
     """Return an operator with the lines that call it."""
-    lines = [make_line(site) for site in program.sites_of(op)]
+    sites = program.sites_of(op)
+    callers = sites[1:] if sites and _is_own(sites[0]) else [site for site in sites[1:] if not _is_own(site)]
     return Operation(
         operator=op.short,
-        line=lines[0] if lines else None,
-        callers=tuple(each.model_copy(update={"lines": ()}) for each in lines[1:]),
+        line=make_line(sites[0]) if sites else None,
+        callers=tuple(make_line(site).model_copy(update={"lines": ()}) for site in callers),
         module=op.module,
         phase=op.phase,
         step=op.step,
         is_derivative=not op.sites and op.origin >= 0,
     )
+
+
+def _is_own(site: Site) -> bool:
+    """Return whether a line is of this package, which calls a user's code."""
+    return site.file.startswith(_PACKAGE)
 
 
 def describe_value(program: Program, number: int) -> Source:
@@ -315,6 +368,12 @@ def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
     )
 
 
+def _name(source: Source) -> object:
+    """Return what tells a value from others in a report."""
+    line = source.operation.line if source.operation is not None else None
+    return source.label or (line and (line.file, line.line, line.expression)), source.step
+
+
 def _join(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """Return the operations that lines of code call, one for each line."""
     found: dict[tuple[str, int], Operation] = {}
@@ -333,14 +392,6 @@ def _find_place(op: Op, number: int) -> int:
     """Return which of the tensors that an operator takes a value is."""
     numbers = list(op.refs())
     return numbers.index(number) if number in numbers else -1
-
-
-def _operand_at(op: Op, place: Sequence[int | str]) -> int | None:
-    """Return the value at a place of a call."""
-    found: Any = op.kwargs.get(place[0]) if isinstance(place[0], str) else op.args[place[0]]
-    for each in place[1:]:
-        found = found[each]
-    return found.number if isinstance(found, Ref) else None
 
 
 def _is_alike(op: Op, other: Op) -> bool:

@@ -19,9 +19,11 @@ from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import execute_all
 from moeverify.explain.program import Op, Ref
 
-Kind = Literal["number", "operator", "operand", "total", "share", "whole", "removed", "inserted", "value"]
+Kind = Literal[
+    "number", "operator", "operand", "total", "share", "whole", "removed", "inserted", "returned", "value"
+]
 """What an edit changes: options, the operator, an operand (by another value, the total of its parts, or the whole of
-which it is a part), the operator as such, or its result."""
+which it is a part), the operator as such, what a module returns, or the result."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def _list_towards(alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At
     joint = alignment.joint
     first, other = pairs[0]
     op = joint.op(first)
-    if op.meeting is None and op.name == other.name:
-        if any(_options(joint.op(at)) != _options(each) for at, each in pairs):
+    if op.meeting is None and op.short == other.short:
+        if op.name == other.name and any(_options(joint.op(at)) != _options(each) for at, each in pairs):
             yield _make("number", pairs, lambda at, each: _with_options(joint.op(at), each))
         for pair in pair_tensors(op, other):
             yield from _list_operands(alignment, one, pairs, pair.place)
@@ -136,17 +138,18 @@ def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair
     mine = alignment.joint.value((at[0], pair.mine))
     known = alignment.find((at[0], pair.mine))
     is_right_here = alignment.is_right((at[0], pair.mine))
-    if whole is None or (mine.is_floating and (known is None or known.ids is None or not is_right_here)):
+    tells = alignment.tells((at[0], pair.mine))
+    if whole is None or (tells and (known is None or known.ids is None or not is_right_here)):
         return []  # not known to be another value: it may follow from what is wrong before it
     ids = None if known is None or known.over else known.ids
     found = [None if ids is None else _same_rows(one, pair.theirs, whole, ids)]
     found.append(_beside(alignment, one, at, other, pair))
-    found.append(take(whole, mine.shape, _list_cuts(alignment, one, at, other)))
+    found.append(take(whole, mine.shape, list_all_cuts(alignment, one, at, other)))
     found.append(None if ids is None else _same_places(one, whole, ids))
     return [each.to(whole.dtype) for each in found if each is not None]
 
 
-def _list_cuts(alignment: Alignment, one: OneDevice, at: At, other: Op) -> list[Cut]:
+def list_all_cuts(alignment: Alignment, one: OneDevice, at: At, other: Op) -> list[Cut]:
     """Return which places of each dimension a rank has of what an operator takes."""
     op, joint = alignment.joint.op(at), alignment.joint
     cuts = list(
@@ -238,7 +241,7 @@ def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Ten
     actual = alignment.joint.value((at[0], op.results[0])).shape
     if right.data is None:
         return None
-    part = take(right.data, actual, _list_cuts(alignment, one, at, other))
+    part = take(right.data, actual, list_all_cuts(alignment, one, at, other))
     if part is not None:
         return part
     for pair in pair_tensors(op, other):
@@ -364,11 +367,12 @@ def list_removals(alignment: Alignment, ops: Sequence[At], depth: int = 0) -> It
     With a `depth` also what that operand was moved from, whatever its shape.
     """
     joint = alignment.joint
-    if not joint.op(ops[0]).results:
-        return
+    results = joint.op(ops[0]).results
+    if not results or alignment.is_on_one_device((ops[0][0], results[0])):
+        return  # one device does this too
     lists = {at: list(list_ancestors(joint, at, depth)) for at in ops}
     count = min(len(each) for each in lists.values())
-    result = joint.value((ops[0][0], joint.op(ops[0]).results[0]))
+    result = joint.value((ops[0][0], results[0]))
     for place in range(count):
         operand = joint.value(lists[ops[0]][place])
         is_cast = joint.op(ops[0]).short.strip("_") == "to_copy"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 import torch
@@ -23,6 +23,7 @@ from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Program
 from moeverify.explain.program import list_numbers as list_numbers_of
 from moeverify.explain.proof import Proof
+from moeverify.explain.returns import list_returns
 from moeverify.explain.suspects import Target, find_targets, list_unknown
 from moeverify.results.checks import Kind
 
@@ -35,10 +36,10 @@ _SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
 _MOST_SUSPECTS = 12
 _MOST_ROUNDS = 40
 _LONGEST_CHAIN = 8
-_LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM)
-"""Kinds of results after those of the forward pass, before what the optimizer makes."""
+_LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
+"""Kinds of results after those of the forward pass, each computed from those before it."""
 
-_AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE, Kind.BUFFER)
+_AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.BUFFER)
 _MOST_BRANCHES = 2
 _MOST_NUMBERS = 12
 _MOST_BEFORE = 200
@@ -64,7 +65,8 @@ class Explainer:
         self._scales = tuple(scales)
         self.alignment = Alignment(self.joint, one, scales)
         self.one = OneDevice(one, self.alignment.elements)
-        self.wrong, self._right = find_targets(self.joint, one, step)
+        wrong, self._right = find_targets(self.joint, one, step)
+        self.wrong = sorted(wrong, key=_order)
         self.causes: list[Cause] = []
         self.tried = 0
         self.is_done = False
@@ -280,12 +282,15 @@ class Explainer:
         An edit that makes the results of its operators right, but no end, is a step on the way.
         """
         alignment, unknown = stretch.alignment, stretch.unknown
-        suspects = list(islice(self._list_suspects(stretch), _MOST_SUSPECTS))
+        suspects = list(itertools.islice(self._list_suspects(stretch), _MOST_SUSPECTS))
         counterparts = Counterparts(alignment, self.one)
         steps: list[tuple[Cause, Execution]] = []
         before: set[At] = set()
         for ops in suspects:
-            for edit in list_edits(alignment, self.one, counterparts, ops):
+            for edit in itertools.chain(
+                list_returns(alignment, self.one, self.landmarks, ops),
+                list_edits(alignment, self.one, counterparts, ops),
+            ):
                 if time.monotonic() > end:
                     return None
                 self.tried += 1
@@ -303,15 +308,24 @@ class Explainer:
             found = self._search(target, after, further, end, depth - 1)
             if found is not None:
                 return self._shorten([cause, *found[0]], found[1], target, unknown, state)
-        for edit in self._list_further(alignment, counterparts, unknown, suspects):
+        edits = (
+            edit
+            for edit in self._list_further(alignment, counterparts, unknown, suspects)
+            if not (edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)))
+        )
+        return self._try(edits, target, unknown, state, end)
+
+    def _try(
+        self, edits: Iterable[Edit], target: Target, unknown: Sequence[At], state: Execution, end: float
+    ) -> tuple[list[Cause], Execution] | None:
+        """Return the first of some edits that repairs a target, or the next end of a module before it."""
+        for edit in edits:
+            if time.monotonic() > end:
+                return None
             self.tried += 1
-            if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)):
-                continue
             done = self._proof.repairs(edit, target, unknown, state)
             if done is not None:
                 return [Cause(list(edit.ops), [edit], [target])], done
-            if time.monotonic() > end:
-                return None
         return None
 
     def _shorten(

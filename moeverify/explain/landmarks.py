@@ -21,22 +21,32 @@ class Landmarks:
 
     def __init__(self, programs: Sequence[Program], one: OneDevice, step: int) -> None:
         self._one = one
-        self.by_rank: list[dict[int, EndName]] = [_list_ends(program, step) for program in programs]
         self._right: dict[EndName, set[int]] = {}
-        for value, name in _list_ends(one.program, step).items():
+        for value, name in _list_ends(one.program, step):
             self._right.setdefault(name, set()).add(value)
+        self.by_rank = [self._name_ends(_list_ends(program, step)) for program in programs]
+
+    def _name_ends(self, ends: Sequence[tuple[int, EndName]]) -> dict[int, EndName]:
+        """Return the name of each end: that of the innermost module that one device has too."""
+        found: dict[int, EndName] = {}
+        for value, name in sorted(ends, key=lambda end: end[1] not in self._right):
+            found.setdefault(value, name)
+        return dict(sorted(found.items()))
 
     def is_end(self, at: At) -> bool:
         """Return whether a value is at the end of a module."""
         return at[1] in self.by_rank[at[0]]
+
+    def list_right(self, at: At) -> list[int]:
+        """Return the values of one device at the same end of a module, in the order in which they are made."""
+        return sorted(self._right.get(self.by_rank[at[0]][at[1]], ()))
 
     def is_right(self, at: At, alignment: Alignment) -> bool:
         """Return whether the end of a module has elements of that of one device."""
         known = alignment.find(at)
         if known is None or known.ids is None:
             return False
-        right = self._right.get(self.by_rank[at[0]][at[1]], ())
-        return any(self._one.holds(value, known.ids) for value in right)
+        return any(self._one.holds(value, known.ids) for value in self.list_right(at))
 
     def find_first_wrong(self, alignment: Alignment, targets: Sequence[At]) -> list[At]:
         """Return the first wrong ends that targets are computed from, one for each rank at most."""
@@ -47,12 +57,12 @@ class Landmarks:
             ends = [(rank, number) for number, name in self.by_rank[rank].items() if name in self._right]
             ends = [at for at in ends if joint.maker(at) in before and alignment.tells(at)]
             for at in ends:
-                if not self.is_right(at, alignment) and not self._is_recovered(at, alignment):
+                if not self.is_right(at, alignment) and not self._is_recovered(at, alignment, set(targets)):
                     found.append(at)
                     break
         return found
 
-    def _is_recovered(self, at: At, alignment: Alignment) -> bool:
+    def _is_recovered(self, at: At, alignment: Alignment, targets: set[At]) -> bool:
         """Return whether all that is computed from an end that looks wrong is soon right again."""
         joint = alignment.joint
         waiting = list(joint.users.get(at, ()))
@@ -67,6 +77,8 @@ class Landmarks:
             for each in joint.members(op):
                 for result in joint.op(each).results:
                     value = (each[0], result)
+                    if value in targets:
+                        return False
                     if alignment.is_wrong(value):
                         if self.is_end(value):
                             return False
@@ -74,8 +86,7 @@ class Landmarks:
         return True
 
 
-def _list_ends(program: Program, step: int) -> dict[int, EndName]:
-    """Return the values at the ends of modules in a step, in the order in which they are made."""
+def _list_ends(program: Program, step: int) -> list[tuple[int, EndName]]:
+    """Return the values at the ends of modules in a step, of inner modules first."""
     ends = [end for end in program.ends if end.step == step]
-    ends.sort(key=lambda end: program.values[end.value].op)
-    return {end.value: (end.module, end.is_gradient, end.slot) for end in ends}
+    return [(end.value, (end.module, end.is_gradient, end.slot)) for end in ends]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from moeverify.explain.align import Alignment
+from moeverify.explain.compare import is_right
 from moeverify.explain.content import says_something
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.edits import Edit
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
+from moeverify.explain.program import Op
 from moeverify.explain.suspects import Target, is_target_right
 
 
@@ -32,17 +36,28 @@ class Proof:
         """Return whether an edit makes the results of its operators those of their counterparts."""
         if edit.kind in ("value", "removed"):
             return False
+        if edit.kind == "returned":
+            return True
         results = [(at[0], self._joint.op(at).results[0]) for at in edit.ops]
         done = self._joint.execute(edit.changes, results, state)
         alignment = self._alignment.under(done)
         for at, result in zip(edit.ops, results, strict=True):
             known = None if result in done.tainted else alignment.find(result)
+            other = edit.others.get(at)
+            if self._is_number_of(done.data(result), other):
+                continue
             if known is None or known.ids is None:
                 return False
-            other = edit.others.get(at)
             if other is not None and not self._one.holds(other.results[0], known.ids):
                 return False
         return True
+
+    def _is_number_of(self, data: Tensor | None, other: Op | None) -> bool:
+        """Return whether a number, which no elements tell from others, is what an operator of one device makes."""
+        right = None if other is None else self._one.data(other.results[0])
+        if data is None or right is None or says_something(data) or data.shape != right.shape:
+            return False
+        return is_right(data, right)
 
     def repairs(
         self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
@@ -105,7 +120,8 @@ class Proof:
         """Return the ends of modules that are made next of what an edit changes, on each rank."""
         joint, inside = self._joint, set(unknown)
         found: dict[int, At] = {}
-        waiting = [(joint.place(op), op) for op in edit.ops]
+        first = () if edit.kind == "returned" else edit.ops
+        waiting = [(joint.place(op), op) for op in first]
         waiting += [(joint.place(op), op) for at in edit.changes.values for op in joint.users.get(at, ())]
         seen = {op for _, op in waiting}
         heapq.heapify(waiting)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -122,27 +122,56 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             register_optimizer_step_pre_hook(self._enter_step),
             register_optimizer_step_post_hook(self._exit_step),
         ]
-        wait = dist.Work.wait
-
-        def wait_and_note(work: Any, *args: Any, **named: Any) -> Any:
-            with self.paused():  # gloo does a part of some collectives here
-                returned = wait(work, *args, **named)
-            self._note_wait(work)
-            return returned
-
-        dist.Work.wait = wait_and_note  # type: ignore[method-assign, assignment]
         self._is_open = True
         try:
-            with self, plain_attention():
+            with self._following_waits(), self, plain_attention():
                 yield
         finally:
             self._is_open = False
-            dist.Work.wait = wait  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
             for pending in list(self._pending):
                 self._complete(pending)
             self._memories.clear()
+
+    @contextmanager
+    def _following_waits(self) -> Iterator[None]:
+        """Note which collectives the program knows to be done while the block runs.
+
+        It may wait for a collective or ask whether it is completed, or do so with a future that follows from it.
+        """
+        work, future = dist.Work, torch._C.Future
+        plain = [
+            (owner, name, getattr(owner, name))
+            for owner, names in (
+                (work, ("wait", "is_completed", "get_future")),
+                (future, ("wait", "done", "then")),
+            )
+            for name in names
+        ]
+        works: dict[Any, Any] = {}
+
+        def note(owner: Any, name: str, call: Callable[..., Any]) -> None:
+            def noted(this: Any, *args: Any, **named: Any) -> Any:
+                # gloo does a part of some collectives while it is waited for; callbacks are the program's own.
+                with self.paused() if owner is work and name == "wait" else nullcontext():
+                    returned = call(this, *args, **named)
+                source = this if owner is work else works.get(this)
+                if source is not None and name in ("get_future", "then"):
+                    works[returned] = source
+                elif source is not None and (name == "wait" or returned):
+                    self._note_wait(source)
+                return returned
+
+            setattr(owner, name, noted)
+
+        for owner, name, call in plain:
+            note(owner, name, call)
+        try:
+            yield
+        finally:
+            for owner, name, call in plain:
+                setattr(owner, name, call)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ Mechanism = Literal[
     "whole",
     "removed",
     "inserted",
+    "returned",
     "value",
     "scale",
     "reduction",
@@ -35,6 +36,7 @@ Mechanism = Literal[
 | `whole` | it works on a part of a tensor where one device works on all of it |
 | `removed` | one device has no such operation |
 | `inserted` | one device applies another operation before it |
+| `returned` | a module returns its result where one device returns another value |
 | `value` | its results are wrong although its operands are right |
 | `scale` | its results are a multiple of the right ones |
 | `reduction` | its results are parts of a sum that is not made |
@@ -80,7 +82,8 @@ class Operation(Record):
 class Source(Record):
     """Which value of one device a value is: a parameter, buffer or input (`label`), or what an operation made.
 
-    `over` names mesh axes over which it is a part of a sum, `scale` the factor that it has been multiplied by.
+    `over` names mesh axes over which it is a part of a sum, `scale` the factor that it has been multiplied by. A mix
+    has elements of `others` too, and `zeros` is the share of elements that are zero, beyond that of the right value.
     """
 
     label: str = ""
@@ -88,6 +91,8 @@ class Source(Record):
     step: int = -1
     over: tuple[str, ...] = ()
     scale: float = 1.0
+    others: tuple[Source, ...] = ()
+    zeros: float = 0.0
 
 
 class Culprit(Record):
@@ -130,15 +135,24 @@ class Culprit(Record):
     @property
     def code(self) -> Cause:
         """Return the cause that it is one of."""
-        if self.mechanism in _CODES:
+        if self.mechanism in _CODES and not (self.mechanism == "scale" and self.here.phase == "step"):
             return _CODES[self.mechanism]
-        if (
-            self.taken is not None
-            and self.right is not None
-            and self.taken.label
-            and self.taken.label == self.right.label
-        ):
+        if self.taken is not None and self.right is not None and _is_stale(self.taken, self.right):
             return Cause.STALE
         return {"forward": Cause.FORWARD, "backward": Cause.BACKWARD, "step": Cause.OPTIMIZER}.get(
             self.here.phase, Cause.FORWARD
         )
+
+
+def _is_stale(taken: Source, right: Source) -> bool:
+    """Return whether a value is another version of the right one: of the same name, or made in another step."""
+    if taken.label or right.label:
+        return taken.label == right.label
+    return (
+        taken.operation is not None
+        and right.operation is not None
+        and taken.operation.line is not None
+        and taken.operation.line == right.operation.line
+        and taken.operation.operator == right.operation.operator
+        and taken.step != right.step
+    )

@@ -15,6 +15,8 @@ def describe_culprit(culprit: Culprit) -> str:
     first = f"{_name_operation(culprit.here)}, on {format_ranks(culprit.ranks)}"
     if culprit.mechanism in _KNOWN and culprit.results:
         return f"{'. '.join(_DIFFERENCES[culprit.mechanism](culprit))}. First seen in the result of {first}"
+    if culprit.mechanism == "returned":
+        return ". ".join([*_describe_returned(culprit), _describe_proof(culprit)])
     parts = [f"first wrong operation: {first}"]
     parts[0] += _DESCRIBE_OPERANDS.get(culprit.mechanism, "; its inputs match")
     parts += _DIFFERENCES[culprit.mechanism](culprit)
@@ -71,6 +73,8 @@ def _show_lines(title: str, line: CodeLine | None) -> list[str]:
 
 def _name_operation(operation: Operation) -> str:
     """Return the expression and the line of an operation; its name and module where there is no line."""
+    if operation.operator == "unseen" and operation.line is not None:
+        return f"a write that no recorded operator made, seen at {_name_line(operation.line)}"
     if operation.line is None:
         inside = f" in {operation.module}" if operation.module else ""
         return f"{operation.operator}, called by autograd{inside}"
@@ -106,6 +110,10 @@ def _name_source(source: Source | None) -> str:
         name += f" (step {source.step})" if source.step >= 0 else " (before the first step)"
     else:
         name = "a value"
+    if source.others:
+        name = f"a mix of {' and of '.join([name, *map(_name_source, source.others)])}"
+    if source.zeros:
+        name += f" ({source.zeros:.0%} of its elements are zero in its place)"
     if source.over:
         name = f"a part, over {' and '.join(source.over)}, of the sum that is {name}"
     return name if source.scale == 1.0 else f"{format_number(source.scale)} times {name}"
@@ -167,6 +175,14 @@ def _describe_inserted(culprit: Culprit) -> list[str]:
     return [f"On one device, its input is {verb} {_name_source(culprit.right)} before; here it is not"]
 
 
+def _describe_returned(culprit: Culprit) -> list[str]:
+    module = ", ".join(culprit.results)
+    return [
+        f"{module} returns the result of {_name_operation(culprit.here)}, on {format_ranks(culprit.ranks)}",
+        f"One device returns {_name_source(culprit.right)}",
+    ]
+
+
 def _describe_value(culprit: Culprit) -> list[str]:
     there = f"One device: {_name_operation(culprit.there)}" if culprit.there is not None else ""
     return [there]
@@ -206,6 +222,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[str]]] = {
     "whole": _describe_whole,
     "removed": _describe_removed,
     "inserted": _describe_inserted,
+    "returned": _describe_returned,
     "value": _describe_value,
     "scale": _describe_scale,
     "reduction": _describe_reduction,

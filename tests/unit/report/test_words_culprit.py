@@ -55,6 +55,11 @@ CASES: dict[Mechanism, tuple[dict[str, Any], str]] = {
         "It takes a part of head.weight; one device takes all of it, one/ffn.py:7",
     ),
     "removed": ({}, "One device does not do this"),
+    "returned": (
+        {"results": ("layers.0.router",), "taken": WEIGHT, "right": MADE, "there": THERE},
+        "layers.0.router returns the result of mul in `x * 0.9`, mine/ffn.py:12 in forward, on ranks 0, 1. "
+        "One device returns the result of add in `x + b`, one/ffn.py:7 in forward (step 2)",
+    ),
     "inserted": (
         {"numbers": (("mul", ""),), "right": WEIGHT},
         "On one device, its input is multiplied with head.weight before; here it is not",

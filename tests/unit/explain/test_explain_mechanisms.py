@@ -1,0 +1,184 @@
+"""How small programs are explained: what a module returns, state that was restored, and moved operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from generated import explain
+from recordings import make, record_call
+from torch import Tensor, nn
+
+from moeverify.explain.content import Elements
+from moeverify.explain.culprits import read_expression
+from moeverify.explain.edits import list_removals
+from moeverify.explain.explain import Explainer
+from moeverify.explain.program import Program
+from moeverify.explain.record import Recorder
+from moeverify.layout.region import Region
+from moeverify.results.cause import Cause
+from moeverify.results.checks import Kind
+from moeverify.results.culprit import Culprit
+
+
+class Scores(nn.Module):
+    """Scores of rows, divided by their sum or not."""
+
+    def __init__(self, *, divides: bool) -> None:
+        super().__init__()
+        self.divides = divides
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = x.sigmoid()
+        chosen = scores.amax(-1)
+        return chosen, scores / scores.sum(-1, keepdim=True) if self.divides else scores
+
+
+def record_model(model: nn.Module, x: Tensor) -> Program:
+    recorder = Recorder()
+    recorder.name_tensors([("x", x)])
+    recorder.name_modules(model)
+    with recorder.recording():
+        recorder.begin_step(0)
+        chosen, scores = model(x)
+        loss = (chosen * 3).sum() + scores.square().sum()
+        recorder.observe(0, Kind.LOSS, "total", loss, Region.whole(()))
+    recorder.program.shares = [((0,), (0,))]
+    return recorder.program
+
+
+def explain_call(
+    ranks: Callable[..., Tensor], one: Callable[..., Tensor], /, **inputs: Tensor
+) -> list[Culprit]:
+    copies = {name: each.clone() for name, each in inputs.items()}
+    return explain(record_call(ranks, None, **copies), record_call(one, None, **inputs))
+
+
+def expression_of(culprit: Culprit) -> str:
+    assert culprit.here.line is not None
+    return culprit.here.line.expression
+
+
+def test_what_a_module_returns_is_told_from_what_it_uses_inside() -> None:
+    wrapped = [nn.Sequential(Scores(divides=divides)) for divides in (False, True)]
+    x = make(4, 5)
+    (culprit,) = explain(record_model(wrapped[0], x), record_model(wrapped[1], x))
+    assert culprit.mechanism == "returned"
+    assert culprit.proved
+    assert culprit.results == ("0",)
+    assert expression_of(culprit) == "x.sigmoid()"
+    assert culprit.there is not None
+    assert culprit.there.operator == "div"
+    assert culprit.repaired == ("loss/total",)
+
+
+def test_a_module_that_returns_the_same_is_not_blamed() -> None:
+    x = make(4, 5)
+    wrong = record_model(nn.Sequential(Scores(divides=True)), x * 1.5)
+    assert all(
+        culprit.mechanism != "returned"
+        for culprit in explain(wrong, record_model(nn.Sequential(Scores(divides=True)), x))
+    )
+
+
+def test_a_number_that_was_restored_is_traced_to_the_line_that_changed_it() -> None:
+    def load(*, ahead: bool) -> Callable[..., Tensor]:
+        def run(count: Tensor) -> Tensor:
+            restored = count + 1 if ahead else count
+            restored.add_(1)
+            return restored
+
+        return run
+
+    (culprit,) = explain_call(load(ahead=True), load(ahead=False), count=torch.tensor(3.0))
+    assert culprit.mechanism == "operand"
+    assert culprit.proved
+    assert culprit.made is not None
+    assert culprit.made.line is not None
+    assert culprit.made.line.expression == "count + 1"
+
+
+def test_an_operator_that_one_device_has_too_is_not_to_be_left_out() -> None:
+    def run(x: Tensor, *, twice: bool) -> Tensor:
+        scaled = x * 0.5
+        return scaled * 0.5 if twice else scaled
+
+    def record(*, twice: bool) -> Program:
+        return record_call(lambda x: run(x, twice=twice), None, x=make(6))
+
+    def list_removed(*, twice: bool) -> list[str]:
+        one, ranks = record(twice=False), record(twice=twice)
+        explainer = Explainer([ranks], one, 0, [])
+        ops = [[(0, op.number)] for op in ranks.ops if op.short == "mul"]
+        edits = [edit for each in ops for edit in list_removals(explainer.alignment, each)]
+        return [read_expression(ranks.ops[edit.ops[0][1]].sites[0]) for edit in edits]
+
+    assert list_removed(twice=False) == []
+    assert list_removed(twice=True) == ["scaled * 0.5"]
+
+
+def test_an_operator_on_lists_is_a_counterpart_of_the_operator_on_a_tensor() -> None:
+    def ranks(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        w.mul_(0.999)
+        w.addcdiv_(a, b, value=-0.25)
+        return w.clone()
+
+    def one(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        torch._foreach_addcdiv_([w], [a], [b], [-0.25])
+        return w.clone()
+
+    (culprit,) = explain_call(ranks, one, w=make(6), a=make(6, seed=1), b=make(6, seed=2).abs() + 1)
+    assert culprit.mechanism == "scale"
+    assert culprit.proved
+    assert expression_of(culprit) == "w.mul_(0.999)"
+    assert abs(culprit.factor - 0.999) < 1e-12
+
+
+def test_the_moves_of_a_mixed_operand_are_shown_and_not_what_computed_it() -> None:
+    def ranks(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        both = (x @ torch.cat([a, b], -1)).view(len(x), -1, 2, 2)
+        return torch.tanh(both[:, :, 0].flatten(1)) * both[:, :, 1].flatten(1)
+
+    def one(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(x @ a) * (x @ b)
+
+    culprits = explain_call(ranks, one, x=make(8, 4), a=make(4, 6, seed=1), b=make(4, 6, seed=2))
+    first = culprits[0]
+    assert first.mechanism == "operand"
+    assert first.proved
+    assert expression_of(first).startswith("torch.tanh(")
+    assert [move.line.expression for move in first.moves if move.line is not None][-1] == "both[:, :, 0]"
+    assert first.taken is not None
+    assert len(first.taken.others) == 1
+
+
+def test_a_moment_of_an_earlier_step_is_a_stale_one() -> None:
+    culprit_code = Culprit.model_validate(
+        {
+            "mechanism": "operand",
+            "proved": True,
+            "here": {"operator": "lerp_", "phase": "step"},
+            "taken": {"operation": _moment(0), "step": 0},
+            "right": {"operation": _moment(1), "step": 1},
+        }
+    ).code
+    assert culprit_code == Cause.STALE
+
+
+def _moment(step: int) -> dict[str, object]:
+    return {"operator": "lerp_", "line": {"file": "train.py", "line": 3}, "phase": "step", "step": step}
+
+
+def test_memory_that_is_filled_has_the_elements_of_what_fills_it() -> None:
+    def run(w: Tensor) -> Tensor:
+        copy = torch.empty_like(w)
+        copy.copy_(w)
+        return copy * 2
+
+    program = record_call(run, w=make(3, 4))
+    elements = Elements(program)
+    (copied,) = [op.results[-1] for op in program.ops if op.short == "copy_"]
+    (given,) = [value.number for value in program.values if value.label == "w"]
+    ids = elements.ids[given]
+    assert ids is not None
+    assert torch.equal(elements.ids[copied], ids)  # type: ignore[arg-type]
