@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,8 @@ from moeverify.explain.counterparts import pair_tensors
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At, Joint
-from moeverify.explain.program import BATCH, LEAF, READ, UNSEEN, Op, Program, Site, list_refs
+from moeverify.explain.program import BATCH, LEAF, READ, SETUP, UNSEEN, Op, Program, Site, list_refs
+from moeverify.explain.suspects import Target, find_targets
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Source
 
 _AROUND = 1
@@ -70,6 +72,10 @@ class Culprits:
                 :_MOST_OTHERS
             ],
         )
+        if mechanism == "place" and here.step < 0:
+            writer = self._find_usual_writer(first)
+            if writer is not None:
+                return culprit.model_copy(update={"mechanism": "written", "proved": True, "made": writer})
         if cause.launch is not None:
             return culprit.model_copy(update={"there": self._operation(cause.launch), "proved": True})
         if is_known:
@@ -87,6 +93,29 @@ class Culprits:
             found["axes"] = self._name_factor(cause.factor, cause.ops[0])
         elif found["taken"] is not None:
             found["axes"] = found["taken"].over
+        return found
+
+    def _find_usual_writer(self, first: At) -> Operation | None:
+        """Return what wrote most weights and buffers that are right before the first step.
+
+        None if no function wrote most of them, or if it wrote the wrong ones too.
+        """
+        wrong, right = find_targets(self._joint, self._one.program, SETUP)
+        writers = [self._list_writers(target, first[0]) for target in right]
+        counts = Counter(function for each in writers for function in each)
+        own = {(site.file, site.function) for site in self._joint.op(first).sites[:1]}
+        own |= {function for target in wrong for function in self._list_writers(target, first[0])}
+        usual = [each for each, count in counts.most_common() if 2 * count > len(writers) and each not in own]
+        return next((each[function] for function in usual for each in writers if function in each), None)
+
+    def _list_writers(self, target: Target, rank: int) -> dict[tuple[str, str], Operation]:
+        """Return the operations that wrote a rank's value into its memory, by their functions."""
+        values = [at for at in target.values.values() if at[0] == rank]
+        written = [at for at in list_chain(self._joint, values) if self._joint.op(at).written]
+        found: dict[tuple[str, str], Operation] = {}
+        for op in written:
+            for site in self._joint.op(op).sites[:1]:
+                found.setdefault((site.file, site.function), self._operation(op))
         return found
 
     def _name_factor(self, factor: float, maker: At) -> tuple[str, ...]:
@@ -153,7 +182,7 @@ class Culprits:
     def _describe_operand(self, reader: At, taken: At, theirs: int) -> dict[str, Any]:
         """Return where another operand than that of one device comes from: traced back as far as it is another."""
         factor, maker = self._trace_scale(taken)
-        if factor != 1.0:
+        if factor != 1.0 and self._is_made_of(theirs, taken):
             return {
                 "mechanism": "scale",
                 "here": self._operation(maker),
@@ -180,6 +209,14 @@ class Culprits:
             found["made"] = self._operation(maker)
         return found | self._describe_moves(taken, theirs)
 
+    def _is_made_of(self, theirs: int, taken: At) -> bool:
+        """Return whether a value has, or is computed from, the elements of which a rank takes a multiple."""
+        known = self._alignment.find(taken)
+        if known is None or known.ids is None:
+            return False
+        operands = self._one.program.op_of(self._root_of(theirs)).reads()
+        return any(self._one.holds(each, known.ids) for each in (theirs, *operands))
+
     def _count_zeros(self, mine: At, theirs: int) -> float:
         """Return which share of a value's elements is zero, beyond that of the right value's."""
         here, there = self._alignment.data(mine), self._one.data(theirs)
@@ -205,7 +242,12 @@ class Culprits:
         """Return the operator that made a value from one other operand than one device does, and that operand."""
         maker = self._joint.maker(self._skip_moves(taken))
         known = self._alignment.find(taken)
-        is_named = known is not None and known.ids is not None and self._one.label(known.ids) != ""
+        is_named = (
+            known is not None
+            and known.ids is not None
+            and known.scale == 1.0
+            and self._one.label(known.ids) != ""
+        )
         # Elements of the right operand, moved or mixed with others: the moves are wrong, not what computed them.
         is_mixed = not set(self._root(taken)).isdisjoint(self._one.roots_of(theirs))
         if is_named or is_mixed or self._joint.op(maker).step < 0:

@@ -93,6 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._memories: dict[int, Memory] = {}
         self._pending: list[Pending] = []
         self._origins: dict[int, int] = {}
+        self._done: Any = None
         self._modules: list[str] = []
         self._fqns: dict[int, str] = {}
         self._calls: dict[tuple[int, str], int] = {}
@@ -153,6 +154,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
         def note(owner: Any, name: str, call: Callable[..., Any]) -> None:
             def noted(this: Any, *args: Any, **named: Any) -> Any:
+                if name == "then" and works.get(this) is not None:
+                    args = (self._inside(works[this], args[0]), *args[1:])
                 # gloo does a part of some collectives while it is waited for; callbacks are the program's own.
                 with self.paused() if owner is work and name == "wait" else nullcontext():
                     returned = call(this, *args, **named)
@@ -172,6 +175,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         finally:
             for owner, name, call in plain:
                 setattr(owner, name, call)
+
+    def _inside(self, work: Any, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a callback of a collective, which may use the memory of that."""
+
+        def call(*args: Any) -> Any:
+            before, self._done = self._done, work
+            try:
+                return callback(*args)
+            finally:
+                self._done = before
+
+        return call
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -349,6 +364,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         """Note a use of memory that a collective is still using; see `Race`."""
         memory = self._memories.get(storage_of(tensor))
         for use in memory.uses if memory is not None else ():
+            if use.work is self._done:
+                return  # the callback of a collective uses its memory
             if kind == "write" or use.writes:
                 self.program.races.append(Race(use.op, len(self.program.ops), kind, use.is_direct))
         if memory is not None and memory.uses:

@@ -22,6 +22,7 @@ Mechanism = Literal[
     "reduction",
     "moved",
     "race",
+    "written",
     "place",
 ]
 """What a culprit says of an operation.
@@ -42,6 +43,7 @@ Mechanism = Literal[
 | `reduction` | its results are parts of a sum that is not made |
 | `moved` | its results are right values in other places |
 | `race` | it uses memory that a collective is still using |
+| `written` | the operation that wrote most right values before the first step has not written these |
 | `place` | the first operation whose results are not those of one device |
 """
 
@@ -103,12 +105,12 @@ class Culprit(Record):
     `proved` says that the ranks' program was executed with the change that `mechanism` names, and that this made
     `repaired` right: tensors that the training loop shows. `residual` is the relative error that these have then.
     `operand` is the place of the operand that is `taken` where one device takes `right`; `made` is the operation of
-    the rank that computed it. `numbers` are pairs of different numbers, here and there. `moves` are operations by
-    which an operand came from where it was computed, and `moves_there` those of one device. `others` are further
-    lines with the same mistake. `results` are the wrong ones that it is about, `factor` times the right ones. `leads`
-    says that it is the cause which a report states, and no evidence for another one. Where no change is proved,
-    `between` are the operations from right inputs to the first result that should be right and
-    is not, one for each line.
+    the rank that computed it, or that wrote the values which are right before the first step. `numbers` are pairs
+    of different numbers, here and there. `moves` are operations by which an operand came from where it was
+    computed, and `moves_there` those of one device. `others` are further lines with the same mistake. `results` are
+    the wrong ones that it is about, `factor` times the right ones. `leads` says that it is the cause which a report
+    states, and no evidence for another one. Where no change is proved, `between` are the operations from right
+    inputs to the first result that should be right and is not, one for each line.
     """
 
     mechanism: Mechanism

@@ -59,6 +59,7 @@ _DESCRIBE_OPERANDS: Mapping[Mechanism, str] = {
     "share": "",
     "whole": "",
     "race": "",
+    "written": "",
 }
 
 
@@ -107,6 +108,8 @@ def _name_source(source: Source | None) -> str:
         name = f"{source.label}{by}"
     elif source.operation is not None:
         name = f"the result of {_name_operation(source.operation)}"
+        if source.operation.module:
+            name += f", in {source.operation.module}"
         name += f" (step {source.step})" if source.step >= 0 else " (before the first step)"
     else:
         name = "a value"
@@ -213,6 +216,13 @@ def _describe_race(culprit: Culprit) -> list[str]:
     return [f"It uses memory while {name} may still be using it: nothing has waited for that"]
 
 
+def _describe_written(culprit: Culprit) -> list[str]:
+    usual = _name_operation(culprit.made) if culprit.made is not None else "another operation"
+    return [
+        f"Nothing has written these values after it. Most tensors that are right were last written by {usual}"
+    ]
+
+
 _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[str]]] = {
     "number": _describe_number,
     "operator": _describe_operator,
@@ -227,6 +237,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[str]]] = {
     "scale": _describe_scale,
     "reduction": _describe_reduction,
     "race": _describe_race,
+    "written": _describe_written,
     "moved": _describe_moved,
     "place": _describe_value,
 }
@@ -246,7 +257,7 @@ def _describe_proof(culprit: Culprit) -> str:
         return (
             f"Only the place is known: the mistake is between right inputs and the first wrong result{span}"
         )
-    if culprit.mechanism == "race":
+    if culprit.mechanism in ("race", "written"):
         return ""
     names = list(culprit.repaired[:_MOST_REPAIRED])
     if len(culprit.repaired) > _MOST_REPAIRED:

@@ -10,10 +10,10 @@ from recordings import make, record_call
 from torch import Tensor, nn
 
 from moeverify.explain.content import Elements
-from moeverify.explain.culprits import read_expression
+from moeverify.explain.culprits import Culprits, read_expression
 from moeverify.explain.edits import list_removals
 from moeverify.explain.explain import Explainer
-from moeverify.explain.program import Program
+from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
@@ -182,3 +182,32 @@ def test_memory_that_is_filled_has_the_elements_of_what_fills_it() -> None:
     ids = elements.ids[given]
     assert ids is not None
     assert torch.equal(elements.ids[copied], ids)  # type: ignore[arg-type]
+
+
+def test_values_that_the_loader_has_not_written_are_told_with_the_line_that_wrote_the_others() -> None:
+    def forget(weight: Tensor) -> None:
+        weight.copy_(torch.randn(4, 5, dtype=torch.float64))
+
+    def load(weight: Tensor, seed: int) -> None:
+        weight.copy_(make(4, 5, seed=seed))
+
+    def record(*, skipped: str) -> Program:
+        recorder = Recorder()
+        weights = {name: torch.zeros(4, 5, dtype=torch.float64) for name in "abcd"}
+        with recorder.recording():
+            for seed, (name, weight) in enumerate(weights.items()):
+                forget(weight)
+                if name != skipped:
+                    load(weight, seed)
+            for name, weight in weights.items():
+                recorder.observe(SETUP, Kind.INITIAL_WEIGHT, name, weight, Region.whole((4, 5)))
+        return recorder.program
+
+    explainer = Explainer([record(skipped="c")], record(skipped=""), SETUP, [])
+    (culprit,) = [Culprits(explainer, {}).make(cause) for cause in explainer.explain(10.0)]
+    assert culprit.mechanism == "written"
+    assert culprit.here.line is not None
+    assert culprit.here.line.function == "forget"
+    assert culprit.made is not None
+    assert culprit.made.line is not None
+    assert culprit.made.line.function == "load"

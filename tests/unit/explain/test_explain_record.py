@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from recordings import data_of, list_ops, make, record_call, result_of
 from torch import Tensor, nn
@@ -16,6 +18,16 @@ from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
+
+
+@contextmanager
+def a_group() -> Iterator[None]:
+    """A default process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def line_of(function: Callable[..., object], text: str) -> int:
@@ -210,3 +222,39 @@ def test_nothing_is_recorded_in_a_pause() -> None:
             make(3).exp()
         make(3).tanh()
     assert [op.short for op in recorder.program.ops if op.short in ("exp", "tanh")] == ["tanh"]
+
+
+@pytest.mark.parametrize(
+    ("knows", "races"), [("nothing", 1), ("wait", 0), ("future", 0), ("callback", 0), ("poll", 0)]
+)
+def test_memory_of_a_collective_is_free_once_the_program_knows_that_it_is_done(
+    knows: str, races: int
+) -> None:
+    memory = make(3, 4)
+    recorder = Recorder()
+    with a_group(), recorder.recording():
+        work = dist.all_reduce(memory, async_op=True)
+        if knows == "wait":
+            work.wait()
+        elif knows == "future":
+            work.get_future().wait()
+        elif knows == "callback":
+            work.get_future().then(lambda _: None).wait()
+        while knows == "poll" and not work.is_completed():
+            pass
+        memory.mul_(2)
+        work.wait()
+    assert len({race.op for race in recorder.program.races}) == races
+
+
+def test_the_callback_of_a_collective_may_use_its_memory() -> None:
+    memory = make(3, 4)
+    recorder = Recorder()
+    with a_group(), recorder.recording():
+        work = dist.all_reduce(memory, async_op=True)
+        with recorder.paused():
+            completed = work.get_future()
+        while not completed.done():
+            pass
+        work.get_future().then(lambda _: memory.mul_(2)).wait()
+    assert not recorder.program.races

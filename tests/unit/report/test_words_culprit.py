@@ -60,6 +60,11 @@ CASES: dict[Mechanism, tuple[dict[str, Any], str]] = {
         "layers.0.router returns the result of mul in `x * 0.9`, mine/ffn.py:12 in forward, on ranks 0, 1. "
         "One device returns the result of add in `x + b`, one/ffn.py:7 in forward (step 2)",
     ),
+    "written": (
+        {"made": OTHER},
+        "Nothing has written these values after it. "
+        "Most tensors that are right were last written by mm in `a @ w`, mine/ffn.py:9",
+    ),
     "inserted": (
         {"numbers": (("mul", ""),), "right": WEIGHT},
         "On one device, its input is multiplied with head.weight before; here it is not",
