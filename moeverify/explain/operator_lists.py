@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,8 +23,8 @@ class Listed:
     """The operators of one process in one step, and the values of their results.
 
     `data` has the results of each operator; None where they were not kept. `numbers` are those of the same values and
-    `ops` those of the operators in the recorded program. `taken` has for each operator the results that it takes, as
-    (operator, result); those that are not listed are left out.
+    `ops` those of the operators in the recorded program. `taken` has for each operator the results that it takes,
+    themselves or views of them, as (operator, result); those that are not listed are left out.
     """
 
     operators: OperatorList
@@ -70,8 +70,13 @@ def list_operators(program: Program, step: int) -> Listed:
     makers = {
         number: (place, slot) for place, results in enumerate(numbers) for slot, number in enumerate(results)
     }
-    taken = [[makers[number] for number in op.refs() if number in makers] for op in kept]
+    taken = [_list_taken(program, op, makers) for op in kept]
     return Listed(listed, data, taken, numbers, [op.number for op in kept])
+
+
+def _list_taken(program: Program, op: Op, makers: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+    found = {number: None for each in op.refs() for number in (each, program.base(each).number)}
+    return [makers[number] for number in found if number in makers]
 
 
 def _name(op: Op) -> str:
@@ -95,15 +100,16 @@ def _describe_result(program: Program, number: int) -> OperatorResult:
 
 def _describe_input(program: Program, number: int, places: dict[int, int]) -> int | str:
     """Return the operator that made a value, or the name of the value."""
+    made_by = program.values[number].op
+    return places[made_by] if made_by in places else name_value(program, number)
+
+
+def name_value(program: Program, number: int) -> str:
+    """Return the name of a value, or what made it and when."""
     value = program.values[number]
-    label = value.label.removeprefix(BATCH)
-    if value.op in places:
-        return places[value.op]
     maker = program.ops[value.op]
-    return (
-        label
-        or f"{maker.short} {'before the first step' if maker.step == SETUP else f'of step {maker.step}'}"
-    )
+    when = "before the first step" if maker.step == SETUP else f"of step {maker.step}"
+    return value.label.removeprefix(BATCH) or f"{maker.short} {when}"
 
 
 def _describe_site(site: Site) -> CallSite:

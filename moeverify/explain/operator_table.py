@@ -167,7 +167,7 @@ class _Comparison:
             for place, taken in enumerate(listed.taken):
                 for result in dict.fromkeys(taken):
                     self._readers.setdefault((rank, *result), []).append((rank, place))
-        self._matches: dict[ResultAt, ResultAt] = {}
+        self._counterparts: dict[ResultAt, ResultAt] = {}
         self._groups = self._list_groups()
         self._references: dict[ResultAt, Reference] = {}
         self._sums: dict[tuple[tuple[At, ...], int], Tensor | None] = {}
@@ -218,7 +218,7 @@ class _Comparison:
     def _list_derivatives(self, at: At) -> list[At]:
         """Return the operators of its name that derive the counterpart of what an operator derives."""
         op = self._actual[at[0]].operators.operators[at[1]]
-        derived = self._matches.get((at[0], op.origin, 0))
+        derived = self._counterparts.get((at[0], op.origin, 0))
         return (
             []
             if derived is None
@@ -230,7 +230,7 @@ class _Comparison:
         counts: dict[At, int] = {}
         name = self._actual[at[0]].operators.operators[at[1]].name
         for place, slot in self._actual[at[0]].taken[at[1]]:
-            for reader in self._readers.get(self._matches.get((at[0], place, slot)), ()):
+            for reader in self._readers.get(self._counterparts.get((at[0], place, slot)), ()):
                 if self._expected[reader[0]].operators.operators[reader[1]].name == name:
                     counts[reader] = counts.get(reader, 0) + 1
         most = max(counts.values(), default=0)
@@ -252,16 +252,29 @@ class _Comparison:
             summed = self._find_sum(at, slot, data, others.ops)
             best = summed if summed is not None else best
         if best is not None and best.relation.error <= self._bound:
-            self._matches[*at, slot] = (*best.other, best.slot)
+            self._counterparts[*at, slot] = (*best.other, best.slot)
             return self._describe(best)
         numbers = self._actual[at[0]].numbers
         known = self._look_up(at[0], numbers[at[1]][slot]) if numbers else None
         if known is not None:
-            return known
-        if best is not None and others.num_near:
+            return self._place_known(at, slot, data, known)
+        if not others.num_near:
+            return Compared(outcome="alone")
+        nearest = others.ops[0] if best is None else best.other
+        self._counterparts[*at, slot] = (*nearest, slot if best is None else best.slot)
+        if best is not None:
             return self._describe(best)
-        other = others.ops[0] if others.num_near else (0, -1)
-        return Compared(outcome="shape" if others.num_near else "alone", other=other[1], other_rank=other[0])
+        return Compared(outcome="shape", other=nearest[1], other_rank=nearest[0])
+
+    def _place_known(self, at: At, slot: int, data: Tensor, known: Compared) -> Compared:
+        """Return what is known of a value, with its place in the result of its counterpart where it has one."""
+        if known.other < 0:
+            return known
+        other = known.other_rank, known.other
+        self._counterparts[*at, slot] = (*other, 0)
+        found = self._find_nearest(data, 0, [other])
+        is_part = found is not None and found.relation.error <= self._bound
+        return self._describe(found) if is_part and found is not None else known
 
     def _find_nearest(self, data: Tensor, slot: int, others: Sequence[At]) -> _Found | None:
         """Return the result of the other side that is nearest; None where none has a part of this shape."""

@@ -128,6 +128,10 @@ class Reference:
 
     def _find_rows(self, mine: Tensor) -> Relation | None:
         """Return where the rows of a tensor are among those of this one; None if some are nowhere."""
+        if mine.numel() == self._data.numel() and mine.dtype == self._data.dtype:
+            error = measure_error(mine.reshape(-1), self._data.reshape(-1))
+            if error <= self._bound:
+                return Relation("whole, in another shape", error)
         if not (_is_real(mine) and _is_real(self._data)) or min(mine.ndim, self._data.ndim) < 2:
             return None
         width, whole = mine.shape[-1], self._data.shape[-1]
@@ -210,7 +214,7 @@ def _name_rows(rows: Sequence[int], count: int) -> str:
     if steps <= {1}:
         return f"rows {rows[0]}-{rows[-1]} of {count}"
     if len(steps) == 1 and (step := min(steps)) > 1:
-        return f"every {step}th row of {count} from {rows[0]}"
+        return f"rows {rows[0]}-{rows[-1]} of {count} in steps of {step}"
     if len(set(rows)) < len(rows):
         return f"{len(rows)} rows of {count}, some of them several times"
     return f"{len(rows)} rows of {count} in another order"

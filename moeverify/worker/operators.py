@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moeverify.axes.describe import describe_layout
@@ -12,7 +12,7 @@ from moeverify.case.schema import Case
 from moeverify.explain.align import Alignment, Known
 from moeverify.explain.cause import Cause
 from moeverify.explain.explain import Explainer
-from moeverify.explain.operator_lists import Listed, list_operators
+from moeverify.explain.operator_lists import Listed, list_operators, name_value
 from moeverify.explain.operator_table import LookUp, make_table
 from moeverify.explain.program import Program
 from moeverify.report.formats.operators import write
@@ -73,27 +73,29 @@ def _make_table(
 
 def _make_look_up(alignment: Alignment, expected: Listed, end: float) -> LookUp:
     """Return what finds values of ranks among all values of one device by their elements, until the time is over."""
+    makers = {number: place for place, made in enumerate(expected.numbers) for number in made}
 
     def look_up(rank: int, number: int) -> Compared | None:
         at = (rank, number)
         if time.monotonic() > end or not alignment.tells(at):
             return None
         known = alignment.find(at)
-        return None if known is None else _describe(known, expected, alignment.elements.roots)
+        return None if known is None else _describe(alignment, known, makers)
 
     return look_up
 
 
-def _describe(known: Known, expected: Listed, list_roots: Callable[..., Sequence[int]]) -> Compared:
-    """Return which elements of one device a value has."""
-    roots = [] if known.ids is None else list_roots(known.ids)
-    makers = {number: place for place, made in enumerate(expected.numbers) for number in made}
+def _describe(alignment: Alignment, known: Known, makers: Mapping[int, int]) -> Compared:
+    """Return which elements of one device a value has; `makers` are the listed operators that made values."""
+    roots = [] if known.ids is None else alignment.elements.roots(known.ids)
     ranks = ", ".join(str(rank) for rank in sorted({rank for rank, _ in known.over}))
-    names = [f"part of a sum over ranks {ranks}" if known.over else "", "elements in other places"]
+    names = [
+        f"part of a sum over ranks {ranks}" if known.over else "",
+        f"elements of {name_value(alignment.one, roots[0])}" if roots else "",
+    ]
     return Compared(
         outcome="match" if known.scale == 1.0 else "multiple",
         other=makers.get(roots[0], -1) if roots else -1,
         place=", ".join(filter(None, names)),
         factor=known.scale,
-        error=None,
     )
