@@ -18,10 +18,18 @@ def operators(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="A folder of `run --out`.",
+            help="A folder of `run --out`; with RUN_B, of `watch --operators`, the run to trust.",
             show_default=False,
         ),
     ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN_B]",
+            help="A folder of `watch --operators`: the run to hold against it.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     case: Annotated[
         str | None, typer.Option("--case", metavar="NAME", help="Which case of RUN, where several failed.")
@@ -31,20 +39,38 @@ def operators(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the operators for machines, too.")
     ] = None,
 ) -> None:
-    """List the operators of both sides in the step where something differs first, each with its counterpart."""
+    """List the operators of both sides of a step, each with its counterpart: a match, or how far it is off.
+
+    Of a case that failed in float64, the step where something differs first; of two runs that `moeverify watch` has
+    recorded, the step of `--operators`.
+    """
     with open_context() as context:
         from moeverify.report.files import check_writable
         from moeverify.report.formats.operators import write as write_json
         from moeverify.report.operator_page import describe_table, write
 
         check_writable([html, *([] if json is None else [json])])
-        table = _read_kept(run, case)
+        table = _read_kept(run, case) if other is None else _compare(run, other, case)
         if json is not None:
             write_json(table, json)
         write(table, html)
         for line in describe_table(table):
             context.out.print(line, soft_wrap=True, highlight=False, markup=False)
         context.out.print(f"written: {html}", soft_wrap=True)
+
+
+def _compare(run: Path, other: Path, case: str | None) -> OperatorTable:
+    """Return the operators of two recorded runs.
+
+    Raises: FormatError where one has none, CaseError where a case is named.
+    """
+    from moeverify.captured.operators import compare_operators
+    from moeverify.errors import CaseError, Problem
+
+    if case is not None:
+        message = "recorded scripts have no cases"
+        raise CaseError([Problem(message, path="--case", remedy="leave it out, or name one RUN")])
+    return compare_operators(run, other)
 
 
 def _read_kept(run: Path, name: str | None) -> OperatorTable:

@@ -46,6 +46,15 @@ NudgeDtypeOption = Annotated[
 Outputs = Annotated[
     bool, typer.Option("--outputs", help="Record what goes into modules and comes out of them, too.")
 ]
+Operators = Annotated[
+    int | None,
+    typer.Option(
+        "--operators",
+        min=0,
+        metavar="STEP",
+        help="Record every operator of this step, for `moeverify operators`.",
+    ),
+]
 
 
 def watch(
@@ -77,6 +86,7 @@ def watch(
     nudge: Nudge = None,
     nudge_dtype: NudgeDtypeOption = None,
     outputs: Outputs = False,
+    operators: Operators = None,
     guard: Annotated[
         bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")
     ] = False,
@@ -101,7 +111,15 @@ def watch(
             code = run_guarded(command, context, out, every, stops=on_finding is OnFinding.STOP, debug=debug)
         else:
             settings = _make_settings(
-                out, steps, limit, weights, seed, nudge=nudge, nudge_dtype=nudge_dtype, outputs=outputs
+                out,
+                steps,
+                limit,
+                weights,
+                seed,
+                nudge=nudge,
+                nudge_dtype=nudge_dtype,
+                outputs=outputs,
+                operators=operators,
             )
             code = _record(command, settings, context)
         raise typer.Exit(code)
@@ -132,6 +150,7 @@ def _make_settings(
     nudge: int | None,
     nudge_dtype: NudgeDtype | None,
     outputs: bool,
+    operators: int | None,
 ) -> Settings:
     """Return the settings.
 
@@ -152,6 +171,14 @@ def _make_settings(
     if any(out.glob(RANK_FILE.format(rank="*"))):
         problems.append(
             Problem(f"{out} holds a recorded run", path="--out", remedy="name another folder, or remove it")
+        )
+    if operators is not None and not first <= operators <= last and last >= first:
+        problems.append(
+            Problem(
+                f"step {operators} is not recorded",
+                path="--operators",
+                remedy=f"name one of {first}-{last}, or other --steps",
+            )
         )
     if nudge_dtype is not None and nudge is None:
         problems.append(
@@ -180,6 +207,7 @@ def _make_settings(
         nudge=nudge,
         nudge_dtype=None if nudge_dtype is None else nudge_dtype.value,
         outputs=outputs,
+        operators=operators,
     )
 
 

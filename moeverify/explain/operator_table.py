@@ -170,7 +170,7 @@ class _Comparison:
         self._counterparts: dict[ResultAt, ResultAt] = {}
         self._groups = self._list_groups()
         self._references: dict[ResultAt, Reference] = {}
-        self._sums: dict[tuple[tuple[At, ...], int], Tensor | None] = {}
+        self._sums: dict[tuple[bool, tuple[At, ...], int], Tensor | None] = {}
 
     def compare(self, seconds: float) -> tuple[list[tuple[Compared, ...]], int]:
         """Return the comparisons of all ranks, and how many operators are not compared since the time is over."""
@@ -320,12 +320,33 @@ class _Comparison:
         if data.dtype == torch.bool or not others:
             return None
         for over, parts in self._list_sums(at):
-            total = self._add(parts, slot)
+            total = self._add(self._actual, parts, slot)
             if total is None or total.shape != data.shape:
                 continue
             found = self._find_nearest(total, slot, others[:1])
             if found is not None and found.relation.error <= self._bound:
                 return replace(found, over=over)
+        return self._find_total(at, slot)
+
+    def _find_total(self, at: At, slot: int) -> _Found | None:
+        """Return whether the results of all calls at a place of the program add up to those of the other side.
+
+        Micro-batches of a rank may have other rows than those of one device.
+        """
+        key = self._keys[at[0]][at[1]][0]
+        theirs: Sequence[At] = self._others.get(key, ())
+        right = self._add(self._expected, theirs, slot) if len(theirs) <= _MOST_CALLS else None
+        if right is None:
+            return None
+        for group in self._groups:
+            parts = [(rank, place) for rank in group for place in self._own[key][rank]]
+            if at[0] not in group or not len(theirs) < len(parts) <= len(group) * _MOST_CALLS:
+                continue
+            total = self._add(self._actual, parts, slot)
+            relation = None if total is None else self._refer((-1, theirs[0][1], slot), right).relate(total)
+            if relation is not None and relation.error <= self._bound:
+                over = f"part of a sum over ranks {', '.join(map(str, group))} and calls"
+                return _Found(theirs[0], slot, relation, over)
         return None
 
     def _list_sums(self, at: At) -> Iterator[tuple[str, tuple[At, ...]]]:
@@ -340,11 +361,11 @@ class _Comparison:
         if 1 < len(own[at[0]]) <= _MOST_CALLS:
             yield "part of a sum over calls", tuple((at[0], place) for place in own[at[0]])
 
-    def _add(self, parts: tuple[At, ...], slot: int) -> Tensor | None:
+    def _add(self, side: Sequence[Listed], parts: Sequence[At], slot: int) -> Tensor | None:
         """Return the sum of results; None where they have several shapes, or were not kept."""
-        key = parts, slot
+        key = side is self._actual, tuple(parts), slot
         if key not in self._sums:
-            values = [self._actual[rank].data[place] for rank, place in parts]
+            values = [side[rank].data[place] for rank, place in parts]
             kept = [each[slot] if slot < len(each) else None for each in values]
             tensors = [each for each in kept if each is not None]
             is_sum = len(tensors) == len(kept) and len({each.shape for each in tensors}) == 1

@@ -114,14 +114,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._fqns |= {id(module): logical_name(name) for name, module in model.named_modules()}
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record while the block runs."""
+    def recording(self, *, hooks_optimizers: bool = True) -> Iterator[None]:
+        """Record while the block runs.
+
+        Without `hooks_optimizers` the caller says when an optimizer makes a step; then the block may end within one.
+        """
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
             nn.modules.module.register_module_forward_hook(self._exit_module, always_call=True),
-            register_optimizer_step_pre_hook(self._enter_step),
-            register_optimizer_step_post_hook(self._exit_step),
         ]
+        if hooks_optimizers:
+            handles += [
+                register_optimizer_step_pre_hook(self.enter_step),
+                register_optimizer_step_post_hook(self._exit_step),
+            ]
         wait = dist.Work.wait
 
         def wait_and_note(work: Any, *args: Any, **named: Any) -> Any:
@@ -480,7 +486,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
         return note
 
-    def _enter_step(self, *_: Any) -> None:
+    def enter_step(self, *_: Any) -> None:
+        """Know that what follows is computed by an optimizer."""
         self._is_step += 1
 
     def _exit_step(self, *_: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -41,16 +41,7 @@ def read(path: Path) -> OperatorTable:
 
     Raises: FormatError where it is not there, damaged, of another version, or something else.
     """
-    try:
-        raw = read_input(path)
-    except FileNotFoundError:
-        raise FormatError(f"{path} does not exist", _AGAIN) from None
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror or error}", _AGAIN) from error
-    try:
-        content = parse_json(_unzip(raw) if raw.startswith(b"\x1f\x8b") else raw)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FormatError(f"{path} is damaged, or no table of operators ({error})", _AGAIN) from error
+    content = read_content(path, _AGAIN)
     if not isinstance(content, dict) or "version" not in content:
         raise FormatError(f"{path} is no table of operators: it has no field version", _AGAIN)
     if content["version"] != TABLE_VERSION:
@@ -67,6 +58,24 @@ def read(path: Path) -> OperatorTable:
     if problem:
         raise FormatError(f"{path}: {problem}", _AGAIN)
     return table
+
+
+def read_content(path: Path, remedy: str) -> Any:
+    """Return the JSON in a file, which may be gzipped; `remedy` says what to do where it cannot be read.
+
+    Raises: FormatError where it is not there, or damaged.
+    """
+    try:
+        raw = read_input(path)
+    except FileNotFoundError:
+        raise FormatError(f"{path} does not exist", remedy) from None
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}", remedy) from error
+    try:
+        content = parse_json(_unzip(raw) if raw.startswith(b"\x1f\x8b") else raw)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FormatError(f"{path} is damaged, or no JSON ({error})", remedy) from error
+    return content
 
 
 def _unzip(raw: bytes) -> bytes:
@@ -88,7 +97,7 @@ def _find_problem(table: OperatorTable) -> str:
         for side in ("expected", "actual")
         for rank, each in enumerate(getattr(table, side))
     ]
-    problems = [problem for name, listed in lists for problem in _find_problems_of_list(name, listed)]
+    problems = [problem for name, listed in lists for problem in [check_list(name, listed)] if problem]
     sizes = [len(each.operators) for each in table.actual]
     if [len(each) for each in table.compared] != sizes:
         problems.append("compared: not as many as there are operators")
@@ -103,15 +112,19 @@ def _find_problem(table: OperatorTable) -> str:
     return next(iter(problems), "")
 
 
-def _find_problems_of_list(name: str, listed: OperatorList) -> Iterator[str]:
+def check_list(name: str, listed: OperatorList) -> str:
+    """Return which field of a list names an operator or a call site that is not there; nothing if all are."""
     for place, op in enumerate(listed.operators):
-        if any(not 0 <= site < len(listed.sites) for site in op.sites):
-            yield f"{name}.operators.{place}.sites: no such call site"
         inputs = (each for each in op.inputs if isinstance(each, int))
-        if any(not 0 <= each < len(listed.operators) for each in inputs):
-            yield f"{name}.operators.{place}.inputs: no such operator"
-        if not -1 <= op.origin < len(listed.operators):
-            yield f"{name}.operators.{place}.origin: no such operator"
+        for field, numbers, size in (
+            ("sites", op.sites, len(listed.sites)),
+            ("inputs", inputs, len(listed.operators)),
+            ("origin", () if op.origin == -1 else (op.origin,), len(listed.operators)),
+        ):
+            if not all(0 <= number < size for number in numbers):
+                what = "call site" if field == "sites" else "operator"
+                return f"{name}.operators.{place}.{field}: no such {what}"
+    return ""
 
 
 def find_table(case: CaseResult, run: Path) -> Path | None:
@@ -120,7 +133,5 @@ def find_table(case: CaseResult, run: Path) -> Path | None:
         return None
     path = Path(case.operators)
     folder = run if run.is_dir() else run.parent
-    inside = [
-        folder / each for each in (path.relative_to(path.parents[1]), path.relative_to(path.parents[2]))
-    ]
+    inside = [folder.joinpath(*path.parts[-depth:]) for depth in (2, 3)]
     return next((each for each in (*inside, path) if each.is_file()), None)
