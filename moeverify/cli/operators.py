@@ -78,10 +78,13 @@ def _read_kept(run: Path, name: str | None) -> OperatorTable:
 
     Raises: FormatError where there are none, CaseError where several cases have some and none is named.
     """
+    from moeverify.capture.settings import RANK_FILE
     from moeverify.errors import CaseError, FormatError, Problem
     from moeverify.report.formats.json import read_run
     from moeverify.report.formats.operators import find_table, read
 
+    if any(run.glob(RANK_FILE.format(rank="*"))):
+        raise FormatError(f"{run} is a recorded script", "name RUN_B too: the run to hold against it")
     cases = read_run(run).cases
     kept = {each.name: path for each in cases if (path := find_table(each, run)) is not None}
     if not kept:
