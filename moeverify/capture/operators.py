@@ -20,7 +20,7 @@ from moeverify.explain.record import Recorder
 from moeverify.input_file import open_input
 from moeverify.layout.local_shard import LocalShard
 from moeverify.report.files import write_atomically
-from moeverify.report.formats.operators import check_list, read_content
+from moeverify.report.operator_file import check_list, read_content
 from moeverify.results.operator_table import OperatorList
 from moeverify.results.record import Record
 
@@ -68,11 +68,6 @@ class StepOperators:
         recorder.begin_step(step)
         self._entered.enter_context(recorder.recording(hooks_optimizers=False))
         self._recorder = recorder
-
-    def begin_update(self, step: int) -> None:
-        """Know that the optimizer is about to make its step."""
-        if step == self.step and self._recorder is not None:
-            self._recorder.enter_step()
 
     @contextmanager
     def unseen(self) -> Iterator[None]:

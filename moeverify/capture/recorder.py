@@ -96,8 +96,6 @@ class Recorder(ModelListener):
         step = self._find_step(optimizer)
         self.step = max(self.step, step)
         self._add_call("optimizer step")
-        if self._operators is not None:
-            self._operators.begin_update(step)
         if not self.settings.includes(step):
             return
         self.model.find_names(optimizer)

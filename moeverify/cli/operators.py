@@ -46,7 +46,7 @@ def operators(
     """
     with open_context() as context:
         from moeverify.report.files import check_writable
-        from moeverify.report.formats.operators import write as write_json
+        from moeverify.report.operator_file import write as write_json
         from moeverify.report.operator_page import describe_table, write
 
         check_writable([html, *([] if json is None else [json])])
@@ -81,7 +81,7 @@ def _read_kept(run: Path, name: str | None) -> OperatorTable:
     from moeverify.capture.settings import RANK_FILE
     from moeverify.errors import CaseError, FormatError, Problem
     from moeverify.report.formats.json import read_run
-    from moeverify.report.formats.operators import find_table, read
+    from moeverify.report.operator_file import find_table, read
 
     if any(run.glob(RANK_FILE.format(rank="*"))):
         raise FormatError(f"{run} is a recorded script", "name RUN_B too: the run to hold against it")

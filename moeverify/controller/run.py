@@ -26,7 +26,7 @@ from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.jobs import WORKER, CaseJob, GoldenResult, Refusal, VerifyJob, VerifyResult, read_report
 from moeverify.launch.plan import Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
-from moeverify.report.formats.operators import name_file
+from moeverify.report.operator_file import name_file
 from moeverify.report.words.check import word_check
 from moeverify.report.words.failure import describe_failure, word_report
 from moeverify.report.words.note import (

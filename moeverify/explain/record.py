@@ -117,7 +117,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def recording(self, *, hooks_optimizers: bool = True) -> Iterator[None]:
         """Record while the block runs.
 
-        Without `hooks_optimizers` the caller says when an optimizer makes a step; then the block may end within one.
+        Without `hooks_optimizers` operators of optimizers are not told from others; the block may then end in a hook
+        of an optimizer's step, whose hooks must not change meanwhile.
         """
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
@@ -125,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         ]
         if hooks_optimizers:
             handles += [
-                register_optimizer_step_pre_hook(self.enter_step),
+                register_optimizer_step_pre_hook(self._enter_step),
                 register_optimizer_step_post_hook(self._exit_step),
             ]
         wait = dist.Work.wait
@@ -486,8 +487,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
         return note
 
-    def enter_step(self, *_: Any) -> None:
-        """Know that what follows is computed by an optimizer."""
+    def _enter_step(self, *_: Any) -> None:
         self._is_step += 1
 
     def _exit_step(self, *_: Any) -> None:

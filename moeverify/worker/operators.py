@@ -15,7 +15,7 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.operator_lists import Listed, list_operators, name_value
 from moeverify.explain.operator_table import LookUp, make_table
 from moeverify.explain.program import Program
-from moeverify.report.formats.operators import write
+from moeverify.report.operator_file import write
 from moeverify.results.operator_table import Compared, OperatorTable
 
 _LOOK_UP_SHARE = 0.5

@@ -44,9 +44,9 @@ from moeverify.jobs import GoldenSummary
 from moeverify.layout.region import Region
 from moeverify.placement.synthetic import make_trace
 from moeverify.placement.trace_file import TraceWriter
-from moeverify.report.formats.operators import name_file
-from moeverify.report.formats.operators import write as write_table
 from moeverify.report.formats.registry import write_run
+from moeverify.report.operator_file import name_file
+from moeverify.report.operator_file import write as write_table
 from moeverify.results.cause import Cause
 from moeverify.results.facts import CollectiveFacts, Issue
 from moeverify.results.failure import End, RankEnd

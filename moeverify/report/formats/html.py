@@ -15,10 +15,10 @@ from moeverify.errors import FormatError
 from moeverify.report import operator_page
 from moeverify.report.explanation import number_findings
 from moeverify.report.files import write_atomically
-from moeverify.report.formats.operators import find_table, read
 from moeverify.report.matrix import find_matrices
 from moeverify.report.next_steps import Kept, advise
 from moeverify.report.numbers import format_count
+from moeverify.report.operator_file import find_table, read
 from moeverify.report.page import render_page
 from moeverify.report.pictures.picture import Picture, format_svg
 from moeverify.report.pictures.registry import draw_case, draw_run

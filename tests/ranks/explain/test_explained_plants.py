@@ -9,7 +9,7 @@ import pytest
 
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
-from moeverify.report.formats.operators import read
+from moeverify.report.operator_file import read
 from moeverify.report.words.run import word_finding
 from moeverify.results.run import CaseResult
 from moeverify.validation.load import load_cases

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.report.formats.operators import read
+from moeverify.report.operator_file import read
 from moeverify.results.operator_table import OperatorTable
 
 SCRIPT = Path(__file__).parent / "programs" / "train_fsdp_tp.py"

@@ -109,6 +109,18 @@ def test_of_operators_of_one_line_that_with_the_same_values_is_the_counterpart()
     assert found == [("match", expected[2]), ("match", expected[3])]
 
 
+def test_of_several_results_the_worst_is_told() -> None:
+    def part(rows: Tensor, factor: float) -> Tensor:
+        first, second = torch.stack([rows, rows.sin() * factor]).unbind()
+        return first + second
+
+    both = [
+        list_operators(record_call(lambda rows, factor=factor: part(rows, factor), rows=X), 0)
+        for factor in (1.0, 2.0)
+    ]
+    assert find(compare(*both), "unbind")[1].outcome == "multiple"
+
+
 def test_an_operator_without_counterpart_is_alone() -> None:
     more = list_operators(record_call(lambda x, w: compute(x.exp(), w), x=X, w=W), 0)
     assert find(compare(listed(X, W), more), "exp")[1] == Compared(outcome="alone")

@@ -15,7 +15,7 @@ import pytest
 
 from moeverify.errors import FormatError
 from moeverify.report.formats import html
-from moeverify.report.formats.operators import name_file, read, write
+from moeverify.report.operator_file import name_file, read, write
 from moeverify.report.operator_page import describe_table, format_page
 from moeverify.results.operator_table import (
     CallSite,
@@ -152,6 +152,7 @@ def test_nothing_in_the_data_ends_its_element() -> None:
     assert page.count("</script>") == 2
     data = re.search(r'id="operators">(.*?)</script>', page, re.DOTALL)
     assert data is not None
+    assert not set("<>&").intersection(data[1])
     assert "a < '</script>'" in json.loads(data[1])["strings"]
 
 
