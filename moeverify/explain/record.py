@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from moeverify.explain.arguments import (
     argument_at,
@@ -123,12 +124,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
             nn.modules.module.register_module_forward_hook(self._exit_module, always_call=True),
+            *(self._hook_optimizers() if hooks_optimizers else ()),
         ]
-        if hooks_optimizers:
-            handles += [
-                register_optimizer_step_pre_hook(self._enter_step),
-                register_optimizer_step_post_hook(self._exit_step),
-            ]
         wait = dist.Work.wait
 
         def wait_and_note(work: Any, *args: Any, **named: Any) -> Any:
@@ -486,6 +483,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 self.program.ends.append(End(step, name, True, slot, count, number))
 
         return note
+
+    def _hook_optimizers(self) -> Iterator[RemovableHandle]:
+        yield register_optimizer_step_pre_hook(self._enter_step)
+        yield register_optimizer_step_post_hook(self._exit_step)
 
     def _enter_step(self, *_: Any) -> None:
         self._is_step += 1
