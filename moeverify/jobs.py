@@ -61,7 +61,8 @@ class GoldenJob(Record):
 class CaseFields(Record):
     """The fields of every job that runs a case on the ranks of its layout; `golden` is the folder of its order.
 
-    Units: `explain_seconds` in seconds, for the search for what makes results wrong; 0 leaves it out.
+    `operators` is the file for the operators of both sides in the step where something differs first, if they are to
+    be kept. Units: `explain_seconds` in seconds, for the search for what makes results wrong; 0 leaves it out.
     """
 
     case: Case
@@ -69,6 +70,7 @@ class CaseFields(Record):
     fault: str | None = None
     search_path: tuple[str, ...] = ()
     explain_seconds: float = 60.0
+    operators: Path | None = None
 
 
 class VerifyJob(CaseFields):
@@ -230,7 +232,8 @@ class VerifyResult(Record):
 
     `losses` has (golden, layout) total loss of each step, `gradient_norms` the norms of all gradients and
     `learning_rates` the optimizer's rates likewise, and `load` what each expert has computed. Where something
-    differs, `errors` are those of all tensors, and `timeline` has the collectives of the step where it began.
+    differs, `errors` are those of all tensors, `timeline` has the collectives of the step where it began, and
+    `operators` is the file with the operators of that step, if they were to be kept.
     """
 
     kind: Literal["verify"] = "verify"
@@ -242,6 +245,7 @@ class VerifyResult(Record):
     learning_rates: tuple[tuple[float, float], ...] = ()
     errors: tuple[ErrorMap, ...] = ()
     timeline: Timeline | None = None
+    operators: str = ""
 
 
 class GoldenSummary(Record):

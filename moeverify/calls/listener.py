@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -31,7 +31,7 @@ def safely(method: Callable[Concatenate[_Self, P], None]) -> Callable[Concatenat
         if not self.is_active or os.getpid() != self.pid:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.unseen():
                 method(self, *values, **named)
         except Exception as error:
             self.fail(error)
@@ -42,7 +42,8 @@ def safely(method: Callable[Concatenate[_Self, P], None]) -> Callable[Concatenat
 class Listener:
     """Is told of forward passes, backward passes and optimizer calls of this process.
 
-    `on_stop` is called when it wants to be told no more, `on_model` when a model is seen for the first time.
+    `on_stop` is called when it wants to be told no more, `on_model` when a model is seen for the first time. What it
+    computes itself runs in `unseen`.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class Listener:
         self.on_stop: Callable[[], object] = lambda: None
         self.on_model: Callable[[], object] = lambda: None
         self.pid = os.getpid()
+        self.unseen: Callable[[], AbstractContextManager[None]] = nullcontext
         self._depth = threading.local()
         self._nested: set[str] = set()
 

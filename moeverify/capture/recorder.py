@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,9 @@ from moeverify.layout.observer import INITIAL
 from moeverify.layout.placement import local_part
 from moeverify.results.checks import Kind
 
+if TYPE_CHECKING:
+    from moeverify.capture.operators import StepOperators
+
 _MOST_ROWS = 4096
 
 
@@ -49,6 +52,12 @@ class Recorder(ModelListener):
         ] = {}  # id of the parameter -> norm of its gradient after the last backward
         self._forwards = (0, 0)  # step, and the number of its forward passes that train
         self._outputs = ModuleOutputs(self._open, settings.limit, self.fail) if settings.outputs else None
+        self._operators: StepOperators | None = None
+        if settings.operators is not None:
+            from moeverify.capture.operators import StepOperators
+
+            self._operators = StepOperators(settings.operators, settings.limit)
+            self.unseen = self._operators.unseen
         self._has_initial: set[tuple[int, str]] = set()
         self._stepped: set[int] = set()  # ids of parameters, which the model keeps alive
         atexit.register(self.close)
@@ -118,6 +127,9 @@ class Recorder(ModelListener):
                 self._keep_state(optimizer, step, shard)
             for shard in self.model.shards_of(optimizer):
                 self._before.pop(id(shard.tensor), None)
+        if self._operators is not None and step == self._operators.step:
+            self._open()  # the folder may not be there yet
+            self._operators.end(self.settings.out, *self.find_rank())
         self._steps[optimizer] = step + 1
         self.step = max(self.step, step + 1)
         if min(self._steps.values()) > self.settings.last:
@@ -157,6 +169,8 @@ class Recorder(ModelListener):
         if self._outputs is not None:
             self._outputs.end()
             self._outputs.remove()
+        if self._operators is not None:
+            self._operators.stop()
 
     # What is kept --------------------------------------------------------------------------------------------
 
@@ -178,6 +192,8 @@ class Recorder(ModelListener):
             self._open().add(Rows(step=self.step, forward=number, name=name, shape=shape, rows=rows))
         if self._outputs is not None:
             self._outputs.begin(self.step, number, sizes)
+        if self._operators is not None:
+            self._operators.begin(self.step, module, self.model.name_shards(module))
 
     def take_model(self, module: nn.Module) -> None:
         """Take a model that is seen for the first time."""

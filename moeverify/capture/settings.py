@@ -21,7 +21,8 @@ class Settings(Record):
     bytes is kept as a sketch. `weights` is the folder of a run whose initial weights are put into the model. `nudge`
     moves every initial weight by one unit of rounding, with signs of that seed: a second run of one device then
     shows how far rounding alone moves everything. The unit is that of `nudge_dtype`, in which the script computes, or
-    else of the weights. `outputs` records what goes into modules and comes out of them.
+    else of the weights. `outputs` records what goes into modules and comes out of them, `operators` every operator of
+    that step.
     """
 
     out: Path
@@ -33,6 +34,7 @@ class Settings(Record):
     nudge: int | None = None
     nudge_dtype: Literal["bfloat16", "float16"] | None = None
     outputs: bool = False
+    operators: int | None = None
 
     def includes(self, step: int) -> bool:
         """Return whether the tensors of a step are recorded."""

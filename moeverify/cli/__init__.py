@@ -29,6 +29,7 @@ COMMANDS = (
     "doctor",
     "report",
     "explain",
+    "operators",
     "diff",
     "history",
     "watch",

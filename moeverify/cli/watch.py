@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from moeverify.cli.context import CommandContext, open_context
 
 if TYPE_CHECKING:
     from moeverify.capture.settings import Settings
+    from moeverify.errors import Problem
 
 _MEBIBYTE = 2**20
 
@@ -31,6 +33,16 @@ class OnFinding(StrEnum):
     STOP = "stop"
 
 
+Limit = Annotated[
+    float, typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of larger tensors.")
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", help="Seed torch, NumPy and Python before the script does.")
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option("--weights", metavar="RUN", help="Begin with the initial weights of this recorded run."),
+]
 Nudge = Annotated[
     int | None,
     typer.Option(
@@ -45,6 +57,15 @@ NudgeDtypeOption = Annotated[
 ]
 Outputs = Annotated[
     bool, typer.Option("--outputs", help="Record what goes into modules and comes out of them, too.")
+]
+Operators = Annotated[
+    int | None,
+    typer.Option(
+        "--operators",
+        min=0,
+        metavar="STEP",
+        help="Record every operator of this step, for `moeverify operators`.",
+    ),
 ]
 
 
@@ -63,20 +84,13 @@ def watch(
     steps: Annotated[
         str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")
     ] = "0-3",
-    limit: Annotated[
-        float,
-        typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of larger tensors."),
-    ] = 64.0,
-    weights: Annotated[
-        Path | None,
-        typer.Option("--weights", metavar="RUN", help="Begin with the initial weights of this recorded run."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed torch, NumPy and Python before the script does.")
-    ] = None,
+    limit: Limit = 64.0,
+    weights: Weights = None,
+    seed: Seed = None,
     nudge: Nudge = None,
     nudge_dtype: NudgeDtypeOption = None,
     outputs: Outputs = False,
+    operators: Operators = None,
     guard: Annotated[
         bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")
     ] = False,
@@ -101,7 +115,15 @@ def watch(
             code = run_guarded(command, context, out, every, stops=on_finding is OnFinding.STOP, debug=debug)
         else:
             settings = _make_settings(
-                out, steps, limit, weights, seed, nudge=nudge, nudge_dtype=nudge_dtype, outputs=outputs
+                out,
+                steps,
+                limit,
+                weights,
+                seed,
+                nudge=nudge,
+                nudge_dtype=nudge_dtype,
+                outputs=outputs,
+                operators=operators,
             )
             code = _record(command, settings, context)
         raise typer.Exit(code)
@@ -132,16 +154,30 @@ def _make_settings(
     nudge: int | None,
     nudge_dtype: NudgeDtype | None,
     outputs: bool,
+    operators: int | None,
 ) -> Settings:
     """Return the settings.
 
     Raises: CaseError with everything that is wrong with the options.
     """
-    from moeverify.capture.settings import RANK_FILE, Settings
+    from moeverify.capture.settings import Settings
     from moeverify.errors import CaseError, Problem
     from moeverify.report.files import check_writable
 
-    problems, (first, last) = list[Problem](), _read_range(steps)
+    first, last = _read_range(steps)
+    settings = Settings(
+        out=out or Path(),
+        first=first,
+        last=last,
+        limit=int(limit * _MEBIBYTE),
+        weights=weights,
+        seed=seed,
+        nudge=nudge,
+        nudge_dtype=None if nudge_dtype is None else nudge_dtype.value,
+        outputs=outputs,
+        operators=operators,
+    )
+    problems = []
     if last < first:
         problems.append(Problem(f"`{steps}` is no range of steps", path="--steps", remedy="write 0-3, or 5"))
     if out is None:
@@ -149,38 +185,39 @@ def _make_settings(
             Problem("nothing says where to record", path="--out", remedy="give --out DIR, or --guard")
         )
         raise CaseError(problems)
-    if any(out.glob(RANK_FILE.format(rank="*"))):
-        problems.append(
-            Problem(f"{out} holds a recorded run", path="--out", remedy="name another folder, or remove it")
-        )
-    if nudge_dtype is not None and nudge is None:
-        problems.append(
-            Problem(
-                "nothing is nudged", path="--nudge-dtype", remedy="give --nudge SEED too, such as --nudge 1"
-            )
-        )
-    if weights is not None and not any(weights.glob(RANK_FILE.format(rank="*"))):
-        problems.append(
-            Problem(
-                f"{weights} holds no recorded run",
-                path="--weights",
-                remedy="name a folder that `moeverify watch --out` made",
-            )
-        )
+    problems += _find_problems(settings)
     if problems:
         raise CaseError(problems)
     check_writable([], out)
-    return Settings(
-        out=out.resolve(),
-        first=first,
-        last=last,
-        limit=int(limit * _MEBIBYTE),
-        weights=None if weights is None else weights.resolve(),
-        seed=seed,
-        nudge=nudge,
-        nudge_dtype=None if nudge_dtype is None else nudge_dtype.value,
-        outputs=outputs,
-    )
+    resolved = {"out": out.resolve(), "weights": None if weights is None else weights.resolve()}
+    return settings.model_copy(update=resolved)
+
+
+def _find_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield what is wrong with folders, and with options that need others."""
+    from moeverify.capture.settings import RANK_FILE
+    from moeverify.errors import Problem
+
+    out, step, weights = settings.out, settings.operators, settings.weights
+    if any(out.glob(RANK_FILE.format(rank="*"))):
+        yield Problem(f"{out} holds a recorded run", path="--out", remedy="name another folder, or remove it")
+    if step is not None and not settings.includes(step) and settings.first <= settings.last:
+        range_ = f"{settings.first}-{settings.last}"
+        yield Problem(
+            f"step {step} is not recorded",
+            path="--operators",
+            remedy=f"name one of {range_}, or other --steps",
+        )
+    if settings.nudge_dtype is not None and settings.nudge is None:
+        yield Problem(
+            "nothing is nudged", path="--nudge-dtype", remedy="give --nudge SEED too, such as --nudge 1"
+        )
+    if weights is not None and not any(weights.glob(RANK_FILE.format(rank="*"))):
+        yield Problem(
+            f"{weights} holds no recorded run",
+            path="--weights",
+            remedy="name a folder that `moeverify watch --out` made",
+        )
 
 
 def _read_range(steps: str) -> tuple[int, int]:

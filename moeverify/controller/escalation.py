@@ -292,7 +292,8 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> 
     """Return a case with what it showed in wider precisions, the narrowest first.
 
     Where the leading finding of a wider precision says more of the cause, it leads, and the findings of the case that
-    say less follow from it; of several precisions that say as much, the widest does.
+    say less follow from it; of several precisions that say as much, the widest does. The
+    operators are those of the widest.
     """
     if not answers:
         return case
@@ -318,7 +319,10 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> 
         if not finding.follows and (_rate(finding) < _SURE or _identify(finding) in leading):
             changed = {"wider": seen} | ({"follows": leads[0].tensor} if leads else {})
         findings.append(finding.model_copy(update=changed))
-    return case.model_copy(update={"findings": tuple(findings)})
+    operators = [answer.operators for _, answer in answers if answer.operators]
+    return case.model_copy(
+        update={"findings": tuple(findings), "operators": (operators or [case.operators])[-1]}
+    )
 
 
 def _rate(finding: Finding | None) -> int:

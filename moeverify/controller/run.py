@@ -26,6 +26,7 @@ from moeverify.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.jobs import WORKER, CaseJob, GoldenResult, Refusal, VerifyJob, VerifyResult, read_report
 from moeverify.launch.plan import Job, JobOutcome, LaunchEvent
 from moeverify.launch.world import external_world
+from moeverify.report.operator_file import name_file
 from moeverify.report.words.check import word_check
 from moeverify.report.words.failure import describe_failure, word_report
 from moeverify.report.words.note import (
@@ -216,13 +217,14 @@ class CaseRun:
         return max(1, min(widest, len(self._goldens.orders), most))
 
     def _make_job(self, task: CaseTask) -> Job:
-        case = task.case
+        case, folder = task.case, self.options.folder
         asked = task.make(
             case=case,
             golden=self._goldens.folders[case.name],
             fault=task.fault,
             search_path=tuple(search_path(case)),
             explain_seconds=self.options.explain_seconds,
+            operators=None if folder is None else name_file(folder.resolve(), case.name),
         )
         timeout = self.options.timeout if self.options.timeout is not None else case.checks.timeout
         return make_job(case.name, case.layout.world_size, timeout, asked)
@@ -295,6 +297,7 @@ class CaseRun:
             learning_rates=answer.learning_rates,
             timeline=answer.timeline,
             errors=answer.errors,
+            operators=answer.operators,
         )
 
     def _make_case_result(

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from moeverify.explain.arguments import (
     argument_at,
@@ -115,13 +116,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._fqns |= {id(module): logical_name(name) for name, module in model.named_modules()}
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record while the block runs."""
+    def recording(self, *, hooks_optimizers: bool = True) -> Iterator[None]:
+        """Record while the block runs.
+
+        Without `hooks_optimizers` operators of optimizers are not told from others; the block may then end in a hook
+        of an optimizer's step, whose hooks must not change meanwhile.
+        """
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
             nn.modules.module.register_module_forward_hook(self._exit_module, always_call=True),
-            register_optimizer_step_pre_hook(self._enter_step),
-            register_optimizer_step_post_hook(self._exit_step),
+            *(self._hook_optimizers() if hooks_optimizers else ()),
         ]
         self._is_open = True
         try:
@@ -525,6 +529,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 self.program.ends.append(End(step, name, True, slot, count, number))
 
         return note
+
+    def _hook_optimizers(self) -> Iterator[RemovableHandle]:
+        yield register_optimizer_step_pre_hook(self._enter_step)
+        yield register_optimizer_step_post_hook(self._exit_step)
 
     def _enter_step(self, *_: Any) -> None:
         self._is_step += 1

@@ -63,6 +63,9 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     else:
         run, page = (shlex.quote(str(path)) for path in (kept.folder, kept.folder / "report.html"))
         steps.append((f"moeverify report {run} --html {page}", "all findings on a page"))
+        if case.operators:
+            listed = f"moeverify operators {run} --case {shlex.quote(case.name)}"
+            steps.append((listed, "the operators of both sides on a page"))
         again = f"moeverify run {select}{_keep_options(command, _KEPT)}"
         steps.append((again, "repeat it alone"))
     if case.verdict == "mismatch":

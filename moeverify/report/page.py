@@ -29,20 +29,26 @@ from moeverify.report.words.run import list_notes
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def render_page(template: str, environment: Mapping[str, object], **content: object) -> str:
-    """Return the page that a template makes of the content, with the style, the script and the environment of all.
+def render_page(
+    template: str, environment: Mapping[str, object], *, script: str = "page", **content: object
+) -> str:
+    """Return the page that a template makes of the content, with the style and the environment of all.
+
+    `script` names the script of the page and the style that it adds.
 
     The only script that a browser runs is the one whose hash the page names, whatever else a name smuggles in.
     """
-    script = (_TEMPLATES / "page.js").read_text(encoding="ascii")
+    code = (_TEMPLATES / f"{script}.js").read_text(encoding="ascii")
+    styles = dict.fromkeys(("page", script))
+    style = "".join((_TEMPLATES / f"{each}.css").read_text(encoding="ascii") for each in styles)
     return (
         _make_environment()
         .get_template(template)
         .render(
             environment=environment,
-            script=Markup(script),
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-            style=Markup((_TEMPLATES / "page.css").read_text(encoding="ascii")),
+            script=Markup(code),
+            script_hash=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
+            style=Markup(style),
             variables=Markup(format_variables()),
             **content,
         )

@@ -68,7 +68,8 @@ class CaseResult(Record):
     has the norms of all gradients and `learning_rates` the optimizer's rates likewise. `load` is that of the experts,
     where routers are seen. A case that failed has its `mesh`, and one in which something differs the `errors` of all
     tensors and the `timeline` of the collectives of the step where it began. Of a pair of `moeverify reshard`,
-    `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands.
+    `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands. `operators` is the file
+    with the operators of both sides in the step where it began, where the run was kept in a folder.
     """
 
     name: str
@@ -93,6 +94,7 @@ class CaseResult(Record):
     saved_by: str = ""
     loaded_by: str = ""
     saver_file: str = ""
+    operators: str = ""
 
     @property
     def has_failed(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from moeverify.results.culprit import Culprit
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.train.program import Program as Training
+from moeverify.worker.operators import keep_operators
 from moeverify.worker.recorded import record_one_device, record_ranks
 
 
@@ -39,12 +41,14 @@ class Found:
     """What rank 0 has found: each culprit with the (kind, tensor) of what it makes wrong; `failure` is an error.
 
     `is_complete` says that repairing the culprits makes all wrong results right, or all that can follow from them.
+    `operators` is the file with the operators of both sides, if there is one.
     """
 
     step: int = -1
     culprits: Sequence[tuple[Culprit, Sequence[tuple[str, str]]]] = ()
     is_complete: bool = False
     failure: DiagnosisFailed | None = None
+    operators: str = ""
 
 
 def record_origin(
@@ -77,10 +81,12 @@ def find_culprits(
     seconds: float,
     *,
     proves: bool = True,
+    operators: Path | None = None,
 ) -> Found:
     """Return the first wrong operations, as far as they are found in so many seconds. Rank 0 alone; no collective.
 
     Without `proves` the first place alone, and no change is tried: that is for findings whose cause is named.
+    `operators` is the file for the operators of both sides, if they are to be kept.
     """
     if recorded is None:
         return Found()
@@ -98,7 +104,10 @@ def find_culprits(
         culprits = Culprits(explainer, list_groups(case), list_degrees(case))
         found = [(culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes]
         is_complete = explainer.is_done and all(culprit.proved for culprit, _ in found)
-        return Found(recorded.step, found, is_complete)
+        kept = ""
+        if operators is not None:
+            kept = keep_operators(case, explainer, recorded.programs, one, causes, operators, seconds)
+        return Found(recorded.step, found, is_complete, operators=kept)
     except Exception as error:  # the verdict stands, and the findings are reported without a cause
         return Found(failure=describe_failure(error))
 

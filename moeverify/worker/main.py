@@ -92,6 +92,7 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
                 admit=context.admit,
                 extend=context.extend,
                 explain_seconds=job.explain_seconds,
+                operators=job.operators,
             )
 
         if isinstance(job, CoverageJob):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,13 +59,15 @@ def verify_case(
     admit: Callable[[Iterable[DeviceMesh]], None] = lambda meshes: None,
     extend: Callable[[], None] = lambda: None,
     explain_seconds: float = 60.0,
+    operators: Path | None = None,
 ) -> VerifyResult | None:
     """Return on rank 0 what the checks say, with the causes; None on the other ranks.
 
     What they say without causes is reported before these are looked for: ranks may be lost in the second run that a
     diagnosis needs, and the verdict must not be; `extend` then asks for more time. `admit` gets the meshes before
-    they are used. Units: `explain_seconds` in seconds, for the search for the first wrong operation. Collective: all
-    ranks of the default process group, which has as many ranks as the layout.
+    they are used. `operators` is the file for the operators of both sides, if they are to be kept. Units:
+    `explain_seconds` in seconds, for the search for the first wrong operation. Collective: all ranks of the default
+    process group, which has as many ranks as the layout.
     """
     with injected(fault):
         # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.
@@ -87,9 +90,10 @@ def verify_case(
     if recorded is not None:
         report(_make_result(observed, explained))
     proves = not is_named(explained, recorded)
-    found = find_culprits(case, golden, recorded, device, explain_seconds, proves=proves)
+    found = find_culprits(case, golden, recorded, device, explain_seconds, proves=proves, operators=operators)
     findings = [name_source(finding) for finding in lead_with(explained, found)]
-    return _make_result(observed, findings, None if evidence is None else evidence.timeline)
+    timeline = None if evidence is None else evidence.timeline
+    return _make_result(observed, findings, timeline, found.operators)
 
 
 def name_source(finding: Finding) -> Finding:
@@ -109,7 +113,7 @@ def name_source(finding: Finding) -> Finding:
 
 
 def _make_result(
-    observed: _Observed, findings: Sequence[Finding], timeline: Timeline | None = None
+    observed: _Observed, findings: Sequence[Finding], timeline: Timeline | None = None, operators: str = ""
 ) -> VerifyResult:
     return VerifyResult(
         checks=observed.judgement.checks,
@@ -120,6 +124,7 @@ def _make_result(
         learning_rates=tuple(observed.learning_rates),
         timeline=timeline,
         errors=observed.errors,
+        operators=operators,
     )
 
 

@@ -5,6 +5,7 @@ The same ones each time; MOEVERIFY_TEST_BAD_INPUTS=2000 asks for as many new one
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -44,10 +45,20 @@ from moeverify.layout.region import Region
 from moeverify.placement.synthetic import make_trace
 from moeverify.placement.trace_file import TraceWriter
 from moeverify.report.formats.registry import write_run
+from moeverify.report.operator_file import name_file
+from moeverify.report.operator_file import write as write_table
 from moeverify.results.cause import Cause
 from moeverify.results.facts import CollectiveFacts, Issue
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.finding import Finding
+from moeverify.results.operator_table import (
+    CallSite,
+    Compared,
+    Operator,
+    OperatorList,
+    OperatorResult,
+    OperatorTable,
+)
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, Event, RankReport, RunResult
 from moeverify.results.trace import CollectiveRecord
@@ -296,16 +307,56 @@ def test_kept_verdicts(case_file: Path, tmp_path: Path, try_all: Any) -> None:
     try_all("kept", file, spoil_lines, attempt)
 
 
-@pytest.mark.parametrize("command", ["report", "explain", "diff"])
+@pytest.mark.parametrize("command", ["report", "explain", "diff", "operators"])
 def test_results(invoke: Any, keep: Any, try_all: Any, command: str) -> None:
     file = keep("run", "mismatch", 1.0) / "result.json"
     other = (keep("other"),) if command == "diff" else ()
     codes = (0, 1, 2) if command == "diff" else (0, 2)
-    with_html = (
-        ("--html", file.parent / "page.html", "--junit", file.parent / "r.xml") if command == "report" else ()
-    )
+    files = {
+        "report": ("--html", file.parent / "page.html", "--junit", file.parent / "r.xml"),
+        "operators": ("--html", file.parent / "page.html"),
+    }
+    with_html = files.get(command, ())
 
     try_all(command, file, spoil_json, lambda: judge(invoke(command, file.parent, *other, *with_html), codes))
+
+
+def test_operators(invoke: Any, keep: Any, try_all: Any) -> None:
+    folder = keep("run", "mismatch", 1.0)
+    file = name_file(folder, "case")
+    site = CallSite(file="a.py", line=3, function="f", expression="a + b")
+    results = (OperatorResult(shape=(2, 3), dtype="float64"),)
+    ops = tuple(
+        Operator(
+            name=name, phase="forward", module="m", sites=(0,), results=results, inputs=inputs, ranks=(0, 1)
+        )
+        for name, inputs in (("mm.default", ("w",)), ("collective.all_reduce", (0,)))
+    )
+    listed = OperatorList(sites=(site,), operators=ops)
+    compared = (
+        Compared(outcome="match", other=0, place="whole", error=0.0),
+        Compared(outcome="differs", other=1, error=0.5, factor=2.0),
+    )
+    table = OperatorTable(
+        version=1,
+        title="case",
+        step=0,
+        expected_name="one",
+        actual_name="many",
+        bound=1e-8,
+        expected=(listed,),
+        actual=(listed,),
+        compared=(compared,),
+        causes=((0, 1),),
+    )
+    write_table(table, file)
+    file.write_bytes(gzip.decompress(file.read_bytes()))  # to be spoiled; it is read either way
+    run = RunResult.model_validate_json((folder / "result.json").read_bytes())
+    cases = (run.cases[0].model_copy(update={"operators": str(file)}),)
+    write_run("json", run.model_copy(update={"cases": cases}), folder / "result.json")
+    words = ("operators", folder, "--html", folder / "page.html")
+    assert invoke(*words).exit_code == 0
+    try_all("operators", file, spoil_json, lambda: judge(invoke(*words), (0, 2)))
 
 
 def test_goldens(case_file: Path, tmp_path: Path, try_all: Any) -> None:

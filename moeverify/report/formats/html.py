@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import quote
 
 from markupsafe import Markup
 
+from moeverify.errors import FormatError
+from moeverify.report import operator_page
 from moeverify.report.explanation import number_findings
 from moeverify.report.files import write_atomically
 from moeverify.report.matrix import find_matrices
 from moeverify.report.next_steps import Kept, advise
 from moeverify.report.numbers import format_count
+from moeverify.report.operator_file import find_table, read
 from moeverify.report.page import render_page
 from moeverify.report.pictures.picture import Picture, format_svg
 from moeverify.report.pictures.registry import draw_case, draw_run
@@ -31,16 +37,34 @@ _MOST_ROWS = 2000  # findings of a case
 
 
 def write(run: RunResult, path: Path) -> None:
-    """Write the run's page to `path`, completely or not at all.
+    """Write the run's page to `path`, completely or not at all, and beside it the pages of operators that there are.
 
     Raises: OSError when the disk refuses.
     """
-    write_atomically(path, format_page(run))
+    write_atomically(path, format_page(run, _write_operators(run, path)))
 
 
-def format_page(run: RunResult) -> str:
-    """Return the page: the failures, the table of all cases, then cases with pictures, findings, ranks and checks."""
-    entries = _make_entries(run)
+def _write_operators(run: RunResult, path: Path) -> dict[str, str]:
+    """Write the page of the operators of each case that is pictured, and return their names by that of the case."""
+    names: dict[str, str] = {}
+    if path.exists() and not path.is_file():
+        return names
+    for case in [each for each in run.cases if each.has_failed][:_MOST_PICTURED]:
+        table = find_table(case, path)
+        if table is not None:
+            page = path.with_name(f"{path.stem}.{table.name.partition('.')[0]}.operators.html")
+            with suppress(FormatError):  # a damaged file of operators costs its link
+                operator_page.write(read(table), page)
+                names[case.name] = page.name
+    return names
+
+
+def format_page(run: RunResult, operators: Mapping[str, str] | None = None) -> str:
+    """Return the page: the failures, the table of all cases, then cases with pictures, findings, ranks and checks.
+
+    `operators` has the file with the page of operators by the name of the case.
+    """
+    entries = _make_entries(run, operators or {})
     failed = [entry for entry in entries if entry.case.has_failed]
     is_long = len(entries) > _MOST_STATIC_CASES
     launches = {"launches": run.launches} if run.launches else {}
@@ -61,7 +85,7 @@ def format_page(run: RunResult) -> str:
     )
 
 
-def _make_entries(run: RunResult) -> list[_Entry]:
+def _make_entries(run: RunResult, operators: Mapping[str, str]) -> list[_Entry]:
     """Return all cases in their order. Those that failed are shown in detail, then others while there is room."""
     positions = sorted(range(len(run.cases)), key=lambda at: not run.cases[at].has_failed)
     numbers: dict[int, int] = {}
@@ -77,6 +101,7 @@ def _make_entries(run: RunResult) -> list[_Entry]:
             is_pictured=at in pictured,
             command=run.command,
             number=numbers.get(id(case), 1),
+            operators=quote(operators.get(case.name, "")),
         )
         for at, case in enumerate(run.cases)
     ]
@@ -84,13 +109,17 @@ def _make_entries(run: RunResult) -> list[_Entry]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A case with what the templates show of it; `anchor` is the place of its section, if it has one."""
+    """A case with what the templates show of it; `anchor` is the place of its section, if it has one.
+
+    `operators` is the address of the page of its operators, if it has one.
+    """
 
     case: CaseResult
     anchor: str
     is_pictured: bool
     command: str
     number: int
+    operators: str = ""
 
     @cached_property
     def tensors(self) -> int:

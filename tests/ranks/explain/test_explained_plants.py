@@ -9,6 +9,7 @@ import pytest
 
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
+from moeverify.report.operator_file import read
 from moeverify.report.words.run import word_finding
 from moeverify.results.run import CaseResult
 from moeverify.validation.load import load_cases
@@ -37,6 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
             golden_folder=folder / "golden",
             cache_folder=folder / "cache",
             explain_seconds=explain_seconds,
+            folder=folder / "kept",
         )
         cases = load_cases([folder / f"{name}.yaml" for name in names])
         result = run_cases(cases, options, lambda event: None)
@@ -74,7 +76,28 @@ def test_the_planted_line_is_evidence_for_the_cause_that_is_named(results: Resul
     assert any(f"{PROGRAM.name}:" in line for line in word_finding(first).evidence)
 
 
+def test_the_operators_of_both_sides_are_kept_and_stop_matching_at_the_planted_line(results: Results) -> None:
+    assert results["right"].operators == ""
+    table = read(Path(results["wrong_number"].operators))
+    assert {op.phase for op in table.actual[0].operators} == {"forward", "backward", "step"}
+    assert {rank for rank, _ in table.causes} == {0, 1}
+    for (rank, place), (listed, compared) in zip(
+        table.causes, zip(table.actual, table.compared, strict=True), strict=True
+    ):
+        site = listed.sites[listed.operators[place].sites[0]]
+        assert (Path(site.file).name, site.line) == (PROGRAM.name, find_line("wrong_number"))
+        before = {each.outcome for each in compared[:place]}
+        assert compared[place].outcome == "differs"
+        assert table.expected[0].operators[compared[place].other].name == listed.operators[place].name
+        assert before <= {"match", "alone", "uncompared"}, rank
+        sharded = [
+            each.place for op, each in zip(listed.operators, compared, strict=True) if op.module == "ffn"
+        ]
+        assert f"dim 2: {8 * rank}-{8 * rank + 7} of 16" in sharded
+
+
 def test_without_time_nothing_is_searched(run: Callable[..., Results]) -> None:
     case = run(["wrong_number"], explain_seconds=0.0)["wrong_number"]
     assert case.verdict == "mismatch"
     assert [finding.culprit for finding in case.findings if finding.culprit is not None] == []
+    assert case.operators == ""

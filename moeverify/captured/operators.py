@@ -1,0 +1,33 @@
+"""The operators of two recorded runs as one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moeverify.capture.operators import read_operators
+from moeverify.errors import FormatError
+from moeverify.explain.operator_table import make_table
+from moeverify.results.operator_table import OperatorTable
+
+_MOST_SECONDS = 600.0
+
+
+def compare_operators(expected: Path, actual: Path) -> OperatorTable:
+    """Return the operators of two runs that `moeverify watch --operators` has recorded, each with its counterpart.
+
+    Raises: FormatError where a run has none, or where they are of different steps.
+    """
+    (step, one), (other, many) = read_operators(expected), read_operators(actual)
+    if step != other:
+        raise FormatError(
+            f"{expected} has the operators of step {step}, {actual} those of step {other}",
+            "record the same step of both",
+        )
+    return make_table(
+        one,
+        many,
+        title=f"{actual.name} against {expected.name}",
+        step=step,
+        names=(expected.name, actual.name),
+        seconds=_MOST_SECONDS,
+    )

@@ -1,0 +1,394 @@
+"""Compares the operators of ranks with those of another run: each with its counterpart, value by value.
+
+A counterpart stands at the same place of the program: phase, module, operator and calling lines. Of several (loops,
+micro-batches) the one counts whose values are nearest. Parts of a sum are found by adding those of other ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeverify.explain.operator_lists import MOST_OPERATORS, Listed
+from moeverify.explain.relate import Reference, Relation
+from moeverify.results.operator_table import (
+    TABLE_VERSION,
+    Compared,
+    Operator,
+    OperatorList,
+    OperatorTable,
+)
+
+BOUNDS: Mapping[str, float] = {"float64": 1e-8, "float32": 2.0**-13, "bfloat16": 2.0**-4, "float16": 2.0**-4}
+"""The largest relative error of a match where nothing computes in a narrower dtype."""
+
+_MOST_CANDIDATES = 5
+_MOST_CALLS = 16
+"""Calls at one place of the program whose results may be added."""
+
+_MOST_LIKELY = 3
+_MOST_RESULTS = 16
+_MOST_REFERENCES = 1024
+_ORDER = ("uncompared", "match", "multiple", "alone", "shape", "differs")
+"""Outcomes of the results of one operator: the last of them is that of the operator."""
+
+Key = tuple[object, ...]
+
+At = tuple[int, int]
+"""A rank, and the position of an operator in its list."""
+
+ResultAt = tuple[int, int, int]
+"""A rank, the position of an operator, and that of its result."""
+
+LookUp = Callable[[int, int], Compared | None]
+"""Returns what is known otherwise of a value of a rank, by its number in the recorded program."""
+
+
+def choose_bound(lists: Iterable[Listed]) -> float:
+    """Return the largest relative error of a match: that of the narrowest dtype in which something computes."""
+    dtypes = {result.dtype for each in lists for op in each.operators.operators for result in op.results}
+    return max((BOUNDS[dtype] for dtype in dtypes if dtype in BOUNDS), default=BOUNDS["float64"])
+
+
+def list_keys(operators: OperatorList) -> Iterator[tuple[Key, ...]]:
+    """Yield for each operator what it has in common with its counterparts, the narrowest first."""
+    counts: dict[tuple[int, str], int] = {}
+    for op in operators.operators:
+        # The derivative of one operator may call an operator twice, for two operands.
+        part = counts[op.origin, op.name] = counts.get((op.origin, op.name), -1) + 1
+        part = part if op.origin >= 0 else 0
+        sites = [operators.sites[each] for each in op.sites[:2]]
+        lines = tuple((site.file, site.line, site.offset) for site in sites)
+        functions = tuple(site.function for site in sites[:1])
+        kind = op.name.partition(".")[0].strip("_")
+        shared = (op.phase, op.module)
+        yield (*shared, op.name, part, lines), (*shared, kind, part, functions), (*shared, kind)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A result of an operator of the other side with the relation to it; `over` says of which sum it is a part."""
+
+    other: At
+    slot: int
+    relation: Relation
+    over: str = ""
+
+
+@dataclass(frozen=True)
+class _Others:
+    """Possible counterparts, the likeliest first; one of the first `num_near` is that, whatever it returns."""
+
+    ops: tuple[At, ...]
+    num_near: int
+
+
+def make_table(
+    expected: Sequence[Listed],
+    actual: Sequence[Listed],
+    *,
+    title: str,
+    step: int,
+    names: tuple[str, str],
+    seconds: float,
+    bound: float | None = None,
+    look_up: LookUp | None = None,
+    causes: Iterable[At] = (),
+    notes: Sequence[str] = (),
+) -> OperatorTable:
+    """Return the operators of both sides with their comparison, as far as that goes in so many seconds.
+
+    `names` are those of the sides, `causes` the first wrong operators of `actual` by rank and number in the program.
+    """
+    limit = choose_bound([*expected, *actual]) if bound is None else bound
+    compared, late = _Comparison(expected, actual, limit, look_up).compare(seconds)
+    left_out = sum(each.operators.left_out for each in (*expected, *actual))
+    said = [
+        (left_out, f"operators are not listed: a process has more than {MOST_OPERATORS}"),
+        (late, "operators are not compared: the time was over"),
+    ]
+    return OperatorTable(
+        version=TABLE_VERSION,
+        title=title,
+        step=step,
+        expected_name=names[0],
+        actual_name=names[1],
+        bound=limit,
+        expected=tuple(each.operators for each in expected),
+        actual=tuple(each.operators for each in actual),
+        compared=tuple(compared),
+        causes=tuple(
+            (rank, actual[rank].places[number])
+            for rank, number in dict.fromkeys(causes)
+            if number in actual[rank].places
+        ),
+        notes=(*notes, *(f"{number} {text}" for number, text in said if number)),
+    )
+
+
+class _Comparison:
+    """Compares the lists of all ranks with those of another run."""
+
+    def __init__(
+        self,
+        expected: Sequence[Listed],
+        actual: Sequence[Listed],
+        bound: float,
+        look_up: LookUp | None = None,
+    ) -> None:
+        self._expected, self._actual, self._bound = expected, actual, bound
+        self._look_up = look_up or (lambda rank, number: None)
+        self._others: dict[Key, list[At]] = {}
+        self._derivatives: dict[tuple[At, Key], list[At]] = {}
+        for rank, listed in enumerate(expected):
+            for place, keys in enumerate(list_keys(listed.operators)):
+                for key in keys:
+                    self._others.setdefault(key, []).append((rank, place))
+                origin = listed.operators.operators[place].origin
+                self._derivatives.setdefault(((rank, origin), keys[0][2:4]), []).append((rank, place))
+        self._keys = [list(list_keys(listed.operators)) for listed in actual]
+        self._own: dict[Key, list[list[int]]] = {}
+        for rank, found in enumerate(self._keys):
+            for place, (key, *_) in enumerate(found):
+                own = self._own.setdefault(key, [[] for _ in actual])
+                own[rank].append(place)
+        self._occurrences = {
+            (rank, place): count
+            for own in self._own.values()
+            for rank, places in enumerate(own)
+            for count, place in enumerate(places)
+        }
+        self._readers: dict[ResultAt | None, list[At]] = {}
+        for rank, listed in enumerate(expected):
+            for place, taken in enumerate(listed.taken):
+                for result in dict.fromkeys(taken):
+                    self._readers.setdefault((rank, *result), []).append((rank, place))
+        self._counterparts: dict[ResultAt, ResultAt] = {}
+        self._groups = self._list_groups()
+        self._references: dict[ResultAt, Reference] = {}
+        self._sums: dict[tuple[bool, tuple[At, ...], int], Tensor | None] = {}
+
+    def compare(self, seconds: float) -> tuple[list[tuple[Compared, ...]], int]:
+        """Return the comparisons of all ranks, and how many operators are not compared since the time is over."""
+        end, late = time.monotonic() + seconds, 0
+        rows: list[tuple[Compared, ...]] = []
+        # Side by side: what is left out at the end is the same part of the step on all ranks.
+        found: list[list[Compared]] = [[] for _ in self._actual]
+        for place in range(max((len(keys) for keys in self._keys), default=0)):
+            is_late = time.monotonic() > end
+            for rank, keys in enumerate(self._keys):
+                if place < len(keys):
+                    late += is_late
+                    outcome = Compared(outcome="uncompared") if is_late else self._compare((rank, place))
+                    found[rank].append(outcome)
+        rows += [tuple(each) for each in found]
+        return rows, late
+
+    def _compare(self, at: At) -> Compared:
+        """Return how the results of an operator relate to the other side."""
+        listed, place = self._actual[at[0]], at[1]
+        others = self._list_others(at)
+        made = [
+            self._compare_value(at, slot, data, others)
+            for slot, data in enumerate(listed.data[place])
+            if data is not None and not _is_blank(listed.operators.operators[place])
+        ]
+        if not made:
+            first = others.ops[0] if others.num_near else (0, -1)
+            return Compared(outcome="uncompared", other=first[1], other_rank=first[0])
+        return max(made, key=lambda each: (_ORDER.index(each.outcome), each.error or 0.0))
+
+    def _list_others(self, at: At) -> _Others:
+        """Return the operators of the other side that may be the counterpart of an operator."""
+        likely = [*self._list_derivatives(at), *self._list_readers(at)][:_MOST_LIKELY]
+        found: dict[At, None] = dict.fromkeys(likely)
+        num_near = 0
+        for number, key in enumerate(self._keys[at[0]][at[1]]):
+            others = self._others.get(key)
+            if others:
+                found |= dict.fromkeys(self._sort_by_occurrence(at, others))
+                num_near = len(found) if number == 0 else num_near
+                break
+        return _Others(tuple(found)[:_MOST_CANDIDATES], max(num_near, len(likely[:1])))
+
+    def _list_derivatives(self, at: At) -> list[At]:
+        """Return the operators of its name that derive the counterpart of what an operator derives."""
+        op = self._actual[at[0]].operators.operators[at[1]]
+        derived = self._counterparts.get((at[0], op.origin, 0))
+        return (
+            []
+            if derived is None
+            else self._derivatives.get((derived[:2], self._keys[at[0]][at[1]][0][2:4]), [])
+        )
+
+    def _list_readers(self, at: At) -> list[At]:
+        """Return the operators of its name that take most of the counterparts of what an operator takes."""
+        counts: dict[At, int] = {}
+        name = self._actual[at[0]].operators.operators[at[1]].name
+        for place, slot in self._actual[at[0]].taken[at[1]]:
+            for reader in self._readers.get(self._counterparts.get((at[0], place, slot)), ()):
+                if self._expected[reader[0]].operators.operators[reader[1]].name == name:
+                    counts[reader] = counts.get(reader, 0) + 1
+        most = max(counts.values(), default=0)
+        return self._sort_by_occurrence(at, [each for each, count in counts.items() if count == most])
+
+    def _sort_by_occurrence(self, at: At, others: Sequence[At]) -> list[At]:
+        """Return operators at one place of the program, those first that come as often before them."""
+        same = [each for each in others if each[0] == at[0]]
+        found = same if same and len(self._expected) == len(self._actual) else others
+        if len(found) < 2:
+            return list(found)
+        first = self._occurrences[at] % len(found)
+        order = sorted(range(len(found)), key=lambda place: abs(place - first))
+        return [found[place] for place in order]
+
+    def _compare_value(self, at: At, slot: int, data: Tensor, others: _Others) -> Compared:
+        best = self._find_nearest(data, slot, others.ops)
+        if best is None or best.relation.error > self._bound or best.relation.factor != 1.0:
+            summed = self._find_sum(at, slot, data, others.ops)
+            best = summed if summed is not None else best
+        if best is not None and best.relation.error <= self._bound:
+            self._counterparts[*at, slot] = (*best.other, best.slot)
+            return self._describe(best)
+        numbers = self._actual[at[0]].numbers
+        known = self._look_up(at[0], numbers[at[1]][slot]) if numbers else None
+        if known is not None:
+            return self._place_known(at, slot, data, known)
+        if not others.num_near:
+            return Compared(outcome="alone")
+        nearest = others.ops[0] if best is None else best.other
+        self._counterparts[*at, slot] = (*nearest, slot if best is None else best.slot)
+        if best is not None:
+            return self._describe(best)
+        return Compared(outcome="shape", other=nearest[1], other_rank=nearest[0])
+
+    def _place_known(self, at: At, slot: int, data: Tensor, known: Compared) -> Compared:
+        """Return what is known of a value, with its place in the result of its counterpart where it has one."""
+        if known.other < 0:
+            return known
+        other = known.other_rank, known.other
+        self._counterparts[*at, slot] = (*other, 0)
+        found = self._find_nearest(data, 0, [other])
+        is_part = found is not None and found.relation.error <= self._bound
+        return self._describe(found) if is_part and found is not None else known
+
+    def _find_nearest(self, data: Tensor, slot: int, others: Sequence[At]) -> _Found | None:
+        """Return the result of the other side that is nearest; None where none has a part of this shape."""
+        best: _Found | None = None
+        for other in others:
+            results = self._expected[other[0]].data[other[1]]
+            # Of a tensor that is taken apart, ranks may have other parts.
+            for place in sorted(range(len(results)), key=lambda each: (each != slot, each))[:_MOST_RESULTS]:
+                theirs = results[place]
+                if theirs is None or theirs.is_floating_point() != data.is_floating_point():
+                    continue
+                relation = self._refer((*other, place), theirs).relate(data)
+                if relation is None:
+                    continue
+                if best is None or _rank(relation, self._bound) < _rank(best.relation, self._bound):
+                    best = _Found(other, place, relation)
+                if relation.error <= self._bound and relation.factor == 1.0:
+                    return best
+        return best
+
+    def _refer(self, key: ResultAt, data: Tensor) -> Reference:
+        """Return a result of the other side to look up values in; the last ones are kept."""
+        if key not in self._references:
+            if len(self._references) >= _MOST_REFERENCES:
+                self._references.pop(next(iter(self._references)))
+            self._references[key] = Reference(data, self._bound)
+        return self._references[key]
+
+    def _describe(self, found: _Found) -> Compared:
+        relation, (rank, place) = found.relation, found.other
+        is_right = relation.error <= self._bound
+        return Compared(
+            outcome="differs" if not is_right else "match" if relation.factor == 1.0 else "multiple",
+            other=place,
+            other_rank=rank,
+            place=", ".join(each for each in (found.over, relation.place) if each),
+            factor=relation.factor,
+            error=relation.error,
+        )
+
+    def _find_sum(self, at: At, slot: int, data: Tensor, others: Sequence[At]) -> _Found | None:
+        """Return of which sum a value is a part: over ranks, or over calls at one place of the program."""
+        if data.dtype == torch.bool or not others:
+            return None
+        for over, parts in self._list_sums(at):
+            total = self._add(self._actual, parts, slot)
+            if total is None or total.shape != data.shape:
+                continue
+            found = self._find_nearest(total, slot, others[:1])
+            if found is not None and found.relation.error <= self._bound:
+                return replace(found, over=over)
+        return self._find_total(at, slot)
+
+    def _find_total(self, at: At, slot: int) -> _Found | None:
+        """Return whether the results of all calls at a place of the program add up to those of the other side.
+
+        Micro-batches of a rank may have other rows than those of one device.
+        """
+        key = self._keys[at[0]][at[1]][0]
+        theirs: Sequence[At] = self._others.get(key, ())
+        right = self._add(self._expected, theirs, slot) if len(theirs) <= _MOST_CALLS else None
+        if right is None:
+            return None
+        for group in self._groups:
+            parts = [(rank, place) for rank in group for place in self._own[key][rank]]
+            if at[0] not in group or not len(theirs) < len(parts) <= len(group) * _MOST_CALLS:
+                continue
+            total = self._add(self._actual, parts, slot)
+            relation = None if total is None else self._refer((-1, theirs[0][1], slot), right).relate(total)
+            if relation is not None and relation.error <= self._bound:
+                over = f"part of a sum over ranks {', '.join(map(str, group))} and calls"
+                return _Found(theirs[0], slot, relation, over)
+        return None
+
+    def _list_sums(self, at: At) -> Iterator[tuple[str, tuple[At, ...]]]:
+        own, occurrence = self._own[self._keys[at[0]][at[1]][0]], self._occurrences[at]
+        for group in self._groups:
+            if at[0] in group and all(occurrence < len(own[rank]) for rank in group):
+                ranks = ", ".join(map(str, group))
+                yield (
+                    f"part of a sum over ranks {ranks}",
+                    tuple((rank, own[rank][occurrence]) for rank in group),
+                )
+        if 1 < len(own[at[0]]) <= _MOST_CALLS:
+            yield "part of a sum over calls", tuple((at[0], place) for place in own[at[0]])
+
+    def _add(self, side: Sequence[Listed], parts: Sequence[At], slot: int) -> Tensor | None:
+        """Return the sum of results; None where they have several shapes, or were not kept."""
+        key = side is self._actual, tuple(parts), slot
+        if key not in self._sums:
+            values = [side[rank].data[place] for rank, place in parts]
+            kept = [each[slot] if slot < len(each) else None for each in values]
+            tensors = [each for each in kept if each is not None]
+            is_sum = len(tensors) == len(kept) and len({each.shape for each in tensors}) == 1
+            self._sums[key] = torch.stack(tensors).sum(0) if is_sum else None
+        return self._sums[key]
+
+    def _list_groups(self) -> list[tuple[int, ...]]:
+        """Return the groups of ranks over which a sum may run: those of the collectives, then all."""
+        groups = {
+            op.ranks: None
+            for listed in self._actual
+            for op in listed.operators.operators
+            if len(op.ranks) > 1
+        }
+        if len(self._actual) > 1:
+            groups[tuple(range(len(self._actual)))] = None
+        return [group for group in groups if max(group) < len(self._actual)]
+
+
+def _is_blank(op: Operator) -> bool:
+    """Return whether an operator makes memory without writing it."""
+    return op.name.startswith(("empty", "new_empty"))
+
+
+def _rank(relation: Relation, bound: float) -> tuple[bool, bool, float]:
+    return relation.error > bound, relation.factor != 1.0, relation.error

@@ -1,0 +1,137 @@
+"""The operators of one step on both sides, as a file: gzipped JSON that the ranks write and the page is made from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from moeverify.errors import FormatError
+from moeverify.input_file import MOST_BYTES, parse_json, read_input
+from moeverify.report.files import write_atomically
+from moeverify.results.operator_table import TABLE_VERSION, OperatorList, OperatorTable
+from moeverify.results.run import CaseResult
+
+OPERATORS_FOLDER = "operators"
+_SUFFIX = ".json.gz"
+_AGAIN = "run the case again with --out"
+
+
+def name_file(folder: Path, case: str) -> Path:
+    """Return where the operators of a case of a kept run are."""
+    return folder / OPERATORS_FOLDER / f"{case.replace('/', '-')}{_SUFFIX}"
+
+
+def write(table: OperatorTable, path: Path) -> None:
+    """Write a table, gzipped where the name ends in `.gz`, completely or not at all.
+
+    Raises: OSError when the disk refuses.
+    """
+    raw = table.model_dump_json(exclude_defaults=True).encode() + b"\n"
+    write_atomically(path, gzip.compress(raw, 6, mtime=0) if path.suffix == ".gz" else raw)
+
+
+def read(path: Path) -> OperatorTable:
+    """Return the table in a file.
+
+    Raises: FormatError where it is not there, damaged, of another version, or something else.
+    """
+    content = read_content(path, _AGAIN)
+    if not isinstance(content, dict) or "version" not in content:
+        raise FormatError(f"{path} is no table of operators: it has no field version", _AGAIN)
+    if content["version"] != TABLE_VERSION:
+        raise FormatError(
+            f"{path}: version: {content['version']}, and this moeverify reads {TABLE_VERSION}", _AGAIN
+        )
+    try:
+        table = OperatorTable.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise FormatError(f"{path}: {field}: {first['msg']}", _AGAIN) from error
+    problem = _find_problem(table)
+    if problem:
+        raise FormatError(f"{path}: {problem}", _AGAIN)
+    return table
+
+
+def read_content(path: Path, remedy: str) -> Any:
+    """Return the JSON in a file, which may be gzipped; `remedy` says what to do where it cannot be read.
+
+    Raises: FormatError where it is not there, or damaged.
+    """
+    try:
+        raw = read_input(path)
+    except FileNotFoundError:
+        raise FormatError(f"{path} does not exist", remedy) from None
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}", remedy) from error
+    try:
+        content = parse_json(_unzip(raw) if raw.startswith(b"\x1f\x8b") else raw)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FormatError(f"{path} is damaged, or no JSON ({error})", remedy) from error
+    return content
+
+
+def _unzip(raw: bytes) -> bytes:
+    """Return what was zipped.
+
+    Raises: OSError, EOFError or zlib.error where it is damaged, or more than is sane to hold in memory.
+    """
+    with gzip.GzipFile(fileobj=BytesIO(raw)) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
+    return content
+
+
+def _find_problem(table: OperatorTable) -> str:
+    """Return which field names an operator, a rank or a call site that is not there; nothing if all are."""
+    lists = [
+        (f"{side}.{rank}", each)
+        for side in ("expected", "actual")
+        for rank, each in enumerate(getattr(table, side))
+    ]
+    problems = [problem for name, listed in lists for problem in [check_list(name, listed)] if problem]
+    sizes = [len(each.operators) for each in table.actual]
+    if [len(each) for each in table.compared] != sizes:
+        problems.append("compared: not as many as there are operators")
+    for rank, compared in enumerate(table.compared):
+        for place, each in enumerate(compared):
+            is_rank = 0 <= each.other_rank < len(table.expected)
+            if not (is_rank and -1 <= each.other < len(table.expected[each.other_rank].operators)):
+                problems.append(f"compared.{rank}.{place}.other: no such operator")
+    for number, (rank, place) in enumerate(table.causes):
+        if not (0 <= rank < len(sizes) and 0 <= place < sizes[rank]):
+            problems.append(f"causes.{number}: no such operator")
+    return next(iter(problems), "")
+
+
+def check_list(name: str, listed: OperatorList) -> str:
+    """Return which field of a list names an operator or a call site that is not there; nothing if all are."""
+    for place, op in enumerate(listed.operators):
+        inputs = (each for each in op.inputs if isinstance(each, int))
+        for field, numbers, size in (
+            ("sites", op.sites, len(listed.sites)),
+            ("inputs", inputs, len(listed.operators)),
+            ("origin", () if op.origin == -1 else (op.origin,), len(listed.operators)),
+        ):
+            if not all(0 <= number < size for number in numbers):
+                what = "call site" if field == "sites" else "operator"
+                return f"{name}.operators.{place}.{field}: no such {what}"
+    return ""
+
+
+def find_table(case: CaseResult, run: Path) -> Path | None:
+    """Return the file with the operators of a case, if it is there: in the kept `run`, which may have been moved."""
+    if not case.operators:
+        return None
+    path = Path(case.operators)
+    folder = run if run.is_dir() else run.parent
+    inside = [folder.joinpath(*path.parts[-depth:]) for depth in (2, 3)]
+    return next((each for each in (*inside, path) if each.is_file()), None)
