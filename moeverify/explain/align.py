@@ -210,6 +210,7 @@ class Alignment:
         rank = at[0]
         scales: set[float] = set()
         overs: set[tuple[At, ...]] = set()
+        unknown: list[At] = []
 
         def ids_of(source: At) -> Tensor | None:
             data = self.data(source)
@@ -220,6 +221,7 @@ class Alignment:
             known = self.find(source)
             if known is None or known.ids is None or known.ids.shape != data.shape:
                 is_empty = is_blank(self.joint.op(self.joint.maker(source))) or not self.tells(source)
+                unknown.append(source)
                 return torch.zeros(data.shape, dtype=torch.float64) if is_empty else None
             scales.add(known.scale)
             overs.add(known.over)
@@ -232,12 +234,9 @@ class Alignment:
             return None
         ids = made[place]
         data = self.data(at)
-        is_filled = op.short.rstrip("_") == "masked_fill"
-        if (
-            data is None
-            or ids.shape != data.shape
-            or (not is_filled and bool(((ids == 0) & (data != 0)).any()))
-        ):
+        # Padding has whatever number it was filled with; elements of memory that is not known have to be zero.
+        is_other = data is not None and bool(unknown) and bool(((ids == 0) & (data != 0)).any())
+        if data is None or ids.shape != data.shape or is_other:
             return None
         return Known(ids, scales.pop(), overs.pop())
 
