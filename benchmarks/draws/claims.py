@@ -66,7 +66,6 @@ _KIND_OF_OPERATION = {
     "reclipped": "edit",
     "moved-otherwise": "edit",
     "varied": "edit",
-    "mistaken": "edit",
     "other-steps": "edit",
     "known-sum": "edit",
     "redefined": "edit",
@@ -290,13 +289,7 @@ def _read_kind(
         kind = "state"
     elif name == "replaced":
         kind = "elsewhere" if operation.get("by") == "tensor" else "state"
-    elif name == "mistaken" and all(_is_factor(mistake) for mistake in operation.get("mistakes", ())):
-        kind = "scale"
     return kind, False
-
-
-def _is_factor(mistake: Mapping[str, Any]) -> bool:
-    return bool((mistake.get("factor") or {}).get("equals"))
 
 
 def _read_facts(code: str, facts: Mapping[str, Any]) -> tuple[str, bool]:

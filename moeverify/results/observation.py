@@ -138,15 +138,13 @@ class StaleWeights(Record):
 class Replay(Record):
     """How many variants of a formula were evaluated on right inputs; what the best leaves of the error.
 
-    Where it `is_own`, `formula` is a module of a user's own, and the variants are mistakes in it. Of a layout, the
-    variants are orders of the right values, and `num_giving` of them give every value.
+    Of a layout, the variants are orders of the right values, and `num_giving` of them give every value.
     """
 
     kind: Literal["replay"] = "replay"
     formula: str
     num_tried: int
     residual: float | None = None
-    is_own: bool = False
     num_giving: int = 0
 
 

@@ -20,7 +20,6 @@ from moeverify.results.known_sum import KnownSum
 from moeverify.results.layout import OtherRows, Reordered, TokenValues
 from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.other_steps import OtherSteps
-from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 from moeverify.results.slots import Displaced
@@ -487,7 +486,6 @@ Operation = Annotated[
     | Crossed
     | Offset
     | Varied
-    | Mistaken
     | OtherSteps
     | KnownSum
     | Reweighted

@@ -38,7 +38,6 @@ from moeverify.diagnose.graph.record import Graph
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
 from moeverify.diagnose.named_numbers import NamedNumbers
 from moeverify.diagnose.operands import Operand, find_operands
-from moeverify.diagnose.own.found import find_own_module
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
 from moeverify.diagnose.right_modules import RightModules
@@ -287,7 +286,6 @@ def _make_inputs(
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         experts=lambda origin: None if (right := find_right()) is None else right.find_experts(origin),
-        own=lambda origin: find_own_module(case, golden, step, origin, search, device),
         graphs=cache(lambda: make_graphs(read_both()[1], [each.graph for each in evidence.by_rank], search)),
         cross_entropy=lambda: None if (right := find_right()) is None else right.make_cross_entropy(),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},

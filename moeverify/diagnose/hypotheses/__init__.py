@@ -54,7 +54,6 @@ ORDER = (
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
     ("reweighted_rows",),
-    ("own_module",),
     ("returned_rows",),
     ("known_sum",),
     ("noisy_factor", "noisy_sum"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.subject import Phrase, name_subject
@@ -264,23 +264,3 @@ def _describe_counts(counts: TakenCounts) -> str:
     if counts.micro_batch is not None:
         return f"experts take the counts of rows of micro-batch {counts.micro_batch}: {text}"
     return f"experts take other counts of rows: {text}"
-
-
-_HEADS: Mapping[str, tuple[str, str]] = {  # in which order they are stored, and read
-    "sequence-first": ("sequence, batch", "batch, sequence"),
-    "batch-first": ("batch, sequence", "sequence, batch"),
-    "heads-first": ("heads, sequence", "sequence, heads"),
-    "heads-last": ("sequence, heads", "heads, sequence"),
-    "width-first": ("width, heads", "heads, width"),
-    "width-last": ("heads, width", "width, heads"),
-    "ranks-first": ("ranks, batch", "batch, ranks"),
-    "ranks-last": ("batch, ranks", "ranks, batch"),
-}
-
-
-def describe_head_layout(way: str, what: str) -> str:
-    """Return in which layout heads are read."""
-    if way == "ranks-reversed":
-        return f"with {what} in the reverse order of ranks"
-    stored, read = _HEADS[way]
-    return f"with {what} stored as [{stored}] and read as [{read}]"

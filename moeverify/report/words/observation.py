@@ -7,7 +7,6 @@ from functools import singledispatch
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.report.words.factor import format_factor
-from moeverify.report.words.own_module import describe_own_replay
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.subject import MODEL
 from moeverify.results.factor import is_same
@@ -167,8 +166,6 @@ def _(seen: StaleWeights) -> str:
 
 @describe_observation.register
 def _(seen: Replay) -> str:
-    if seen.is_own:
-        return describe_own_replay(seen)
     if seen.formula == _LAYOUT:
         giving = f"{seen.num_giving} of them {'give' if seen.num_giving > 1 else 'gives'}"
         giving = giving if seen.num_giving else "none gives"

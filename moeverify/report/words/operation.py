@@ -30,7 +30,6 @@ from moeverify.report.words.norms import (
     describe_reclipped,
 )
 from moeverify.report.words.other_steps import describe_other_steps
-from moeverify.report.words.own_module import describe_mistaken
 from moeverify.report.words.part import name_block, name_part, name_some, of_router
 from moeverify.report.words.reduction import (
     describe_miscounted,
@@ -76,7 +75,6 @@ from moeverify.results.operation import (
     Zeroed,
 )
 from moeverify.results.other_steps import OtherSteps
-from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.token_weights import Reaveraged
 from moeverify.results.upstream import OffUpstream
@@ -479,11 +477,6 @@ def _(operation: Varied, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: KnownSum, explanation: Explanation) -> str:
     return describe_known_sum(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: Mistaken, explanation: Explanation) -> str:
-    return describe_mistaken(operation, explanation)
 
 
 @describe_operation.register

@@ -16,7 +16,7 @@ MOST_RIVALS = 3
 def describe_varied(operation: Varied, explanation: Explanation) -> str:
     """Return what a loss is, or each of what it may be."""
     first, *others = map(describe_variant, operation.variants)
-    where = describe_restriction(operation.ranks, operation.tokens)
+    where = _describe_restriction(operation.ranks, operation.tokens)
     culprit = name_culprit(explanation.subject)
     if not others:
         return f"{culprit} {first}{where}"
@@ -26,7 +26,7 @@ def describe_varied(operation: Varied, explanation: Explanation) -> str:
     return f"either {culprit} {first}, or {', or '.join(named)}{where}: the outputs are equal here"
 
 
-def describe_restriction(ranks: Sequence[int], tokens: tuple[int, int] | None = None) -> str:
+def _describe_restriction(ranks: Sequence[int], tokens: tuple[int, int] | None = None) -> str:
     """Return where alone a variant holds: ` on ranks 1, 3 alone`, ` at 8 of 16 tokens alone`; nothing for all."""
     of_ranks = f" on {format_ranks(tuple(ranks))} alone" if ranks else ""
     return of_ranks + ("" if tokens is None else f" at {tokens[0]} of {tokens[1]} tokens alone")

@@ -169,14 +169,6 @@ LINES = [
     ),
     (Replay(formula="layout", num_tried=1), "1 order of the right values tried, none gives every value"),
     (
-        Replay(formula="h.0.attn", num_tried=143, residual=0.0, is_own=True),
-        "h.0.attn replayed 143 times on right inputs, with a mistake each: this one leaves 0 of the error",
-    ),
-    (
-        Replay(formula="", num_tried=9, is_own=True),
-        "the model replayed 9 times on right inputs, with a mistake each: none gives what ranks have",
-    ),
-    (
         KeptElements(num_kept=3, num_elements=12),
         "3 of 12 elements are wrong and as they were before the load",
     ),
