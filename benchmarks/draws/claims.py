@@ -66,8 +66,6 @@ _KIND_OF_OPERATION = {
     "reclipped": "edit",
     "moved-otherwise": "edit",
     "varied": "edit",
-    "other-steps": "edit",
-    "known-sum": "edit",
     "redefined": "edit",
     "rescoped": "edit",
     "reweighted": "edit",

@@ -11,7 +11,6 @@ from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.cross_entropy.formula import CrossEntropyFormula
 from moeverify.diagnose.first_divergence import Origin, Search
-from moeverify.diagnose.graph.found import Graphs
 from moeverify.diagnose.named_numbers import NamedNumbers
 from moeverify.diagnose.reductions import Brought
 from moeverify.diagnose.routed.experts import RoutedExperts
@@ -69,14 +68,13 @@ class DiagnosisInputs:
     golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
     `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a
     step's sum. `experts` gives the routed experts whose sum an origin is, with their right inputs, None where it is
-    none of the reference model. `displaced` keeps which tensors have values of others, by identity. `graphs` has
-    the operators of the step, of one device and of ranks. `cross_entropy` gives the formula of each token's loss on
-    right logits. `shapes` has, of what has another shape under the layout, the golden's and that one. `brought` has
-    by rank what was all-reduced as large as a wrong tensor, in the order in which it was issued, and
-    `micro_batches` the rows and positions of each micro-batch. `numbers` are those of the recipe, and of the step,
-    that something is multiplied by. `unwritten` has by rank what was read of memory that nothing had written.
-    `named` are the sizes of the model and the options of the recipe that a factor may come from. `limits` has, by
-    the name of each check, the relative error that it sees in half of its tensors.
+    none of the reference model. `displaced` keeps which tensors have values of others, by identity. `cross_entropy`
+    gives the formula of each token's loss on right logits. `shapes` has, of what has another shape under the
+    layout, the golden's and that one. `brought` has by rank what was all-reduced as large as a wrong tensor, in the
+    order in which it was issued, and `micro_batches` the rows and positions of each micro-batch. `numbers` are
+    those of the recipe, and of the step, that something is multiplied by. `unwritten` has by rank what was read of
+    memory that nothing had written. `named` are the sizes of the model and the options of the recipe that a factor
+    may come from. `limits` has, by the name of each check, the relative error that it sees in half of its tensors.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -96,7 +94,6 @@ class DiagnosisInputs:
     decays: Mapping[str, float] = field(default_factory=dict)
     experts: Callable[[Origin], RoutedExperts | None] = lambda origin: None
     displaced: dict[int, Displaced | None] = field(default_factory=dict)
-    graphs: Callable[[], Graphs | None] = lambda: None
     cross_entropy: Callable[[], CrossEntropyFormula | None] = lambda: None
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)

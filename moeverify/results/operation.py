@@ -16,10 +16,8 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
 from moeverify.results.initial_values import Drawn, InitialSource, ScaledByShape
-from moeverify.results.known_sum import KnownSum
 from moeverify.results.layout import OtherRows, Reordered, TokenValues
 from moeverify.results.norm_powers import NormOfPowers
-from moeverify.results.other_steps import OtherSteps
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 from moeverify.results.slots import Displaced
@@ -486,8 +484,6 @@ Operation = Annotated[
     | Crossed
     | Offset
     | Varied
-    | OtherSteps
-    | KnownSum
     | Reweighted
     | Reaveraged
     | Altered,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,7 +33,6 @@ from moeverify.diagnose.components import Components, load_weights, make_compone
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Search, find_origins
-from moeverify.diagnose.graph.record import Graph
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
 from moeverify.diagnose.named_numbers import NamedNumbers
 from moeverify.diagnose.operands import Operand, find_operands
@@ -61,7 +59,7 @@ from moeverify.train.data import Batch, make_batch, whole_share
 from moeverify.train.module_taps import BACKWARD, Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
-from moeverify.worker.golden_modules import make_graph_mode, make_graphs, record_golden_modules
+from moeverify.worker.golden_modules import read_golden_modules
 from moeverify.worker.issued import find_issued, list_issued
 from moeverify.worker.observed import train_observed
 from moeverify.worker.step_tap import StepTap
@@ -87,7 +85,6 @@ class RankEvidence:
     timeline: RankTimeline
     brought: Sequence[Brought] = ()
     unwritten: Sequence[UnwrittenRead] = ()
-    graph: Graph | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,6 @@ def _rerun(
     def count() -> int:
         return trace.num_collectives
 
-    mode = make_graph_mode(case.recipe, program, lambda: tap.inside is not None)
     tap = Tap(
         program.model,
         len(micro_batches[0].rows),
@@ -180,7 +176,6 @@ def _rerun(
         limit=LIMIT,
         reads_loose=True,
         count=count,
-        notes=mode,
     )
     bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
     observer = StepTap(capture, tap, step, count, bringing)
@@ -193,7 +188,7 @@ def _rerun(
     trace.on_all_reduce, trace.on_broadcast = keep, bringing.keep
     watch = UnwrittenWatch(lambda: tap.inside)
     try:
-        with watch, mode or nullcontext():
+        with watch:
             train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     finally:
         trace.on_all_reduce = trace.on_broadcast = None
@@ -206,10 +201,7 @@ def _rerun(
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
     records = {record.number: record for record in trace.records()}
     brought = [Brought(records[number], values) for number, values in bringing.brought if number in records]
-    graph = None if mode is None else mode.graph
-    return RankEvidence(
-        capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads, graph
-    )
+    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads)
 
 
 def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
@@ -259,11 +251,7 @@ def _make_inputs(
         return golden.whole(key[0], name) if name in found else None
 
     precision = compute_dtype_of(case.recipe.precision)
-    read_both = cache(lambda: record_golden_modules(case.recipe, golden, step, device))
-
-    def read_right() -> list[Reading]:
-        return read_both()[0]
-
+    read_right = cache(lambda: read_golden_modules(case.recipe, golden, step, device))
     find_right = cache(lambda: _find_right_modules(case, golden, evidence, read_right))
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
@@ -286,7 +274,6 @@ def _make_inputs(
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         experts=lambda origin: None if (right := find_right()) is None else right.find_experts(origin),
-        graphs=cache(lambda: make_graphs(read_both()[1], [each.graph for each in evidence.by_rank], search)),
         cross_entropy=lambda: None if (right := find_right()) is None else right.make_cross_entropy(),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},

@@ -18,7 +18,6 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.initial_values import describe_drawn, describe_scaled_by_shape, name_right
-from moeverify.report.words.known_sum import describe_known_sum
 from moeverify.report.words.layout import describe_other_rows, describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
     describe_loss_scale,
@@ -29,7 +28,6 @@ from moeverify.report.words.norms import (
     describe_norm_of_slices,
     describe_reclipped,
 )
-from moeverify.report.words.other_steps import describe_other_steps
 from moeverify.report.words.part import name_block, name_part, name_some, of_router
 from moeverify.report.words.reduction import (
     describe_miscounted,
@@ -52,7 +50,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.initial_values import Drawn, ScaledByShape
-from moeverify.results.known_sum import KnownSum
 from moeverify.results.operation import (
     Altered,
     Carried,
@@ -74,7 +71,6 @@ from moeverify.results.operation import (
     Varied,
     Zeroed,
 )
-from moeverify.results.other_steps import OtherSteps
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.token_weights import Reaveraged
 from moeverify.results.upstream import OffUpstream
@@ -472,16 +468,6 @@ def _(operation: Reaveraged, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Varied, explanation: Explanation) -> str:
     return describe_varied(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: KnownSum, explanation: Explanation) -> str:
-    return describe_known_sum(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: OtherSteps, explanation: Explanation) -> str:
-    return describe_other_steps(operation, explanation)
 
 
 @describe_operation.register

@@ -12,7 +12,6 @@ from explanations import (
 from moeverify.results.cause import Cause
 from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
-from moeverify.results.known_sum import KnownSum, Term
 from moeverify.results.operation import (
     Misplaced,
     Misreduced,
@@ -78,16 +77,6 @@ OPERATIONS = [
         explain(Cause.SCALE, GRADIENT, Misreduced(op="all_reduce", met=(TP,))),
         "the gradient is reduced once more over tp: the all_reduce adds up what is right on each rank already",
         "axis tp",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            Quantity.OUTPUT,
-            KnownSum(sums=((Term(tensor="output:a.norm", factor=1.0), Term(tensor="", factor=-0.5)),)),
-            module="a",
-        ),
-        "a puts out the output of a.norm - 0.5 times what it should be",
-        "a",
     ),
     (
         explain(

@@ -12,7 +12,6 @@ from loss_sentences import LOSSES
 from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
 from slot_sentences import SLOTS
-from step_sentences import STEPS
 from value_sentences import VALUES
 
 from moeverify.report.words.cause import describe_explanation
@@ -20,7 +19,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL]
+SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *INITIAL]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)
