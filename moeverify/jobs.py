@@ -62,6 +62,7 @@ class CaseFields(Record):
     """The fields of every job that runs a case on the ranks of its layout; `golden` is the folder of its order.
 
     Units: `explain_seconds` in seconds, for the search for what makes results wrong; 0 leaves it out.
+    Hypotheses of the names `without` are not tried.
     """
 
     case: Case
@@ -69,6 +70,7 @@ class CaseFields(Record):
     fault: str | None = None
     search_path: tuple[str, ...] = ()
     explain_seconds: float = 60.0
+    without: tuple[str, ...] = ()
 
 
 class VerifyJob(CaseFields):

@@ -223,6 +223,7 @@ class CaseRun:
             fault=task.fault,
             search_path=tuple(search_path(case)),
             explain_seconds=self.options.explain_seconds,
+            without=self.options.without,
         )
         timeout = self.options.timeout if self.options.timeout is not None else case.checks.timeout
         return make_job(case.name, case.layout.world_size, timeout, asked)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
+from moeverify.diagnose.order import MECHANISMS
 from moeverify.report.words.run import word_finding
 from moeverify.results.run import CaseResult
 from moeverify.validation.load import load_cases
@@ -25,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
     folder = tmp_path_factory.mktemp("planted")
     (folder / PROGRAM.name).write_text(PROGRAM.read_text())
 
-    def do(names: Sequence[str], explain_seconds: float = 60.0) -> Results:
+    def do(names: Sequence[str], **asked: Any) -> Results:
         for name in names:
             (folder / f"{name}.yaml").write_text(
                 "recipe:\n  name: planted\n  model: {factory: 'planted_ffn:Model', vocab_size: 32}\n"
@@ -36,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
             device="cpu",
             golden_folder=folder / "golden",
             cache_folder=folder / "cache",
-            explain_seconds=explain_seconds,
+            **asked,
         )
         cases = load_cases([folder / f"{name}.yaml" for name in names])
         result = run_cases(cases, options, lambda event: None)
@@ -82,3 +84,10 @@ def test_without_time_nothing_is_searched(run: Callable[..., Results]) -> None:
     case = run(["wrong_number"], explain_seconds=0.0)["wrong_number"]
     assert case.verdict == "mismatch"
     assert [finding.culprit for finding in case.findings if finding.culprit is not None] == []
+
+
+def test_without_hypotheses_the_first_wrong_operation_leads(run: Callable[..., Results]) -> None:
+    first = run(["missing_sum"], without=MECHANISMS)["missing_sum"].findings[0]
+    assert first.explanation is None
+    assert first.culprit is not None
+    assert first.culprit.leads
