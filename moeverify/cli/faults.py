@@ -139,9 +139,9 @@ def run(
     Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
     with open_context() as context:
-        from moeverify.controller.fault_benchmark import change_precision
+        from moeverify.controller.fault_benchmark import change_precision, choose_left_out
         from moeverify.controller.machine import choose_device, describe_environment
-        from moeverify.diagnose.order import EXPLAIN, choose_left_out
+        from moeverify.diagnose.order import EXPLAIN
         from moeverify.faults.choice import choose_faults
         from moeverify.report.faults import render_faults, write_faults
         from moeverify.report.files import check_writable, write_atomically

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from moeverify.errors import CaseError, Problem
-
 ORDER = (
-    ("reordered", "stale_counts"),
+    ("reordered",),
     ("stale_weights", "later_micro_batch"),
     ("unwritten",),
     ("not_loaded", "unmoved"),
@@ -25,7 +23,6 @@ ORDER = (
         "clip_formula",
         "another_term",
     ),
-    ("loss_formula", "reported_average"),
     (
         "one_factor",
         "held_sum",
@@ -39,7 +36,6 @@ ORDER = (
         "added_values",
         "misreduced",
     ),
-    ("token_weights",),
     ("scaled_by_shape",),
     ("gradient_norm", "scaled_values", "bias_rule"),
     ("another_layer",),
@@ -49,8 +45,6 @@ ORDER = (
     ("block_sum", "block_factors", "wrong_tokens", "unmasked"),
     ("block_shares",),
     ("crossed_sums", "other_micro_batch"),
-    ("reweighted_rows",),
-    ("returned_rows",),
     ("noisy_factor", "noisy_sum"),
     ("scaled_loss", "other_router_loss"),
     ("loss_value",),
@@ -81,21 +75,3 @@ def leaving_out(names: Iterable[str]) -> Iterator[None]:
 def is_left_out(name: str) -> bool:
     """Return whether a hypothesis is not to be tried."""
     return name in _left_out.get()
-
-
-def choose_left_out(without: Collection[str], only: Collection[str]) -> tuple[str, ...]:
-    """Return the mechanisms to leave out: those of `without`, or with `only` all others.
-
-    Raises CaseError for names that are none, and where both are given.
-    """
-    problems = [
-        Problem(f"no mechanism `{name}`", option, remedy=f"the mechanisms are {', '.join(MECHANISMS)}")
-        for option, names in (("--without", without), ("--only", only))
-        for name in names
-        if name not in MECHANISMS
-    ]
-    if without and only:
-        problems.append(Problem("cannot be given beside --only", "--without", remedy="give one of the two"))
-    if problems:
-        raise CaseError(problems)
-    return tuple(name for name in MECHANISMS if name in without or (only and name not in only))

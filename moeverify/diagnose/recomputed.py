@@ -38,7 +38,6 @@ from moeverify.results.operation import (
 )
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.step_facts import NEAR, Changes, RecomputedFacts
-from moeverify.results.token_weights import Reaveraged
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
@@ -327,14 +326,10 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
 def _redefines(origin: Finding, loss: Finding) -> bool:
     """Return whether an origin, of gradients, says by which other formula a loss is made that is reported wrong."""
     explanation = origin.explanation
-    if explanation is None or not isinstance(explanation.operation, Redefined | Reaveraged):
+    if explanation is None or not isinstance(explanation.operation, Redefined):
         return False
-    operation = explanation.operation
-    is_made_so = (
-        isinstance(operation, Reaveraged) and bool(operation.changes) and loss.kind == Kind.TOKEN_LOSS
-    )
     is_same = origin.step == loss.step and loss.tensor in explanation.subject.tensors
-    return is_same and (loss.kind == Kind.LOSS or is_made_so)
+    return is_same and loss.kind == Kind.LOSS
 
 
 def _is_carried(origin: Finding) -> bool:

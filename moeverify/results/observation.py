@@ -56,15 +56,6 @@ class ScalarValues(Record):
     rank: int | None = None
 
 
-class WeightsOfTokens(Record):
-    """How often the loss of each of some tokens counts in what it passes back: the least and the most."""
-
-    kind: Literal["weights-of-tokens"] = "weights-of-tokens"
-    least: float
-    most: float
-    num_tokens: int
-
-
 class RankValues(Record):
     """The different values of a number that all ranks should have alike."""
 
@@ -135,16 +126,11 @@ class StaleWeights(Record):
     gives_this_output: bool
 
 
-class Replay(Record):
-    """How many variants of a formula were evaluated on right inputs; what the best leaves of the error.
+class TriedOrders(Record):
+    """How many orders of the right values were tried, and how many of them give every value."""
 
-    Of a layout, the variants are orders of the right values, and `num_giving` of them give every value.
-    """
-
-    kind: Literal["replay"] = "replay"
-    formula: str
+    kind: Literal["tried-orders"] = "tried-orders"
     num_tried: int
-    residual: float | None = None
     num_giving: int = 0
 
 
@@ -209,7 +195,6 @@ Observation = Annotated[
     | ReplicaSum
     | LargestValue
     | ScalarValues
-    | WeightsOfTokens
     | RankValues
     | MatchingSlices
     | Distance
@@ -217,7 +202,7 @@ Observation = Annotated[
     | FirstDivergence
     | OwnElements
     | StaleWeights
-    | Replay
+    | TriedOrders
     | KeptElements
     | WrongElements
     | RightAlike

@@ -16,12 +16,11 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
 from moeverify.results.initial_values import Drawn, InitialSource, ScaledByShape
-from moeverify.results.layout import OtherRows, Reordered, TokenValues
+from moeverify.results.layout import Reordered, TokenValues
 from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 from moeverify.results.slots import Displaced
-from moeverify.results.token_weights import Reaveraged
 from moeverify.results.upstream import OffUpstream
 
 OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
@@ -398,37 +397,6 @@ class Offset(Record):
     products: tuple[Product, ...] = ()
 
 
-class Varied(Record):
-    """A loss is just what its formula gives on right logits when some of its parts are otherwise.
-
-    `formula` says which. `variants` are all that explain as well, the first is the simplest. With `ranks` it holds of
-    these alone, with `tokens` of so many of so many tokens.
-    """
-
-    kind: Literal["varied"] = "varied"
-    formula: str
-    variants: tuple[tuple[Change, ...], ...]
-    ranks: tuple[int, ...] = ()
-    tokens: tuple[int, int] | None = None
-
-
-class Reweighted(Record):
-    """A module sums the rows that one inside of it returns, copies of its tokens, by other weights than one device.
-
-    `rows` is the module that returns them. `way` says what the weights are: zero for `num_wrong` of `num_rows` rows
-    and right for the others; `total` times the right ones; right but for a factor of each token, so that they sum to
-    `total` there; those of other copies of the same token; or none of these. With `of-others` the weights
-    are right, and so many rows are others: those of other tokens, or zeros. Of gradients the right weights are one.
-    """
-
-    kind: Literal["reweighted"] = "reweighted"
-    rows: str
-    way: Literal["left-out", "scaled", "normalized", "exchanged", "of-others", "other"]
-    num_wrong: int
-    num_rows: int
-    total: float | None = None
-
-
 class Altered(Record):
     """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
 
@@ -460,7 +428,6 @@ Operation = Annotated[
     | Moved
     | Displaced
     | Reordered
-    | OtherRows
     | TokenValues
     | Shifted
     | Replaced
@@ -483,9 +450,6 @@ Operation = Annotated[
     | Carried
     | Crossed
     | Offset
-    | Varied
-    | Reweighted
-    | Reaveraged
     | Altered,
     Field(discriminator="kind"),
 ]

@@ -24,16 +24,14 @@ from moeverify.results.observation import (
     OwnElements,
     RankValues,
     RelativeError,
-    Replay,
     ReplicaSum,
     RightAlike,
     ScalarValues,
     StaleWeights,
-    WeightsOfTokens,
+    TriedOrders,
     WrongElements,
 )
 
-_LAYOUT = "layout"
 _MOST_COEFFICIENTS = 8
 _MOST_VALUES = 4
 
@@ -83,14 +81,6 @@ def _(seen: ReplicaSum) -> str:
 def _(seen: LargestValue) -> str:
     absent = f"; absent on {format_ranks(seen.absent_on)}" if seen.absent_on else ""
     return f"largest absolute value {seen.actual:.3g}, expected {seen.expected:.3g}{absent}"
-
-
-@describe_observation.register
-def _(seen: WeightsOfTokens) -> str:
-    least, most = format_factor(seen.least), format_factor(seen.most)
-    return (
-        f"the gradients of {seen.num_tokens} tokens from the loss are {least} to {most} times the right ones"
-    )
 
 
 @describe_observation.register
@@ -165,16 +155,10 @@ def _(seen: StaleWeights) -> str:
 
 
 @describe_observation.register
-def _(seen: Replay) -> str:
-    if seen.formula == _LAYOUT:
-        giving = f"{seen.num_giving} of them {'give' if seen.num_giving > 1 else 'gives'}"
-        giving = giving if seen.num_giving else "none gives"
-        return f"{format_count(seen.num_tried, 'order')} of the right values tried, {giving} every value"
-    name = seen.formula.replace("-", " ")
-    tried = f"{format_count(seen.num_tried, 'variant')} of the {name} evaluated on right inputs"
-    if seen.residual is None:
-        return f"{tried}, none gives this output"
-    return f"{tried}; this one leaves {seen.residual:.2g} of the error"
+def _(seen: TriedOrders) -> str:
+    giving = f"{seen.num_giving} of them {'give' if seen.num_giving > 1 else 'gives'}"
+    giving = giving if seen.num_giving else "none gives"
+    return f"{format_count(seen.num_tried, 'order')} of the right values tried, {giving} every value"
 
 
 @describe_observation.register

@@ -18,7 +18,7 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.initial_values import describe_drawn, describe_scaled_by_shape, name_right
-from moeverify.report.words.layout import describe_other_rows, describe_reordered, describe_token_values
+from moeverify.report.words.layout import describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_norms,
@@ -40,12 +40,10 @@ from moeverify.report.words.reduction import (
     name_site,
 )
 from moeverify.report.words.rounded import describe_rounded
-from moeverify.report.words.rows import describe_lost, describe_reweighted
+from moeverify.report.words.rows import describe_lost
 from moeverify.report.words.shares import describe_weights
 from moeverify.report.words.slots import describe_displaced
 from moeverify.report.words.subject import MODEL, name_subject
-from moeverify.report.words.token_weights import describe_reaveraged
-from moeverify.report.words.varied import describe_varied
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
@@ -68,11 +66,9 @@ from moeverify.results.operation import (
     Unmasked,
     Unmoved,
     Unreduced,
-    Varied,
     Zeroed,
 )
 from moeverify.results.part import WHOLE, Contribution
-from moeverify.results.token_weights import Reaveraged
 from moeverify.results.upstream import OffUpstream
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
@@ -338,7 +334,6 @@ for _describe in (
     describe_misreduced,
     describe_misplaced,
     describe_rescoped,
-    describe_reweighted,
     describe_redefined,
     describe_miscounted,
     describe_unwritten,
@@ -351,7 +346,6 @@ for _describe in (
     describe_norm_of_powers,
     describe_displaced,
     describe_reordered,
-    describe_other_rows,
     describe_token_values,
 ):
     describe_operation.register(_describe)  # by the annotation of its operation
@@ -458,16 +452,6 @@ def _(operation: Offset, explanation: Explanation) -> str:
     tensors = ", ".join(explanation.subject.tensors)
     text = f"the {tensors} loss is off by {format_factor(operation.value)}"
     return f"{text} = log({name_products(operation.products)})" if operation.products else text
-
-
-@describe_operation.register
-def _(operation: Reaveraged, explanation: Explanation) -> str:
-    return describe_reaveraged(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: Varied, explanation: Explanation) -> str:
-    return describe_varied(operation, explanation)
 
 
 @describe_operation.register

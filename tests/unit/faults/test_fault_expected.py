@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -17,7 +17,6 @@ from moeverify.results.operation import Altered
 from moeverify.results.part import Part, Tokens
 from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult
-from moeverify.results.token_weights import Averaging, GroupUnit, Reaveraged, TokenCount, TokenGroups
 
 
 def find(quantity: Quantity = Quantity.GRADIENT, module: str = "", losses: Any = (), **place: Any) -> Finding:
@@ -61,26 +60,6 @@ OF_MICRO_BATCH = Part(term="lm", tokens=Tokens(data_rank=1, micro_batch=0))
 )
 def test_a_place_matches_by_all_that_it_gives(place: At, finding: Finding, matches: bool) -> None:
     assert place.matches(finding) == matches
-
-
-@pytest.mark.parametrize(
-    ("unit", "share", "matches"),
-    [
-        ("same-micro-batch", "micro_batch", True),
-        ("micro-batch", "data_rank", True),
-        ("rank", "micro_batch", False),
-        ("rank", "context_rank", False),
-    ],
-)
-def test_a_mean_of_means_is_at_what_it_is_taken_over(
-    unit: GroupUnit, share: Literal["micro_batch", "data_rank", "context_rank"], matches: bool
-) -> None:
-    over = TokenCount(of="valid", groups=TokenGroups(unit=unit))
-    found = find()
-    assert found.explanation is not None
-    averaged = Reaveraged(averagings=(Averaging(over=over),))
-    explanation = found.explanation.model_copy(update={"operation": averaged})
-    assert At(share=share).matches(found.model_copy(update={"explanation": explanation})) == matches
 
 
 def test_a_finding_without_place_and_explanation_has_its_tensor() -> None:

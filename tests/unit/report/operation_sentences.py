@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from explanations import (
     GRADIENT,
-    OUTPUT,
     TP,
     explain,
 )
 
 from moeverify.results.cause import Cause
-from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
 from moeverify.results.operation import (
     Misplaced,
     Misreduced,
-    Reweighted,
-    Varied,
 )
 
 OPERATIONS = [
@@ -77,117 +73,5 @@ OPERATIONS = [
         explain(Cause.SCALE, GRADIENT, Misreduced(op="all_reduce", met=(TP,))),
         "the gradient is reduced once more over tp: the all_reduce adds up what is right on each rank already",
         "axis tp",
-    ),
-    (
-        explain(
-            Cause.BACKWARD,
-            Quantity.MODULE_GRADIENT,
-            Reweighted(rows="moe.experts", way="left-out", num_wrong=162, num_rows=192),
-            module="moe",
-        ),
-        "moe does not pass back the gradients of 162 of the 192 rows that moe.experts takes "
-        "(its output gradient matches)",
-        "moe",
-    ),
-    (
-        explain(
-            Cause.BACKWARD,
-            Quantity.MODULE_GRADIENT,
-            Reweighted(rows="moe.experts", way="scaled", num_wrong=192, num_rows=192, total=0.5),
-            module="moe",
-        ),
-        "moe sums the gradients of the rows that moe.experts takes by 0.5 times the right weights "
-        "(its output gradient matches)",
-        "moe",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Reweighted(rows="moe.experts", way="left-out", num_wrong=54, num_rows=192),
-            module="moe",
-        ),
-        "moe leaves out 54 of the 192 rows that moe.experts returns (inputs match)",
-        "moe",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Reweighted(rows="moe.experts", way="normalized", num_wrong=8, num_rows=8, total=1.0),
-            module="moe",
-        ),
-        "moe sums the rows that moe.experts returns by weights that sum to 1 at each token, which those "
-        "of one device do not (inputs match)",
-        "moe",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Reweighted(rows="moe.experts", way="exchanged", num_wrong=8, num_rows=8),
-            module="moe",
-        ),
-        "moe sums the rows that moe.experts returns by the weights of other copies of the same tokens "
-        "(inputs match)",
-        "moe",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Reweighted(rows="moe.experts", way="of-others", num_wrong=7, num_rows=8),
-            module="moe",
-        ),
-        "moe sums rows of other tokens, or none, in the place of 7 of the 8 rows that moe.experts returns "
-        "(inputs match)",
-        "moe",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            Reweighted(rows="moe.experts", way="other", num_wrong=8, num_rows=8),
-            module="moe",
-        ),
-        "moe sums the rows that moe.experts returns by other weights than one device (inputs match)",
-        "moe",
-    ),
-    (
-        explain(
-            Cause.METRIC,
-            Quantity.LOSS,
-            Varied(
-                formula="cross-entropy",
-                variants=(
-                    (
-                        Change(part="denominator", way="first-part", number=2.0),
-                        Change(part="logits-through", way="capped", number=30.0),
-                    ),
-                    (Change(part="added", way="subtracted", number=0.5, name="entropy"),),
-                ),
-                ranks=(1,),
-                tokens=(6, 16),
-            ),
-            tensors=("lm",),
-        ),
-        "either the lm loss is the cross entropy with a softmax over the first of 2 parts of the vocabulary, and "
-        "with its logits capped at 30 by a tanh, or it is the cross entropy with 0.5 times the entropy of the "
-        "softmax subtracted on rank 1 alone at 6 of 16 tokens alone: the outputs are equal here",
-        "lm loss",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            Quantity.LOSS,
-            Varied(
-                formula="cross-entropy",
-                variants=((Change(part="gradient-of", way="centred", name="logits"),),),
-            ),
-            tensors=("lm",),
-        ),
-        "the lm loss is the cross entropy with the gradient that comes through the logits less its mean over its "
-        "width",
-        "lm loss",
     ),
 ]

@@ -8,7 +8,6 @@ import pytest
 from factor_sentences import FACTORS
 from initial_sentences import INITIAL
 from layout_sentences import LAYOUTS
-from loss_sentences import LOSSES
 from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
 from slot_sentences import SLOTS
@@ -19,7 +18,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *INITIAL]
+SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *INITIAL]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)
