@@ -18,7 +18,6 @@ from moeverify.diagnose.families import family_of, split_moment
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.hypotheses.loss_value import TOTAL
 from moeverify.diagnose.hypotheses.step_counter import is_counter
-from moeverify.diagnose.initial_values import explain_initial_values
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.misplaced import explain_shapes
 from moeverify.diagnose.missing_state import find_missing_state
@@ -229,7 +228,7 @@ def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[Dia
     if inputs.shapes:
         return explain_shapes(inputs.shapes, inputs.axes)
     if Quantity.INITIAL_VALUE in failed:
-        return explain_initial_values(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
+        return explain_tensors(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
     if FORWARD in inputs.origins:
         return [_explain_origin(inputs.origins[FORWARD], inputs.of_quantity(Quantity.LOSS), inputs)]
     if failed.intersection(_ROUTING):

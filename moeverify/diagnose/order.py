@@ -36,7 +36,6 @@ ORDER = (
         "added_values",
         "misreduced",
     ),
-    ("scaled_by_shape",),
     ("gradient_norm", "scaled_values", "bias_rule"),
     ("another_layer",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),
@@ -50,7 +49,6 @@ ORDER = (
     ("loss_value",),
     ("repeated_shard", "counted_padding", "counted_others"),
     ("rounding",),
-    ("drawn", "tails"),
     ("own_values", "altered"),
 )
 

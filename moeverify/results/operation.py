@@ -15,7 +15,7 @@ from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
-from moeverify.results.initial_values import Drawn, InitialSource, ScaledByShape
+from moeverify.results.initial_values import InitialSource
 from moeverify.results.layout import Reordered, TokenValues
 from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.part import Block, Contribution, Group, Tokens
@@ -415,8 +415,6 @@ class Altered(Record):
 
 Operation = Annotated[
     Scaled
-    | ScaledByShape
-    | Drawn
     | Unreduced
     | Misreduced
     | Misplaced

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import singledispatch
 
 from moeverify.report.numbers import format_ranks
@@ -17,7 +17,6 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
-from moeverify.report.words.initial_values import describe_drawn, describe_scaled_by_shape, name_right
 from moeverify.report.words.layout import describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
     describe_loss_scale,
@@ -47,7 +46,7 @@ from moeverify.report.words.subject import MODEL, name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
-from moeverify.results.initial_values import Drawn, ScaledByShape
+from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
     Altered,
     Carried,
@@ -74,6 +73,10 @@ from moeverify.results.upstream import OffUpstream
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
 _OF_PARAMETERS = (Quantity.GRADIENT, Quantity.UPDATE, Quantity.OPTIMIZER_STATE)
 _MOST_MOVES = 4
+_RIGHT: Mapping[InitialSource, str] = {
+    "factory": "those of the model that `recipe.model.factory` makes",
+    "weights": "those of the folder of weights",
+}
 
 
 @singledispatch
@@ -374,16 +377,6 @@ def _(operation: RepeatedShard, explanation: Explanation) -> str:
 
 
 @describe_operation.register
-def _(operation: ScaledByShape, explanation: Explanation) -> str:
-    return describe_scaled_by_shape(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: Drawn, explanation: Explanation) -> str:
-    return describe_drawn(operation, explanation)
-
-
-@describe_operation.register
 def _(operation: OffUpstream, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
     text = f"{subject} {subject.be} {describe_amount(operation.factor)}"
@@ -403,7 +396,7 @@ def _(operation: OwnValues, explanation: Explanation) -> str:
         )
         values = "values that the seed and the name do not give"
         if operation.source != "seed":
-            values = f"other values than {name_right(operation.source)}"
+            values = f"other values than {_RIGHT[operation.source]}"
         return f"{format_ranks(operation.ranks)} started from {values}{replicas}"
     axes = f", replicas over {', '.join(operation.axes)}," if operation.axes else ""
     return f"{format_ranks(operation.ranks)}{axes} should hold the same values and do not"

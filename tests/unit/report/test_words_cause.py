@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 from factor_sentences import FACTORS
-from initial_sentences import INITIAL
 from layout_sentences import LAYOUTS
 from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
@@ -18,7 +17,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *INITIAL]
+SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)
