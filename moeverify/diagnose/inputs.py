@@ -18,7 +18,6 @@ from moeverify.layout.region import Indices, Region
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Source
-from moeverify.results.slots import Displaced
 from moeverify.train.module_taps import BACKWARD
 
 # The loss term of the tokens.
@@ -64,13 +63,13 @@ class DiagnosisInputs:
     weights of a step earlier give what a module put out, None where that cannot be asked. `saved` is there after a
     load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the golden's value
     so many steps before this one. `valid` (B, S) are the tokens that are no padding. `decays` gives, by the name of
-    an optimizer's moment, the factor that its value of the step before has in a step's sum. `displaced` keeps which
-    tensors have values of others, by identity. `shapes` has, of what has another shape under the layout, the
-    golden's and that one. `brought` has by rank what was all-reduced as large as a wrong tensor, in the order in
-    which it was issued, and `micro_batches` the rows and positions of each micro-batch. `numbers` are those of the
-    recipe, and of the step, that something is multiplied by. `unwritten` has by rank what was read of memory that
-    nothing had written. `named` are the sizes of the model and the options of the recipe that a factor may come
-    from. `limits` has, by the name of each check, the relative error that it sees in half of its tensors.
+    an optimizer's moment, the factor that its value of the step before has in a step's sum. `shapes` has, of what
+    has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
+    large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
+    micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten`
+    has by rank what was read of memory that nothing had written. `named` are the sizes of the model and the options
+    of the recipe that a factor may come from. `limits` has, by the name of each check, the relative error that it
+    sees in half of its tensors.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -88,7 +87,6 @@ class DiagnosisInputs:
     golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
     valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
-    displaced: dict[int, Displaced | None] = field(default_factory=dict)
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)

@@ -110,15 +110,6 @@ class FirstDivergence(Record):
     worst_right: float = 0.0
 
 
-class OwnElements(Record):
-    """How many elements are right on each rank of a group alone, of all those of the tensor."""
-
-    kind: Literal["own-elements"] = "own-elements"
-    axis: str
-    num_own: tuple[int, ...]
-    num_elements: int
-
-
 class StaleWeights(Record):
     """Whether a module computes its wrong output from the weights that it had a step earlier."""
 
@@ -200,7 +191,6 @@ Observation = Annotated[
     | Distance
     | RelativeError
     | FirstDivergence
-    | OwnElements
     | StaleWeights
     | TriedOrders
     | KeptElements

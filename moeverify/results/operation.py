@@ -14,13 +14,12 @@ from pydantic import Field
 from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
+from moeverify.results.formula_names import ClipFormulaName, NormOrder
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.layout import Reordered, TokenValues
 from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
-from moeverify.results.slots import Displaced
 from moeverify.results.upstream import OffUpstream
 
 OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
@@ -119,14 +118,6 @@ class Misplaced(Record):
     axes: tuple[Product, ...] = ()
 
 
-class Rescoped(Record):
-    """A loss term is taken over other tokens at a time than it should: over the batch and not over each sequence."""
-
-    kind: Literal["rescoped"] = "rescoped"
-    term: str
-    scope: str
-
-
 class Redefined(Record):
     """A loss term is that of its formula with a part or two otherwise.
 
@@ -137,19 +128,6 @@ class Redefined(Record):
     term: str
     variants: tuple[tuple[Change, ...], ...]
     factor: Factor | None = None
-
-
-class Unmasked(Record):
-    """Ranks divide the elements among them, and have values for those of others, where there should be zeros.
-
-    `axes` are those that explain it equally well, `num_ranks` the ranks of a group. `summed_by` is the all-reduce
-    that they bring them to, with file and line; nothing where a module itself has them.
-    """
-
-    kind: Literal["unmasked"] = "unmasked"
-    axes: tuple[Product, ...]
-    num_ranks: int
-    summed_by: str = ""
 
 
 class Zeroed(Record):
@@ -261,19 +239,6 @@ class NormOfSlices(Record):
     is_apart: bool = False
 
 
-class MovedOtherwise(Record):
-    """A selection bias moves by the counts of the step, by another rule than the sign of their mean less each.
-
-    `rule` and its `rivals`, which give the same here, are what of the rule is otherwise; `times` is how often the
-    right move it is, by the median.
-    """
-
-    kind: Literal["moved-otherwise"] = "moved-otherwise"
-    rule: tuple[BiasWay, ...]
-    rivals: tuple[tuple[BiasWay, ...], ...] = ()
-    times: float = 1.0
-
-
 class NormOfPartials(Record):
     """The norm counts some gradients by what ranks had of them before they were summed over `axes`.
 
@@ -314,16 +279,12 @@ class Rounded(Record):
 
 
 class Miscounted(Record):
-    """A rank counts another number of things than the routing says.
-
-    With `shift` it counts the choices of other tokens: by the mask of the tokens so many positions before each.
-    """
+    """A rank counts another number of things than the routing says."""
 
     kind: Literal["miscounted"] = "miscounted"
     expected: float
     actual: float
     rank: int
-    shift: int = 0
 
 
 class Unwritten(Record):
@@ -418,13 +379,10 @@ Operation = Annotated[
     | Unreduced
     | Misreduced
     | Misplaced
-    | Rescoped
     | Redefined
-    | Unmasked
     | Zeroed
     | LostElements
     | Moved
-    | Displaced
     | Reordered
     | TokenValues
     | Shifted
@@ -432,7 +390,6 @@ Operation = Annotated[
     | Unmoved
     | NormOfNorms
     | NormOfSlices
-    | MovedOtherwise
     | NormOfPartials
     | NormOfOrder
     | NormOfPowers

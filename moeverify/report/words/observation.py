@@ -21,7 +21,6 @@ from moeverify.results.observation import (
     MatchingSlices,
     Observation,
     OtherPasses,
-    OwnElements,
     RankValues,
     RelativeError,
     ReplicaSum,
@@ -139,13 +138,6 @@ def _name_right(seen: FirstDivergence) -> str:
     if seen.direction == "backward":
         return f"the gradients at both ends of {modules} are"
     return f"what {modules} {'take and return' if len(seen.inside) > 1 else 'takes and returns'} is"
-
-
-@describe_observation.register
-def _(seen: OwnElements) -> str:
-    own = " and ".join(f"{count}" for count in seen.num_own)
-    ranks = f"the {len(seen.num_own)} ranks over {seen.axis}"
-    return f"of {seen.num_elements} elements, {own} match on one of {ranks} alone, and the others on several"
 
 
 @describe_observation.register

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import singledispatch
 
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.altered import describe_altered
-from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.report.words.factor import (
     describe_amount,
     describe_factor,
@@ -33,7 +31,6 @@ from moeverify.report.words.reduction import (
     describe_misplaced,
     describe_misreduced,
     describe_redefined,
-    describe_rescoped,
     describe_unheld,
     describe_unwritten,
     name_site,
@@ -41,7 +38,6 @@ from moeverify.report.words.reduction import (
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost
 from moeverify.report.words.shares import describe_weights
-from moeverify.report.words.slots import describe_displaced
 from moeverify.report.words.subject import MODEL, name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
@@ -62,7 +58,6 @@ from moeverify.results.operation import (
     Shifted,
     Stepped,
     Unclipped,
-    Unmasked,
     Unmoved,
     Unreduced,
     Zeroed,
@@ -336,33 +331,19 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
 for _describe in (
     describe_misreduced,
     describe_misplaced,
-    describe_rescoped,
     describe_redefined,
     describe_miscounted,
     describe_unwritten,
     describe_norm_of_norms,
     describe_norm_of_partials,
     describe_norm_of_slices,
-    describe_moved_otherwise,
     describe_reclipped,
     describe_norm_of_order,
     describe_norm_of_powers,
-    describe_displaced,
     describe_reordered,
     describe_token_values,
 ):
     describe_operation.register(_describe)  # by the annotation of its operation
-
-
-@describe_operation.register
-def _(operation: Unmasked, explanation: Explanation) -> str:
-    subject, over = name_subject(explanation.subject), name_products(operation.axes)
-    site = re.sub(r"/\S*/(site|dist)-packages/", "", operation.summed_by)
-    where = f", before the {site}," if site else ""
-    return (
-        f"{subject}{where} matches on each of the {operation.num_ranks} ranks over {over} at elements of its own; "
-        "where it should be zero, at those of the other ranks, it is not: a mask is missing"
-    )
 
 
 @describe_operation.register

@@ -9,7 +9,6 @@ from factor_sentences import FACTORS
 from layout_sentences import LAYOUTS
 from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
-from slot_sentences import SLOTS
 from value_sentences import VALUES
 
 from moeverify.report.words.cause import describe_explanation
@@ -17,7 +16,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS]
+SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *NORMS, *LAYOUTS]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)

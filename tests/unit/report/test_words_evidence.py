@@ -30,7 +30,6 @@ from moeverify.results.observation import (
     MatchingSlices,
     Observation,
     OtherPasses,
-    OwnElements,
     RankValues,
     RelativeError,
     ReplicaSum,
@@ -96,10 +95,6 @@ LINES = [
     (
         RelativeError(error=0.001, units={"bfloat16": 2.0**-8}),
         "relative error 0.001; units of rounding: bfloat16 0.0039",
-    ),
-    (
-        OwnElements(axis="tp", num_own=(73, 55), num_elements=160),
-        "of 160 elements, 73 and 55 match on one of the 2 ranks over tp alone, and the others on several",
     ),
     (FirstDivergence(direction="forward", num_right=102), "102 readings match to 0"),
     (
