@@ -62,7 +62,8 @@ class CaseFields(Record):
     """The fields of every job that runs a case on the ranks of its layout; `golden` is the folder of its order.
 
     `operators` is the file for the operators of both sides in the step where something differs first, if they are to
-    be kept. Units: `explain_seconds` in seconds, for the search for what makes results wrong; 0 leaves it out.
+    be kept. Hypotheses of the names `without` are not tried. Units: `explain_seconds` in seconds, for the search for
+    what makes results wrong; 0 leaves it out.
     """
 
     case: Case
@@ -71,6 +72,7 @@ class CaseFields(Record):
     search_path: tuple[str, ...] = ()
     explain_seconds: float = 60.0
     operators: Path | None = None
+    without: tuple[str, ...] = ()
 
 
 class VerifyJob(CaseFields):

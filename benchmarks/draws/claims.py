@@ -38,16 +38,13 @@ _NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
 _KIND_OF_OPERATION = {
     "unreduced": "reduction",
     "misreduced": "reduction",
-    "unmasked": "reduction",
     "norm-of-slices": "reduction",
     "norm-of-partials": "reduction",
     "miscounted": "reduction",
     "crossed": "elsewhere",
     "moved": "elsewhere",
     "shifted": "elsewhere",
-    "displaced": "elsewhere",
     "reordered": "elsewhere",
-    "other-rows": "elsewhere",
     "token-values": "elsewhere",
     "repeated-shard": "elsewhere",
     "misplaced": "layout",
@@ -55,8 +52,6 @@ _KIND_OF_OPERATION = {
     "stepped": "state",
     "carried": "state",
     "own-values": "state",
-    "drawn": "state",
-    "scaled-by-shape": "state",
     "unwritten": "state",
     "rounded": "dtype",
     "unclipped": "loop",
@@ -64,15 +59,7 @@ _KIND_OF_OPERATION = {
     "norm-of-order": "edit",
     "norm-of-powers": "edit",
     "reclipped": "edit",
-    "moved-otherwise": "edit",
-    "varied": "edit",
-    "mistaken": "edit",
-    "other-steps": "edit",
-    "known-sum": "edit",
     "redefined": "edit",
-    "rescoped": "edit",
-    "reweighted": "edit",
-    "reaveraged": "scale",
     "offset": "edit",
     "zeroed": "edit",
     "lost-elements": "edit",
@@ -87,7 +74,6 @@ _KIND_OF_CODE = {
     "missing-reduction": "reduction",
     "detached": "edit",
     "permutation": "elsewhere",
-    "initialization": "state",
     "duplicate": "elsewhere",
     "missing": "layout",
     "stale": "state",
@@ -123,7 +109,6 @@ _ONLY_A_PLACE = ("altered", "off-upstream", "own-values")
 _CODES_THAT_LEAD = (
     "calls",
     "data",
-    "initialization",
     "layout",
     "missing",
     "not-loaded",
@@ -291,13 +276,7 @@ def _read_kind(
         kind = "state"
     elif name == "replaced":
         kind = "elsewhere" if operation.get("by") == "tensor" else "state"
-    elif name == "mistaken" and all(_is_factor(mistake) for mistake in operation.get("mistakes", ())):
-        kind = "scale"
     return kind, False
-
-
-def _is_factor(mistake: Mapping[str, Any]) -> bool:
-    return bool((mistake.get("factor") or {}).get("equals"))
 
 
 def _read_facts(code: str, facts: Mapping[str, Any]) -> tuple[str, bool]:

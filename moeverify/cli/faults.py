@@ -62,6 +62,19 @@ Plots = Annotated[
     Path | None,
     typer.Option("--plots", metavar="DIR", help="Write a picture of the faults by class as PNG."),
 ]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--without",
+        metavar="MECHANISM",
+        help="Leave out what finds causes: a hypothesis by name, or `explain`, the search for the first wrong "
+        "operation. May be given often.",
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="MECHANISM", help="Leave out all others. May be given often."),
+]
 
 
 @faults.command("list")
@@ -112,6 +125,8 @@ def run(
     pattern: Words = None,
     precision: InPrecision = None,
     escalate: EscalateAll = True,
+    without: Without = None,
+    only: Only = None,
     markdown: Output = None,
     html: Page = None,
     plots: Plots = None,
@@ -124,8 +139,9 @@ def run(
     Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
     with open_context() as context:
-        from moeverify.controller.fault_benchmark import change_precision
+        from moeverify.controller.fault_benchmark import change_precision, choose_left_out
         from moeverify.controller.machine import choose_device, describe_environment
+        from moeverify.diagnose.order import EXPLAIN
         from moeverify.faults.choice import choose_faults
         from moeverify.report.faults import render_faults, write_faults
         from moeverify.report.files import check_writable, write_atomically
@@ -134,12 +150,17 @@ def run(
         if precision is not None:
             chosen = change_precision(chosen, precision.value)
         check_writable([path for path in (markdown, html) if path is not None], plots)
-        rows = _run_all(chosen, _options(device, cache), context, escalates=escalate, quiet=quiet)
+        left_out = choose_left_out(without or (), only or ())
+        options = replace(_options(device, cache), without=left_out)
+        if EXPLAIN in left_out:
+            options = replace(options, explain_seconds=0.0)
+        rows = _run_all(chosen, options, context, escalates=escalate, quiet=quiet)
         render_faults(rows, context.out)
         words = ["moeverify faults run", *(numbers or [])]
         words += [f"--precision {precision.value}"] if precision is not None else []
         words += [f"-k '{pattern}'"] if pattern is not None else []
         words += [] if escalate else ["--no-escalate"]
+        words += [f"--without {name}" for name in without or ()] + [f"--only {name}" for name in only or ()]
         environment = describe_environment(choose_device(device.value))
         if markdown is not None:
             write_atomically(markdown, write_faults(rows, environment, " ".join(words)))

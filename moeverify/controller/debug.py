@@ -32,7 +32,7 @@ from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.facts import CollectiveFacts, Issue, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import Direction
-from moeverify.results.operation import Altered, Scaled, Unmasked
+from moeverify.results.operation import Altered, Scaled
 from moeverify.results.run import CaseResult
 
 PATIENCE = 7 * 86400.0
@@ -113,8 +113,6 @@ def find_place(explanation: Explanation, step: int) -> BlamedPlace | None:
     site = ""
     if isinstance(operation, Scaled) and operation.reduced_again is not None:
         site = operation.reduced_again.site
-    elif isinstance(operation, Unmasked):
-        site = operation.summed_by.partition(" at ")[2]
     if site:
         return BlamedPlace(about=f"the collective at {site} in step {step}", site=site, **fields)
     if not fields.get("module"):

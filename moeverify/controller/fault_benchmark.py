@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from moeverify.case.schema import Case, Precision
@@ -12,6 +12,7 @@ from moeverify.controller.escalation import escalate, find_confirming, try_preci
 from moeverify.controller.options import RunOptions
 from moeverify.controller.reshard import Pair, run_pairs
 from moeverify.controller.run import run_cases
+from moeverify.diagnose.order import MECHANISMS
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.fault import Fault
 from moeverify.results.benchmark_rows import FaultRow
@@ -120,6 +121,27 @@ def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Faul
     ]
 
 
+def choose_left_out(without: Collection[str], only: Collection[str]) -> tuple[str, ...]:
+    """Return the mechanisms to leave out: those of `without`, or with `only` all others.
+
+    Raises CaseError for names that are none, and where both are given.
+    """
+    asked = [("--without", name) for name in without] + [("--only", name) for name in only]
+    unknown = [(option, name) for option, name in asked if name not in MECHANISMS]
+    if unknown:
+        raise CaseError(
+            [
+                Problem(
+                    f"no mechanism `{name}`", option, remedy=f"the mechanisms are {', '.join(MECHANISMS)}"
+                )
+                for option, name in unknown
+            ]
+        )
+    if without and only:
+        raise CaseError([Problem("cannot be given beside --only", "--without", remedy="give one of the two")])
+    return tuple(name for name in MECHANISMS if name in without or (only and name not in only))
+
+
 def _can_run(fault: Fault, precision: Precision) -> bool:
     cases = [fault.case] if fault.saver is None else [fault.saver, fault.case]
     return all(try_precision(case, precision) is not None for case in cases)
@@ -145,8 +167,6 @@ def score(fault: Fault, result: CaseResult, own: CaseResult | None = None) -> Fa
         loss_curve=sees_loss_curve(curves),
         loss_and_norm=sees_loss_and_norm(curves),
         finding=first,
-        expected_places=fault.expected.where,
-        expected_causes=fault.expected.causes,
         reason=result.reason or ("" if detected else fault.notes),
         seconds=curves.seconds,
         found_in=found_in[0] if found_in else "",

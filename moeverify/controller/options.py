@@ -19,7 +19,8 @@ class RunOptions:
     is not recorded an error; `cache_folder` holds full goldens; `fault` is called on every rank of a case
     before its layout is built, `case_faults` has other ones for single cases by name. Units: `timeout` in
     seconds, for each case, in place of its own, and for each golden; `explain_seconds` in seconds, for the search for
-    the first wrong operation of a case, where 0 leaves it out.
+    the first wrong operation of a case, where 0 leaves it out. `without` has the names of hypotheses that are not
+    tried.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -33,3 +34,4 @@ class RunOptions:
     fault: str | None = None
     case_faults: Mapping[str, str] = field(default_factory=dict)
     explain_seconds: float = 60.0
+    without: tuple[str, ...] = ()

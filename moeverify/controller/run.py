@@ -225,6 +225,7 @@ class CaseRun:
             search_path=tuple(search_path(case)),
             explain_seconds=self.options.explain_seconds,
             operators=None if folder is None else name_file(folder.resolve(), case.name),
+            without=self.options.without,
         )
         timeout = self.options.timeout if self.options.timeout is not None else case.checks.timeout
         return make_job(case.name, case.layout.world_size, timeout, asked)

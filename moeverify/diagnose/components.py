@@ -48,8 +48,8 @@ class Components:
     it is the whole term with padding counted. `num_valid` counts each cell's
     valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
     it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a
-    weight that has several, and `by_scope` the balance term as it would be over other tokens at a time.
-    `by_variant` yields that term, or z, with one part of its formula otherwise, or with two.
+    weight that has several. `by_variant` yields the balance term, or z, with one part of its formula otherwise, or
+    with two.
     """
 
     cells: tuple[Cell, ...]
@@ -59,7 +59,6 @@ class Components:
     names: tuple[str, ...]
     by_router: Callable[[], Mapping[tuple[str, str], Vector]] = dict
     by_use: Callable[[], Mapping[str, Vector]] = dict
-    by_scope: Callable[[], Mapping[str, Vector]] = dict
     by_variant: Callable[[str, int], Iterable[tuple[tuple[Change, ...], Vector]]] = lambda term, num_changes: ()
 
     @property
@@ -121,7 +120,6 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         names=tuple(held.name for held in program.shards),
         by_router=cache(lambda: _split_by_router(gradient, [router.name for router in program.routers])),
         by_use=cache(gradient.gradients_by_use),
-        by_scope=cache(gradient.balance_by_scope),
         by_variant=gradient.loss_by_variant,
     )
 

@@ -18,7 +18,6 @@ from moeverify.diagnose.families import family_of, split_moment
 from moeverify.diagnose.first_divergence import Origin, list_search_trials
 from moeverify.diagnose.hypotheses.loss_value import TOTAL
 from moeverify.diagnose.hypotheses.step_counter import is_counter
-from moeverify.diagnose.initial_values import explain_initial_values
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.misplaced import explain_shapes
 from moeverify.diagnose.missing_state import find_missing_state
@@ -43,7 +42,6 @@ from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFact
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
 from moeverify.results.operation import Altered, Carried, OwnValues, Zeroed
-from moeverify.results.own_module import Mistaken
 from moeverify.train.module_taps import BACKWARD, FORWARD
 
 _APART = frozenset(check.name for check in CHECKS if check.role is not Role.DIAGNOSED)
@@ -230,7 +228,7 @@ def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[Dia
     if inputs.shapes:
         return explain_shapes(inputs.shapes, inputs.axes)
     if Quantity.INITIAL_VALUE in failed:
-        return explain_initial_values(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
+        return explain_tensors(inputs.of_quantity(Quantity.INITIAL_VALUE), inputs)
     if FORWARD in inputs.origins:
         return [_explain_origin(inputs.origins[FORWARD], inputs.of_quantity(Quantity.LOSS), inputs)]
     if failed.intersection(_ROUTING):
@@ -308,26 +306,15 @@ def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> Diagnose
     """Give gradients that no sum explains the module from which on, backward, gradients are wrong."""
     origin = inputs.origins.get(BACKWARD)
     is_rounded = cause.explanation is not None and cause.explanation.cause is Cause.ROUNDING
-    if origin is None or not (cause.explanation is None or is_rounded or _is_loss_alone(cause)):
+    if origin is None or not (cause.explanation is None or is_rounded):
         return cause
     found = _explain_origin(origin, cause.tensors, inputs)
-    if _is_loss_alone(cause):
-        # That a loss is otherwise is a place. A mistake in its own code, where one gives the gradient, is a cause.
-        is_named = found.explanation is not None and isinstance(found.explanation.operation, Mistaken)
-        return found if is_named else cause
     if not is_rounded or found.explanation is None:
         return found
     assert cause.explanation is not None
     subject = cause.explanation.subject.model_copy(update={"module": origin.culprit})
     explanation = cause.explanation.model_copy(update={"subject": subject})
     return replace(cause, explanation=explanation, observations=(*cause.observations, *found.observations))
-
-
-def _is_loss_alone(cause: DiagnosedCause) -> bool:
-    """Return whether nothing is said but that a loss is computed otherwise."""
-    explanation = cause.explanation
-    is_place = explanation is not None and isinstance(explanation.operation, Altered)
-    return is_place and explanation is not None and explanation.subject.quantity is Quantity.LOSS
 
 
 def _explain_origin(

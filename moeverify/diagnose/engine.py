@@ -12,6 +12,7 @@ from moeverify.diagnose.families import family_of, name_family
 from moeverify.diagnose.hypotheses import TIERS
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope
 from moeverify.diagnose.inputs import DiagnosisInputs
+from moeverify.diagnose.order import is_left_out
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Factor
@@ -70,7 +71,7 @@ def explain_tensors(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> 
     logs = {id(tensor): Log() for tensor in tensors}
     causes: list[DiagnosedCause] = []
     left = list(tensors)
-    for tier in TIERS:
+    for tier in _list_tiers():
         for scope in Scope:
             for group in list(_split(left, scope)):
                 found = _explain_group(group, tier, scope, inputs, logs)
@@ -83,7 +84,7 @@ def explain_tensors(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> 
 
 def complete_log(tensor: WrongTensor, log: Log, inputs: DiagnosisInputs) -> tuple[Trial, ...]:
     """Return every test of a tensor, also those that no cause needs: a reader wants to see that they say no."""
-    for tier in TIERS:
+    for tier in _list_tiers():
         for hypothesis in tier:
             if hypothesis.applies(tensor, inputs) and not log.has(hypothesis):
                 log.add(_test(hypothesis, [tensor], inputs, log.explained_by()))
@@ -100,6 +101,10 @@ def merge_causes(causes: Sequence[DiagnosedCause]) -> list[DiagnosedCause]:
         groups.setdefault(_identify(cause.explanation), []).append(cause)
     joined = [_join(members) for members in groups.values()]
     return sorted(joined, key=lambda cause: (cause.explanation is None, -len(cause.tensors)))
+
+
+def _list_tiers() -> list[list[Hypothesis]]:
+    return [[hypothesis for hypothesis in tier if not is_left_out(hypothesis.name)] for tier in TIERS]
 
 
 def _split(tensors: Sequence[WrongTensor], scope: Scope) -> Iterator[list[WrongTensor]]:

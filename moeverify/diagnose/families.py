@@ -33,14 +33,6 @@ def module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def strip_alike(one: str, other: str) -> tuple[str, str]:
-    """Return two names without what both end with: `layers.0` and `layers.1` of `layers.0.up` and `layers.1.up`."""
-    parts, others = one.split("."), other.split(".")
-    while parts and others and parts[-1] == others[-1]:
-        parts, others = parts[:-1], others[:-1]
-    return ".".join(parts), ".".join(others)
-
-
 def split_moment(name: str) -> tuple[str, str]:
     """Return the parameter and the moment of an optimizer state: `up.weight` and `exp_avg` of `up.weight.exp_avg`."""
     parameter, _, moment = name.rpartition(".")

@@ -9,21 +9,15 @@ from torch import Tensor
 
 from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
-from moeverify.diagnose.cross_entropy.formula import CrossEntropyFormula
 from moeverify.diagnose.first_divergence import Origin, Search
-from moeverify.diagnose.graph.found import Graphs
 from moeverify.diagnose.named_numbers import NamedNumbers
-from moeverify.diagnose.own.module import OwnModule
-from moeverify.diagnose.own.search import Found as FoundMistakes
 from moeverify.diagnose.reductions import Brought
-from moeverify.diagnose.routed.experts import RoutedExperts
 from moeverify.diagnose.unwritten_memory import UnwrittenRead
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
 from moeverify.layout.region import Indices, Region
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Source
-from moeverify.results.slots import Displaced
 from moeverify.train.module_taps import BACKWARD
 
 # The loss term of the tokens.
@@ -64,22 +58,18 @@ class DiagnosisInputs:
 
     `search` says where modules first differ, None where that was not asked. `earlier` gives the golden's value of a
     tensor at other times, by what these are called. `issued` gives the collectives of a module on a rank.
-    `num_tokens` are the tokens of the batch with padding, `clip` is the golden's clip coefficient, and
-    `max_norm` what gradients are clipped to, None where a step of the user's own may clip otherwise. `stale` says
-    whether the weights of a step earlier give what a module put out, None where that cannot be asked. `saved` is
-    there after a load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the
-    golden's value so many steps before this one. `valid` (B, S) are the tokens that are no padding.
-    `decays` gives, by the name of an optimizer's moment, the factor that its value of the step before has in a step's
-    sum. `experts` gives the routed experts whose sum an origin is, with their right inputs, None where it is none of
-    the reference model. `own` gives the calls of modules of a user's own that can be replayed, `searched_own` keeps
-    what came of that. `displaced` keeps which tensors have values of others, by identity. `graphs` has the operators
-    of the step, of one device and of ranks. `cross_entropy` gives the formula of each token's loss on right logits.
-    `shapes` has, of what has another shape under the layout, the golden's and that one. `brought` has by rank what
-    was all-reduced as large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and
-    positions of each micro-batch. `numbers` are those of the recipe, and of the step,
-    that something is multiplied by. `unwritten` has by rank what was read of memory that nothing had written. `named`
-    are the sizes of the model and the options of the recipe that a factor may come from. `limits` has, by the
-    name of each check, the relative error that it sees in half of its tensors.
+    `num_tokens` are the tokens of the batch with padding, `clip` is the golden's clip coefficient, and `max_norm`
+    what gradients are clipped to, None where a step of the user's own may clip otherwise. `stale` says whether the
+    weights of a step earlier give what a module put out, None where that cannot be asked. `saved` is there after a
+    load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the golden's value
+    so many steps before this one. `valid` (B, S) are the tokens that are no padding. `decays` gives, by the name of
+    an optimizer's moment, the factor that its value of the step before has in a step's sum. `shapes` has, of what
+    has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
+    large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
+    micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten`
+    has by rank what was read of memory that nothing had written. `named` are the sizes of the model and the options
+    of the recipe that a factor may come from. `limits` has, by the name of each check, the relative error that it
+    sees in half of its tensors.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -97,12 +87,6 @@ class DiagnosisInputs:
     golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
     valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
-    experts: Callable[[Origin], RoutedExperts | None] = lambda origin: None
-    own: Callable[[Origin], OwnModule | None] = lambda origin: None
-    searched_own: dict[int, FoundMistakes | None] = field(default_factory=dict)
-    displaced: dict[int, Displaced | None] = field(default_factory=dict)
-    graphs: Callable[[], Graphs | None] = lambda: None
-    cross_entropy: Callable[[], CrossEntropyFormula | None] = lambda: None
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)

@@ -36,10 +36,8 @@ from moeverify.results.operation import (
     Unclipped,
     Unmoved,
 )
-from moeverify.results.other_steps import OtherSteps
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.step_facts import NEAR, Changes, RecomputedFacts
-from moeverify.results.token_weights import Reaveraged
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
@@ -202,7 +200,7 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     is off by a factor or as by rounding, where it is known which multiples of its terms it is made of. That only the
     reported value of a loss is wrong; that a loss is computed otherwise, or that gradients are wrong from a module
     on, where the gradient inside a router tells how. That an update is zero, where the learning rate was. That counts
-    of choices are others, where it is known by which rule the router chooses; which operators of a router differ,
+    of choices are others, where it is known by which rule the router chooses; that a router computes otherwise,
     where its whole rule is known.
     """
     explanation = origin.explanation
@@ -226,12 +224,7 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
 
 
 def _list_telling(explanation: Explanation, recomputed: Sequence[Finding]) -> list[Finding]:
-    """Return the recomputed findings that may say more than a place, or than by which operator a loss differs.
-
-    Of which tokens a loss is says more than how its mask was lost.
-    """
-    if isinstance(explanation.operation, OtherSteps) and explanation.subject.quantity is Quantity.LOSS:
-        return [finding for finding in recomputed if _counts_padding(finding)]
+    """Return the recomputed findings that may say more than a place."""
     if isinstance(explanation.operation, Altered):
         return [finding for finding in recomputed if finding.code != Cause.FORWARD or _tells_form(finding)]
     return []
@@ -240,12 +233,6 @@ def _list_telling(explanation: Explanation, recomputed: Sequence[Finding]) -> li
 def _tells_router(origin: Finding, finding: Finding) -> bool:
     """Return whether it is known by which rule a router chooses or weighs, and an origin is what is made by that."""
     return is_made_by_choice(origin, finding) or tells_weights(origin, finding)
-
-
-def _counts_padding(finding: Finding) -> bool:
-    """Return whether the gradient inside a router is that of a loss in which tokens of padding take part."""
-    facts = finding.facts
-    return isinstance(facts, RouterGradientFacts) and facts.term.endswith("padding")
 
 
 def _tells_form(finding: Finding) -> bool:
@@ -339,14 +326,10 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
 def _redefines(origin: Finding, loss: Finding) -> bool:
     """Return whether an origin, of gradients, says by which other formula a loss is made that is reported wrong."""
     explanation = origin.explanation
-    if explanation is None or not isinstance(explanation.operation, Redefined | Reaveraged):
+    if explanation is None or not isinstance(explanation.operation, Redefined):
         return False
-    operation = explanation.operation
-    is_made_so = (
-        isinstance(operation, Reaveraged) and bool(operation.changes) and loss.kind == Kind.TOKEN_LOSS
-    )
     is_same = origin.step == loss.step and loss.tensor in explanation.subject.tensors
-    return is_same and (loss.kind == Kind.LOSS or is_made_so)
+    return is_same and loss.kind == Kind.LOSS
 
 
 def _is_carried(origin: Finding) -> bool:

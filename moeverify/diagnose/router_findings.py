@@ -10,7 +10,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Miscounted
-from moeverify.results.other_steps import OtherSteps
 
 _OF_SCORES = frozenset(
     {"softmax-scores", "sigmoid-scores", "of-allowed", "other-temperature", "scores-again"}
@@ -51,17 +50,14 @@ def _changes_scores(facts: RouterFacts) -> bool:
 
 
 def tells_weights(origin: Finding, finding: Finding) -> bool:
-    """Return whether a router's rule is known, where an origin says which of its operators differ from one device's.
-
-    What differs between two graphs may be less than all: one that has no counterpart is not compared.
-    """
+    """Return whether a router's rule is known, where an origin says that it computes otherwise."""
     facts, explanation = finding.facts, origin.explanation
     if not isinstance(facts, RouterFacts) or explanation is None or origin.step != finding.step:
         return False
     is_known = facts.quantity == "weights" and facts.rule is not None and not facts.rivals
     return (
         is_known
-        and isinstance(explanation.operation, OtherSteps)
+        and isinstance(explanation.operation, Altered)
         and explanation.subject.module == finding.tensor
     )
 

@@ -225,17 +225,16 @@ class Culprits:
         return float((here == 0).double().mean()) - float((there == 0).double().mean())
 
     def _trace_scale(self, taken: At) -> tuple[float, At]:
-        """Return by which factor a value is too large, and the operator whose operands are not, before it."""
+        """Return by which factor a value is too large, and the last operator whose operands are not by the same."""
         known = self._alignment.find(taken)
         factor, maker = 1.0 if known is None or known.over else known.scale, self._joint.maker(taken)
         while factor != 1.0:
             reads = dict.fromkeys(self._joint.reads(maker))  # a value may be taken twice, as in x * x
             operands = [(at, self._alignment.find(at)) for at in reads]
-            scaled = [(at, each) for at, each in operands if each is not None and each.scale != 1.0]
+            scaled = [at for at, each in operands if each is not None and math.isclose(each.scale, factor)]
             if len(scaled) != 1:
                 return factor, maker
-            (at, each) = scaled[0]
-            factor, maker = each.scale, self._joint.maker(at)
+            maker = self._joint.maker(scaled[0])
         return factor, maker
 
     def _trace_operand(self, taken: At, theirs: int) -> tuple[At, At, int] | None:

@@ -8,15 +8,18 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 _FUSED = (
     "_fused_rms_norm",
     "_fused_rms_norm_backward",
     "_log_softmax",
     "_log_softmax_backward_data",
+    "_safe_softmax",
     "_softmax",
     "_softmax_backward_data",
     "addmm",
@@ -38,7 +41,35 @@ _FUSED = (
 def list_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """Return the function by which each fused operator is computed, of those that this torch has."""
     packets = [getattr(torch.ops.aten, name) for name in _FUSED if hasattr(torch.ops.aten, name)]
-    return {op: made for op, made in get_decompositions(packets).items() if isinstance(op, OpOverload)}
+    found = {op: made for op, made in get_decompositions(packets).items() if isinstance(op, OpOverload)}
+    own: dict[OpOverload, Callable[..., Any]] = {
+        torch.ops.aten.add.Tensor: _add_mask,
+        torch.ops.aten.softmax.int: _softmax,
+        torch.ops.aten.log_softmax.int: _log_softmax,
+    }
+    return {**found, **own}
+
+
+def _softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    return torch.ops.aten._softmax(scores if dtype is None else scores.to(dtype), dim, False)
+
+
+def _log_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    return torch.ops.aten._log_softmax(scores if dtype is None else scores.to(dtype), dim, False)
+
+
+def _add_mask(scores: Tensor, mask: Tensor, *, alpha: float = 1) -> Any:
+    """Fill scores where a mask is added that is zero elsewhere; other sums are not taken apart."""
+    if alpha != 1 or not isinstance(mask, Tensor) or not mask.numel() or scores.dtype != mask.dtype:
+        return NotImplemented
+    if not mask.is_floating_point():
+        return NotImplemented
+    with _disable_current_modes():
+        fill = float(mask.min())
+        if fill > torch.finfo(mask.dtype).min or not bool(((mask == 0) | (mask == fill)).all()):
+            return NotImplemented
+    shape = torch.broadcast_shapes(scores.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return scores.expand(shape).masked_fill(mask == fill, fill)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ _SAME = 2e-4  # relative, of norms in float32
 _OTHER = 2e-3  # coefficients of ranks that differ by more were not made from one norm
 _TIMES = 2
 _FEWEST, _MOST = 3, 8  # steps whose clip binds, from which a constant limit is told from a wrong norm
-_EPSILON = 1e-6  # what torch adds to the norm
 
 
 @dataclass(frozen=True)

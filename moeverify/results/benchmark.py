@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from moeverify.results.finding import Finding
 
 
-_AVERAGED = {
-    "data_rank": frozenset({"rank", "micro-batch"}),
-    "micro_batch": frozenset({"micro-batch", "same-micro-batch"}),
-}
-"""By shares of the batch, what a mean of means of these is taken over."""
-
-
 class At(Record):
     """A place at which the first finding of a fault may point: everything that is given must hold of it.
 
@@ -50,21 +43,8 @@ class At(Record):
             and (not self.axis or self.axis in place.axes)
             and (not self.term or self.term in terms)
             and (self.stage is None or self.stage is place.stage)
-            and (
-                not self.share
-                or any(getattr(tokens, self.share) is not None for tokens in shares)
-                or bool(_AVERAGED.get(self.share, frozenset()) & _list_averaged(finding))
-            )
+            and (not self.share or any(getattr(tokens, self.share) is not None for tokens in shares))
         )
-
-
-def _list_averaged(finding: Finding) -> set[str]:
-    """Return the groups of tokens over each of which a loss is averaged, where that is the cause."""
-    from moeverify.results.token_weights import Reaveraged
-
-    operation = finding.explanation.operation if finding.explanation is not None else None
-    averagings = operation.averagings if isinstance(operation, Reaveraged) else ()
-    return {each.over.groups.unit for each in averagings if each.over is not None}
 
 
 def _list_losses(finding: Finding) -> set[str]:

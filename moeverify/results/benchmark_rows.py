@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from moeverify.results.benchmark import At
-from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
 from moeverify.results.record import Record
 
@@ -15,8 +13,8 @@ class FaultRow(Record):
 
     `finding` is the first one that follows from none; its step is -1 before the first step. `loss_curve` says
     whether the losses of the same steps differ by more than a relative 1e-3, which is the practice in the field.
-    `expected_places` and `expected_causes` are what should have been found. `found_in` is the wider precision that
-    alone has shown the fault, where its own passes; losses and norms are those of its own.
+    `found_in` is the wider precision that alone has shown the fault, where its own passes; losses and norms are those
+    of its own.
     """
 
     number: str
@@ -30,8 +28,6 @@ class FaultRow(Record):
     loss_curve: bool
     loss_and_norm: bool = False
     finding: Finding | None = None
-    expected_places: tuple[At, ...] = ()
-    expected_causes: tuple[Cause, ...] = ()
     reason: str = ""
     seconds: float = 0.0
     found_in: str = ""

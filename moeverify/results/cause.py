@@ -18,7 +18,6 @@ class Cause(StrEnum):
     MISSING_REDUCTION = "missing-reduction"  # replicas over an axis hold unreduced partial sums
     DETACHED = "detached"  # zero or absent where the golden is not
     PERMUTATION = "permutation"  # the right values in other places
-    INITIALIZATION = "initialization"  # initial values are drawn by another rule, or another seed
     DUPLICATE = "duplicate"  # a part holds the values of another part
     MISSING = "missing"  # no rank has a parameter or buffer of the model
     STALE = "stale"  # the value of an earlier step: not updated, or not refreshed

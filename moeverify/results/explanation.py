@@ -18,7 +18,6 @@ from moeverify.results.operation import (
     OwnValues,
     Rounded,
     Scaled,
-    Unmasked,
     Unreduced,
 )
 from moeverify.results.part import WHOLE
@@ -76,7 +75,7 @@ class Explanation(Record):
     @property
     def candidates(self) -> tuple[Product, ...]:
         """Return the products of sources that explain it equally well; more than one is an ambiguity."""
-        if isinstance(self.operation, Unreduced | Unmasked | Misplaced | NormOfSlices):
+        if isinstance(self.operation, Unreduced | Misplaced | NormOfSlices):
             return self.operation.axes
         if isinstance(self.operation, Misreduced):
             return self.operation.axes or self.operation.met
@@ -123,7 +122,7 @@ class Explanation(Record):
             field = "axes" if operation.axes else "met"
             axes = tuple(axis for axis in getattr(operation, field) if axis in left)
             operation = operation.model_copy(update={field: axes})
-        elif isinstance(operation, Unmasked | Misplaced | NormOfSlices):
+        elif isinstance(operation, Misplaced | NormOfSlices):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})
         elif isinstance(operation, Carried | NormOfPowers) and operation.factor is not None:

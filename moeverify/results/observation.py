@@ -56,15 +56,6 @@ class ScalarValues(Record):
     rank: int | None = None
 
 
-class WeightsOfTokens(Record):
-    """How often the loss of each of some tokens counts in what it passes back: the least and the most."""
-
-    kind: Literal["weights-of-tokens"] = "weights-of-tokens"
-    least: float
-    most: float
-    num_tokens: int
-
-
 class RankValues(Record):
     """The different values of a number that all ranks should have alike."""
 
@@ -119,15 +110,6 @@ class FirstDivergence(Record):
     worst_right: float = 0.0
 
 
-class OwnElements(Record):
-    """How many elements are right on each rank of a group alone, of all those of the tensor."""
-
-    kind: Literal["own-elements"] = "own-elements"
-    axis: str
-    num_own: tuple[int, ...]
-    num_elements: int
-
-
 class StaleWeights(Record):
     """Whether a module computes its wrong output from the weights that it had a step earlier."""
 
@@ -135,18 +117,11 @@ class StaleWeights(Record):
     gives_this_output: bool
 
 
-class Replay(Record):
-    """How many variants of a formula were evaluated on right inputs; what the best leaves of the error.
+class TriedOrders(Record):
+    """How many orders of the right values were tried, and how many of them give every value."""
 
-    Where it `is_own`, `formula` is a module of a user's own, and the variants are mistakes in it. Of a layout, the
-    variants are orders of the right values, and `num_giving` of them give every value.
-    """
-
-    kind: Literal["replay"] = "replay"
-    formula: str
+    kind: Literal["tried-orders"] = "tried-orders"
     num_tried: int
-    residual: float | None = None
-    is_own: bool = False
     num_giving: int = 0
 
 
@@ -211,15 +186,13 @@ Observation = Annotated[
     | ReplicaSum
     | LargestValue
     | ScalarValues
-    | WeightsOfTokens
     | RankValues
     | MatchingSlices
     | Distance
     | RelativeError
     | FirstDivergence
-    | OwnElements
     | StaleWeights
-    | Replay
+    | TriedOrders
     | KeptElements
     | WrongElements
     | RightAlike

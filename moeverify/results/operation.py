@@ -14,17 +14,12 @@ from pydantic import Field
 from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.formula_names import BiasWay, ClipFormulaName, NormOrder
-from moeverify.results.initial_values import Drawn, InitialSource, ScaledByShape
-from moeverify.results.known_sum import KnownSum
-from moeverify.results.layout import OtherRows, Reordered, TokenValues
+from moeverify.results.formula_names import ClipFormulaName, NormOrder
+from moeverify.results.initial_values import InitialSource
+from moeverify.results.layout import Reordered, TokenValues
 from moeverify.results.norm_powers import NormOfPowers
-from moeverify.results.other_steps import OtherSteps
-from moeverify.results.own_module import Mistaken
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
-from moeverify.results.slots import Displaced
-from moeverify.results.token_weights import Reaveraged
 from moeverify.results.upstream import OffUpstream
 
 OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
@@ -123,14 +118,6 @@ class Misplaced(Record):
     axes: tuple[Product, ...] = ()
 
 
-class Rescoped(Record):
-    """A loss term is taken over other tokens at a time than it should: over the batch and not over each sequence."""
-
-    kind: Literal["rescoped"] = "rescoped"
-    term: str
-    scope: str
-
-
 class Redefined(Record):
     """A loss term is that of its formula with a part or two otherwise.
 
@@ -141,19 +128,6 @@ class Redefined(Record):
     term: str
     variants: tuple[tuple[Change, ...], ...]
     factor: Factor | None = None
-
-
-class Unmasked(Record):
-    """Ranks divide the elements among them, and have values for those of others, where there should be zeros.
-
-    `axes` are those that explain it equally well, `num_ranks` the ranks of a group. `summed_by` is the all-reduce
-    that they bring them to, with file and line; nothing where a module itself has them.
-    """
-
-    kind: Literal["unmasked"] = "unmasked"
-    axes: tuple[Product, ...]
-    num_ranks: int
-    summed_by: str = ""
 
 
 class Zeroed(Record):
@@ -265,19 +239,6 @@ class NormOfSlices(Record):
     is_apart: bool = False
 
 
-class MovedOtherwise(Record):
-    """A selection bias moves by the counts of the step, by another rule than the sign of their mean less each.
-
-    `rule` and its `rivals`, which give the same here, are what of the rule is otherwise; `times` is how often the
-    right move it is, by the median.
-    """
-
-    kind: Literal["moved-otherwise"] = "moved-otherwise"
-    rule: tuple[BiasWay, ...]
-    rivals: tuple[tuple[BiasWay, ...], ...] = ()
-    times: float = 1.0
-
-
 class NormOfPartials(Record):
     """The norm counts some gradients by what ranks had of them before they were summed over `axes`.
 
@@ -318,16 +279,12 @@ class Rounded(Record):
 
 
 class Miscounted(Record):
-    """A rank counts another number of things than the routing says.
-
-    With `shift` it counts the choices of other tokens: by the mask of the tokens so many positions before each.
-    """
+    """A rank counts another number of things than the routing says."""
 
     kind: Literal["miscounted"] = "miscounted"
     expected: float
     actual: float
     rank: int
-    shift: int = 0
 
 
 class Unwritten(Record):
@@ -401,37 +358,6 @@ class Offset(Record):
     products: tuple[Product, ...] = ()
 
 
-class Varied(Record):
-    """A loss is just what its formula gives on right logits when some of its parts are otherwise.
-
-    `formula` says which. `variants` are all that explain as well, the first is the simplest. With `ranks` it holds of
-    these alone, with `tokens` of so many of so many tokens.
-    """
-
-    kind: Literal["varied"] = "varied"
-    formula: str
-    variants: tuple[tuple[Change, ...], ...]
-    ranks: tuple[int, ...] = ()
-    tokens: tuple[int, int] | None = None
-
-
-class Reweighted(Record):
-    """A module sums the rows that one inside of it returns, copies of its tokens, by other weights than one device.
-
-    `rows` is the module that returns them. `way` says what the weights are: zero for `num_wrong` of `num_rows` rows
-    and right for the others; `total` times the right ones; right but for a factor of each token, so that they sum to
-    `total` there; those of other copies of the same token; or none of these. With `of-others` the weights
-    are right, and so many rows are others: those of other tokens, or zeros. Of gradients the right weights are one.
-    """
-
-    kind: Literal["reweighted"] = "reweighted"
-    rows: str
-    way: Literal["left-out", "scaled", "normalized", "exchanged", "of-others", "other"]
-    num_wrong: int
-    num_rows: int
-    total: float | None = None
-
-
 class Altered(Record):
     """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
 
@@ -450,27 +376,20 @@ class Altered(Record):
 
 Operation = Annotated[
     Scaled
-    | ScaledByShape
-    | Drawn
     | Unreduced
     | Misreduced
     | Misplaced
-    | Rescoped
     | Redefined
-    | Unmasked
     | Zeroed
     | LostElements
     | Moved
-    | Displaced
     | Reordered
-    | OtherRows
     | TokenValues
     | Shifted
     | Replaced
     | Unmoved
     | NormOfNorms
     | NormOfSlices
-    | MovedOtherwise
     | NormOfPartials
     | NormOfOrder
     | NormOfPowers
@@ -486,12 +405,6 @@ Operation = Annotated[
     | Carried
     | Crossed
     | Offset
-    | Varied
-    | Mistaken
-    | OtherSteps
-    | KnownSum
-    | Reweighted
-    | Reaveraged
     | Altered,
     Field(discriminator="kind"),
 ]

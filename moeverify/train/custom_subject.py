@@ -170,10 +170,6 @@ class CustomParts:
         """Return nothing: a user's loss is one number."""
         return ()
 
-    def balance_by_scope(self) -> dict[str, Vector]:
-        """Return nothing: a user's loss has no balance term that is known."""
-        return {}
-
     def loss_by_variant(self, term: str, num_changes: int) -> tuple[()]:
         """Return nothing: a user's loss has no balance term that is known."""
         del num_changes

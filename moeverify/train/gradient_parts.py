@@ -95,18 +95,6 @@ class ReferenceParts:
             found.append({name: differentiate(term, self.run.shards) for name, term in terms.items()})
         return found
 
-    def balance_by_scope(self) -> Mapping[str, Vector]:
-        """Return the gradient of the balance loss as it would be in other scopes; see `GradientParts`."""
-        if self.moe is None or self.moe.balance_coef == 0.0:
-            return {}
-        routers, found = self._forward(self.batch.valid).routers, {}
-        for scope in ("sequence", "batch"):
-            if scope != self.moe.balance_scope:
-                moe = self.moe.model_copy(update={"balance_scope": scope})
-                balance, _ = router_losses(moe, routers, self.batch, self.normalizers, Sums())
-                found[scope] = differentiate(balance, self.run.shards)
-        return found
-
     def loss_by_variant(self, term: str, num_changes: int) -> Iterator[tuple[tuple[Change, ...], Vector]]:
         """Yield the gradient of variants of the balance or the z loss; see `GradientParts`."""
         if self.moe is None or term not in ("balance", "z"):

@@ -8,13 +8,11 @@ reads any other (rows, n) too, such as copies of tokens sorted by expert; not in
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +27,6 @@ from moeverify.parallel.float8 import unpack
 from moeverify.parallel.pipeline import Stage
 
 FORWARD, BACKWARD = "forward", "backward"
-
-End = tuple[str, str, str, str, int]
-"""Direction, module, end, slot and micro-batch, as of `Reading`."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +50,6 @@ class Reading:
     is_loose: bool = False
 
 
-class Notes(Protocol):
-    """What keeps which tensors were read; see `Tap`."""
-
-    def note_end(self, end: End, tensor: Tensor) -> None:
-        """Keep a tensor at the end of a module."""
-
-    def note_total(self, end: End, tensor: Tensor) -> None:
-        """Keep a sum over tokens, or a rank's part of it: a loss, or the gradient of a parameter."""
-
-
 class Tap:
     """Reads the modules of a model while it trains one step; `readings` has what it saw.
 
@@ -72,9 +57,6 @@ class Tap:
     `reached` has the ends of modules inside of our mixtures of experts, whose rows are not read: whether a gradient
     other than zero came back to one that has a graph.
     `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
-    `notes` are given what is read, as it is in memory: each tensor at the end of a module, where whole numbers and
-    masks that go in have the name of their argument as slot; and, as a total, the gradient of each parameter, as this
-    rank has it of a micro-batch.
     With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
     `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
@@ -93,10 +75,7 @@ class Tap:
         limit: int,
         reads_loose: bool = False,
         count: Callable[[], int] = lambda: 0,
-        notes: Notes | None = None,
     ) -> None:
-        self.notes = notes
-        self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}
         self.spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
         self._count = count
         self._begun: dict[tuple[str, str], int] = {}
@@ -147,7 +126,7 @@ class Tap:
             yield
         finally:
             self._is_open = False
-            for handle in (*handles, *(each for _, each in self._watched.values())):
+            for handle in handles:
                 handle.remove()
             for block, dispatcher in dispatchers.items():
                 block.dispatcher = dispatcher
@@ -178,25 +157,8 @@ class Tap:
             self._begin(FORWARD, name)
             micro_batch = self._micro_batches.get(root, 0)
             self._take(name, "input", dict(enumerate(inputs)) | named, micro_batch)
-            if self.notes is not None:
-                for slot, tensor in _list_whole_numbers(module, inputs, named):
-                    self.notes.note_end((FORWARD, name, "input", slot, micro_batch), tensor)
-                self._watch_parameters(name, module, self.notes)
 
         return hook
-
-    def _watch_parameters(self, name: str, module: nn.Module, notes: Notes) -> None:
-        """Note the gradients of a module's own parameters, as these are while it computes: gathered, maybe."""
-        for own, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in self._watched:
-                where = logical_name(f"{name}.{own}" if name else own)
-                times = itertools.count()
-
-                def note(gradient: Tensor, where: str = where, times: Iterator[int] = times) -> None:
-                    notes.note_total((BACKWARD, where, "gradient", "0", next(times)), gradient)
-
-                handle = parameter.register_hook(note)  # type: ignore[no-untyped-call]
-                self._watched[id(parameter)] = (parameter, handle)
 
     def _make_hook(self, name: str, root: nn.Module) -> Any:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
@@ -217,8 +179,6 @@ class Tap:
                 self._watch(name, end, tensor)
                 continue
             self._seen.add(key)
-            if self.notes is not None:
-                self.notes.note_end((FORWARD, *key), tensor)
             self._keep(FORWARD, key, unpack(tensor))
             if tensor.requires_grad:
                 self.silent.add(key)
@@ -250,8 +210,6 @@ class Tap:
             self.silent.discard(key)
             if is_first:
                 (self._begin if end == "output" else self._end)(BACKWARD, name)
-            if self.notes is not None:
-                self.notes.note_end((BACKWARD, *key), gradient)
             self._keep(BACKWARD, key, unpack(gradient) / self._scale)
 
         return on_gradient
@@ -329,21 +287,6 @@ class _TappedOverlapping(_TappedDispatcher, Overlapping):
 def tap_dispatcher(inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> Dispatcher:
     """Return a dispatcher that shows its input (N, H) and output to `read`, and goes on with what that returns."""
     return (_TappedOverlapping if isinstance(inner, Overlapping) else _TappedDispatcher)(inner, read)
-
-
-def _list_whole_numbers(module: nn.Module, inputs: Any, named: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a module takes besides floats, such as positions and masks, by the names of its arguments."""
-    for slot, tensor in [*zip(name_arguments(module), inputs, strict=False), *named.items()]:
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
-            yield slot, tensor
-
-
-def name_arguments(module: nn.Module) -> Sequence[str]:
-    """Return the names of what a module takes; none where its forward is not written in Python."""
-    try:
-        return tuple(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):
-        return ()
 
 
 def list_floats(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -67,12 +67,6 @@ class GradientParts(Protocol):
         Empty where the losses of single routers are not known.
         """
 
-    def balance_by_scope(self) -> Mapping[str, Vector]:
-        """Return the gradient of the balance loss as it would be over other tokens at a time, by their name.
-
-        Empty where no such loss is known.
-        """
-
     def loss_by_variant(self, term: str, num_changes: int) -> Iterable[tuple[tuple[Change, ...], Vector]]:
         """Return the gradient of a router's loss term with so many parts of its formula otherwise, one or two.
 

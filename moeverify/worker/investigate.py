@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.axes.expert_placement import is_placed
 from moeverify.axes.groups import (
     VALID_TOKENS,
     axis_affects,
@@ -30,20 +28,16 @@ from moeverify.checks.registry import CHECKS, choose_checks
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.capture import LIMIT, Capture, Captured, assemble_tensors, find_other_shapes
-from moeverify.diagnose.components import Components, load_weights, make_components
+from moeverify.diagnose.components import Components, make_components
 from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Search, find_origins
-from moeverify.diagnose.graph.record import Graph
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
 from moeverify.diagnose.named_numbers import NamedNumbers
 from moeverify.diagnose.operands import Operand, find_operands
-from moeverify.diagnose.own.found import find_own_module
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
-from moeverify.diagnose.right_modules import RightModules
 from moeverify.diagnose.rounded_numbers import list_numbers
-from moeverify.diagnose.routed.exchange import Call, list_calls
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
 from moeverify.diagnose.wrong_tensor import Key
@@ -57,12 +51,11 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.timeline import Timeline
-from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Batch, make_batch, whole_share
 from moeverify.train.module_taps import BACKWARD, Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
-from moeverify.worker.golden_modules import make_graph_mode, make_graphs, record_golden_modules
+from moeverify.worker.golden_modules import read_golden_modules
 from moeverify.worker.issued import find_issued, list_issued
 from moeverify.worker.observed import train_observed
 from moeverify.worker.step_tap import StepTap
@@ -88,7 +81,6 @@ class RankEvidence:
     timeline: RankTimeline
     brought: Sequence[Brought] = ()
     unwritten: Sequence[UnwrittenRead] = ()
-    graph: Graph | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +164,6 @@ def _rerun(
     def count() -> int:
         return trace.num_collectives
 
-    mode = make_graph_mode(case.recipe, program, lambda: tap.inside is not None)
     tap = Tap(
         program.model,
         len(micro_batches[0].rows),
@@ -181,7 +172,6 @@ def _rerun(
         limit=LIMIT,
         reads_loose=True,
         count=count,
-        notes=mode,
     )
     bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
     observer = StepTap(capture, tap, step, count, bringing)
@@ -194,7 +184,7 @@ def _rerun(
     trace.on_all_reduce, trace.on_broadcast = keep, bringing.keep
     watch = UnwrittenWatch(lambda: tap.inside)
     try:
-        with watch, mode or nullcontext():
+        with watch:
             train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     finally:
         trace.on_all_reduce = trace.on_broadcast = None
@@ -207,10 +197,7 @@ def _rerun(
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
     records = {record.number: record for record in trace.records()}
     brought = [Brought(records[number], values) for number, values in bringing.brought if number in records]
-    graph = None if mode is None else mode.graph
-    return RankEvidence(
-        capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads, graph
-    )
+    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads)
 
 
 def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
@@ -260,12 +247,7 @@ def _make_inputs(
         return golden.whole(key[0], name) if name in found else None
 
     precision = compute_dtype_of(case.recipe.precision)
-    read_both = cache(lambda: record_golden_modules(case.recipe, golden, step, device))
-
-    def read_right() -> list[Reading]:
-        return read_both()[0]
-
-    find_right = cache(lambda: _find_right_modules(case, golden, evidence, read_right))
+    read_right = cache(lambda: read_golden_modules(case.recipe, golden, step, device))
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
     valid = _find_valid(case, step)
@@ -286,10 +268,6 @@ def _make_inputs(
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
-        experts=lambda origin: None if (right := find_right()) is None else right.find_experts(origin),
-        own=lambda origin: find_own_module(case, golden, step, origin, search, device),
-        graphs=cache(lambda: make_graphs(read_both()[1], [each.graph for each in evidence.by_rank], search)),
-        cross_entropy=lambda: None if (right := find_right()) is None else right.make_cross_entropy(),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
@@ -297,39 +275,6 @@ def _make_inputs(
         unwritten={rank: each.unwritten for rank, each in enumerate(evidence.by_rank)},
         named=NamedNumbers(list_sizes(case), list_options(case)),
         limits=_find_limits(judgement),
-    )
-
-
-def _find_right_modules(
-    case: Case, golden: StoredGolden, evidence: Evidence, read_right: Callable[[], list[Reading]]
-) -> RightModules | None:
-    """Return one device's model and what it read; None of a user's model, whose formulas are not known."""
-    reference = case.recipe.model.reference
-    if reference is None or evidence.step < 0:
-        return None
-    program = assemble_single(case.recipe, torch.device("cpu"), compute="float64")
-    if evidence.step > 0:
-        load_weights(program, golden, evidence.step - 1)
-    batch = _make_whole_batch(case, evidence.step)
-    labels = None if batch is None else batch.targets
-    return RightModules(program.model, read_right(), labels, _list_exchanges(case, evidence))
-
-
-def _list_exchanges(case: Case, evidence: Evidence) -> Sequence[Call]:
-    """Return which tokens travel together to experts; none under a placement, where that is not known."""
-    layout, plan = case.layout, MeshPlan.of(case.layout)
-    if is_placed(layout):
-        return ()
-    count = layout.tp if layout.slices_tokens else 1
-    numbers = [plan.data.coordinates(rank).get("tp", 0) for rank in range(len(evidence.by_rank))]
-    # Ranks that hold slices of one expert have each other's tokens, unless they are those of tp and route alike.
-    gathered = plan.sparse.groups("etp") if layout.expert_tp not in (1, layout.tp) else []
-    return list_calls(
-        [each.readings.shares for each in evidence.by_rank],
-        case.recipe.data.seq_len,
-        plan.sparse.groups("ep"),
-        slices=[(number if layout.slices_tokens else 0, count) for number in numbers],
-        gathered={rank: group for group in gathered for rank in group},
     )
 
 

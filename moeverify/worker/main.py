@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moeverify.bench.measure import measure_case
+from moeverify.diagnose.order import leaving_out
 from moeverify.errors import CaseError
 from moeverify.faults.injection import check_fault
 from moeverify.faults.mutation.coverage import executed_spans, write_spans
@@ -66,7 +67,7 @@ def _run(context: RankContext, job: Job) -> RankResult | None:
 
 
 def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
-    with import_path(job.search_path):
+    with import_path(job.search_path), leaving_out(job.without):
         problems: list[str] = [""] * context.world_size
         dist.all_gather_object(problems, _prepare(context, job))
         problem = next(filter(None, problems), "")

@@ -10,15 +10,13 @@ from torch import Tensor
 from moeverify.diagnose.capture import Capture
 from moeverify.diagnose.reductions import Bringing
 from moeverify.layout.region import Region
-from moeverify.results.checks import Kind
-from moeverify.train.module_taps import FORWARD, Tap
+from moeverify.train.module_taps import Tap
 
 
 class StepTap:
     """An observer that captures, and that opens a tap on the model for one step.
 
-    `num_before` is how many collectives had been issued before that step, by `count`. What keeps notes for the tap is
-    given the losses of that step too.
+    `num_before` is how many collectives had been issued before that step, by `count`.
     """
 
     def __init__(
@@ -40,9 +38,6 @@ class StepTap:
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Capture; see `moeverify.layout.observer.Observer`."""
         self._capture.observe(step, kind, name, local, region)
-        notes = self._tap.notes
-        if notes is not None and kind == Kind.LOSS and step == self._step and local is not None:
-            notes.note_total((FORWARD, name, "loss", "0", 0), local)
 
     def begin_step(self, step: int) -> None:
         """Open the tap before the step of interest, close it after."""

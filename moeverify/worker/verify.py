@@ -30,7 +30,6 @@ from moeverify.results.error_map import ErrorMap
 from moeverify.results.explanation import Explanation
 from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import Finding
-from moeverify.results.initial_values import Drawn
 from moeverify.results.load import ExpertLoad
 from moeverify.results.operation import OwnValues
 from moeverify.results.timeline import Timeline
@@ -104,7 +103,7 @@ def name_source(finding: Finding) -> Finding:
 
     def name(explanation: Explanation) -> Explanation:
         operation = explanation.operation
-        if not isinstance(operation, Drawn | OwnValues):
+        if not isinstance(operation, OwnValues):
             return explanation
         return explanation.model_copy(update={"operation": operation.model_copy(update={"source": source})})
 

@@ -71,6 +71,7 @@ WITHOUT_TORCH = (
     "placement",
     "calls.call",
     "calls.rules",
+    "diagnose.order",
     "capture.command",
     "capture.lines",
     "capture.norm_parts",

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from moeverify.controller import fault_benchmark, mutation
+from moeverify.controller.options import RunOptions
+from moeverify.diagnose.order import MECHANISMS
 from moeverify.results.run import CaseResult, Event
 
 UNKNOWN = "`moeverify faults list` shows all"
@@ -28,6 +30,11 @@ def flat(text: str) -> str:
         (["run", "-k", "and"], ["`and` cannot be read: expected a word"]),
         (["clean", "-k", "no-such-word"], ["no clean run of ", "matches `no-such-word`", "seed 0"]),
         (["clean", "-k", "("], ["`(` cannot be read"]),
+        (
+            ["run", "A01", "--without", "unmovd", "--without", "explain"],
+            ["--without: no mechanism `unmovd`", "the mechanisms are reordered, ", "altered, explain"],
+        ),
+        (["run", "A01", "--without", "unmoved", "--only", "explain"], ["give one of the two"]),
         (["run", "A01", "--precision", "float16"], ["Invalid value for '--precision'"]),
         (["run", "A01", "--markdown", "/dev/null/page.md"], ["cannot write /dev/null/page.md"]),
         (["clean", "--markdown", "/dev/null/page.md"], ["cannot write /dev/null/page.md"]),
@@ -115,6 +122,36 @@ def test_an_interrupt_while_wider_precisions_run_leaves_the_table(
     assert "A01    yes       NO       NO" in result.stdout
     assert "detected: 1 of 1" in flat(result.stdout)
     assert "A03" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out", "seconds"),
+    [
+        ((), (), 60.0),
+        (("--without", "unmoved", "--without", "detached"), ("unmoved", "detached"), 60.0),
+        (("--without", "explain"), ("explain",), 0.0),
+        (("--only", "explain"), MECHANISMS[:-1], 60.0),
+        (("--only", "unmoved"), tuple(name for name in MECHANISMS if name != "unmoved"), 0.0),
+    ],
+)
+def test_mechanisms_are_left_out(
+    invoke: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    left_out: tuple[str, ...],
+    seconds: float,
+) -> None:
+    asked: list[RunOptions] = []
+
+    def run_cases(cases: Any, options: RunOptions, on_event: Any) -> None:
+        asked.append(options)
+
+    monkeypatch.setattr(fault_benchmark, "run_cases", run_cases)
+    page = tmp_path / "page.md"
+    assert invoke("faults", "run", "A01", *words, "--markdown", page).exit_code == 0
+    assert [(options.without, options.explain_seconds) for options in asked] == [(left_out, seconds)]
+    assert " ".join(["`moeverify faults run A01", *words]) + "`" in page.read_text()
 
 
 def test_mutants_run_in_the_precision_that_was_asked_for(

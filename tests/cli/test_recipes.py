@@ -115,7 +115,7 @@ def test_a_hypothesis_is_a_file_and_its_place(copy: Path, run: Run) -> None:
         HYPOTHESIS,
         line='\n    ("nothing",),',
         after="ORDER = (",
-        into=f"{package}/__init__.py",
+        into="diagnose/order.py",
     )
     assert (
         run("-c", "from moeverify.diagnose.hypotheses import TIERS; print(TIERS[0][0].name)") == "nothing\n"

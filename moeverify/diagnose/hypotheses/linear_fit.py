@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,16 +13,14 @@ from moeverify.diagnose.factors import find_factor, list_numbers
 from moeverify.diagnose.fit import Column, Fit, fit_columns
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
 from moeverify.diagnose.hypotheses.noisy_factor import estimated, is_of_16_bits
-from moeverify.diagnose.hypotheses.token_weights import HYPOTHESIS as TOKEN_WEIGHTS
-from moeverify.diagnose.inputs import LM, DiagnosisInputs
+from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import Source, is_same
+from moeverify.results.factor import Source
 from moeverify.results.observation import FitResult
 from moeverify.results.operation import Scaled
-from moeverify.results.part import Contribution, Part, Tokens
-from moeverify.results.token_weights import Averaging, Reaveraged
+from moeverify.results.part import Contribution, Part
 from moeverify.results.trial import Reason, Trial
 
 _FITTED = 1e-10  # of a coefficient: what the fit leaves of rounding
@@ -69,8 +66,7 @@ class LinearFit(Hypothesis):
             explanation = estimated(explanation)
         evidence = (FitResult(contributions=contributions, residual=fit.residual),)
         trials = (self._log("yes", contributions, fit),)
-        outcome = Outcome(trials, explanation, evidence, num_coefficients=len(fit.parts))
-        return _name_average(outcome, operation, tensors, inputs)
+        return Outcome(trials, explanation, evidence, num_coefficients=len(fit.parts))
 
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
         """Return the integers of the run that a wrong coefficient may come from."""
@@ -104,55 +100,6 @@ def list_contributions(
     return tuple(
         Contribution(part=part, factor=find_factor(value, sources, counts=counts))
         for part, value in zip(fit.parts, fit.coefficients, strict=True)
-    )
-
-
-def _name_average(
-    outcome: Outcome, operation: Scaled, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
-) -> Outcome:
-    """Return by which average of the tokens the factors come about, where they are none of the run by themselves."""
-    unnamed = [each for each in operation.contributions if not each.factor.is_zero and not each.factor.equals]
-    terms = list(dict.fromkeys(each.part.term for each in unnamed))
-    factors = [[(e.part.tokens, e.factor.value) for e in unnamed if e.part.term == term] for term in terms]
-    is_of_loss = bool({"", LM} & set(terms)) and all(each.part.belongs for each in unnamed)
-    is_gradient = tensors[0].quantity is Quantity.GRADIENT
-    if not is_of_loss or not is_gradient or not _has_measured(operation) or not _are_alike(factors):
-        return outcome
-    found = TOKEN_WEIGHTS.test(tensors, inputs)
-    averaged = found.explanation.operation if found.explanation is not None else None
-    # That some shares count otherwise, the fit says as well.
-    if not isinstance(averaged, Reaveraged) or not all(each.is_formula for each in averaged.averagings):
-        return outcome
-    # A pipeline may divide gradients once more when all are there: what a loss passes back does not tell that.
-    values = [value for term in factors for _, value in term]
-    if not all(_agrees(each, values) for each in averaged.averagings):
-        return outcome
-    assert found.explanation is not None
-    subject = found.explanation.subject.model_copy(update={"tensors": tuple(each or LM for each in terms)})
-    return replace(
-        found,
-        explanation=found.explanation.model_copy(update={"subject": subject}),
-        trials=(*outcome.trials, *found.trials),
-        observations=(*outcome.observations, *found.observations),
-        num_coefficients=outcome.num_coefficients,
-    )
-
-
-def _agrees(averaging: Averaging, values: Sequence[float]) -> bool:
-    """Return whether an average gives the factors of gradients, as far as it has one factor for all tokens."""
-    if averaging.divisor is None:
-        return True
-    divisor, valid = averaging.divisor
-    return all(is_same(value * divisor, float(valid)) for value in values)
-
-
-def _are_alike(factors: Sequence[Sequence[tuple[Tokens | None, float]]]) -> bool:
-    """Return whether the terms of a loss are off by the same factors at the same tokens."""
-    first = factors[0]
-    return all(
-        len(other) == len(first)
-        and all(a == b and is_same(x, y) for (a, x), (b, y) in zip(first, other, strict=True))
-        for other in factors
     )
 
 

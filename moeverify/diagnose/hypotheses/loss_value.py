@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
-from moeverify.diagnose.hypotheses.other_steps import explain_loss
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
@@ -53,7 +52,7 @@ class LossValue(Hypothesis):
         if offset is None and inputs.search is None:
             # In 16 bits modules are not compared: what came into the loss may have been wrong already.
             return self.untried(Reason.MODULES_NOT_COMPARED)
-        operation = offset or explain_loss(losses, inputs) or Altered()
+        operation = offset or Altered()
         return self.accept(explain_by(Cause.FORWARD, operation, losses, inputs), *seen)
 
 

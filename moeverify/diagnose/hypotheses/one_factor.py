@@ -13,8 +13,6 @@ from moeverify.diagnose.factors import find_factor, find_root
 from moeverify.diagnose.fit import Column
 from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit
-from moeverify.diagnose.hypotheses.own_module import COUNTED
-from moeverify.diagnose.hypotheses.own_module import HYPOTHESIS as OWN_MODULE
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.named_numbers import name_factor
 from moeverify.diagnose.wrong_tensor import WrongTensor
@@ -22,7 +20,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Source
 from moeverify.results.operation import Scaled
-from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
 
@@ -37,7 +34,6 @@ _REDUCED = (
     Quantity.LOSS,
     Quantity.TENSOR,
 )
-_OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
 _CAUSES = {
     # The gradients were compared before, and are right: what is off is the number that is reported.
     Quantity.LOSS: Cause.METRIC,
@@ -106,8 +102,6 @@ class OneFactor(LinearFit):
         if outcome.explanation is not None and first.quantity is Quantity.OUTPUT:
             sources = self.sources(tensors, inputs)
             outcome = replace(outcome, explanation=_name_root(outcome.explanation, sources))
-        if outcome.explanation is not None and first.quantity in _OF_MODULES:
-            outcome = _replay(outcome, outcome.explanation.operation, tensors, inputs)
         if outcome.explanation is not None and first.precision == torch.float64:
             outcome = replace(outcome, explanation=_name_number(outcome.explanation, inputs))
         if outcome.explanation is not None:
@@ -156,26 +150,6 @@ def _name_root(explanation: Explanation, sources: Sequence[Source]) -> Explanati
         return explanation
     scaled = Scaled(contributions=(whole.model_copy(update={"factor": root}),))
     return explanation.model_copy(update={"operation": scaled})
-
-
-def _replay(
-    outcome: Outcome, scaled: object, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
-) -> Outcome:
-    """Return which mistake in a user's own module makes all of it so many times the right one.
-
-    That something in it counts so often says no more than the factor does.
-    """
-    if isinstance(scaled, Scaled) and any(each.factor.equals for each in scaled.contributions):
-        return outcome
-    found = OWN_MODULE.test(tensors, inputs)
-    operation = found.explanation and found.explanation.operation
-    if not isinstance(operation, Mistaken) or any(each.way in COUNTED for each in operation.mistakes):
-        return outcome
-    return replace(
-        found,
-        trials=(*outcome.trials, *found.trials),
-        observations=(*outcome.observations, *found.observations),
-    )
 
 
 def _is_constant(tensor: WrongTensor) -> bool:

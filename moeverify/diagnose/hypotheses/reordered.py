@@ -12,7 +12,7 @@ from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.layout import DimName, Reordered
-from moeverify.results.observation import Replay
+from moeverify.results.observation import TriedOrders
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
 _OF_KEYS, _OF_EXPERTS = (".k_", ".v_", ".key", ".value"), ".experts."
@@ -50,7 +50,7 @@ class ReorderedHypothesis(Hypothesis):
         search = OrderSearch(tensor)
         found = search.run(_list_levels(tensor, inputs))
         num_giving = 0 if found is None else len(found.orders)
-        seen = Replay(formula="layout", num_tried=search.num_tried, num_giving=num_giving)
+        seen = TriedOrders(num_tried=search.num_tried, num_giving=num_giving)
         if found is None:
             return self.refuse(*([seen] if search.num_tried else []))
         where = found.where

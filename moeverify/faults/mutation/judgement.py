@@ -17,7 +17,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding
 from moeverify.results.mutation import CauseVerdict, Judgement
-from moeverify.results.operation import Unwritten, Varied
+from moeverify.results.operation import Unwritten
 from moeverify.results.place import Place
 
 _Verdict = tuple[CauseVerdict, str]
@@ -41,9 +41,7 @@ def judge(mutant: Mutant, case: Case, finding: Finding) -> Judgement:
     """Return whether the first finding of a mutant points at it, and whether its cause is a right one."""
     operation = finding.explanation.operation if finding.explanation is not None else None
     verdict: CauseVerdict
-    if isinstance(operation, Varied):
-        verdict, because = "open", "no rule says which code makes that part of the loss"
-    elif isinstance(operation, Unwritten):
+    if isinstance(operation, Unwritten):
         verdict, because = _judge_site(mutant, operation)
     else:
         verdict, because = _judge_cause(mutant, case, finding)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.subject import Phrase, name_subject
 from moeverify.results.explanation import Explanation
 from moeverify.results.layout import (
     Dim,
-    LostCopies,
     Order,
-    OtherRows,
     Reordered,
     Run,
     Span,
-    TakenCounts,
     TokenPlaces,
     TokenValues,
 )
@@ -208,79 +205,3 @@ def _name_spans(noun: str, spans: Sequence[Span]) -> str:
 
 def _name_span(start: int, stop: int) -> str:
     return f"{start}" if stop == start + 1 else f"{start}-{stop - 1}"
-
-
-def describe_other_rows(operation: OtherRows, explanation: Explanation) -> str:
-    """Return which rows come back from experts in the place of the right ones."""
-    module = explanation.subject.module
-    which = f"{operation.num_wrong} of the {operation.num_rows} token copies of {module} come back with other rows"
-    if operation.are_lost:
-        which = f"of {operation.num_wrong} of the {operation.num_rows} token copies of {module} nothing comes back"
-    if operation.lost is not None:
-        return f"{which} (inputs match): {_describe_lost(operation.lost)}"
-    if operation.counts is not None:
-        return f"{which} (inputs match): {_describe_counts(operation.counts)}"
-    if operation.offset is not None:
-        places = format_count(operation.offset, "place")
-        return (
-            f"{which} (inputs match): with the row that stands {places} before theirs among those of the rank"
-        )
-    kinds = []
-    for each in operation.served:
-        of = f"{each.num_rows} of the {each.num_all} of expert {each.expert}"
-        if each.by < 0:
-            kinds.append(of if operation.are_lost else f"{of} as zeros")
-        elif each.of_others:
-            kinds.append(f"{of} with those of other tokens, by expert {each.by}")
-        else:
-            kinds.append(f"{of} by expert {each.by}")
-    more = f", and {operation.num_more} more" if operation.num_more else ""
-    return f"{which} (inputs match): {', '.join(kinds)}{more}"
-
-
-def _describe_lost(lost: LostCopies) -> str:
-    """Return which copies of each rank are lost."""
-    if lost.way == "all":
-        return "all of each rank"
-    if lost.way.endswith("of-token"):
-        kept = "last" if lost.way == "all-but-last-of-token" else "first"
-        one = f"{kept} choice" if lost.order == "tokens" else f"{kept} expert, by their numbers,"
-        return f"a token's outputs overwrite each other where they should be added, and that of its {one} is left"
-    which = lost.way.rpartition("-")[2]
-    some = f"the {which} one" if lost.number == 1 else f"the {which} {lost.number}"
-    rest = f"all but {some}" if lost.way.startswith("all") else some
-    order = "in the order of its tokens" if lost.order == "tokens" else "sorted by expert"
-    return f"{rest} of each rank, {order}"
-
-
-def _describe_counts(counts: TakenCounts) -> str:
-    """Return by which counts experts take the rows of their rank."""
-    rows = f"the rows of rank {counts.rank}'s expert {counts.expert} end at {counts.end}"
-    whose = f"{rows} where its count says"
-    text = f"{whose} {counts.right_end}"
-    if counts.order:
-        pairs = [f"{at} that of {source}" for at, source in enumerate(counts.order) if at != source]
-        return f"experts take each other's counts of rows, {', '.join(pairs)}: {text}"
-    if counts.micro_batch is not None:
-        return f"experts take the counts of rows of micro-batch {counts.micro_batch}: {text}"
-    return f"experts take other counts of rows: {text}"
-
-
-_HEADS: Mapping[str, tuple[str, str]] = {  # in which order they are stored, and read
-    "sequence-first": ("sequence, batch", "batch, sequence"),
-    "batch-first": ("batch, sequence", "sequence, batch"),
-    "heads-first": ("heads, sequence", "sequence, heads"),
-    "heads-last": ("sequence, heads", "heads, sequence"),
-    "width-first": ("width, heads", "heads, width"),
-    "width-last": ("heads, width", "width, heads"),
-    "ranks-first": ("ranks, batch", "batch, ranks"),
-    "ranks-last": ("batch, ranks", "ranks, batch"),
-}
-
-
-def describe_head_layout(way: str, what: str) -> str:
-    """Return in which layout heads are read."""
-    if way == "ranks-reversed":
-        return f"with {what} in the reverse order of ranks"
-    stored, read = _HEADS[way]
-    return f"with {what} stored as [{stored}] and read as [{read}]"

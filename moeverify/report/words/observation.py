@@ -7,7 +7,6 @@ from functools import singledispatch
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.report.words.factor import format_factor
-from moeverify.report.words.own_module import describe_own_replay
 from moeverify.report.words.part import name_contributions
 from moeverify.report.words.subject import MODEL
 from moeverify.results.factor import is_same
@@ -22,19 +21,16 @@ from moeverify.results.observation import (
     MatchingSlices,
     Observation,
     OtherPasses,
-    OwnElements,
     RankValues,
     RelativeError,
-    Replay,
     ReplicaSum,
     RightAlike,
     ScalarValues,
     StaleWeights,
-    WeightsOfTokens,
+    TriedOrders,
     WrongElements,
 )
 
-_LAYOUT = "layout"
 _MOST_COEFFICIENTS = 8
 _MOST_VALUES = 4
 
@@ -84,14 +80,6 @@ def _(seen: ReplicaSum) -> str:
 def _(seen: LargestValue) -> str:
     absent = f"; absent on {format_ranks(seen.absent_on)}" if seen.absent_on else ""
     return f"largest absolute value {seen.actual:.3g}, expected {seen.expected:.3g}{absent}"
-
-
-@describe_observation.register
-def _(seen: WeightsOfTokens) -> str:
-    least, most = format_factor(seen.least), format_factor(seen.most)
-    return (
-        f"the gradients of {seen.num_tokens} tokens from the loss are {least} to {most} times the right ones"
-    )
 
 
 @describe_observation.register
@@ -153,31 +141,16 @@ def _name_right(seen: FirstDivergence) -> str:
 
 
 @describe_observation.register
-def _(seen: OwnElements) -> str:
-    own = " and ".join(f"{count}" for count in seen.num_own)
-    ranks = f"the {len(seen.num_own)} ranks over {seen.axis}"
-    return f"of {seen.num_elements} elements, {own} match on one of {ranks} alone, and the others on several"
-
-
-@describe_observation.register
 def _(seen: StaleWeights) -> str:
     which = "this very output" if seen.gives_this_output else "another output"
     return f"the weights of the step before give {which}"
 
 
 @describe_observation.register
-def _(seen: Replay) -> str:
-    if seen.is_own:
-        return describe_own_replay(seen)
-    if seen.formula == _LAYOUT:
-        giving = f"{seen.num_giving} of them {'give' if seen.num_giving > 1 else 'gives'}"
-        giving = giving if seen.num_giving else "none gives"
-        return f"{format_count(seen.num_tried, 'order')} of the right values tried, {giving} every value"
-    name = seen.formula.replace("-", " ")
-    tried = f"{format_count(seen.num_tried, 'variant')} of the {name} evaluated on right inputs"
-    if seen.residual is None:
-        return f"{tried}, none gives this output"
-    return f"{tried}; this one leaves {seen.residual:.2g} of the error"
+def _(seen: TriedOrders) -> str:
+    giving = f"{seen.num_giving} of them {'give' if seen.num_giving > 1 else 'gives'}"
+    giving = giving if seen.num_giving else "none gives"
+    return f"{format_count(seen.num_tried, 'order')} of the right values tried, {giving} every value"
 
 
 @describe_observation.register

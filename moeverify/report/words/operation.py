@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import singledispatch
 
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.altered import describe_altered
-from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.report.words.factor import (
     describe_amount,
     describe_factor,
@@ -17,9 +15,7 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
-from moeverify.report.words.initial_values import describe_drawn, describe_scaled_by_shape, name_right
-from moeverify.report.words.known_sum import describe_known_sum
-from moeverify.report.words.layout import describe_other_rows, describe_reordered, describe_token_values
+from moeverify.report.words.layout import describe_reordered, describe_token_values
 from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_norms,
@@ -29,31 +25,24 @@ from moeverify.report.words.norms import (
     describe_norm_of_slices,
     describe_reclipped,
 )
-from moeverify.report.words.other_steps import describe_other_steps
-from moeverify.report.words.own_module import describe_mistaken
 from moeverify.report.words.part import name_block, name_part, name_some, of_router
 from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
     describe_misreduced,
     describe_redefined,
-    describe_rescoped,
     describe_unheld,
     describe_unwritten,
     name_site,
 )
 from moeverify.report.words.rounded import describe_rounded
-from moeverify.report.words.rows import describe_lost, describe_reweighted
+from moeverify.report.words.rows import describe_lost
 from moeverify.report.words.shares import describe_weights
-from moeverify.report.words.slots import describe_displaced
 from moeverify.report.words.subject import MODEL, name_subject
-from moeverify.report.words.token_weights import describe_reaveraged
-from moeverify.report.words.varied import describe_varied
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
-from moeverify.results.initial_values import Drawn, ScaledByShape
-from moeverify.results.known_sum import KnownSum
+from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
     Altered,
     Carried,
@@ -69,21 +58,20 @@ from moeverify.results.operation import (
     Shifted,
     Stepped,
     Unclipped,
-    Unmasked,
     Unmoved,
     Unreduced,
-    Varied,
     Zeroed,
 )
-from moeverify.results.other_steps import OtherSteps
-from moeverify.results.own_module import Mistaken
 from moeverify.results.part import WHOLE, Contribution
-from moeverify.results.token_weights import Reaveraged
 from moeverify.results.upstream import OffUpstream
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
 _OF_PARAMETERS = (Quantity.GRADIENT, Quantity.UPDATE, Quantity.OPTIMIZER_STATE)
 _MOST_MOVES = 4
+_RIGHT: Mapping[InitialSource, str] = {
+    "factory": "those of the model that `recipe.model.factory` makes",
+    "weights": "those of the folder of weights",
+}
 
 
 @singledispatch
@@ -343,35 +331,19 @@ def _(operation: Unclipped, explanation: Explanation) -> str:
 for _describe in (
     describe_misreduced,
     describe_misplaced,
-    describe_rescoped,
-    describe_reweighted,
     describe_redefined,
     describe_miscounted,
     describe_unwritten,
     describe_norm_of_norms,
     describe_norm_of_partials,
     describe_norm_of_slices,
-    describe_moved_otherwise,
     describe_reclipped,
     describe_norm_of_order,
     describe_norm_of_powers,
-    describe_displaced,
     describe_reordered,
-    describe_other_rows,
     describe_token_values,
 ):
     describe_operation.register(_describe)  # by the annotation of its operation
-
-
-@describe_operation.register
-def _(operation: Unmasked, explanation: Explanation) -> str:
-    subject, over = name_subject(explanation.subject), name_products(operation.axes)
-    site = re.sub(r"/\S*/(site|dist)-packages/", "", operation.summed_by)
-    where = f", before the {site}," if site else ""
-    return (
-        f"{subject}{where} matches on each of the {operation.num_ranks} ranks over {over} at elements of its own; "
-        "where it should be zero, at those of the other ranks, it is not: a mask is missing"
-    )
 
 
 @describe_operation.register
@@ -383,16 +355,6 @@ def _(operation: Rounded, explanation: Explanation) -> str:
 def _(operation: RepeatedShard, explanation: Explanation) -> str:
     first, second = operation.ranks
     return f"ranks {first} and {second} hold the same values in parts that should differ"
-
-
-@describe_operation.register
-def _(operation: ScaledByShape, explanation: Explanation) -> str:
-    return describe_scaled_by_shape(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: Drawn, explanation: Explanation) -> str:
-    return describe_drawn(operation, explanation)
 
 
 @describe_operation.register
@@ -415,7 +377,7 @@ def _(operation: OwnValues, explanation: Explanation) -> str:
         )
         values = "values that the seed and the name do not give"
         if operation.source != "seed":
-            values = f"other values than {name_right(operation.source)}"
+            values = f"other values than {_RIGHT[operation.source]}"
         return f"{format_ranks(operation.ranks)} started from {values}{replicas}"
     axes = f", replicas over {', '.join(operation.axes)}," if operation.axes else ""
     return f"{format_ranks(operation.ranks)}{axes} should hold the same values and do not"
@@ -464,31 +426,6 @@ def _(operation: Offset, explanation: Explanation) -> str:
     tensors = ", ".join(explanation.subject.tensors)
     text = f"the {tensors} loss is off by {format_factor(operation.value)}"
     return f"{text} = log({name_products(operation.products)})" if operation.products else text
-
-
-@describe_operation.register
-def _(operation: Reaveraged, explanation: Explanation) -> str:
-    return describe_reaveraged(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: Varied, explanation: Explanation) -> str:
-    return describe_varied(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: KnownSum, explanation: Explanation) -> str:
-    return describe_known_sum(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: Mistaken, explanation: Explanation) -> str:
-    return describe_mistaken(operation, explanation)
-
-
-@describe_operation.register
-def _(operation: OtherSteps, explanation: Explanation) -> str:
-    return describe_other_steps(operation, explanation)
 
 
 @describe_operation.register

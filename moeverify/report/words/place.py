@@ -19,7 +19,6 @@ from moeverify.results.operation import (
     Unclipped,
 )
 from moeverify.results.part import WHOLE, Part
-from moeverify.results.slots import Displaced
 
 _STAGES: Mapping[Quantity, str] = {
     Quantity.GRADIENT_NORM: "gradient norm",
@@ -46,9 +45,6 @@ def describe_place(explanation: Explanation) -> str:
         words.append("" if operation.dim is None else f"dim {operation.dim}")
     elif isinstance(operation, Replaced):
         words += [operation.tensor, format_ranks(operation.ranks) if operation.ranks else ""]
-    elif isinstance(operation, Displaced):
-        words += [operation.source, name_tokens(operation.tokens) if operation.tokens is not None else ""]
-        words.append(format_ranks(operation.ranks) if operation.ranks else "")
     elif isinstance(operation, OwnValues):
         words.append(
             f"replicas over {', '.join(operation.axes)}" if operation.axes else format_ranks(operation.ranks)

@@ -16,7 +16,6 @@ from moeverify.results.operation import (
     Misplaced,
     Misreduced,
     Redefined,
-    Rescoped,
     Unreduced,
     Unwritten,
 )
@@ -84,16 +83,6 @@ def describe_misreduced(operation: Misreduced, explanation: Explanation) -> str:
     return f"{subject} {subject.be} the {_COMBINED[operation.combination]} {met} and not the sum: {right}"
 
 
-def describe_rescoped(operation: Rescoped, explanation: Explanation) -> str:
-    """Return over which tokens at a time a loss term is taken."""
-    subject = name_subject(explanation.subject)
-    over = {
-        "batch": "over the whole batch and not over each sequence",
-        "sequence": "over each sequence and not over the whole batch",
-    }
-    return f"in {subject}, the {operation.term} loss is taken {over[operation.scope]}"
-
-
 def describe_unheld(operation: Unreduced, total: str) -> str:
     """Return that slices lack the sum over the ranks that hold them, whose parts sum to `total`."""
     sums = f"what the ranks have of each, up to {operation.num_replicas} of them, sums to {total}"
@@ -116,11 +105,6 @@ def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
     padding = ": padding tokens count too" if explanation.cause is Cause.PADDING else ""
     count = len(explanation.subject.tensors)
     routers = f" of each of {count} routers" if count > 1 else ""
-    if operation.shift:
-        return (
-            f"rank {operation.rank} counts the choices of other tokens{routers}: by a mask of padding that is "
-            f"shifted by {operation.shift} positions"
-        )
     if operation.actual == operation.expected:
         return (
             f"rank {operation.rank} counts {operation.actual:.0f} choices{routers}, as many as are expected, "

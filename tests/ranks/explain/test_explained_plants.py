@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
+from moeverify.diagnose.order import MECHANISMS
 from moeverify.report.operator_file import read
 from moeverify.report.words.run import word_finding
 from moeverify.results.run import CaseResult
@@ -26,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
     folder = tmp_path_factory.mktemp("planted")
     (folder / PROGRAM.name).write_text(PROGRAM.read_text())
 
-    def do(names: Sequence[str], explain_seconds: float = 60.0) -> Results:
+    def do(names: Sequence[str], **asked: Any) -> Results:
         for name in names:
             (folder / f"{name}.yaml").write_text(
                 "recipe:\n  name: planted\n  model: {factory: 'planted_ffn:Model', vocab_size: 32}\n"
@@ -37,8 +39,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
             device="cpu",
             golden_folder=folder / "golden",
             cache_folder=folder / "cache",
-            explain_seconds=explain_seconds,
             folder=folder / "kept",
+            **asked,
         )
         cases = load_cases([folder / f"{name}.yaml" for name in names])
         result = run_cases(cases, options, lambda event: None)
@@ -65,15 +67,19 @@ def test_what_is_right_passes(results: Results) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_planted_line_is_evidence_for_the_cause_that_is_named(results: Results, name: str) -> None:
+def test_the_planted_line_leads_or_is_evidence_for_the_cause_that_is_named(
+    results: Results, name: str
+) -> None:
     first, *others = results[name].findings
     culprit = first.culprit
     assert culprit is not None
-    assert (culprit.leads, culprit.ranks, first.follows) == (False, (0, 1), "")
+    # No check and no hypothesis names the number; both sums are named.
+    assert (culprit.leads, culprit.ranks, first.follows) == (name == "wrong_number", (0, 1), "")
     lines = [each.line for each in (culprit.here, *culprit.between) if each.line is not None]
     assert (PROGRAM.name, find_line(name)) in [(Path(line.file).name, line.line) for line in lines]
     assert {each.follows for each in others} == {first.tensor}
-    assert any(f"{PROGRAM.name}:" in line for line in word_finding(first).evidence)
+    said = word_finding(first)
+    assert any(f"{PROGRAM.name}:" in line for line in (said.cause, *said.evidence))
 
 
 def test_the_operators_of_both_sides_are_kept_and_stop_matching_at_the_planted_line(results: Results) -> None:
@@ -101,3 +107,10 @@ def test_without_time_nothing_is_searched(run: Callable[..., Results]) -> None:
     assert case.verdict == "mismatch"
     assert [finding.culprit for finding in case.findings if finding.culprit is not None] == []
     assert case.operators == ""
+
+
+def test_without_hypotheses_the_first_wrong_operation_leads(run: Callable[..., Results]) -> None:
+    first = run(["missing_sum"], without=MECHANISMS)["missing_sum"].findings[0]
+    assert first.explanation is None
+    assert first.culprit is not None
+    assert first.culprit.leads

@@ -103,13 +103,12 @@ def test_what_follows_from_another_is_no_claim_and_a_cause_leads() -> None:
     assert [claim.kind for claim in found] == ["reduction", "", "reduction"]
 
 
-def test_a_step_that_is_made_otherwise_has_its_lines() -> None:
-    step = {"way": "operand", "wrong": {"operator": "mul", "line": "/x/mine/code.py:11"}}
-    operation = {"kind": "other-steps", "steps": [step]}
+def test_an_operation_has_its_lines() -> None:
+    operation = {"kind": "misreduced", "op": "all_reduce", "site": "/x/mine/code.py:11 in add"}
     subject = {"quantity": "output", "tensors": [], "module": "layers.0.norm", "inner": ""}
     explanation = {"cause": "forward", "subject": subject, "operation": operation}
     (claim,) = read(make_finding(explanation=explanation, code="forward", place=None))
-    assert (claim.kind, claim.lines) == ("edit", (("/x/mine/code.py", 11),))
+    assert (claim.kind, claim.lines) == ("reduction", (("/x/mine/code.py", 11),))
     assert claim.tensors == ("layers.0.norm",)
     assert not claim.is_location_only
 

@@ -127,12 +127,14 @@ def test_ranks_are_told_how_long_to_explain_and_have_time_for_it(
         golden_folder=tmp_path / "golden",
         cache_folder=tmp_path / "cache",
         explain_seconds=seconds,
+        without=("unmoved",),
     )
     run_cases(cases, options, lambda event: None)
     for job in ranks.jobs[1:]:
         asked = read_job(job.payload)
         assert isinstance(asked, VerifyJob)
         assert (asked.explain_seconds, job.grace) == (seconds, 2 * seconds)
+        assert asked.without == ("unmoved",)
 
 
 def test_without_goldens_every_case_is_an_error_with_the_reports_in_words(run: Any) -> None:

@@ -9,10 +9,9 @@ from moeverify.jobs import BlamedPlace, DifferingCollective
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.factor import Product
 from moeverify.results.facts import CollectiveFacts, Issue, ShardingFacts
 from moeverify.results.finding import Finding, Wider
-from moeverify.results.operation import Altered, Operation, Scaled, Unmasked
+from moeverify.results.operation import Altered, Operation, Scaled
 from moeverify.results.run import CaseResult, RankReport
 from moeverify.results.trace import CollectiveRecord
 
@@ -133,7 +132,6 @@ def test_ranks_of_a_run_that_hung_stop_before_the_collective_in_which_they_diffe
 
 SITE = "/x/pack/file.py:7 in backward"
 OF_GRADIENT = Subject(quantity=Quantity.GRADIENT, tensors=("a.weight",))
-SUMMED = Unmasked(axes=(Product(times=("tp",)),), num_ranks=2, summed_by=f"all_reduce at {SITE}")
 REDUCED = Scaled(
     contributions=(), reduced_again=IssuedCollective(direction="backward", op="all_reduce", site=SITE)
 )
@@ -153,7 +151,6 @@ REDUCED = Scaled(
             Scaled(contributions=()),
             {"module": "a.moe", "direction": "backward"},
         ),
-        (Subject(quantity=Quantity.OUTPUT, module="a"), SUMMED, {"site": SITE, "module": "a"}),
         (OF_GRADIENT, REDUCED, {"site": SITE}),
         (OF_GRADIENT, Altered(), None),
         (Subject(quantity=Quantity.MODULE_GRADIENT, tensors=("lm",)), Altered(), None),

@@ -23,8 +23,9 @@ from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.engine import complete_log, explain_tensors
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.families import family_of, name_family
-from moeverify.diagnose.hypotheses import ORDER, TIERS
+from moeverify.diagnose.hypotheses import TIERS
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
+from moeverify.diagnose.order import ORDER, leaving_out
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, Product, Source
@@ -108,6 +109,19 @@ def test_what_a_tier_explains_no_later_one_sees(plant: Any) -> None:
     causes = explain_tensors(gradients("a", "b"), make_inputs())
     assert (first.tested, second.tested) == ([("a",), ("b",)], [("b",)])
     assert [cause.tensors[0].name for cause in causes] == ["a", "b"]
+
+
+def test_what_is_left_out_is_neither_tried_nor_in_the_log(plant: Any) -> None:
+    first, second = Planted("first", ["a"]), Planted("second", ["a"])
+    plant([first], [second])
+    (tensor,) = gradients("a")
+    with leaving_out(["first"]):
+        (cause,) = explain_tensors([tensor], make_inputs())
+        trials = complete_log(tensor, cause.log, make_inputs())
+    assert (first.tested, second.tested) == ([], [("a",)])
+    assert [trial.hypothesis for trial in trials] == ["second"]
+    explain_tensors([tensor], make_inputs())
+    assert first.tested == [("a",)]
 
 
 def test_tensors_are_tried_together_then_as_families_then_alone(plant: Any) -> None:

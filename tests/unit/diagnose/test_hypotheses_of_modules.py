@@ -11,13 +11,13 @@ from torch import nn
 from wrong_tensors import draw, examine, make_origin, make_tensor
 
 from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
-from moeverify.diagnose.operands import Operand, ReducedTensor, find_operands
+from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings, locate_tokens
 from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.layout import RankSource, Run, Span, TokenPlaces, TokenValues
-from moeverify.results.operation import Altered, Replaced, Scaled, Unmasked, Unreduced
+from moeverify.results.operation import Altered, Replaced, Scaled, Unreduced
 from moeverify.results.trace import CollectiveRecord
 from moeverify.results.trial import Reason
 from moeverify.train.module_taps import Reading, Tap
@@ -228,51 +228,6 @@ def test_a_router_whose_choice_is_wrong_too_is_routing() -> None:
     other = make_tensor(draw(2, 3), draw(2, 3, seed=1), name="layers.1.moe.router", kind="router_ids")
     explanation = examine("altered", tensor, replace(inputs, tensors={other.key: other})).explanation
     assert explanation.cause is Cause.FORWARD
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_values_for_the_elements_of_other_ranks_are_a_missing_mask(direction: str) -> None:
-    # Words of a vocabulary over two ranks: each looks up what is not its own under another index.
-    expected, stray = draw(2, 3, 4), draw(2, 3, 4, seed=1)
-    is_first = draw(2, 3, 1, seed=2) > 0
-    tensor, inputs = make_origin(
-        expected,
-        torch.where(is_first, expected, stray),
-        torch.where(is_first, stray, expected),
-        direction=direction,
-    )
-    outcome = examine("unmasked", tensor, inputs)
-    assert isinstance(outcome.explanation.operation, Unmasked)
-    assert outcome.explanation.operation.num_ranks == 2
-    num_own = int(is_first.sum()) * 4
-    assert outcome.observations[0].num_own == (num_own, 24 - num_own)
-
-
-def test_what_is_brought_to_an_all_reduce_is_looked_at_where_its_sum_hides_it() -> None:
-    expected, stray = draw(2, 3, 4), draw(2, 3, 4, seed=1)
-    own = torch.arange(24).reshape(2, 3, 4) % 2 == 0
-    brought = [torch.where(own, expected, stray), torch.where(own, 2 * stray, expected)]
-    tensor, inputs = make_origin(expected, sum(brought), sum(brought), direction="backward")
-    assert examine("unmasked", tensor, inputs).explanation is None
-    collective = CollectiveRecord.model_construct(op="all_reduce", site="package/file.py:7 in backward")
-    reduced = ReducedTensor(make_tensor(expected, *brought), collective)
-    origin = replace(inputs.search.origins["backward"], reduced=(reduced,))
-    search = replace(inputs.search, origins={"backward": origin})
-    explanation = examine("unmasked", tensor, replace(inputs, search=search)).explanation
-    assert explanation.operation.summed_by == "all_reduce at package/file.py:7 in backward"
-
-
-@pytest.mark.parametrize(
-    "brought",
-    [
-        (draw(2, 3, 4), draw(2, 3, 4, seed=1)),  # one rank is right and the other is not
-        (draw(2, 3, 4, seed=1), draw(2, 3, 4, seed=2)),  # nothing is right
-        (draw(2, 3, 4).tril(), draw(2, 3, 4) - draw(2, 3, 4).tril()),  # the mask is there, the sum is not
-    ],
-)
-def test_what_is_divided_otherwise_misses_no_mask(brought: tuple[torch.Tensor, torch.Tensor]) -> None:
-    tensor, inputs = make_origin(draw(2, 3, 4), *brought)
-    assert examine("unmasked", tensor, inputs).explanation is None
 
 
 # where it began

@@ -31,9 +31,6 @@ OF_NAMES = {
     "diagnose/parameter_parts.py",  # likewise
     "diagnose/draws.py",  # the name of a bias's weight
     "diagnose/first_divergence.py",
-    "diagnose/own/found.py",  # the module around one
-    "diagnose/own/step_mistakes.py",  # numbers in the names of modules
-    "diagnose/own/tensors.py",  # the module that holds a parameter
     "diagnose/right_modules.py",  # the block that a dispatcher's name begins with
     "diagnose/place.py",
     "diagnose/loading.py",  # the kind that a saved tensor's name begins with

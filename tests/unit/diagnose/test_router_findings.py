@@ -11,7 +11,6 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Miscounted, Operation, Zeroed
-from moeverify.results.other_steps import OtherStep, OtherSteps
 
 COUNTS = Miscounted(expected=374, actual=935, rank=0)
 
@@ -46,13 +45,12 @@ def make_origin(operation: Operation, cause: Cause, module: str = "") -> Finding
         ("with-bias", (), "layers.2.moe.router", False),
     ],
 )
-def test_operators_of_a_router_follow_from_its_whole_rule(
+def test_what_a_router_computes_otherwise_follows_from_its_whole_rule(
     rule: str | None, rivals: tuple[str, ...], module: str, follows: bool
 ) -> None:
     facts = RouterFacts(quantity="weights", num_wrong=8, num_tokens=8, rule=rule, rivals=rivals)
     weights = make(CheckName.ROUTER, Kind.ROUTER_WEIGHTS, "layers.1.moe.router", facts=facts, code="forward")
-    steps = OtherSteps(steps=(OtherStep(way="function"),), num_ranks=2)
-    (origin,), _ = merge_with_origins([make_origin(steps, Cause.FORWARD, module)], [weights])
+    (origin,), _ = merge_with_origins([make_origin(Altered(), Cause.FORWARD, module)], [weights])
     assert bool(origin.follows) is follows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -17,7 +17,6 @@ from moeverify.results.operation import Altered
 from moeverify.results.part import Part, Tokens
 from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult
-from moeverify.results.token_weights import Averaging, GroupUnit, Reaveraged, TokenCount, TokenGroups
 
 
 def find(quantity: Quantity = Quantity.GRADIENT, module: str = "", losses: Any = (), **place: Any) -> Finding:
@@ -63,26 +62,6 @@ def test_a_place_matches_by_all_that_it_gives(place: At, finding: Finding, match
     assert place.matches(finding) == matches
 
 
-@pytest.mark.parametrize(
-    ("unit", "share", "matches"),
-    [
-        ("same-micro-batch", "micro_batch", True),
-        ("micro-batch", "data_rank", True),
-        ("rank", "micro_batch", False),
-        ("rank", "context_rank", False),
-    ],
-)
-def test_a_mean_of_means_is_at_what_it_is_taken_over(
-    unit: GroupUnit, share: Literal["micro_batch", "data_rank", "context_rank"], matches: bool
-) -> None:
-    over = TokenCount(of="valid", groups=TokenGroups(unit=unit))
-    found = find()
-    assert found.explanation is not None
-    averaged = Reaveraged(averagings=(Averaging(over=over),))
-    explanation = found.explanation.model_copy(update={"operation": averaged})
-    assert At(share=share).matches(found.model_copy(update={"explanation": explanation})) == matches
-
-
 def test_a_finding_without_place_and_explanation_has_its_tensor() -> None:
     plain = find().model_copy(update={"explanation": None, "place": None})
     assert At(name="layers.1.*").matches(plain)
@@ -105,7 +84,6 @@ def test_the_first_finding_that_follows_from_none_is_scored() -> None:
     row = score(fault, CaseResult(findings=(follower, find()), losses=((1.0, 1.1),), **fields))
     assert (row.detected, row.located, row.cause_named, row.loss_curve) == (True, True, True, True)
     assert row.finding == find()
-    assert (row.expected_places, row.expected_causes) == (fault.expected.where, fault.expected.causes)
     nothing = score(fault, CaseResult(**{**fields, "verdict": "pass"}))
     assert (nothing.detected, nothing.located, nothing.cause_named, nothing.finding) == (
         False,

@@ -22,12 +22,11 @@ from moeverify.faults.mutation.operators import OPERATORS
 from moeverify.faults.setting import make_case
 from moeverify.report.mutation import describe_left_out, describe_rates, summarize_mutants, write_mutants
 from moeverify.results.cause import Cause
-from moeverify.results.change import Change
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
 from moeverify.results.mutation import CoveredCode, Judgement, MutantRow
-from moeverify.results.operation import Altered, Rounded, Scaled, Unreduced, Unwritten, Varied
+from moeverify.results.operation import Altered, Rounded, Scaled, Unreduced, Unwritten
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult, Event, RunResult
@@ -284,12 +283,6 @@ def test_an_axis_is_no_cause_of_a_denominator_that_counts_rows():
     assert judge(rows, TP, axis).cause == "wrong"
     both = scale(Product(over=("tp",)), Product(over=("rows of the batch",)), part=part, value=0.5)
     assert judge(rows, TP, find(Cause.TERM_SCALE, both)).cause == "right"
-
-
-def test_no_rule_says_which_code_makes_a_part_of_the_loss():
-    varied = Varied(formula="cross-entropy", variants=((Change(part="loss", way="base-2"),),))
-    found = find(Cause.FORWARD, varied, quantity=Quantity.LOSS)
-    assert judge(pick("cross_entropy", "narrow-dtype"), TP, found).cause == "open"
 
 
 def test_unwritten_memory_is_right_of_the_function_that_has_allocated_it():

@@ -10,15 +10,11 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.layout import (
     Dim,
-    LostCopies,
     Order,
-    OtherRows,
     RankSource,
     Reordered,
     Run,
-    Served,
     Span,
-    TakenCounts,
     TokenPlaces,
     TokenValues,
 )
@@ -29,7 +25,6 @@ BATCH, SEQUENCE, FEATURES = (
     Dim(name="sequence", size=8),
     Dim(name="features", size=64),
 )
-ZEROS = Served(expert=9, by=-1, of_others=False, num_rows=46, num_all=46)
 TOKENS = (BATCH, SEQUENCE, FEATURES)
 CHUNKS = Dim(name="chunks", size=4, of="sequence")
 INNER = SEQUENCE.model_copy(update={"size": 2})
@@ -184,93 +179,6 @@ LAYOUTS = [
         "4 tokens of the output of attention have the values of other tokens added to their own: positions "
         "4-7 of row 0 "
         "those of 0-3 of row 2",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            OUTPUT,
-            OtherRows(
-                num_wrong=12,
-                num_rows=512,
-                served=(
-                    Served(expert=1, by=2, of_others=False, num_rows=5, num_all=60),
-                    Served(expert=3, by=-1, of_others=False, num_rows=3, num_all=61),
-                    Served(expert=4, by=4, of_others=True, num_rows=2, num_all=62),
-                ),
-                num_more=2,
-            ),
-            module="moe.dispatcher",
-        ),
-        "12 of the 512 token copies of moe.dispatcher come back with other rows (inputs match): 5 of the 60 "
-        "of expert 1 "
-        "by expert 2, 3 of the 61 of expert 3 as zeros, 2 of the 62 of expert 4 with those of other tokens, "
-        "by expert 4, "
-        "and 2 more",
-        "moe.dispatcher",
-    ),
-    *(
-        (
-            explain(
-                Cause.FORWARD,
-                OUTPUT,
-                OtherRows(num_wrong=510, num_rows=512, served=(ZEROS,), are_lost=True, lost=lost),
-                module="moe.dispatcher",
-            ),
-            f"of 510 of the 512 token copies of moe.dispatcher nothing comes back (inputs match): {text}",
-            "moe.dispatcher",
-        )
-        for lost, text in [
-            (None, "46 of the 46 of expert 9"),
-            (LostCopies(way="all"), "all of each rank"),
-            (
-                LostCopies(way="all-but-first", number=1),
-                "all but the first one of each rank, in the order of its tokens",
-            ),
-            (LostCopies(way="last", number=3, order="experts"), "the last 3 of each rank, sorted by expert"),
-            (
-                LostCopies(way="all-but-last-of-token"),
-                "a token's outputs overwrite each other where they should be added, and that of its last choice is "
-                "left",
-            ),
-            (
-                LostCopies(way="all-but-first-of-token", order="experts"),
-                "a token's outputs overwrite each other where they should be added, and that of its first expert, by "
-                "their numbers, is left",
-            ),
-        ]
-    ),
-    *(
-        (
-            explain(
-                Cause.FORWARD,
-                OUTPUT,
-                OtherRows(num_wrong=12, num_rows=512, served=(), counts=counts, offset=offset),
-                module="moe.dispatcher",
-            ),
-            f"12 of the 512 token copies of moe.dispatcher come back with other rows (inputs match): {text}",
-            "moe.dispatcher",
-        )
-        for counts, offset, text in [
-            (
-                TakenCounts(rank=1, expert=0, end=45, right_end=57, order=(1, 0, 2)),
-                None,
-                "experts take each other's counts of rows, 0 that of 1, 1 that of 0: the rows of rank 1's "
-                "expert 0 end "
-                "at 45 where its count says 57",
-            ),
-            (
-                TakenCounts(rank=0, expert=2, end=45, right_end=57, micro_batch=0),
-                None,
-                "experts take the counts of rows of micro-batch 0: the rows of rank 0's expert 2 end at 45 where its "
-                "count says 57",
-            ),
-            (
-                TakenCounts(rank=0, expert=2, end=45, right_end=57),
-                None,
-                "experts take other counts of rows: the rows of rank 0's expert 2 end at 45 where its count says 57",
-            ),
-            (None, 1, "with the row that stands 1 place before theirs among those of the rank"),
-        ]
     ),
     say(
         TokenValues(

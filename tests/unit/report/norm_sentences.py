@@ -10,7 +10,6 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, Product
 from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.operation import (
-    MovedOtherwise,
     NormOfNorms,
     NormOfOrder,
     NormOfPartials,
@@ -217,16 +216,6 @@ NORMS = [
         "the gradients match, and the squares of the 2 expert parameters are not summed over tp: their part of the "
         "gradient norm is the square of the sum of their norms at each coordinate",
         "gradient norm, axis tp",
-    ),
-    (
-        explain(
-            Cause.STATE,
-            Quantity.BUFFER,
-            MovedOtherwise(rule=("reversed",)),
-            tensors=("router.selection_bias",),
-        ),
-        "the selection bias moves in the wrong direction: up where an expert has more tokens than the mean",
-        "",
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfNorms(combination="max")),

@@ -6,13 +6,9 @@ from typing import get_args
 
 import pytest
 from factor_sentences import FACTORS
-from initial_sentences import INITIAL
 from layout_sentences import LAYOUTS
-from loss_sentences import LOSSES
 from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
-from slot_sentences import SLOTS
-from step_sentences import STEPS
 from value_sentences import VALUES
 
 from moeverify.report.words.cause import describe_explanation
@@ -20,7 +16,7 @@ from moeverify.report.words.place import describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 
-SENTENCES = [*FACTORS, *VALUES, *SLOTS, *OPERATIONS, *NORMS, *LAYOUTS, *LOSSES, *STEPS, *INITIAL]
+SENTENCES = [*FACTORS, *VALUES, *OPERATIONS, *NORMS, *LAYOUTS]
 
 
 @pytest.mark.parametrize(("explanation", "cause", "where"), SENTENCES)

@@ -30,15 +30,13 @@ from moeverify.results.observation import (
     MatchingSlices,
     Observation,
     OtherPasses,
-    OwnElements,
     RankValues,
     RelativeError,
-    Replay,
     ReplicaSum,
     RightAlike,
     ScalarValues,
     StaleWeights,
-    WeightsOfTokens,
+    TriedOrders,
     WrongElements,
 )
 from moeverify.results.operation import Scaled
@@ -98,10 +96,6 @@ LINES = [
         RelativeError(error=0.001, units={"bfloat16": 2.0**-8}),
         "relative error 0.001; units of rounding: bfloat16 0.0039",
     ),
-    (
-        OwnElements(axis="tp", num_own=(73, 55), num_elements=160),
-        "of 160 elements, 73 and 55 match on one of the 2 ranks over tp alone, and the others on several",
-    ),
     (FirstDivergence(direction="forward", num_right=102), "102 readings match to 0"),
     (
         FirstDivergence(
@@ -148,41 +142,17 @@ LINES = [
     (StaleWeights(gives_this_output=True), "the weights of the step before give this very output"),
     (StaleWeights(gives_this_output=False), "the weights of the step before give another output"),
     (
-        WeightsOfTokens(least=0.5, most=2.0, num_tokens=24),
-        "the gradients of 24 tokens from the loss are 0.5 to 2 times the right ones",
-    ),
-    (
-        Replay(formula="cross-entropy", num_tried=12, residual=2.5e-16),
-        "12 variants of the cross entropy evaluated on right inputs; this one leaves 2.5e-16 of the error",
-    ),
-    (
-        Replay(formula="cross-entropy", num_tried=1),
-        "1 variant of the cross entropy evaluated on right inputs, none gives this output",
-    ),
-    (
-        Replay(formula="layout", num_tried=25, num_giving=1),
+        TriedOrders(num_tried=25, num_giving=1),
         "25 orders of the right values tried, 1 of them gives every value",
     ),
     (
-        Replay(formula="layout", num_tried=25, num_giving=2),
+        TriedOrders(num_tried=25, num_giving=2),
         "25 orders of the right values tried, 2 of them give every value",
     ),
-    (Replay(formula="layout", num_tried=1), "1 order of the right values tried, none gives every value"),
-    (
-        Replay(formula="h.0.attn", num_tried=143, residual=0.0, is_own=True),
-        "h.0.attn replayed 143 times on right inputs, with a mistake each: this one leaves 0 of the error",
-    ),
-    (
-        Replay(formula="", num_tried=9, is_own=True),
-        "the model replayed 9 times on right inputs, with a mistake each: none gives what ranks have",
-    ),
+    (TriedOrders(num_tried=1), "1 order of the right values tried, none gives every value"),
     (
         KeptElements(num_kept=3, num_elements=12),
         "3 of 12 elements are wrong and as they were before the load",
-    ),
-    (
-        WeightsOfTokens(least=2.5, most=5.0, num_tokens=9),
-        "the gradients of 9 tokens from the loss are 2.5 to 5 times the right ones",
     ),
     (WrongElements(num_wrong=3, num_elements=8), "3 of 8 elements differ"),
     (

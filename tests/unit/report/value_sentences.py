@@ -7,7 +7,6 @@ from explanations import (
     EXPERTS,
     GRADIENT,
     OUTPUT,
-    TP,
     explain,
     scale,
     scaled,
@@ -23,12 +22,10 @@ from moeverify.results.operation import (
     OwnValues,
     RepeatedShard,
     Replaced,
-    Rescoped,
     Rounded,
     Scaled,
     Shifted,
     Unclipped,
-    Unmasked,
     Unmoved,
     Unwritten,
     Zeroed,
@@ -180,11 +177,6 @@ VALUES = [
         "the gradient norm matches, and nothing was clipped by it: 3 updates are 1/0.126881x the expected value",
         "clip",
     ),
-    (
-        explain(Cause.FORWARD, GRADIENT, Rescoped(term="balance", scope="batch")),
-        "in the gradient, the balance loss is taken over the whole batch and not over each sequence",
-        "",
-    ),
     # rounding
     (
         explain(
@@ -257,11 +249,6 @@ VALUES = [
         "",
     ),
     (
-        explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=276, rank=1, shift=8)),
-        "rank 1 counts the choices of other tokens: by a mask of padding that is shifted by 8 positions",
-        "",
-    ),
-    (
         explain(
             Cause.UNWRITTEN,
             OUTPUT,
@@ -303,26 +290,6 @@ VALUES = [
         explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=1, rank=0), **EXPERTS),
         "12 loaded expert tensors have the right values in wrong places: read 1 elements too far along",
         "rank 0",
-    ),
-    (
-        explain(Cause.BACKWARD, BACK, Unmasked(axes=(TP,), num_ranks=2), module="mlp"),
-        "the gradient that mlp passes back matches on each of the 2 ranks over tp at elements of its own; where it "
-        "should be zero, at those of the other ranks, it is not: a mask is missing",
-        "mlp, axis tp",
-    ),
-    (
-        explain(
-            Cause.BACKWARD,
-            BACK,
-            Unmasked(
-                axes=(TP,), num_ranks=2, summed_by="all_reduce at /x/site-packages/pack/file.py:7 in backward"
-            ),
-            module="mlp",
-        ),
-        "the gradient that mlp passes back, before the all_reduce at pack/file.py:7 in backward, matches on each of "
-        "the 2 ranks over tp at elements of its own; where it should be zero, at those of the other ranks, it is "
-        "not: a mask is missing",
-        "mlp, axis tp",
     ),
     (
         explain(Cause.STALE, Quantity.CLIP_COEFFICIENT, Replaced(by="step-before")),

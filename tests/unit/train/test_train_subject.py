@@ -150,26 +150,6 @@ def test_the_losses_of_the_layers_add_up_to_their_terms(folder: str) -> None:
             torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-14, msg=f"{term} {name}")
 
 
-@pytest.mark.parametrize("scope", ["sequence", "batch"])
-def test_the_balance_term_of_the_other_scope(scope: str) -> None:
-    other = "batch" if scope == "sequence" else "sequence"
-    found = []
-    for each in (scope, other):
-        recipe = make_case(
-            "subject",
-            model={"num_layers": 2},
-            moe={"balance_scope": each},
-            data={"batch": 4, "min_valid": 0.3},
-        ).recipe
-        parts, valid = take_apart(recipe, assemble_single(recipe, CPU, compute="float64"))
-        found.append((parts.gradients(valid)["balance"], parts.balance_by_scope()))
-    (right, others), (wanted, _) = found
-    assert list(others) == [other]
-    name = "layers.1.moe.router.weight"
-    torch.testing.assert_close(others[other][name], wanted[name], rtol=1e-10, atol=1e-14)
-    assert not torch.allclose(right[name], wanted[name], rtol=1e-3)
-
-
 def test_the_uses_of_a_tied_weight_add_up_to_its_gradient() -> None:
     tied = make_case("subject", preset="stress-tied", data={"batch": 4, "min_valid": 0.3}).recipe
     program = assemble_single(tied, CPU, compute="float64")

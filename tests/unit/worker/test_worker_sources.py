@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import Finding
-from moeverify.results.initial_values import Draw, Drawn
 from moeverify.results.operation import OwnValues
 from moeverify.worker.verify import name_source
 
 
-@pytest.mark.parametrize("operation", [Drawn(draws=(Draw(distribution="right"),)), OwnValues(ranks=(1,))])
-def test_the_source_of_initial_values_is_that_of_the_check(operation: Drawn | OwnValues) -> None:
+def test_the_source_of_initial_values_is_that_of_the_check() -> None:
     explained = Explanation(
-        cause=Cause.INITIALIZATION,
+        cause=Cause.REPLICAS,
         subject=Subject(quantity=Quantity.INITIAL_VALUE, tensors=("w",)),
-        operation=operation,
+        operation=OwnValues(ranks=(1,)),
     )
     finding = Finding(
         check="initial state", tensor="w", step=-1, rank=0, error=1.0, bound=0.0, explanation=explained

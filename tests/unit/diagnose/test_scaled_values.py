@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 from wrong_tensors import AXES, draw, examine, find_hypothesis, make_inputs, make_sharded, make_tensor
 
-from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
-from moeverify.report.words.bias import describe_moved_otherwise
 from moeverify.results.cause import Cause
-from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Source
-from moeverify.results.formula_names import BiasWay
-from moeverify.results.operation import MovedOtherwise, Scaled
+from moeverify.results.operation import Scaled
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -105,62 +101,3 @@ def test_values_of_another_seed_and_one_wrong_element_are_no_multiple(dtype: tor
         assert examine("scaled_values", tensor).explanation is None
     few = make_tensor(expected[0, :2].clone(), 2.0 * expected[0, :2], kind="initial_weight", precision=dtype)
     assert examine("scaled_values", few).explanation is None
-
-
-COUNTS = torch.tensor([12, 3, 0, 25, 7, 7, 1, 9], dtype=torch.int64)
-RATE = 0.01
-BEFORE = torch.linspace(-0.05, 0.04, 8, dtype=torch.float64)
-LESS = COUNTS.double().mean() - COUNTS.double()
-SIGNS = torch.sign(COUNTS.double().mean() - COUNTS.double())
-
-
-def look(moved: Tensor, *, first: bool = False) -> MovedOtherwise | None:
-    expected, actual = BEFORE + RATE * SIGNS, BEFORE + moved
-    bias = make_tensor(
-        expected, actual, actual.clone(), name="layers.1.moe.router.selection_bias", kind="buffer"
-    )
-    times = {INITIAL_VALUE: BEFORE} if first else {STEP_BEFORE: BEFORE}
-    inputs: DiagnosisInputs = replace(
-        make_inputs(bias),
-        earlier=lambda key: times,
-        golden=lambda kind, name, before: COUNTS if name == "layers.1.moe.router" else None,
-    )
-    explanation = examine("bias_rule", bias, inputs).explanation
-    return None if explanation is None else explanation.operation
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(
-    ("rule", "moved"),
-    [
-        (("reversed",), -RATE * SIGNS),
-        (("frequency",), RATE * torch.sign(3.0 / 8.0 - COUNTS.double())),
-        (("median",), RATE * torch.sign(COUNTS.median().double() - COUNTS.double())),
-        (("unsigned",), 1e-3 * (COUNTS.double().mean() - COUNTS.double())),
-        (("centred",), RATE * (SIGNS - SIGNS.mean())),
-        (("of-busy",), RATE * torch.sign(COUNTS[COUNTS > 0].double().mean() - COUNTS.double())),
-        (("overloaded",), RATE * SIGNS.clamp(max=0.0)),
-        (("other-rate",), 2.0 * RATE * SIGNS),
-        (("kept",), RATE * SIGNS - 0.2 * BEFORE),
-        (("tanh",), RATE * torch.tanh(LESS)),
-        (("tanh", "over-mean"), RATE * torch.tanh(LESS / 8.0)),
-        (("sigmoid", "over-deviation"), 0.3 * RATE * torch.sigmoid(LESS / COUNTS.double().std())),
-        (("arctan",), RATE * torch.arctan(LESS)),
-        (("clipped", "over-mean"), 3 * RATE * (LESS / 8.0).clamp(-1.0, 1.0)),
-        (("increasing",), RATE * torch.expm1(LESS / 11.0)),
-    ],
-)
-def test_the_rule_by_which_a_bias_moves_is_named(
-    rule: tuple[BiasWay, ...], moved: Tensor, first: bool
-) -> None:
-    found = look(moved, first=first)
-    assert found == MovedOtherwise(rule=rule, times=found.times)
-    subject = Subject(quantity=Quantity.BUFFER, tensors=("layers.1.moe.router.selection_bias",))
-    said = describe_moved_otherwise(found, Explanation(cause=Cause.STATE, subject=subject, operation=found))
-    assert said.startswith("the selection bias moves ")
-
-
-def test_a_bias_that_moves_by_no_rule_is_not_explained() -> None:
-    assert look(torch.zeros(8, dtype=torch.float64)) is None
-    assert look(RATE * torch.tensor([1.0, -1, 1, -1, 1, -1, 1, 1], dtype=torch.float64)) is None
-    assert look(RATE * SIGNS * torch.linspace(0.5, 2.0, 8, dtype=torch.float64)) is None

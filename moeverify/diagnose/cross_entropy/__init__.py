@@ -1,1 +1,0 @@
-"""The loss of each token by its formula, and the search for the variant of it that ranks have computed."""

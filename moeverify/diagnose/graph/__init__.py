@@ -1,1 +1,0 @@
-"""What ranks and one device compute in a step, operator by operator, and where the two graphs differ."""

@@ -1,0 +1,73 @@
+"""In which order hypotheses are tried, and which of what finds causes is left out. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+ORDER = (
+    ("reordered",),
+    ("stale_weights", "later_micro_batch"),
+    ("unwritten",),
+    ("not_loaded", "unmoved"),
+    ("step_counter",),
+    ("carried_state",),
+    (
+        "detached",
+        "replica_sum",
+        "unclipped",
+        "norm_squares",
+        "norm_of_partials",
+        "clip_formula",
+        "another_term",
+    ),
+    (
+        "one_factor",
+        "held_sum",
+        "loss_terms",
+        "router_terms",
+        "tied_uses",
+        "batch_shares",
+        "padding",
+        "share_terms",
+        "added_values",
+        "misreduced",
+    ),
+    ("gradient_norm", "scaled_values"),
+    ("another_layer",),
+    ("previous_value", "permutation", "moved_tokens", "shifted_read"),
+    ("another_tensor",),
+    ("lost_elements",),
+    ("block_sum", "block_factors", "wrong_tokens"),
+    ("block_shares",),
+    ("crossed_sums",),
+    ("noisy_factor", "noisy_sum"),
+    ("scaled_loss", "other_router_loss"),
+    ("loss_value",),
+    ("repeated_shard", "counted_padding"),
+    ("rounding",),
+    ("own_values", "altered"),
+)
+
+EXPLAIN = "explain"
+"""The search for the first wrong operation."""
+
+MECHANISMS = (*(name for tier in ORDER for name in tier), EXPLAIN)
+
+_left_out: ContextVar[frozenset[str]] = ContextVar("_left_out", default=frozenset())
+
+
+@contextmanager
+def leaving_out(names: Iterable[str]) -> Iterator[None]:
+    """Try none of the hypotheses of these names while the block runs."""
+    token = _left_out.set(frozenset(names))
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
+def is_left_out(name: str) -> bool:
+    """Return whether a hypothesis is not to be tried."""
+    return name in _left_out.get()
