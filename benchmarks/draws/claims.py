@@ -177,8 +177,12 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     """Return the claim of a finding whose cause is the first wrong operation."""
     here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
     # Where something is missing or first seen, and at both ends of a race, no line is wrong by itself.
-    is_seen = bool(culprit["results"]) or culprit["mechanism"] in ("total", "reduction", "race")
-    operations = [] if is_seen else [here, *culprit["moves"], culprit.get("made") or {}]
+    is_seen = bool(culprit["results"]) or culprit["mechanism"] in ("total", "reduction", "race", "written")
+    brought = [*culprit["moves"], *filter(None, [culprit.get("made")])]
+    # Another operand comes from where it was made or moved, and not from where it is taken.
+    operations = (
+        [] if is_seen else brought if culprit["mechanism"] == "operand" and brought else [here, *brought]
+    )
     lines = [line for each in operations for line in _list_lines(each, callers=1)]
     others = [*culprit["others"], *culprit["between"], *culprit["moves_there"], culprit.get("there") or {}]
     others += [

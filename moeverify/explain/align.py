@@ -195,7 +195,8 @@ class Alignment:
         op = self.joint.op(self.joint.maker(at))
         if not self.tells(at):
             return self._look_up_exact(at, data, op)
-        known = self._look_up_moved(at, op) if self._is_moved(at, op) else None
+        is_set = self._execution is not None and at in self._execution.changes.values
+        known = self._look_up_moved(at, op) if self._is_moved(at, op) and not is_set else None
         known = known or self.locate(data, op, self.key(at))
         if known is None and not is_blank(op):
             known = self._look_up_sum(at, op)

@@ -16,7 +16,7 @@ from moeverify.explain.chains import is_passing, list_chain
 from moeverify.explain.counterparts import pair_tensors
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
-from moeverify.explain.joint import At, Joint
+from moeverify.explain.joint import At, Changes, Joint
 from moeverify.explain.program import BATCH, LEAF, READ, SETUP, UNSEEN, Op, Program, Site, list_refs
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Source
@@ -225,17 +225,40 @@ class Culprits:
         return float((here == 0).double().mean()) - float((there == 0).double().mean())
 
     def _trace_scale(self, taken: At) -> tuple[float, At]:
-        """Return by which factor a value is too large, and the last operator whose operands are not by the same."""
+        """Return by which factor a value is too large, and the first operator that makes it so.
+
+        Of the operators by which it came, this is the first whose result, divided by its own factor, makes the value
+        right: a program may divide later what it has not divided before.
+        """
         known = self._alignment.find(taken)
-        factor, maker = 1.0 if known is None or known.over else known.scale, self._joint.maker(taken)
-        while factor != 1.0:
-            reads = dict.fromkeys(self._joint.reads(maker))  # a value may be taken twice, as in x * x
-            operands = [(at, self._alignment.find(at)) for at in reads]
-            scaled = [at for at, each in operands if each is not None and math.isclose(each.scale, factor)]
-            if len(scaled) != 1:
-                return factor, maker
-            maker = self._joint.maker(scaled[0])
-        return factor, maker
+        if known is None or known.over or known.scale == 1.0:
+            return 1.0, self._joint.maker(taken)
+        path = [(taken, known.scale)]
+        while (before := self._find_scaled(self._joint.maker(path[-1][0]))) is not None:
+            path.append(before)
+        for at, own in reversed(path):
+            for scale in dict.fromkeys(
+                (own, math.sqrt(abs(known.scale)))
+            ):  # a square has the square of the factor
+                if self._is_repaired(taken, at, scale):
+                    return scale, self._joint.maker(at)
+        return known.scale, self._joint.maker(taken)
+
+    def _is_repaired(self, taken: At, at: At, scale: float) -> bool:
+        """Return whether a value is right if one before it is divided by a factor."""
+        data = self._alignment.data(at)
+        if data is None:
+            return False
+        done = self._joint.execute(Changes(values={at: data / scale}), [taken])
+        found = None if taken in done.tainted else self._alignment.under(done).find(taken)
+        return found is not None and math.isclose(found.scale, 1.0)
+
+    def _find_scaled(self, maker: At) -> tuple[At, float] | None:
+        """Return the only operand of an operator that is a multiple of a right value, with its factor."""
+        reads = dict.fromkeys(self._joint.reads(maker))  # a value may be taken twice, as in x * x
+        found = [(at, known.scale) for at in reads if (known := self._alignment.find(at)) is not None]
+        scaled = [(at, scale) for at, scale in found if scale != 1.0]
+        return scaled[0] if len(scaled) == 1 else None
 
     def _trace_operand(self, taken: At, theirs: int) -> tuple[At, At, int] | None:
         """Return the operator that made a value from one other operand than one device does, and that operand."""

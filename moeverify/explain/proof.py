@@ -63,6 +63,8 @@ class Proof:
         self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
     ) -> Execution | None:
         """Return the values under an edit if it makes the target right, or what comes before it."""
+        if not target.tells():
+            return None
         marks = self._next_landmarks(edit, unknown)
         done = self._joint.execute(edit.changes, marks or list(target.values.values()), state)
         if marks and not all(self._is_end_right(at, done) for at in marks):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from moeverify.explain.program import (
     Value,
 )
 from moeverify.explain.sites import find_sites, is_direct
+from moeverify.explain.waits import Waits
 from moeverify.layout.local_shard import logical_name
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
@@ -94,7 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._memories: dict[int, Memory] = {}
         self._pending: list[Pending] = []
         self._origins: dict[int, int] = {}
-        self._done: Any = None
+        self._waits = Waits(self._note_wait, self.paused)
         self._modules: list[str] = []
         self._fqns: dict[int, str] = {}
         self._calls: dict[tuple[int, str], int] = {}
@@ -129,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         ]
         self._is_open = True
         try:
-            with self._following_waits(), self, plain_attention():
+            with self._waits.following(), self, plain_attention():
                 yield
         finally:
             self._is_open = False
@@ -138,59 +139,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             for pending in list(self._pending):
                 self._complete(pending)
             self._memories.clear()
-
-    @contextmanager
-    def _following_waits(self) -> Iterator[None]:
-        """Note which collectives the program knows to be done while the block runs.
-
-        It may wait for a collective or ask whether it is completed, or do so with a future that follows from it.
-        """
-        work, future = dist.Work, torch._C.Future
-        plain = [
-            (owner, name, getattr(owner, name))
-            for owner, names in (
-                (work, ("wait", "is_completed", "get_future")),
-                (future, ("wait", "done", "then")),
-            )
-            for name in names
-        ]
-        works: dict[Any, Any] = {}
-
-        def note(owner: Any, name: str, call: Callable[..., Any]) -> None:
-            def noted(this: Any, *args: Any, **named: Any) -> Any:
-                if name == "then" and works.get(this) is not None:
-                    args = (self._inside(works[this], args[0]), *args[1:])
-                # gloo does a part of some collectives while it is waited for; callbacks are the program's own.
-                with self.paused() if owner is work and name == "wait" else nullcontext():
-                    returned = call(this, *args, **named)
-                source = this if owner is work else works.get(this)
-                if source is not None and name in ("get_future", "then"):
-                    works[returned] = source
-                elif source is not None and (name == "wait" or returned):
-                    self._note_wait(source)
-                return returned
-
-            setattr(owner, name, noted)
-
-        for owner, name, call in plain:
-            note(owner, name, call)
-        try:
-            yield
-        finally:
-            for owner, name, call in plain:
-                setattr(owner, name, call)
-
-    def _inside(self, work: Any, callback: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a callback of a collective, which may use the memory of that."""
-
-        def call(*args: Any) -> Any:
-            before, self._done = self._done, work
-            try:
-                return callback(*args)
-            finally:
-                self._done = before
-
-        return call
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -368,7 +316,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         """Note a use of memory that a collective is still using; see `Race`."""
         memory = self._memories.get(storage_of(tensor))
         for use in memory.uses if memory is not None else ():
-            if use.work is self._done:
+            if use.work is self._waits.in_callback:
                 return  # the callback of a collective uses its memory
             if kind == "write" or use.writes:
                 self.program.races.append(Race(use.op, len(self.program.ops), kind, use.is_direct))

@@ -50,7 +50,7 @@ def _find_right(
     """Return the part of what one device returns that a rank should return, and the operator that makes it there."""
     joint = alignment.joint
     known = alignment.find(end)
-    if known is None or known.ids is None or known.over:
+    if known is None or known.ids is None or known.over or known.scale != 1.0:
         return None
     cuts = list_all_cuts(alignment, one, joint.maker(end), one.program.op_of(one.roots(known.ids)[0]))
     for value in landmarks.list_right(end):

@@ -13,6 +13,9 @@ from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Mark, Program
 from moeverify.layout.region import Region
 
+_MANY = 16
+"""Different sizes of numbers from which on a tensor is told from others, however large it is."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -22,6 +25,11 @@ class Target:
     values: dict[int, At]
     right: dict[int, Tensor]
     regions: dict[int, Region]
+
+    def tells(self) -> bool:
+        """Return whether being right tells one repair from another: steps up and down may be right by chance."""
+        sizes = [(data.numel(), len(set(data.abs().reshape(-1).tolist()))) for data in self.right.values()]
+        return all(total == 1 or 2 * found > total or found >= _MANY for total, found in sizes)
 
 
 def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], list[Target]]:

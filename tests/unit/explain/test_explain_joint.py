@@ -9,7 +9,7 @@ import torch
 from recordings import find_input, find_result, list_ops, make, record_call, result_of
 from torch import Tensor
 
-from moeverify.explain.joint import Changes, Joint
+from moeverify.explain.joint import Changes, Joint, is_same
 from moeverify.explain.operators import NotExecutable
 from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Value
 
@@ -173,3 +173,11 @@ def test_a_reduction_is_executed_as_it_was_asked_for(reduction: str, result: flo
     joint = Joint([make_rank(rank, reduction=reduction) for rank in (0, 1)])
     done = joint.execute(Changes(values={(1, 0): torch.tensor([5.0], dtype=torch.float64)}))
     assert float(done.data((0, 2)) or 0) == result
+
+
+@pytest.mark.parametrize("fill", [-1e30, torch.finfo(torch.float64).min, -torch.inf])
+def test_what_a_mask_has_filled_in_hides_no_change(fill: float) -> None:
+    scores, mask = make(4, 6), torch.ones(4, 6, dtype=torch.bool).triu(1)
+    filled = scores.masked_fill(mask, fill)
+    assert is_same(filled * 1.0, filled)
+    assert not is_same((scores * 1.4).masked_fill(mask, fill), filled)

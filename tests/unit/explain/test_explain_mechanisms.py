@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from generated import explain
 from recordings import make, record_call
@@ -211,3 +212,62 @@ def test_values_that_the_loader_has_not_written_are_told_with_the_line_that_wrot
     assert culprit.made is not None
     assert culprit.made.line is not None
     assert culprit.made.line.function == "load"
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, -1e30])
+def test_a_wrong_mask_is_told_from_wrong_scores(fill: float) -> None:
+    def ranks(q: Tensor, k: Tensor) -> Tensor:
+        hidden = torch.ones(6, 6, dtype=torch.bool).triu(2)  # one key too many
+        return (q @ k.T).masked_fill(hidden, fill).softmax(-1)
+
+    def one(q: Tensor, k: Tensor) -> Tensor:
+        mask = torch.zeros(6, 6, dtype=torch.float64)
+        mask[torch.ones(6, 6, dtype=torch.bool).triu(1)] = -torch.inf
+        return (q @ k.T + mask).softmax(-1)
+
+    (culprit,) = explain_call(ranks, one, q=make(6, 8), k=make(6, 8, seed=1))
+    assert culprit.mechanism == "operand"
+    assert culprit.proved
+    assert any("triu(2)" in move.line.expression for move in culprit.moves if move.line is not None)
+
+
+@pytest.mark.parametrize(("wrong", "line"), [(0.5, "q @ k.T * scale"), (0.25, "")])
+def test_scores_that_are_scaled_later_are_wrong_where_the_scale_is(wrong: float, line: str) -> None:
+    def ranks(q: Tensor, k: Tensor) -> Tensor:
+        scale = wrong
+        scores = q @ k.T * scale
+        return scores.softmax(-1)
+
+    def one(q: Tensor, k: Tensor) -> Tensor:
+        return ((q * 0.5) @ (k.T * 0.5)).softmax(-1)
+
+    culprits = explain_call(ranks, one, q=make(6, 8), k=make(6, 8, seed=1))
+    assert [expression_of(culprit) for culprit in culprits] == ([line] if line else [])
+    assert all(culprit.mechanism == "scale" and culprit.factor == 2.0 for culprit in culprits)
+
+
+def test_a_multiple_that_is_squared_is_wrong_where_it_is_made() -> None:
+    def ranks(x: Tensor) -> Tensor:
+        wide = x.tanh() * 3
+        return wide.square().cos()
+
+    def one(x: Tensor) -> Tensor:
+        return x.tanh().square().cos()
+
+    (culprit,) = explain_call(ranks, one, x=make(6, 8))
+    assert culprit.mechanism == "scale"
+    assert expression_of(culprit) == "x.tanh() * 3"
+
+
+def test_steps_up_and_down_prove_nothing() -> None:
+    def count(x: Tensor) -> Tensor:
+        return (x.sum(0) - 0.5).sign() * 0.1
+
+    def ranks(x: Tensor, y: Tensor) -> Tensor:
+        return count(y)
+
+    def one(x: Tensor, y: Tensor) -> Tensor:
+        return count(x)
+
+    culprits = explain_call(ranks, one, x=make(3, 40), y=make(3, 40, seed=1))
+    assert not any(culprit.proved for culprit in culprits)
