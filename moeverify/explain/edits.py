@@ -282,7 +282,7 @@ def _list_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Ite
         for at in ops:
             for number in list(joint.op(at).reads())[place : place + 1]:
                 known = alignment.find((at[0], number))
-                if known is not None and known.over and known.ids is not None:
+                if known is not None and known.over and known.ids is not None and bool(known.ids.any()):
                     changes.values[at[0], number] = one.elements.pick(known.ids) * known.scale
         if changes.values:
             yield Edit("total", tuple(ops), changes, {}, (place,))
