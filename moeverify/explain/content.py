@@ -86,7 +86,7 @@ def is_blank(op: Op) -> bool:
 
 
 def move(op: Op, operand: Callable[[int], Tensor | None]) -> list[Tensor] | None:
-    """Return the identities in the results of an operator that moves elements; None if it cannot be told.
+    """Return the identities in the results of an operator that moves elements; None if they are unknown.
 
     `operand` returns what a value stands for: identities in float64, which every operator takes and which are exact
     up to 2^53, or positions and masks as they are.

@@ -227,8 +227,8 @@ class Culprits:
     def _trace_scale(self, taken: At) -> tuple[float, At]:
         """Return the factor of a value that is too large, and the first operator that introduces it.
 
-        Of the operators by which it came, this is the first whose result, divided by its own factor, makes the value
-        right: a program may divide later what it has not divided before.
+        It is the first operator on the way that repairs the value if its result is divided by its factor. A program
+        may correct an earlier factor by a later division.
         """
         known = self._alignment.find(taken)
         if known is None or known.over or known.scale == 1.0:

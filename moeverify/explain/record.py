@@ -120,8 +120,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def recording(self, *, hooks_optimizers: bool = True) -> Iterator[None]:
         """Record while the block runs.
 
-        Without `hooks_optimizers` operators of optimizers are not told from others; the block may then end in a hook
-        of an optimizer's step, whose hooks must not change meanwhile.
+        Without `hooks_optimizers`, operators of optimizers are not distinguished from others. The block may then end
+        in a hook of an optimizer's step, where the hooks of optimizers must not change.
         """
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
