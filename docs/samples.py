@@ -115,6 +115,18 @@ def target_of(fault: str) -> str:
 
 
 LAST = r"  and \d+ more finding|  fault "
+EXPLAINED = (
+    "finding ",
+    r"  \w",
+    " +relative fit residual",
+    ...,
+    " +in .*: reduce_scatter_tensor over efsdp",
+    " +(yes|golden:)",
+    " +- +replica sum, efsdp",
+    " +no +(reordered|detached)",
+    ...,
+    " +no +(permutation|rounding|first divergence)",
+)
 
 
 def verify() -> str:
@@ -138,7 +150,7 @@ def explain() -> str:
     first = f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')} --out runs/a05 --follow-up"
     run(first)
     second = "moeverify explain runs/a05 1"
-    return block([f"$ {second}", *run(second).strip().splitlines()], first)
+    return block([f"$ {second}", *pick(run(second), *EXPLAINED)], first)
 
 
 def own_models() -> str:

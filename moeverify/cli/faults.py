@@ -67,13 +67,13 @@ Without = Annotated[
     typer.Option(
         "--without",
         metavar="MECHANISM",
-        help="Leave out what finds causes: a hypothesis by name, or `explain`, the search for the first wrong "
-        "operation. May be given often.",
+        help="Leave out a hypothesis by name, or `explain`, the search for the first wrong operation. "
+        "Can be repeated.",
     ),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="MECHANISM", help="Leave out all others. May be given often."),
+    typer.Option("--only", metavar="MECHANISM", help="Leave out all other hypotheses. Can be repeated."),
 ]
 
 

@@ -26,22 +26,22 @@ def operators(
         Path | None,
         typer.Argument(
             metavar="[RUN_B]",
-            help="A folder of `watch --operators`: the run to hold against it.",
+            help="A folder of `watch --operators`: the run to compare with it.",
             show_default=False,
         ),
     ] = None,
     *,
     case: Annotated[
-        str | None, typer.Option("--case", metavar="NAME", help="Which case of RUN, where several failed.")
+        str | None, typer.Option("--case", metavar="NAME", help="Which case of RUN, if several failed.")
     ] = None,
     html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The page.")] = Path("operators.html"),
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the operators for machines, too.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the operators as JSON too.")
     ] = None,
 ) -> None:
-    """List the operators of both sides of a step, each with its counterpart: a match, or how far it is off.
+    """List the operators of a step on both sides, each with its counterpart and its error.
 
-    Of a case that failed in float64, the step where something differs first; of two runs that `moeverify watch` has
+    For a case that failed in float64, this is the first step that differs; for two runs that `moeverify watch` has
     recorded, the step of `--operators`.
     """
     with open_context() as context:
@@ -84,7 +84,7 @@ def _read_kept(run: Path, name: str | None) -> OperatorTable:
     from moeverify.report.operator_file import find_table, read
 
     if any(run.glob(RANK_FILE.format(rank="*"))):
-        raise FormatError(f"{run} is a recorded script", "name RUN_B too: the run to hold against it")
+        raise FormatError(f"{run} is a recorded script", "name RUN_B too: the run to compare with it")
     cases = read_run(run).cases
     kept = {each.name: path for each in cases if (path := find_table(each, run)) is not None}
     if not kept:

@@ -39,7 +39,7 @@ class Diagnosis(OptionGroup):
     follow_up: Annotated[
         bool,
         typer.Option(
-            "--follow-up", help="Where axes explain a finding equally well, run what tells them apart."
+            "--follow-up", help="If several axes explain a finding, run a layout that distinguishes them."
         ),
     ] = False
     escalate: EscalateAll = True

@@ -23,7 +23,7 @@ ORIGINS = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
 
 
 def put_data_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with a wrong batch first; what is made of it, from its step on, follows without a cause."""
+    """Return the findings with a wrong batch first; findings from its step on follow from it, without a cause."""
     data = sorted((each for each in findings if each.check == CheckName.DATA), key=lambda each: each.step)
     heads = data or [_name_uncovered(each) for each in findings if _is_uncovered(each)]
     if not heads:

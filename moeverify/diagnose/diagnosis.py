@@ -180,9 +180,9 @@ def _follow_absent(finding: Finding, origins: Sequence[Finding]) -> Finding:
 
 
 def _follow_router(finding: Finding, origins: Sequence[Finding], independent: Sequence[Finding]) -> Finding:
-    """Return what a router makes otherwise than its input says, as what follows from what it is known to compute.
+    """Return the finding of a router's self-check as a consequence, if the router's mistake is already known.
 
-    A self-check that names what was done says so itself; one that has but a place would lead by its size.
+    A self-check that names what was done is kept. One that names only a place would lead because of its error.
     """
     if finding.check not in _OF_ROUTERS or finding.names_operation:
         return finding

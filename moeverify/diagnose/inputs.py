@@ -134,7 +134,7 @@ class DiagnosisInputs:
         return self.axes.groups if tensor.quantity in _OF_THE_RUN else self.axes.groups_of(self._name(tensor))
 
     def _name(self, tensor: WrongTensor) -> str:
-        """Return the name by which axes know a tensor: that of the module, where it was read in one."""
+        """Return the name of a tensor for look-ups of axes: that of its module, if it was read in a module."""
         origin = self.origin_of(tensor)
         return tensor.name if origin is None else origin.culprit
 

@@ -26,7 +26,7 @@ def explain_shapes(shapes: Shapes, axes: Axes) -> list[DiagnosedCause]:
 
 
 def _compare(expected: Sequence[int], actual: Sequence[int]) -> tuple[int | None, float]:
-    """Return the one dim in which two shapes differ, and by which factor; no dim where there is no one alone."""
+    """Return the only dim in which two shapes differ, and the factor; None for the dim if it is not one dim."""
     if len(expected) != len(actual):
         return None, 0.0
     dims = [dim for dim, (one, other) in enumerate(zip(expected, actual, strict=True)) if one != other]

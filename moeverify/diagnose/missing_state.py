@@ -17,9 +17,9 @@ _STATE = (Kind.INITIAL_WEIGHT, Kind.INITIAL_BUFFER)
 
 
 def find_missing_state(findings: Sequence[Finding]) -> list[Finding]:
-    """Return what the ranks together do not have of the model: one finding of all that no rank has, then parts.
+    """Return what no rank has of the model: one finding for all missing tensors, then those with missing parts.
 
-    Weights and buffers alone, as they are before the first step: what is made of them later is missing for that.
+    Only weights and buffers before the first step: later tensors are missing because of these.
     """
     missing = [
         finding

@@ -75,7 +75,7 @@ def find_part(
     simplest = found[0]
     if not simplest.members.issuperset(doubtful):
         return None
-    # Norms are all that has one dim: nobody can say by which of the two they were chosen.
+    # Only norms have one dim, so either trait may be the one that chose them.
     as_simple = [
         each.traits
         for each in found[1:]
@@ -112,7 +112,7 @@ def _list_choices(traits: Sequence[_Described]) -> Iterator[_Choice]:
 
 
 def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:
-    """Yield all traits by which parameters can be told, those that are read at a glance with the least cost."""
+    """Yield all traits that distinguish parameters; traits that are easy to read have the least cost."""
     words = sorted({word for name in names for word in name.split(".") if not word.isdigit()})
     words += [each for each in _INSIDE if each not in words and any(each in word for word in words)]
     for word in words:

@@ -124,12 +124,12 @@ def _tells_number(finding: Finding) -> bool:
 
 
 def _find_variant(finding: Finding) -> Changes | None:
-    """Return the one other formula by which the optimizer made an update, if it is known."""
+    """Return the formula that the optimizer used for an update in place of its own, if only one is known."""
     return finding.facts.variant if isinstance(finding.facts, RecomputedFacts) else None
 
 
 def _is_unknown(finding: Finding) -> bool:
-    """Return whether it is that the gradient of a router is wrong, and nothing more."""
+    """Return whether a finding says only that the gradient of a router is wrong."""
     facts = finding.facts
     if not isinstance(facts, RouterGradientFacts):
         return False
@@ -137,7 +137,7 @@ def _is_unknown(finding: Finding) -> bool:
 
 
 def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
-    """Return what says more of the same step: by which term a router's gradient is wrong, or which loss is."""
+    """Return a finding of the same step that says more: the wrong term of a router's gradient, or a wrong loss."""
     found = [
         each
         for each in heads
@@ -231,7 +231,7 @@ def _list_telling(explanation: Explanation, recomputed: Sequence[Finding]) -> li
 
 
 def _tells_router(origin: Finding, finding: Finding) -> bool:
-    """Return whether it is known by which rule a router chooses or weighs, and an origin is what is made by that."""
+    """Return whether the rule by which a router chooses or weighs is known, and an origin is a result of it."""
     return is_made_by_choice(origin, finding) or tells_weights(origin, finding)
 
 
@@ -324,7 +324,7 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
 
 
 def _redefines(origin: Finding, loss: Finding) -> bool:
-    """Return whether an origin, of gradients, says by which other formula a loss is made that is reported wrong."""
+    """Return whether an origin, of gradients, names the formula of a loss whose reported value is wrong."""
     explanation = origin.explanation
     if explanation is None or not isinstance(explanation.operation, Redefined):
         return False
@@ -438,7 +438,7 @@ def _name_result(finding: Finding) -> tuple[str, str]:
 
 
 def _signature(finding: Finding) -> object:
-    """Return what is equal for findings of one bug: the quantity, and by which factors its terms are off."""
+    """Return a key that findings of one bug share: the quantity, and the factors of its terms."""
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts):
         term = facts.term if isinstance(facts, RouterGradientFacts) else ""

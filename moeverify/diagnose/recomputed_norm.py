@@ -1,4 +1,4 @@
-"""A gradient norm that is not that of the ranks' own gradients: which of their squares it counts otherwise than once.
+"""A gradient norm that is not the norm of the ranks' own gradients: which squares it counts zero or several times.
 
 No golden is needed: the squares are those of the run itself, so that a cause is named far below the bounds that the
 golden's noise leaves in bfloat16.

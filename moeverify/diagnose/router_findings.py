@@ -1,4 +1,4 @@
-"""Findings of routers that say by which rule they choose or weigh, and what follows from these."""
+"""Findings of routers that name the rule of a choice or of weights, and what follows from these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_SCORES = frozenset(
 
 
 def find_weighed(finding: Finding, heads: Iterable[Finding]) -> Finding | None:
-    """Return the weights that tell by which scores routers work, and have chosen; None of what is no choice."""
+    """Return the finding of weights that names the scores behind this choice; None if it is no choice."""
     facts = finding.facts
     if not isinstance(facts, RouterFacts) or facts.quantity != "choice":
         return None
@@ -63,7 +63,7 @@ def tells_weights(origin: Finding, finding: Finding) -> bool:
 
 
 def _tells_choice(finding: Finding) -> bool:
-    """Return whether it is known by which rule a router chooses, whose counts are made of that."""
+    """Return whether the rule is known by which a router chooses; its counts follow from the rule."""
     facts = finding.facts
     return isinstance(facts, RouterFacts) and facts.quantity == "choice" and facts.rule is not None
 

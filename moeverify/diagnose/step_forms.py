@@ -1,4 +1,4 @@
-"""Formulas by which an optimizer has made its results: which findings are of one."""
+"""Groups the findings of one formula that an optimizer used for its results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeverify.results.finding import Finding
 from moeverify.results.step_facts import AT_WEIGHT, NEAR, RIGHT, UNDECAYED, Changes, RecomputedFacts
 
 _OF_ALL_STEPS = frozenset({"largest-square", "largest"})
-"""Changes by which a result depends on steps that one step alone does not show."""
+"""Changes that make a result depend on several steps, so that one step does not show them."""
 
 _DECAYS_IN_GRADIENT = "decay-in-gradient"
 _DECAY = "weight decay"

@@ -33,7 +33,7 @@ from moeverify.explain.operators import NotExecutable
 from moeverify.explain.program import BATCH, Op, Program
 
 Key = tuple[object, ...]
-"""What operators have in common that ranks and micro-batches execute at the same place of the program."""
+"""Identifies a place of the program: calls of one operator there, on all ranks and micro-batches, have one key."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Alignment:
             for number, key in keys.items():
                 self._by_key.setdefault(key, []).append((rank, number))
                 self._by_loose_key.setdefault(_loosen(key), []).append((rank, number))
-        # The values at one place of the program, whichever line of a function that is, have one number.
+        # Numbers the places of the program. A place is a function here: the line within it does not count.
         self._places = {at: place for place, group in enumerate(self._by_loose_key.values()) for at in group}
         self._one_by_key: dict[Key, set[int]] = {}
         for number, key in list_keys(one).items():
@@ -81,21 +81,21 @@ class Alignment:
         self._groups = _list_groups(joint)
 
     def under(self, execution: Execution) -> Alignment:
-        """Return the alignment of what the ranks' values are under changes."""
+        """Return the alignment of the values that ranks have when their programs are executed with changes."""
         others = execution.changed()
         if not others and self._execution is None:
-            return self  # what is found is found for good
+            return self  # nothing has changed
         changed = copy(self)
         changed._execution, changed._before, changed._known = execution, self, {}
         changed._changed_places = {self._places[at] for at in others}
         return changed
 
     def without_scale(self, scale: float | None) -> Alignment:
-        """Return an alignment to which values that are so many times those of one device are wrong."""
+        """Return an alignment in which values that are `scale` times those of one device count as wrong."""
         changed = copy(self)
         changed._wrong_scale = scale
         if scale is not None:
-            # Other multiples may be taken for those of other values: it is asked for this one first.
+            # A value may be a multiple of several others: this scale is tried first.
             changed._scales = (1.0, scale, *self._scales[1:])
             changed._known = {at: known for at, known in self._known.items() if known and known.scale == 1.0}
             changed._before = None
@@ -109,7 +109,7 @@ class Alignment:
         """Return what is known of a value."""
         if at not in self._known:
             inherited = self._inherit(at)
-            self._known[at] = inherited[0] if inherited else None  # a sum asks for its parts
+            self._known[at] = inherited[0] if inherited else None  # a sum looks up its parts
             if not inherited:
                 self._known[at] = self._look_up(at)
         return self._known[at]
@@ -124,7 +124,7 @@ class Alignment:
             return None
         known = found[0]
         if known is None:
-            # What is no part of a sum may be one with other values at its place of the program.
+            # Changed values at this place of the program may make it a part of a sum.
             return None if self._places[at] in self._changed_places else found
         return None if any(each in execution.changed() for each in known.over) else found
 
@@ -141,7 +141,7 @@ class Alignment:
         return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
 
     def tells(self, at: At) -> bool:
-        """Return whether a value has elements by which it can be told from others."""
+        """Return whether a value has elements that distinguish it from other values."""
         data = self.data(at)
         known = self._telling.get(at)
         if known is None or known[0] is not data:
@@ -149,28 +149,28 @@ class Alignment:
         return known[1]
 
     def is_wrong(self, at: At) -> bool:
-        """Return whether a value has telling elements that are not known to be right."""
+        """Return whether a value that `tells` is not known to be right."""
         return self.tells(at) and not self.is_right(at)
 
     def key(self, at: At) -> Key:
-        """Return what a value has in common with those made at the same place of the program."""
+        """Return the key of the place of the program that computes a value."""
         return self._keys[at[0]][at[1]]
 
     def is_on_one_device(self, at: At) -> bool:
-        """Return whether one device makes values at the same place of its program, as often or a part as often."""
+        """Return whether one device computes values at this place too, and their number divides that of the rank."""
         theirs = len(self._one_by_key.get(self.key(at), ()))
         return theirs > 0 and sum(each[0] == at[0] for each in self.siblings(at)) % theirs == 0
 
     def siblings(self, at: At) -> list[At]:
-        """Return the values of all ranks and micro-batches that are made at the same place of the program."""
+        """Return the values of all ranks and micro-batches that the same place of the program computes."""
         return self._by_key[self.key(at)]
 
     def occurrence(self, at: At) -> int:
-        """Return how many values of the rank are made before one at its place of the program."""
+        """Return how many values the same place of the program has computed before on this rank."""
         return [each for each in self.siblings(at) if each[0] == at[0]].index(at)
 
     def locate(self, data: Tensor, op: Op, key: Key = ()) -> Known | None:
-        """Return what is known of data that an operator could have made."""
+        """Look up data among the values of one device; `op` and `key` decide between equal ones."""
         likely: AbstractSet[int] = self._one_by_key.get(key, frozenset())
 
         def prefer(root: int) -> object:
@@ -207,7 +207,7 @@ class Alignment:
         return self.joint.value(at).alias >= 0 or is_move(op) or kind in MOVING
 
     def _look_up_moved(self, at: At, op: Op) -> Known | None:
-        """Return what is known of elements that were moved, by what is known of the operands."""
+        """Move the identities of the operands as the operator moves their elements."""
         rank = at[0]
         scales: set[float] = set()
         overs: set[tuple[At, ...]] = set()
@@ -235,7 +235,7 @@ class Alignment:
             return None
         ids = made[place]
         data = self.data(at)
-        # Padding has whatever number it was filled with; elements of memory that is not known have to be zero.
+        # Padding may have any number, but an operand that is not known counts as padding only where it is zero.
         is_other = data is not None and bool(unknown) and bool(((ids == 0) & (data != 0)).any())
         if data is None or ids.shape != data.shape or is_other:
             return None
@@ -256,7 +256,7 @@ class Alignment:
         return [each.to(torch.int64) for each in made]
 
     def _look_up_exact(self, at: At, data: Tensor, op: Op) -> Known | None:
-        """Find whole numbers, masks and simple numbers: the same tensor as a whole, or results beside known ones."""
+        """Find a tensor of whole numbers, masks or simple numbers: as a whole, or as a result beside a known one."""
         if fingerprint(data) in self._exact:
             return Known(None)
         for number in op.results:
@@ -276,7 +276,7 @@ class Alignment:
         return None
 
     def _match_total(self, total: Tensor, key: Key) -> Known | None:
-        """Return whether a sum is that over the micro-batches of one device, which may have other rows."""
+        """Return what is known of a total if it is that of one device's micro-batches, whose rows may differ."""
         values = [self.one.values[number].data for number in self._one_by_key.get(key, ())]
         if len(values) < 2 or any(each is None or each.shape != total.shape for each in values):
             return None
@@ -309,7 +309,7 @@ class Alignment:
 def list_keys(program: Program) -> dict[int, Key]:
     """Return the key of each value of a program.
 
-    The derivative of one operator may call an operator twice, for two operands: these are told apart by their order.
+    The derivative of an operator may call one operator twice, for two operands: their order distinguishes these.
     """
     keys: dict[int, Key] = {}
     counts: dict[tuple[int, str], int] = {}
@@ -323,14 +323,14 @@ def list_keys(program: Program) -> dict[int, Key]:
 
 
 def _loosen(key: Key) -> Key:
-    """Return what values have in common that the same function makes by one operator, in whichever of its lines."""
+    """Return a key without line numbers: calls of an operator in different lines of one function get the same."""
     step, phase, module, name, sites, place, slot = key
     functions = tuple((site.file, site.function) for site in sites)  # type: ignore[attr-defined]
     return step, phase, module, name, functions, place, slot
 
 
 def _distance(op: Op, other: Op) -> tuple[bool, ...]:
-    """Return how unlike two operators are."""
+    """Return in what two operators differ, the most important first, for sorting."""
     return (
         other.step != op.step,
         other.short.rstrip("_") != op.short.rstrip("_"),
@@ -340,7 +340,7 @@ def _distance(op: Op, other: Op) -> tuple[bool, ...]:
 
 
 def _list_groups(joint: Joint) -> list[tuple[int, ...]]:
-    """Return the groups of ranks over which a sum may run: those of the collectives, then all."""
+    """Return the groups of ranks that a sum may be over: those of the collectives, then all ranks."""
     groups = {
         op.meeting.group.ranks: None
         for program in joint.programs

@@ -24,7 +24,7 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 
 def has_operators(kind: type) -> bool:
-    """Return whether a class of tensors says itself what an operator does."""
+    """Return whether a tensor subclass implements operators itself."""
     return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__, _NO_OPERATORS)
 
 
@@ -72,7 +72,7 @@ def list_tensors(value: Any) -> list[Tensor]:
 
 
 def count_members(func: OpOverload, taken: Sequence[Any]) -> int:
-    """Return on how many tensors an operator on lists works one by one; 0 if it is not such an operator."""
+    """Return how many tensors an operator on lists processes one by one; 0 for other operators."""
     if not func.overloadpacket.__name__.startswith(
         ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
     ):
@@ -86,7 +86,7 @@ def count_members(func: OpOverload, taken: Sequence[Any]) -> int:
 
 
 def member(values: Any, number: int, count: int) -> Any:
-    """Return arguments with lists of one member each in place of lists of so many."""
+    """Return the arguments of the operator for one member of its lists: each list has this member alone."""
 
     def take(value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == count:

@@ -1,4 +1,4 @@
-"""What makes results of ranks wrong, as operators of their programs."""
+"""The cause of wrong results, as operators of the ranks' programs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moeverify.explain.suspects import Target
 
 @dataclass
 class Cause:
-    """What makes results wrong: operators at one place of the program, and the edits that repair them, if any did.
+    """The cause of wrong results: operators at one place of the program, and the edits that repair them, if any did.
 
-    `repairs` say the same: they are rivals. `ops` are the operators of all ranks and layers. `repaired` names results
-    that the first of `repairs` makes right, with the largest relative error that is left of them. `stretch` are the
-    operators up to the next end of a module. `known` says how the wrong results are values of one device: `factor`
-    times the right ones, parts of a sum, or right values in other places. In a race, `launch` is the collective that
-    may still use the memory that `ops` use.
+    `repairs` are alternatives: each repairs the same. `ops` are the operators of all ranks and layers. `repaired`
+    names results that the first of `repairs` makes right; `residual` is their largest relative error after it.
+    `stretch` are the operators up to the next end of a module. `known` says how the wrong results relate to values of
+    one device: they are `factor` times the right ones, parts of a sum, or right values in other places. In a race,
+    `launch` is the collective that may still use the memory that `ops` use.
     """
 
     ops: list[At]

@@ -13,7 +13,7 @@ _LONGEST = 24
 
 
 def is_passing(joint: Joint, op: At) -> bool:
-    """Return whether an operator only moves elements, or works on whole numbers and masks alone."""
+    """Return whether an operator only moves elements, or has only whole numbers and masks as results."""
     recorded = joint.op(op)
     if not recorded.results:
         return False
@@ -24,7 +24,7 @@ def is_passing(joint: Joint, op: At) -> bool:
 
 
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
-    """Return the operators by which values came from where they were computed, the last first."""
+    """Return the operators that moved values from where they were computed, the last first."""
     found: dict[At, None] = {}
     waiting = [joint.maker(at) for at in values]
     while waiting and len(found) < _LONGEST:
@@ -37,7 +37,7 @@ def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
 
 
 def list_ancestors(joint: Joint, op: At, depth: int) -> Iterator[At]:
-    """Yield the tensors of numbers that an operator takes, and those that they were moved from."""
+    """Yield the floating-point operands of an operator, and the values that these were moved from."""
     for at in joint.reads(op):
         if joint.value(at).is_floating:
             yield at
@@ -47,7 +47,7 @@ def list_ancestors(joint: Joint, op: At, depth: int) -> Iterator[At]:
 
 
 def list_group(alignment: Alignment, op: At, inside: set[At] | None = None) -> tuple[At, ...]:
-    """Return the operators of all ranks and micro-batches that stand at the same place of the program."""
+    """Return the operators of all ranks and micro-batches at the same place of the program."""
     joint = alignment.joint
     results = joint.op(op).results
     group = [joint.maker(each) for each in alignment.siblings((op[0], results[0]))] if results else [op]

@@ -18,7 +18,7 @@ def is_right(actual: Tensor, expected: Tensor) -> bool:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference of two tensors of as many elements by the norm of the second."""
+    """Return the norm of the difference of two tensors, divided by the norm of the second; shapes may differ."""
     one, two = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
     if torch.equal(one, two):
         return 0.0

@@ -28,10 +28,10 @@ _LARGE = 1e6
 
 _MOST_QUOTIENTS = 65536
 _MOST_HITS = 64
-"""Tensors that hold an element: one that more have says nothing."""
+"""An element that occurs in more tensors than this identifies none of them."""
 
 _MOST_ROOTS = 4
-"""Tensors whose elements together may make a tensor, such as two projections that are computed as one."""
+"""Most tensors that one tensor may be composed of, such as two projections that are computed as one."""
 
 MOVES = frozenset(
     {
@@ -74,19 +74,19 @@ def is_move(op: Op) -> bool:
         dtypes = [each for each in (*op.args, *op.kwargs.values()) if isinstance(each, torch.dtype)]
         return all(dtype in (torch.float64, torch.float32) for dtype in dtypes)
     if op.name in ("aten.masked_fill.Scalar", "aten.masked_fill_.Scalar"):
-        return True  # what it fills in is padding
+        return True  # it fills in padding
     if op.short.rstrip("_") == "index_put":
         return not any(each is True for each in op.args)
     return op.short.rstrip("_") in MOVES or op.short == READ
 
 
 def is_blank(op: Op) -> bool:
-    """Return whether an operator makes memory without writing it."""
+    """Return whether an operator allocates memory without writing it."""
     return op.short.startswith(("empty", "new_empty"))
 
 
 def move(op: Op, operand: Callable[[int], Tensor | None]) -> list[Tensor] | None:
-    """Return the identities in the results of an operator that moves elements; None if it cannot be told.
+    """Return the identities in the results of an operator that moves elements; None if they are unknown.
 
     `operand` returns what a value stands for: identities in float64, which every operator takes and which are exact
     up to 2^53, or positions and masks as they are.
@@ -126,7 +126,7 @@ class Elements:
         self._index_quotients()
 
     def _index_quotients(self) -> None:
-        """Index the quotients of neighbours in each tensor: these are the same in all of its multiples."""
+        """Index the quotients of neighbouring elements, which a tensor and its multiples have in common."""
         quotients, places, owners = [], [], []
         for place, root in enumerate(self._roots):
             made, at = list_quotients(self._shaped(root))
@@ -139,7 +139,7 @@ class Elements:
         self._quotient_owners = torch.cat(owners)[order] if owners else order
 
     def find_factor(self, data: Tensor, prefer: Callable[[int], object]) -> float | None:
-        """Return by which factor a tensor is likely more than elements of one device; None if it is no multiple."""
+        """Return the factor if a tensor is likely a multiple of elements of one device, else None."""
         made, at = list_quotients(data.to(torch.float64))
         if len(made) > _NUM_SAMPLES:
             step = len(made) // _NUM_SAMPLES
@@ -180,13 +180,13 @@ class Elements:
         return data.detach().reshape(-1).to(torch.float64)
 
     def _number(self, number: int) -> Tensor | None:
-        """Return the identities of a value: those that are handed on, or new ones."""
+        """Return the identities of a value: those of moved elements, or new ones."""
         value = self._one.values[number]
         if value.data is None or not value.data.is_floating_point():
             return None
         op = self._one.ops[value.op]
         if is_blank(op):
-            return None  # memory as it happens to be, with what was there before
+            return None  # new memory holds arbitrary numbers
         if value.alias >= 0 or is_move(op):
             made = move(op, self._operand)
             place = op.results.index(number) if number in op.results else 0
@@ -249,7 +249,7 @@ class Elements:
     def find(
         self, data: Tensor, prefer: Callable[[int], object], first: Tensor | None = None
     ) -> Tensor | None:
-        """Return the identities of the elements of a tensor; None if some are nowhere, and are not zero.
+        """Return the identities of the elements of a tensor; None if an element is neither found nor zero.
 
         `prefer` is the sort key of tensors that have the same elements. `first` is a `sample` of the data, where it
         is known already.
@@ -321,7 +321,7 @@ class Elements:
 
 
 def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Return telling quotients of an element by the next of its row, and the place of the first one."""
+    """Return quotients of neighbours in a row that distinguish a tensor, and the place of the first element."""
     if not data.ndim or data.shape[-1] < 2 or not data.numel():
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     rows = data.reshape(-1, data.shape[-1])
@@ -345,7 +345,7 @@ def is_near(one: Tensor, two: Tensor, size: float) -> bool:
 
 
 def sample(data: Tensor) -> Tensor:
-    """Return some elements of a tensor that tell it from others: neither zero nor quotients of small numbers."""
+    """Return some elements that distinguish a tensor: neither zero nor quotients of small numbers."""
     flat = data.detach().reshape(-1).to(torch.float64)
     flat = flat[flat.isfinite() & (flat.abs() > 1e-200)]
     if len(flat) > _NUM_LOOKED_AT:
@@ -359,7 +359,7 @@ def sample(data: Tensor) -> Tensor:
 
 
 def says_something(data: Tensor | None) -> bool:
-    """Return whether a tensor has elements by which it can be told from others."""
+    """Return whether a tensor has elements that distinguish it from other tensors."""
     return data is not None and data.is_floating_point() and len(sample(data)) > 0
 
 
@@ -384,7 +384,7 @@ def fit_region(index: Tensor, size: int) -> Tensor | None:
 
 
 def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, list[int]]:
-    """Return which values have the same bytes, of whole numbers, masks and simple numbers."""
+    """Group values of whole numbers, masks and simple numbers by their bytes."""
     found: dict[object, list[int]] = {}
     for number, data in values:
         if data is not None and data.numel() and not (data.is_floating_point() and len(sample(data))):
@@ -393,6 +393,6 @@ def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, lis
 
 
 def fingerprint(data: Tensor) -> object:
-    """Return what is equal for tensors of one dtype and shape with the same bytes."""
+    """Return a hash of dtype, shape and bytes of a tensor."""
     flat = data.detach().contiguous().reshape(-1)
     return str(data.dtype), tuple(data.shape), hash(bytes(flat.view(torch.uint8).numpy()))

@@ -1,4 +1,4 @@
-"""For an operator of the ranks, the operators of one device that do the same."""
+"""Finds the operators of one device that do the same as an operator of a rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from moeverify.explain.program import Op, Program, Ref
 
 _MOST = 4
 _MADE_ALIKE = 0.8
-"""What it counts that an operand was made by the counterpart of what made the other one."""
+"""Overlap of two operands that operators which are counterparts of each other have computed."""
 
 _ALMOST_ALL = 0.99
-"""Share of elements from which on a value has them: equal elements may be taken for those of another value."""
+"""A value `holds` elements if it has this share: some may be equal to elements of other values."""
 
 _NEAR = 3
-"""Steps between values that are computed from each other."""
+"""Most operators between two values to count as computed from each other."""
 
 _MOST_READERS = 400
-"""Operators of one device that are looked at as counterparts of one of the ranks."""
+"""Most readers of one value that are considered as counterparts."""
 
 Place = tuple[int | str, ...]
 """Where an argument stands: its position or name, then its position in a list."""
@@ -81,7 +81,7 @@ class OneDevice:
         return self.elements.ids[number]
 
     def has(self, number: int, ids: Tensor) -> float:
-        """Return which part of some elements a value has."""
+        """Return the share of these elements that a value has."""
         own = self.ids(number)
         if not self.elements.sources[number].intersection(self.roots(ids)):
             return 0.0
@@ -92,11 +92,11 @@ class OneDevice:
         return float((self.find_places(number, flat) >= 0).double().mean())
 
     def holds(self, number: int, ids: Tensor) -> bool:
-        """Return whether a value has almost all of some elements."""
+        """Return whether a value has almost all of these elements."""
         return self.has(number, ids) > _ALMOST_ALL
 
     def find_places(self, number: int, ids: Tensor) -> Tensor:
-        """Return where in the flat tensor of a value elements are, -1 for padding and those that it does not have.
+        """Return the index of each element in the flattened value, -1 for padding and elements that it lacks.
 
         Shape: that of `ids`.
         """
@@ -128,12 +128,12 @@ class OneDevice:
         return [] if ids is None else self.roots(ids)
 
     def label(self, ids: Tensor) -> str:
-        """Return the name of the parameter or buffer that elements are from, if they are from one."""
+        """Return the name of the parameter or buffer that all elements belong to, or nothing."""
         roots = self.roots(ids)
         return self._labels.get(roots[0], "") if len(roots) == 1 else ""
 
     def resembles(self, mine: Tensor, theirs: Tensor) -> float:
-        """Return how much elements have to do with others: versions of one parameter, or computed from each other."""
+        """Return how related two sets of elements are: versions of one parameter, or one computed from the other."""
         label = self.label(mine)
         if label and label == self.label(theirs):
             return 0.5
@@ -156,7 +156,7 @@ class OneDevice:
         return self._before[root]
 
     def place(self, op: Op) -> object:
-        """Return what operators have in common that one line of code executes, in whichever layer."""
+        """Return an identity of the line of code that calls an operator; all layers that run this line share it."""
         return op.name, op.phase, self.program.sites_of(op)[:1]
 
     def maker(self, number: int) -> int:
@@ -164,11 +164,11 @@ class OneDevice:
         return self.program.base(number).op
 
     def occurrence(self, op: Op) -> int:
-        """Return how many operators stand before one at its place of the program."""
+        """Return how many operators the same place of the program has called before this one."""
         return self._occurrences.get(op.number, 0)
 
     def count(self, op: Op) -> int:
-        """Return how many operators stand at the place of one."""
+        """Return how many operators this place of the program calls."""
         return len(self._by_key[self.keys[op.results[0]][:-1]]) if op.results else 1
 
     def candidates(self, key: Key, roots: Iterable[int]) -> list[Op]:
@@ -180,16 +180,16 @@ class OneDevice:
 
 
 class Counterparts:
-    """Finds for operators of ranks those of one device that they may stand for."""
+    """Finds the operators of one device that correspond to an operator of a rank."""
 
     def __init__(self, alignment: Alignment, one: OneDevice) -> None:
         self._alignment, self._one = alignment, one
         self._found: dict[At, list[Op]] = {}
 
     def find(self, at: At) -> list[Op]:
-        """Return the operators of one device that an operator of a rank may stand for, the likeliest first."""
+        """Return the operators of one device that may correspond to an operator of a rank, the likeliest first."""
         if at not in self._found:
-            self._found[at] = []  # operands ask for the operators that made them
+            self._found[at] = []  # ends the recursion: operands look up the operators that made them
             self._found[at] = self._find(at)
         return self._found[at]
 
@@ -234,7 +234,11 @@ def _score(
     makers: Mapping[int, int],
     occurrence: int,
 ) -> tuple[float, ...]:
-    """Return how unlike two operators are: `ids` are what the first takes, `makers` what should make it."""
+    """Return a sort key: the smaller it is, the likelier `other` is the counterpart of `op`.
+
+    `ids` has the identities of the operands of `op`, as far as they are known. For an unknown operand `makers` has
+    the operator of one device that corresponds to the one that computed it.
+    """
     is_same = op.short.strip("_") == other.short.strip("_")
     pairs = pair_tensors(op, other) if is_same else list(_pair_by_elements(op, other, one, ids))
     overlap = 0.0

@@ -22,7 +22,7 @@ from moeverify.explain.suspects import Target, find_targets
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Source
 
 _AROUND = 1
-"""Lines of a file that are shown before and after that of a call."""
+"""How many lines of the file are shown before and after a call."""
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -31,7 +31,7 @@ _MOST_REPAIRED = 20
 _MOST_OTHERS = 4
 _MOST_MIXED = 2
 _LEAST_SHARE = 0.05
-"""Share of elements from which on a value is named as one of those that a tensor is a mix of."""
+"""Least share of the elements of a mix for which a value is named."""
 _MOST_BETWEEN = 12
 _HIDDEN = frozenset({LEAF, READ, UNSEEN})
 
@@ -39,7 +39,7 @@ Groups = Mapping[str, Sequence[Sequence[int]]]
 
 
 class Culprits:
-    """Makes the records of causes. `groups` has the groups of ranks of mesh axes, `sizes` what factors may be."""
+    """Makes the records of causes. `groups` has the rank groups of each mesh axis, `sizes` named sizes of the run."""
 
     def __init__(
         self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None
@@ -57,7 +57,7 @@ class Culprits:
         others = {self._operation(at): None for at in cause.ops}
         here = self._operation(first)
         is_known = cause.known != "" and (edit is None or edit.kind == "value")
-        # A change that says less than what the results are known to be gives way to that.
+        # Where the results are known to be values of one device, that says more than a replaced value.
         mechanism = cause.known if cause.known and is_known else "place" if edit is None else edit.kind
         culprit = Culprit(
             mechanism=mechanism,
@@ -83,7 +83,7 @@ class Culprits:
         return culprit if edit is None else culprit.model_copy(update=self._describe(first, edit))
 
     def _describe_known(self, cause: Cause) -> dict[str, Any]:
-        """Return how the wrong results are values of one device, as fields of a culprit."""
+        """Return how the wrong results relate to values of one device, as fields of a culprit."""
         target = cause.targets[0]
         at = next(iter(target.values.values()))
         found: dict[str, Any] = {"taken": self._source(at), "between": self._list_between(cause)}
@@ -96,7 +96,7 @@ class Culprits:
         return found
 
     def _find_usual_writer(self, first: At) -> Operation | None:
-        """Return what wrote most weights and buffers that are right before the first step.
+        """Return the operation that wrote most of the weights and buffers that are right before the first step.
 
         None if no function wrote most of them, or if it wrote the wrong ones too.
         """
@@ -109,7 +109,7 @@ class Culprits:
         return next((each[function] for function in usual for each in writers if function in each), None)
 
     def _list_writers(self, target: Target, rank: int) -> dict[tuple[str, str], Operation]:
-        """Return the operations that wrote a rank's value into its memory, by their functions."""
+        """Return the operations that wrote into the memory of a rank's value, by their function."""
         values = [at for at in target.values.values() if at[0] == rank]
         written = [at for at in list_chain(self._joint, values) if self._joint.op(at).written]
         found: dict[tuple[str, str], Operation] = {}
@@ -119,7 +119,7 @@ class Culprits:
         return found
 
     def _name_factor(self, factor: float, maker: At) -> tuple[str, ...]:
-        """Return the sizes of the run that a factor is, or that it divides by; an optimizer has rates of its own."""
+        """Return the names of sizes that a factor or its inverse equals; none in the step, which has other rates."""
         if self._joint.op(maker).phase == "step":
             return ()
         return tuple(
@@ -132,7 +132,7 @@ class Culprits:
         return describe_op(self._joint.programs[at[0]], self._joint.op(at))
 
     def _list_between(self, cause: Cause) -> tuple[Operation, ...]:
-        """Return the operations from known operands to the next results that are to be right, one for each line."""
+        """Return the operations from right inputs to the first wrong result, one for each line of code."""
         first = cause.ops[0]
         moves = [each for at in self._joint.reads(first) for each in list_chain(self._joint, [at])]
         stretch = [at for at in cause.stretch if at[0] == first[0]]
@@ -169,7 +169,7 @@ class Culprits:
         return found
 
     def _describe_returned(self, maker: At, other: Op) -> dict[str, Any]:
-        """Return which value a module returns, and which one on one device."""
+        """Return the value that a module returns on the ranks, and the one that it returns on one device."""
         end = next(
             (maker[0], number)
             for number in self._joint.op(maker).results
@@ -180,7 +180,7 @@ class Culprits:
         return {"taken": self._source(end), "right": right, "results": (module,)}
 
     def _describe_operand(self, reader: At, taken: At, theirs: int) -> dict[str, Any]:
-        """Return where another operand than that of one device comes from: traced back as far as it is another."""
+        """Return the origin of a wrong operand: it is traced back to the first operator that takes a wrong one."""
         factor, maker = self._trace_scale(taken)
         if factor != 1.0 and self._is_made_of(theirs, taken):
             return {
@@ -210,7 +210,7 @@ class Culprits:
         return found | self._describe_moves(taken, theirs)
 
     def _is_made_of(self, theirs: int, taken: At) -> bool:
-        """Return whether a value has, or is computed from, the elements of which a rank takes a multiple."""
+        """Return whether a value has, or is computed from, elements of which a rank's operand is a multiple."""
         known = self._alignment.find(taken)
         if known is None or known.ids is None:
             return False
@@ -218,17 +218,17 @@ class Culprits:
         return any(self._one.holds(each, known.ids) for each in (theirs, *operands))
 
     def _count_zeros(self, mine: At, theirs: int) -> float:
-        """Return which share of a value's elements is zero, beyond that of the right value's."""
+        """Return the share of zeros in a value, minus that in the right value."""
         here, there = self._alignment.data(mine), self._one.data(theirs)
         if here is None or there is None or not here.numel() or not there.numel():
             return 0.0
         return float((here == 0).double().mean()) - float((there == 0).double().mean())
 
     def _trace_scale(self, taken: At) -> tuple[float, At]:
-        """Return by which factor a value is too large, and the first operator that makes it so.
+        """Return the factor of a value that is too large, and the first operator that introduces it.
 
-        Of the operators by which it came, this is the first whose result, divided by its own factor, makes the value
-        right: a program may divide later what it has not divided before.
+        It is the first operator on the way that repairs the value if its result is divided by its factor. A program
+        may correct an earlier factor by a later division.
         """
         known = self._alignment.find(taken)
         if known is None or known.over or known.scale == 1.0:
@@ -245,7 +245,7 @@ class Culprits:
         return known.scale, self._joint.maker(taken)
 
     def _is_repaired(self, taken: At, at: At, scale: float) -> bool:
-        """Return whether a value is right if one before it is divided by a factor."""
+        """Return whether a value becomes right when an earlier one is divided by a factor."""
         data = self._alignment.data(at)
         if data is None:
             return False
@@ -261,7 +261,7 @@ class Culprits:
         return scaled[0] if len(scaled) == 1 else None
 
     def _trace_operand(self, taken: At, theirs: int) -> tuple[At, At, int] | None:
-        """Return the operator that made a value from one other operand than one device does, and that operand."""
+        """Return the operator that computed a value from an operand that differs, and this operand on both sides."""
         maker = self._joint.maker(self._skip_moves(taken))
         known = self._alignment.find(taken)
         is_named = (
@@ -270,7 +270,7 @@ class Culprits:
             and known.scale == 1.0
             and self._one.label(known.ids) != ""
         )
-        # Elements of the right operand, moved or mixed with others: the moves are wrong, not what computed them.
+        # It has elements of the right operand: the operations that moved them are wrong, not the computation.
         is_mixed = not set(self._root(taken)).isdisjoint(self._one.roots_of(theirs))
         if is_named or is_mixed or self._joint.op(maker).step < 0:
             return None
@@ -285,11 +285,11 @@ class Culprits:
                 return None
             if known.ids is not None and not self._one.holds(pair.theirs, known.ids):
                 others.append(((maker[0], pair.mine), pair.theirs))
-        # Of several, the others may be computed from the earliest.
+        # The earliest: the others may be computed from it.
         return (maker, *min(others, key=lambda each: self._joint.maker(each[0])[1])) if others else None
 
     def _skip_moves(self, at: At) -> At:
-        """Return the value of which a value has elements."""
+        """Follow moves back to the value that was computed."""
         while is_passing(self._joint, self._joint.maker(at)):
             reads = self._joint.reads(self._joint.maker(at))
             sources = [each for each in reads if self._joint.value(each).is_floating]
@@ -303,7 +303,7 @@ class Culprits:
         return roots[0] if roots else number
 
     def _describe_moves(self, mine: At, theirs: int) -> dict[str, Any]:
-        """Return the operations by which an operand comes from where it was computed, where they differ."""
+        """Return the moves of an operand since it was computed, on the ranks and on one device, if they differ."""
         here = list_chain(self._joint, [mine])
         there = list_chain(self._one_joint, [(0, theirs)])
         while here and there and _is_alike(self._joint.op(here[-1]), self._one_joint.op(there[-1])):
@@ -323,7 +323,7 @@ class Culprits:
         return Joint([self._one.program])
 
     def _source(self, at: At) -> Source | None:
-        """Return which value of one device a rank's value is; None if it is not known."""
+        """Return the value of one device that a rank's value equals; None if it is not known."""
         known = self._alignment.find(at)
         if known is None or known.ids is None:
             return None
@@ -412,7 +412,7 @@ def read_expression(site: Site) -> str:
 
 
 def shorten(path: str) -> str:
-    """Return a file's path from the folder on that it is imported from."""
+    """Return a file's path relative to the folder that it is imported from."""
     file = Path(path)
     roots = [Path(each).resolve() for each in ["", *sys.path]]
     inside = [root for root in roots if file.is_relative_to(root)]
@@ -420,7 +420,7 @@ def shorten(path: str) -> str:
 
 
 def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
-    """Return the arguments beside tensors in which two calls of one operator differ."""
+    """Return the arguments that are no tensors and differ between two calls of one operator."""
     if other is None:
         return ()
     pairs = list(zip(op.args, other.args, strict=False))
@@ -433,13 +433,13 @@ def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
 
 
 def _name(source: Source) -> object:
-    """Return what tells a value from others in a report."""
+    """Return a key that is equal for values which a report names alike."""
     line = source.operation.line if source.operation is not None else None
     return source.label or (line and (line.file, line.line, line.expression)), source.step
 
 
 def _join(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Return the operations that lines of code call, one for each line."""
+    """Return one operation for each line of code."""
     found: dict[tuple[str, int], Operation] = {}
     for each in operations:
         if each.line is not None and each.operator not in _HIDDEN:
@@ -453,7 +453,7 @@ def _line(operation: Operation) -> tuple[str, int]:
 
 
 def _find_place(op: Op, number: int) -> int:
-    """Return which of the tensors that an operator takes a value is."""
+    """Return the position of a value among the operands of an operator."""
     numbers = list(op.refs())
     return numbers.index(number) if number in numbers else -1
 

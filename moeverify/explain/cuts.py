@@ -1,4 +1,4 @@
-"""Which part of a tensor of one device a rank should have: the same places of dimensions that it has a part of."""
+"""Which part of a tensor a rank should have: along each dimension the indices that it has in related tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from moeverify.explain.program import Program
 
 _AGREED = 0.8
-"""Share of elements that must agree on the place of a part."""
+"""Least share of elements that agree on the place of a part."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Places `index` of a dimension of `size` elements; `dim` is where it was seen, -1 for those of the batch."""
+    """Indices of a dimension with `size` elements; `dim` is the dimension where they were seen, -1 for the batch."""
 
     size: int
     index: Tensor
@@ -39,9 +39,9 @@ def list_batch_cuts(one: Program, program: Program, occurrence: int) -> Iterator
 
 
 def list_cuts(places: Tensor, shape: Sequence[int]) -> Iterator[Cut]:
-    """Yield the places of each dimension of a tensor of such a shape that a part has, if it is a block of these.
+    """Yield along each dimension of a tensor with this shape the indices of a part, if the part is a block.
 
-    `places` are those of its elements in the flat tensor, -1 for padding. Shape: that of the part.
+    `places` are the indices of its elements in the flattened tensor, -1 for padding. Shape: that of the part.
     """
     if places.ndim != len(shape) or not places.numel():
         return
@@ -54,14 +54,14 @@ def list_cuts(places: Tensor, shape: Sequence[int]) -> Iterator[Cut]:
         common = torch.stack(
             [row[row >= 0].mode().values if bool((row >= 0).any()) else row[0] for row in along]
         )
-        # Equal elements stand for each other: a few may be taken for those of other places.
+        # Equal elements cannot be distinguished, so a few may be found at other places.
         agreed = (along == common[:, None]) | (along < 0)
         if bool((common >= 0).all()) and float(agreed.double().mean()) > _AGREED:
             yield Cut(shape[dim], common, dim)
 
 
 def take(whole: Tensor, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor | None:
-    """Return the part of a tensor that has a shape, cut as other tensors are; None where nothing says how."""
+    """Return the part of a tensor with this shape, cut like other tensors; None if no cut fits."""
     if whole.ndim != len(shape):
         return whole.reshape(tuple(shape)) if whole.numel() == math.prod(shape) else None
     for dim, size in enumerate(shape):
@@ -81,7 +81,7 @@ def take(whole: Tensor, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor | N
 
 
 def _widen(cut: Cut, size: int) -> Cut | None:
-    """Return a cut of the batch for a dimension in which others are flattened with that of the batch, after it."""
+    """Return a cut of the batch for a dimension in which the batch is flattened with later dimensions."""
     if cut.dim >= 0 or size == cut.size or size % cut.size:
         return None
     inner = size // cut.size

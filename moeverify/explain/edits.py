@@ -1,4 +1,4 @@
-"""Changes of one operator of the ranks towards what one device does, each to be executed."""
+"""Edits: changes of one operator of the ranks that follow one device. Each can be executed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from moeverify.explain.program import Op, Ref
 Kind = Literal[
     "number", "operator", "operand", "total", "share", "whole", "removed", "inserted", "returned", "value"
 ]
-"""What an edit changes: options, the operator, an operand (by another value, the total of its parts, or the whole of
-which it is a part), the operator as such, what a module returns, or the result."""
+"""What an edit does: changes options or the operator; replaces an operand by another value, the total of a sum, its
+share of what counts once, or a whole tensor; removes or inserts an operator; replaces what a module returns, or the
+result."""
 
 
 @dataclass(frozen=True)
 class Edit:
     """A change of the operators `ops` of all ranks, made at one place of the program.
 
-    `others` has the operator of one device that each follows; `place` is the argument that is replaced. `numbers` are
+    `others` has the counterpart of each on one device; `place` is the argument that is replaced. `numbers` are
     pairs of numbers of the first operator, before and after.
     """
 
@@ -43,7 +44,7 @@ class Edit:
 
     @property
     def other(self) -> Op | None:
-        """Return the operator of one device that the first operator follows, if it follows one."""
+        """Return the counterpart of the first operator on one device, if there is one."""
         return self.others.get(self.ops[0])
 
 
@@ -61,13 +62,13 @@ def list_edits(
 
 
 def _choose_like(one: OneDevice, found: Sequence[Op], other: Op) -> Op | None:
-    """Return the likeliest counterpart at the same place of the program as that of another rank."""
+    """Return the likeliest counterpart that is at the same place of the program as `other`."""
     place = one.place(other)
     return next((each for each in found if one.place(each) == place), None)
 
 
 def _list_towards(alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At, Op]]) -> Iterator[Edit]:
-    """Yield the changes that make operators what their counterparts are."""
+    """Yield edits that turn operators into their counterparts."""
     joint = alignment.joint
     first, other = pairs[0]
     op = joint.op(first)
@@ -105,7 +106,7 @@ def _execute(op: Op) -> Callable[[Callable[[int], Tensor]], list[Tensor]]:
 def _list_operands(
     alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At, Op]], place: Place
 ) -> Iterator[Edit]:
-    """Yield edits that give operators another operand at a place: as a value, for all that take it."""
+    """Yield edits that replace the operand at a place. The value changes, for all operators that take it."""
     found: dict[Kind, list[list[tuple[At, Tensor]]]] = {"operand": [], "whole": []}
     for at, other in pairs:
         pair = next(
@@ -119,7 +120,7 @@ def _list_operands(
     first = pairs[0][0]
     ranks = {each[0] for each in alignment.siblings((first[0], alignment.joint.op(first).results[0]))}
     if ranks != {at[0] for at, _ in pairs}:
-        found["whole"] = []  # parts of a sum: one rank may not count for the others
+        found["whole"] = []  # parts of a sum: all ranks have to be edited together
     for kind, alternatives in found.items():
         for chosen in zip(*alternatives, strict=False):
             if any(_is_other(alignment.data(at), data) for at, data in chosen):
@@ -133,14 +134,14 @@ def _is_other(actual: Tensor | None, data: Tensor) -> bool:
 
 
 def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair) -> list[Tensor]:
-    """Return what a rank may have to take at a place, in the shape that it has there, the likeliest first."""
+    """Return values that a rank should perhaps take at a place, in the shape of the operand, the likeliest first."""
     whole = one.data(pair.theirs)
     mine = alignment.joint.value((at[0], pair.mine))
     known = alignment.find((at[0], pair.mine))
     is_right_here = alignment.is_right((at[0], pair.mine))
     tells = alignment.tells((at[0], pair.mine))
     if whole is None or (tells and (known is None or known.ids is None or not is_right_here)):
-        return []  # not known to be another value: it may follow from what is wrong before it
+        return []  # it may be wrong because of an earlier operator
     ids = None if known is None or known.over else known.ids
     found = [None if ids is None else _same_rows(one, pair.theirs, whole, ids)]
     found.append(_beside(alignment, one, at, other, pair))
@@ -150,7 +151,7 @@ def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair
 
 
 def list_all_cuts(alignment: Alignment, one: OneDevice, at: At, other: Op) -> list[Cut]:
-    """Return which places of each dimension a rank has of what an operator takes."""
+    """Return which indices along each dimension a rank has of the operands and of the batch."""
     op, joint = alignment.joint.op(at), alignment.joint
     cuts = list(
         list_batch_cuts(one.program, joint.programs[at[0]], alignment.occurrence((at[0], op.results[0])))
@@ -173,7 +174,7 @@ def _find_wholes(alignment: Alignment, one: OneDevice, at: At, pair: Pair) -> li
 
 
 def _same_rows(one: OneDevice, value: int, whole: Tensor, ids: Tensor) -> Tensor | None:
-    """Return the rows of a tensor of which a rank has some elements in each of its rows."""
+    """Return the rows of a tensor from which the rank's rows are; a row of the rank may lack some elements."""
     own = one.ids(value)
     if own is None or not own.numel() or ids.ndim < 2 or own.ndim < 2 or ids.shape[-1] != own.shape[-1]:
         return None
@@ -186,7 +187,7 @@ def _same_rows(one: OneDevice, value: int, whole: Tensor, ids: Tensor) -> Tensor
 
 
 def _same_places(one: OneDevice, whole: Tensor, ids: Tensor) -> Tensor | None:
-    """Return the same places of a tensor as elements have in the one that they are from, if that is as large."""
+    """Return the elements of `whole` at the indices that `ids` have in their own tensor, if both have one size."""
     roots = one.roots(ids)
     source = one.ids(roots[0]) if len(roots) == 1 else None
     if source is None or source.numel() != whole.numel():
@@ -196,7 +197,7 @@ def _same_places(one: OneDevice, whole: Tensor, ids: Tensor) -> Tensor | None:
 
 
 def _beside(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair) -> Tensor | None:
-    """Return the elements that belong to those that a rank takes at another place of the operator."""
+    """Return the elements of one device's operand that are broadcast with the rank's elements of another operand."""
     op = alignment.joint.op(at)
     theirs = one.program.values[pair.theirs]
     wanted = alignment.joint.value((at[0], pair.mine)).shape
@@ -212,19 +213,19 @@ def _beside(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair)
 
 
 def _positions(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
-    """Return where in a value of one device elements stand; None if some do not."""
+    """Return the index of each element in a value of one device; None if one is missing or padding."""
     places = _find_places(one, value, ids)
     return None if places is None or bool((places < 0).any()) else places
 
 
 def _find_places(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
-    """Return where in a value elements stand, -1 for padding; None if some do not."""
+    """Return the index of each element in a value of one device, -1 for padding; None if one is missing."""
     places = one.find_places(value, ids)
     return places if bool(((places >= 0) | (ids == 0)).all()) else None
 
 
 def _broadcast_pick(one: OneDevice, value: int, data: Tensor | None, positions: Tensor) -> Tensor | None:
-    """Return the elements of a tensor that stand beside positions of a value with which it is broadcast."""
+    """Return the elements of a tensor at positions of a value, after broadcasting it to the shape of that value."""
     shape = one.program.values[value].shape
     try:
         return None if data is None else data.expand(shape).reshape(-1)[positions]
@@ -233,7 +234,10 @@ def _broadcast_pick(one: OneDevice, value: int, data: Tensor | None, positions: 
 
 
 def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Tensor | None:
-    """Return what an operator should make on a rank, by what one device makes of the same elements."""
+    """Return the right result of an operator on a rank, taken from the result of its counterpart.
+
+    It is the part that the rank's operands or its share of the batch select. None if no part has its shape.
+    """
     op = alignment.joint.op(at)
     if not other.results or not op.results:
         return None
@@ -263,7 +267,7 @@ def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Ten
 def _pick_rows(
     shape: tuple[int, ...], data: Tensor, positions: Tensor, wanted: tuple[int, ...]
 ) -> Tensor | None:
-    """Return the rows of a result that belong to the rows of an operand, where rows are worked on one by one."""
+    """Return the rows of a result that belong to rows of an operand, if the operator computes row by row."""
     if not shape or not wanted or not positions.numel() or not positions.ndim or data.ndim < 1:
         return None
     rows = (positions.reshape(-1, positions.shape[-1]) // shape[-1])[:, 0]
@@ -275,7 +279,7 @@ def _pick_rows(
 
 
 def _list_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits that put the total in the place of values of which each rank or micro-batch has a part."""
+    """Yield edits that replace an operand by the total if it is a part of a sum over ranks or micro-batches."""
     joint = alignment.joint
     for place in range(max((len(list(joint.op(at).reads())) for at in ops), default=0)):
         changes = Changes()
@@ -289,7 +293,7 @@ def _list_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Ite
 
 
 def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits that count once what meets a part of a sum on each rank that has one."""
+    """Yield edits that divide an operand by the number of ranks if it meets a part of a sum on each of them."""
     joint = alignment.joint
     for place in range(max((len(list(joint.op(at).reads())) for at in ops), default=0)):
         changes = Changes()
@@ -310,7 +314,7 @@ def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
 def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At]) -> Iterator[Edit]:
     """Yield edits that multiply an operand with another value, or add that to it, before an operator takes it.
 
-    `others` are values of the first operator's rank; the other operators take those made at the same place.
+    `others` are values on the rank of the first operator; the other operators get those from the same place.
     """
     joint = alignment.joint
     for place, number in enumerate(joint.op(ops[0]).reads()):
@@ -338,7 +342,7 @@ def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At
 
 
 def _same_place(alignment: Alignment, first: At, other: At, at: At) -> At | None:
-    """Return the value that stands to an operator as another one does to the first."""
+    """Return the value on the rank of `op` that corresponds to `other` on the rank of the first operator."""
     if at == first:
         return other
     joint = alignment.joint
@@ -362,9 +366,9 @@ def _apply(apply: Callable[[Tensor, Tensor], Tensor], one: Tensor, two: Tensor) 
 
 
 def list_removals(alignment: Alignment, ops: Sequence[At], depth: int = 0) -> Iterator[Edit]:
-    """Yield edits that leave an operator out: one of its operands goes on in place of its result.
+    """Yield edits that remove an operator: one of its operands replaces its result.
 
-    With a `depth` also what that operand was moved from, whatever its shape.
+    With a `depth` also values that this operand was moved from, of any shape.
     """
     joint = alignment.joint
     results = joint.op(ops[0]).results
@@ -388,7 +392,7 @@ def list_numbers(alignment: Alignment, ops: Sequence[At], numbers: Sequence[floa
     joint = alignment.joint
     op = joint.op(ops[0])
     if not op.results or joint.value((ops[0][0], op.results[0])).alias >= 0:
-        return  # sizes and places of views are as they must be
+        return  # the sizes of views are right, or nothing fits
     for place, mine in enumerate(op.args):
         if isinstance(mine, bool) or not isinstance(mine, int | float):
             continue
@@ -425,7 +429,7 @@ def _options(op: Op) -> tuple[Any, ...]:
 
 
 def _with_options(op: Op, other: Op) -> Op:
-    """Return an operator with the numbers and options of another call of it."""
+    """Return an operator with the numbers and options of another call."""
 
     def merge(mine: Any, theirs: Any) -> Any:
         if isinstance(mine, Ref):
@@ -443,7 +447,7 @@ def _plain(op: Op) -> dict[str, Any]:
 
 
 def _with_operator(op: Op, other: Op) -> Op:
-    """Return another operator on the operands of one."""
+    """Return `other` with the operands of `op`."""
     numbers = iter(list(op.refs()))
 
     def fill(value: Any) -> Any:

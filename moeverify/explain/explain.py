@@ -1,4 +1,4 @@
-"""From wrong results to causes: the stretch of unknown values, edits of it, and which of these repair it."""
+"""Finds the causes of wrong results: edits operators between right and wrong values, and keeps those that repair."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from moeverify.explain.suspects import Target, find_targets, list_unknown
 from moeverify.results.checks import Kind
 
 _VAGUE = frozenset({"removed", "inserted", "whole", "value"})
-"""Edits that say less than how a wrong result is a value of one device."""
+"""Edits that say less than a known relation of the result to a value of one device."""
 
 _SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
-"""Edits that put values of one device in place."""
+"""Edits that insert values of one device."""
 
 _MOST_SUSPECTS = 12
 _MOST_ROUNDS = 40
@@ -49,7 +49,7 @@ _LARGEST = 1e6
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Operators between right values and wrong results, in the order of the program; `ends` make these results."""
+    """Operators between right values and wrong results, in program order; `ends` compute the wrong results."""
 
     alignment: Alignment
     unknown: Sequence[At]
@@ -57,7 +57,7 @@ class _Stretch:
 
 
 class Explainer:
-    """Explains wrong results of ranks by the programs of ranks and of one device."""
+    """Explains wrong results, from the programs of the ranks and of one device."""
 
     def __init__(self, programs: Sequence[Program], one: Program, step: int, scales: Sequence[float]) -> None:
         self.joint = Joint(programs)
@@ -75,9 +75,9 @@ class Explainer:
         self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self._right)
 
     def explain(self, seconds: float, *, proves: bool = True) -> list[Cause]:
-        """Return the causes of all wrong results, as far as they are found in time.
+        """Return the causes of wrong results that are found in the given seconds.
 
-        Without `proves` just the first place: nothing is executed.
+        Without `proves` the first place is returned, and no edit is executed.
         """
         self._proves = proves
         end = time.monotonic() + seconds
@@ -99,7 +99,7 @@ class Explainer:
             for cause in causes:
                 self._add(cause)
             if state.has_other_choices():
-                self.is_done = True  # what follows cannot be executed
+                self.is_done = True  # what follows from it cannot be executed
                 break
             if not proves:
                 break
@@ -141,7 +141,7 @@ class Explainer:
             cause.residual = max(errors, default=None)
 
     def _follows(self, target: Target) -> bool:
-        """Return whether a result may be wrong for nothing but a known cause: it is computed from that, or after it.
+        """Return whether a known cause may explain a result: it is computed from the cause, or after it.
 
         Python numbers, such as the coefficient of a clip, carry a mistake where no operator shows it.
         """
@@ -156,7 +156,7 @@ class Explainer:
         return False
 
     def _patch(self, target: Target, state: Execution) -> Execution:
-        """Return the values if a target were right, so that what follows from it becomes right too."""
+        """Return the values with a target replaced by the right one, which may repair what follows from it."""
         changes = Changes()
         for rank, at in target.values.items():
             for same in self._list_copied(at):
@@ -164,7 +164,7 @@ class Explainer:
         return self.joint.execute(changes, None, state)
 
     def _list_copied(self, at: At) -> list[At]:
-        """Return a value and those of which it is a copy or a view of all elements."""
+        """Return a value, and the values that it is a full copy or full view of."""
         found = [at]
         while True:
             op = self.joint.op(self.joint.maker(found[-1]))
@@ -193,9 +193,9 @@ class Explainer:
         return op.name, self.joint.programs[cause.ops[0][0]].sites_of(op)[:1], repair
 
     def _explain_first(self, target: Target, state: Execution, end: float) -> tuple[list[Cause], Execution]:
-        """Return the causes of a wrong result, and what the ranks' values are when they are repaired.
+        """Return the causes of a wrong result, and the values of the ranks after the repair.
 
-        Causes without repairs are places alone.
+        A cause without repairs is only a place.
         """
         alignment = self.alignment.under(state)
         factor = self._find_factor(target, state)
@@ -216,14 +216,14 @@ class Explainer:
         return found
 
     def _open(self, alignment: Alignment, target: Target) -> _Stretch:
-        """Return the operators by which the first wrong results before a target, or it, are made of right values."""
+        """Return the operators from right values to the target, or to the first wrong ends of modules before it."""
         values = list(target.values.values())
         ends = self.landmarks.find_first_wrong(alignment, values)
         makers = frozenset(self.joint.maker(at) for at in (*values, *ends))
         return _Stretch(alignment, list_unknown(alignment, ends or values), makers)
 
     def _find_factor(self, target: Target, state: Execution) -> float | None:
-        """Return by which factor a result is more than the right one on all ranks where it is wrong, if by one."""
+        """Return the factor if a result is a multiple of the right one, the same on all ranks where it is wrong."""
         factors = []
         for rank, at in target.values.items():
             data, right = state.data(at), target.right[rank].reshape(-1).to(torch.float64)
@@ -236,14 +236,14 @@ class Explainer:
             if data.numel() == 1 and not any(
                 math.isclose(factor, scale, rel_tol=1e-9) for scale in self._scales
             ):
-                return None  # a number is a multiple of any other
+                return None  # any number is a multiple of any other
             factors.append(factor)
         return factors[0] if max(factors) - min(factors) <= 1e-9 * abs(factors[0]) else None
 
     def _find_kind(
         self, alignment: Alignment, target: Target, factor: float | None
     ) -> Literal["", "scale", "reduction", "moved"]:
-        """Return how wrong results are values of one device."""
+        """Return how wrong results relate to values of one device."""
         if factor is not None:
             return "scale"
         known = [alignment.find(at) for at in target.values.values()]
@@ -256,7 +256,7 @@ class Explainer:
         )
 
     def _comes_after(self, edit: Edit, suspects: set[At]) -> bool:
-        """Return whether what an edit replaces is computed from the results of suspects: these are to be repaired."""
+        """Return whether an edit replaces values computed from suspects: it would hide what is wrong in those."""
         return bool(suspects) and not suspects.isdisjoint(self.joint.list_before(list(edit.changes.values)))
 
     def _list_stretch(self, ops: Sequence[At], unknown: Sequence[At]) -> list[At]:
@@ -277,9 +277,9 @@ class Explainer:
     def _search(
         self, target: Target, state: Execution, stretch: _Stretch, end: float, depth: int
     ) -> tuple[list[Cause], Execution] | None:
-        """Find edits that together repair a target, or the next end of a module before it.
+        """Return edits that together repair a target, or the next end of a module before it.
 
-        An edit that makes the results of its operators right, but no end, is a step on the way.
+        An edit that makes only the results of its operators right is a first step, and the search goes on after it.
         """
         alignment, unknown = stretch.alignment, stretch.unknown
         suspects = list(itertools.islice(self._list_suspects(stretch), _MOST_SUSPECTS))
@@ -338,7 +338,7 @@ class Explainer:
     ) -> tuple[list[Cause], Execution]:
         """Return a chain of edits without its first, if the others repair the same by themselves.
 
-        An edit that puts a right value in place repairs what comes after it, whatever was wrong before.
+        An edit that inserts a right value repairs what follows, whatever was wrong before it.
         """
         first = set(chain[0].ops)
         later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
@@ -360,7 +360,7 @@ class Explainer:
         unknown: Sequence[At],
         suspects: Sequence[tuple[At, ...]],
     ) -> Iterator[Edit]:
-        """Yield edits that do not show by themselves whether they are right, but by what follows from them."""
+        """Yield edits whose own results cannot be compared with one device: later results decide."""
         for ops in suspects:
             yield from list_removals(alignment, ops)
         later: list[Edit] = []
@@ -382,7 +382,7 @@ class Explainer:
             yield from list_insertions(alignment, group, others)
 
     def _list_others(self, alignment: Alignment, op: At) -> list[At]:
-        """Return known values that are made in the module of an operator before it."""
+        """Return known values that the module of an operator computed before it."""
         program, rank = self.joint.programs[op[0]], op[0]
         recorded = self.joint.op(op)
         found: dict[At, None] = {}
@@ -412,7 +412,7 @@ class Explainer:
         return list(found)[:_MOST_NUMBERS]
 
     def _list_suspects(self, stretch: _Stretch) -> Iterator[tuple[At, ...]]:
-        """Yield the operators of an unknown stretch whose operands are all right, in the order of the program."""
+        """Yield operators of a stretch with right operands and wrong results, in program order, grouped by place."""
         joint, alignment = self.joint, stretch.alignment
         seen: set[At] = set()
         inside = set(stretch.unknown)
@@ -430,12 +430,12 @@ class Explainer:
             yield tuple(group) or (at,)
 
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
-        """Return whether all that an operator takes is right, as far as it can be told."""
+        """Return whether no operand of an operator is known to be wrong."""
         return not any(map(alignment.is_wrong, self.joint.needs(op)))
 
 
 def _order(target: Target) -> int:
-    """Return in which part of a step a result is made."""
+    """Return a number for the part of a step that computes a result, for sorting."""
     kind = target.mark[1]
     if kind in _AFTER_STEP:
         return len(_LATER_KINDS) + 1
@@ -443,7 +443,7 @@ def _order(target: Target) -> int:
 
 
 def _group(alignment: Alignment, ops: Sequence[At]) -> Iterator[tuple[At, ...]]:
-    """Yield operators that stand at one place of the program together, in the order of the program."""
+    """Group operators by their place of the program, in program order."""
     inside = set(ops)
     seen: set[At] = set()
     for at in ops:

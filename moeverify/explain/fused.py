@@ -1,4 +1,4 @@
-"""Fused operators, recorded as the operators that they consist of: other code may compute the same step by step."""
+"""Records fused operators as their parts, since other code may compute the same with separate operators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FUSED = (
 
 @cache
 def list_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
-    """Return the function by which each fused operator is computed, of those that this torch has."""
+    """Return a function for each fused operator of this torch version that computes it from its parts."""
     packets = [getattr(torch.ops.aten, name) for name in _FUSED if hasattr(torch.ops.aten, name)]
     found = {op: made for op, made in get_decompositions(packets).items() if isinstance(op, OpOverload)}
     own: dict[OpOverload, Callable[..., Any]] = {
@@ -59,7 +59,7 @@ def _log_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
 
 
 def _add_mask(scores: Tensor, mask: Tensor, *, alpha: float = 1) -> Any:
-    """Fill scores where a mask is added that is zero elsewhere; other sums are not taken apart."""
+    """Add a mask as a fill, if it is zero wherever it does not mask; other sums stay sums."""
     if alpha != 1 or not isinstance(mask, Tensor) or not mask.numel() or scores.dtype != mask.dtype:
         return NotImplemented
     if not mask.is_floating_point():
@@ -74,6 +74,6 @@ def _add_mask(scores: Tensor, mask: Tensor, *, alpha: float = 1) -> Any:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Let `scaled_dot_product_attention` compute by matrix products and a softmax while the block runs."""
+    """Compute `scaled_dot_product_attention` with matrix products and a softmax while the block runs."""
     with sdpa_kernel(SDPBackend.MATH):
         yield

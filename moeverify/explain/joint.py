@@ -18,12 +18,12 @@ At = tuple[int, int]
 """A rank, and the number of an operator or value of its program."""
 
 Replacement = Callable[[Callable[[int], Tensor]], list[Tensor]]
-"""Computes the results of an operator otherwise: is given a function from the number of a value to its data."""
+"""Computes the results of an operator. Its argument is a function that returns the data of a value by its number."""
 
 
 @dataclass
 class Changes:
-    """What is changed in an execution: operators that compute something else, and values that are others."""
+    """Changes of an execution: `ops` replace operators, `values` replace data."""
 
     ops: dict[At, Replacement] = field(default_factory=dict)
     values: dict[At, Tensor] = field(default_factory=dict)
@@ -36,8 +36,8 @@ class Changes:
 class Joint:
     """The programs of all ranks, whose collectives are executed together.
 
-    `order` has the operators of all ranks so that each comes after those whose results it takes, collectives after
-    what all of their ranks bring.
+    `order` sorts the operators of all ranks: each comes after those whose results it takes, and a collective after
+    the inputs of all of its ranks.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -87,12 +87,12 @@ class Joint:
         return [(rank, number) for rank, each in members for number in self._reads[rank][each]]
 
     def needs(self, op: At) -> list[At]:
-        """Return what an operator reads, and the value from which a number among its arguments was computed."""
+        """Return what an operator reads, and the value that a Python number among its arguments was computed from."""
         hidden = self.hidden(op)
         return self.reads(op) if hidden is None else [*self.reads(op), hidden]
 
     def hidden(self, op: At) -> At | None:
-        """Return the value from which a number among the arguments of an operator was computed in Python."""
+        """Return the value that a Python number among the arguments of an operator was computed from."""
         return self._hidden.get(op)
 
     def members(self, op: At) -> tuple[At, ...]:
@@ -109,7 +109,7 @@ class Joint:
                 waiting[at] = len(makers)
                 for maker in makers:
                     following.setdefault(maker, []).append(at)
-        # Ranks take turns, so that what they do at the same time stands side by side.
+        # Ranks take turns, so that operators of the same time are neighbours.
         ready = [(number, rank) for (rank, number), count in waiting.items() if count == 0]
         heapq.heapify(ready)
         order: list[At] = []
@@ -132,7 +132,7 @@ class Joint:
         return Execution(self, changes, None if wanted is None else self.list_before(wanted), base)
 
     def list_before(self, values: Iterable[At]) -> set[At]:
-        """Return the operators that values are made by, however many steps before."""
+        """Return all operators that values depend on."""
         key = tuple(values)
         if key not in self._before:
             found: set[At] = set()
@@ -191,7 +191,7 @@ class Execution:
 
     @classmethod
     def meet_with(cls, joint: Joint, op: At, brought: Mapping[At, Tensor]) -> list[Tensor]:
-        """Return what a rank gets of a collective to which ranks bring other data.
+        """Return the outputs of a collective on one rank, given other inputs of the ranks.
 
         Raises: NotExecutable
         """
@@ -199,15 +199,15 @@ class Execution:
         return execution._meet(op, joint.op(op))
 
     def changed(self) -> Mapping[At, Tensor]:
-        """Return all values that are others now."""
+        """Return all values that have changed."""
         return self._data
 
     def _run(self, op: At) -> list[At]:
-        """Execute an operator and return which of its results are others now."""
+        """Execute an operator and return which of its results have changed."""
         rank, recorded = op[0], self._joint.op(op)
         results = [(rank, number) for number in recorded.results]
         if recorded.meeting is None and op not in self.changes.ops and is_random(recorded):
-            return []  # what it has drawn depends on no value
+            return []  # random numbers depend on no value
         hidden = self._joint.hidden(op)
         if (hidden is not None and hidden in self._data) or any(
             source in self.tainted for source in self._joint.sources(op)
@@ -263,7 +263,7 @@ class Execution:
             options = [members[rank].kwargs for rank in ranks]
             try:
                 flat = meet(kind, options, brought, ranks.index(op[0]))
-            except RuntimeError as error:  # what ranks bring has other sizes under changes
+            except RuntimeError as error:  # inputs have other sizes under changes
                 raise NotExecutable(str(error)) from error
         return _cut(flat, recorded.kwargs["shapes"])
 
@@ -275,7 +275,7 @@ class Execution:
 
 
 def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Cut what a rank gets into its outputs."""
+    """Split the flat result of a rank into its outputs."""
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     if sum(sizes) > flat.numel():
         raise NotExecutable("a collective that fills less than its outputs")
@@ -294,7 +294,7 @@ def is_same(one: Tensor, two: Tensor | None) -> bool:
     sizes = two.abs().nan_to_num(0.0)
     largest = sizes.max()
     others = sizes[sizes < largest]
-    # A mask fills in one large number: it is no measure of the others.
+    # A mask fills in one large number, which would raise the tolerance of all others.
     is_filled = others.numel() and int((sizes == largest).sum()) > 1
     scale = float(others.max() if is_filled else largest)
     return bool(

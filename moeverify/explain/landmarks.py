@@ -13,7 +13,7 @@ EndName = tuple[str, bool, int]
 """Module, whether a gradient, and which of several tensors."""
 
 _MOST_FOLLOWED = 60
-"""Operators that may follow from a result that is no longer wrong after them."""
+"""Most operators that are followed from an end that looks wrong to values that are right again."""
 
 
 class Landmarks:
@@ -38,11 +38,11 @@ class Landmarks:
         return at[1] in self.by_rank[at[0]]
 
     def list_right(self, at: At) -> list[int]:
-        """Return the values of one device at the same end of a module, in the order in which they are made."""
+        """Return the values of one device at the same end of a module, in program order."""
         return sorted(self._right.get(self.by_rank[at[0]][at[1]], ()))
 
     def is_right(self, at: At, alignment: Alignment) -> bool:
-        """Return whether the end of a module has elements of that of one device."""
+        """Return whether the end of a module has elements of the same end on one device."""
         known = alignment.find(at)
         if known is None or known.ids is None:
             return False

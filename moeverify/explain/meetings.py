@@ -1,4 +1,4 @@
-"""Collectives in one form, whatever way of torch issued them, so that a joint program can execute them."""
+"""Collectives in one form for all APIs of torch, so that a joint program can execute them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REDUCTIONS = ("sum", "avg", "product", "min", "max")
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: its kind, what this rank brings, what it fills or returns, and its parameters.
+    """One collective: its kind, its inputs and outputs on this rank, and its parameters.
 
     `inputs` and `outputs` are tensors in the order of ranks where there is one for each rank. A functional collective
     has no `outputs`: its results are new tensors.
@@ -33,7 +33,7 @@ class Call:
     target: int = -1
 
 
-# Of the operators of `c10d`: kind, position of what is filled, of what is brought (-1: nothing).
+# Of the operators of `c10d`: kind, position of the outputs, position of the inputs (-1: none).
 _FILLING = {
     "allreduce_": ("all_reduce", 0, 0),
     "allreduce_coalesced_": ("all_reduce", 0, 0),
@@ -149,15 +149,15 @@ def _flatten(value: Any) -> list[Tensor]:
 
 
 MOVING = frozenset({"all_gather", "all_to_all", "broadcast", "gather", "recv", "scatter"})
-"""Collectives whose results consist of elements that ranks bring."""
+"""Collectives whose results consist of elements of their inputs."""
 
 
 def execute(
     kind: str, options: Sequence[Mapping[str, Any]], brought: Sequence[Sequence[Tensor]], own: int
 ) -> Tensor:
-    """Return what the rank at place `own` of a group gets: all its outputs, flattened one after the other.
+    """Return all outputs of the rank at place `own` of a group, flattened and concatenated.
 
-    `options` and `brought` have the options and the inputs of each rank of the group, by its place.
+    `options` and `brought` have the options and inputs of each rank, in the order of the group.
     """
     mine = brought[own]
     if kind in ("all_reduce", "reduce"):

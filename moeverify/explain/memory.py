@@ -1,4 +1,4 @@
-"""What a recording knows of memory: which value lies where, and which collectives may still be using it."""
+"""The state of memory during a recording: the value at each place, and collectives that may still use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Use:
 
 @dataclass
 class Memory:
-    """What is known of one storage: which value lies where, and the writes that are not covered by later ones."""
+    """The state of one storage: the value at each place, and the writes that no later write covers."""
 
     storage: StorageWeakRef
     epoch: int = 0
@@ -35,7 +35,7 @@ class Memory:
 
 @dataclass
 class Pending:
-    """Results of a collective that are in memory only when it is waited for."""
+    """Results of a collective, which are in memory only after the program has waited for it."""
 
     values: list[int]
     tensors: list[Tensor]

@@ -10,9 +10,9 @@ _MOST_SIMPLE = 4096.0
 
 
 def list_hidden_reads(program: Program) -> Mapping[int, int]:
-    """Return, by operator, the value from which a number among its arguments was likely computed in Python.
+    """Return, by operator, the value that a number among its arguments was probably computed from in Python.
 
-    It is the tensor of the same number, or else the last one that the same function has read a number of.
+    It is a tensor with the same number, or else the last tensor that the same function has read a number from.
     """
     exact: dict[float, int] = {}
     last: dict[tuple[str, str], int] = {}
@@ -40,7 +40,7 @@ def _functions(op: Op) -> list[tuple[str, str]]:
 
 
 def _list_telling(program: Program, op: Op) -> list[float]:
-    """Return the numbers of an operator that are no constants: neither whole nor quotients of small numbers."""
+    """Return the numbers of an operator that are hardly constants: neither whole nor quotients of small numbers."""
     if op.name == f"memory.{LEAF}":
         data = program.values[op.results[0]].data
         numbers = [float(data)] if data is not None and data.numel() == 1 and data.is_floating_point() else []

@@ -13,7 +13,7 @@ from moeverify.explain.program import BATCH, SETUP, Op, Program, Site
 from moeverify.results.operator_table import CallSite, Operator, OperatorList, OperatorResult, Phase
 
 MOST_OPERATORS = 20_000
-"""Operators that are listed of a process."""
+"""Most operators in the list of one process."""
 
 _MOST_SITES = 3
 
@@ -24,7 +24,7 @@ class Listed:
 
     `data` has the results of each operator; None where they were not kept. `numbers` are those of the same values and
     `ops` those of the operators in the recorded program. `taken` has for each operator the results that it takes,
-    themselves or views of them, as (operator, result); those that are not listed are left out.
+    or takes views of, as (operator, result), without those that are not listed.
     """
 
     operators: OperatorList
@@ -80,12 +80,12 @@ def _list_taken(program: Program, op: Op, makers: Mapping[int, tuple[int, int]])
 
 
 def _name(op: Op) -> str:
-    """Return the name of an operator without its namespace, where that is that of torch."""
+    """Return the name of an operator, without the namespace of torch."""
     return op.name.removeprefix("aten.")
 
 
 def _find_phase(op: Op, last: int | None) -> Phase:
-    """Return the part of the step; what comes after the last derivative belongs to the optimizer's part."""
+    """Return the part of the step; operators after the last derivative belong to the optimizer."""
     if op.step == SETUP:
         return "setup"
     if op.phase == "forward" and last is not None and op.number > last:
@@ -105,7 +105,7 @@ def _describe_input(program: Program, number: int, places: dict[int, int]) -> in
 
 
 def name_value(program: Program, number: int) -> str:
-    """Return the name of a value, or what made it and when."""
+    """Return the name of a value, or the operator and step that computed it."""
     value = program.values[number]
     maker = program.ops[value.op]
     when = "before the first step" if maker.step == SETUP else f"of step {maker.step}"

@@ -24,17 +24,17 @@ from moeverify.results.operator_table import (
 )
 
 BOUNDS: Mapping[str, float] = {"float64": 1e-8, "float32": 2.0**-13, "bfloat16": 2.0**-4, "float16": 2.0**-4}
-"""The largest relative error of a match where nothing computes in a narrower dtype."""
+"""Largest relative error of a match, by the narrowest dtype of any computation."""
 
 _MOST_CANDIDATES = 5
 _MOST_CALLS = 16
-"""Calls at one place of the program whose results may be added."""
+"""Most calls at one place of the program whose results are added."""
 
 _MOST_LIKELY = 3
 _MOST_RESULTS = 16
 _MOST_REFERENCES = 1024
 _ORDER = ("uncompared", "match", "multiple", "alone", "shape", "differs")
-"""Outcomes of the results of one operator: the last of them is that of the operator."""
+"""Outcomes of results, sorted: an operator has the last outcome among its results."""
 
 Key = tuple[object, ...]
 
@@ -45,17 +45,17 @@ ResultAt = tuple[int, int, int]
 """A rank, the position of an operator, and that of its result."""
 
 LookUp = Callable[[int, int], Compared | None]
-"""Returns what is known otherwise of a value of a rank, by its number in the recorded program."""
+"""Looks up a value by its content. Arguments: the rank, and the number of the value in the recorded program."""
 
 
 def choose_bound(lists: Iterable[Listed]) -> float:
-    """Return the largest relative error of a match: that of the narrowest dtype in which something computes."""
+    """Return the largest relative error of a match, for the narrowest dtype of any computation."""
     dtypes = {result.dtype for each in lists for op in each.operators.operators for result in op.results}
     return max((BOUNDS[dtype] for dtype in dtypes if dtype in BOUNDS), default=BOUNDS["float64"])
 
 
 def list_keys(operators: OperatorList) -> Iterator[tuple[Key, ...]]:
-    """Yield for each operator what it has in common with its counterparts, the narrowest first."""
+    """Yield for each operator the keys that it shares with counterparts, the strictest first."""
     counts: dict[tuple[int, str], int] = {}
     for op in operators.operators:
         # The derivative of one operator may call an operator twice, for two operands.
@@ -71,7 +71,7 @@ def list_keys(operators: OperatorList) -> Iterator[tuple[Key, ...]]:
 
 @dataclass(frozen=True)
 class _Found:
-    """A result of an operator of the other side with the relation to it; `over` says of which sum it is a part."""
+    """A result on the other side and the relation to it; `over` names the sum of which the value is a part."""
 
     other: At
     slot: int
@@ -81,7 +81,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Others:
-    """Possible counterparts, the likeliest first; one of the first `num_near` is that, whatever it returns."""
+    """Possible counterparts, the likeliest first; the first `num_near` are accepted whatever they return."""
 
     ops: tuple[At, ...]
     num_near: int
@@ -100,7 +100,7 @@ def make_table(
     causes: Iterable[At] = (),
     notes: Sequence[str] = (),
 ) -> OperatorTable:
-    """Return the operators of both sides with their comparison, as far as that goes in so many seconds.
+    """Return the operators of both sides with the comparisons that were made within the given seconds.
 
     `names` are those of the sides, `causes` the first wrong operators of `actual` by rank and number in the program.
     """
@@ -173,10 +173,10 @@ class _Comparison:
         self._sums: dict[tuple[bool, tuple[At, ...], int], Tensor | None] = {}
 
     def compare(self, seconds: float) -> tuple[list[tuple[Compared, ...]], int]:
-        """Return the comparisons of all ranks, and how many operators are not compared since the time is over."""
+        """Return the comparisons of all ranks, and how many operators were not compared for lack of time."""
         end, late = time.monotonic() + seconds, 0
         rows: list[tuple[Compared, ...]] = []
-        # Side by side: what is left out at the end is the same part of the step on all ranks.
+        # Ranks take turns, so that all ranks lack the same part of the step when the time is over.
         found: list[list[Compared]] = [[] for _ in self._actual]
         for place in range(max((len(keys) for keys in self._keys), default=0)):
             is_late = time.monotonic() > end
@@ -189,7 +189,7 @@ class _Comparison:
         return rows, late
 
     def _compare(self, at: At) -> Compared:
-        """Return how the results of an operator relate to the other side."""
+        """Return how the results of an operator relate to results of the other side."""
         listed, place = self._actual[at[0]], at[1]
         others = self._list_others(at)
         made = [
@@ -216,7 +216,7 @@ class _Comparison:
         return _Others(tuple(found)[:_MOST_CANDIDATES], max(num_near, len(likely[:1])))
 
     def _list_derivatives(self, at: At) -> list[At]:
-        """Return the operators of its name that derive the counterpart of what an operator derives."""
+        """Return operators of the same name that are derivatives of the counterpart of its forward operator."""
         op = self._actual[at[0]].operators.operators[at[1]]
         derived = self._counterparts.get((at[0], op.origin, 0))
         return (
@@ -226,7 +226,7 @@ class _Comparison:
         )
 
     def _list_readers(self, at: At) -> list[At]:
-        """Return the operators of its name that take most of the counterparts of what an operator takes."""
+        """Return operators with the same name that take most of the counterparts of this operator's operands."""
         counts: dict[At, int] = {}
         name = self._actual[at[0]].operators.operators[at[1]].name
         for place, slot in self._actual[at[0]].taken[at[1]]:
@@ -237,7 +237,7 @@ class _Comparison:
         return self._sort_by_occurrence(at, [each for each, count in counts.items() if count == most])
 
     def _sort_by_occurrence(self, at: At, others: Sequence[At]) -> list[At]:
-        """Return operators at one place of the program, those first that come as often before them."""
+        """Return operators at one place of the program, first those with the same number of calls before them."""
         same = [each for each in others if each[0] == at[0]]
         found = same if same and len(self._expected) == len(self._actual) else others
         if len(found) < 2:
@@ -267,7 +267,7 @@ class _Comparison:
         return Compared(outcome="shape", other=nearest[1], other_rank=nearest[0])
 
     def _place_known(self, at: At, slot: int, data: Tensor, known: Compared) -> Compared:
-        """Return what is known of a value, with its place in the result of its counterpart where it has one."""
+        """Return the known relation of a value, with its place in the result of its counterpart if there is one."""
         if known.other < 0:
             return known
         other = known.other_rank, known.other
@@ -277,11 +277,11 @@ class _Comparison:
         return self._describe(found) if is_part and found is not None else known
 
     def _find_nearest(self, data: Tensor, slot: int, others: Sequence[At]) -> _Found | None:
-        """Return the result of the other side that is nearest; None where none has a part of this shape."""
+        """Return the nearest result of the other side; None if none has a part with this shape."""
         best: _Found | None = None
         for other in others:
             results = self._expected[other[0]].data[other[1]]
-            # Of a tensor that is taken apart, ranks may have other parts.
+            # Ranks may split a tensor into other parts.
             for place in sorted(range(len(results)), key=lambda each: (each != slot, each))[:_MOST_RESULTS]:
                 theirs = results[place]
                 if theirs is None or theirs.is_floating_point() != data.is_floating_point():
@@ -296,7 +296,7 @@ class _Comparison:
         return best
 
     def _refer(self, key: ResultAt, data: Tensor) -> Reference:
-        """Return a result of the other side to look up values in; the last ones are kept."""
+        """Return a result of the other side as a reference; recent ones are cached."""
         if key not in self._references:
             if len(self._references) >= _MOST_REFERENCES:
                 self._references.pop(next(iter(self._references)))
@@ -316,7 +316,7 @@ class _Comparison:
         )
 
     def _find_sum(self, at: At, slot: int, data: Tensor, others: Sequence[At]) -> _Found | None:
-        """Return of which sum a value is a part: over ranks, or over calls at one place of the program."""
+        """Return the sum of which a value is a part: over ranks, or over calls at one place of the program."""
         if data.dtype == torch.bool or not others:
             return None
         for over, parts in self._list_sums(at):
@@ -331,7 +331,7 @@ class _Comparison:
     def _find_total(self, at: At, slot: int) -> _Found | None:
         """Return whether the results of all calls at a place of the program add up to those of the other side.
 
-        Micro-batches of a rank may have other rows than those of one device.
+        The rows of micro-batches may differ between a rank and one device.
         """
         key = self._keys[at[0]][at[1]][0]
         theirs: Sequence[At] = self._others.get(key, ())
@@ -362,7 +362,7 @@ class _Comparison:
             yield "part of a sum over calls", tuple((at[0], place) for place in own[at[0]])
 
     def _add(self, side: Sequence[Listed], parts: Sequence[At], slot: int) -> Tensor | None:
-        """Return the sum of results; None where they have several shapes, or were not kept."""
+        """Return the sum of results; None if their shapes differ or one was not kept."""
         key = side is self._actual, tuple(parts), slot
         if key not in self._sums:
             values = [side[rank].data[place] for rank, place in parts]
@@ -373,7 +373,7 @@ class _Comparison:
         return self._sums[key]
 
     def _list_groups(self) -> list[tuple[int, ...]]:
-        """Return the groups of ranks over which a sum may run: those of the collectives, then all."""
+        """Return the groups of ranks that a sum may be over: those of the collectives, then all ranks."""
         groups = {
             op.ranks: None
             for listed in self._actual
@@ -386,7 +386,7 @@ class _Comparison:
 
 
 def _is_blank(op: Operator) -> bool:
-    """Return whether an operator makes memory without writing it."""
+    """Return whether an operator allocates memory without writing it."""
     return op.name.startswith(("empty", "new_empty"))
 
 

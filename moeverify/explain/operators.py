@@ -40,7 +40,7 @@ def find(name: str) -> OpOverload:
 
 
 def is_random(op: Op) -> bool:
-    """Return whether an operator draws random numbers, or returns memory as it happens to be."""
+    """Return whether an operator draws random numbers, or returns memory with arbitrary contents."""
     space, packet, *_ = op.name.split(".")
     if space == "memory":
         return packet in (LEAF, UNSEEN)
@@ -50,7 +50,7 @@ def is_random(op: Op) -> bool:
 
 
 def _has_dropout(op: Op) -> bool:
-    """Return whether an operator that can draw random numbers does so: attention without dropout does not."""
+    """Return whether a call uses dropout, if its operator has any; other random operators always draw."""
     for place, argument in enumerate(find(op.name)._schema.arguments):
         if argument.name == "dropout_p":
             given = (
@@ -97,7 +97,7 @@ def execute_all(
         changed += _list(copies)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an `out` of another size, where sizes have changed
+            warnings.simplefilter("ignore")  # `out` has another size, since sizes have changed
             result = _call(name, func, values, by_name)
     except (RuntimeError, TypeError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
         raise NotExecutable(f"{name}: {error}") from error
@@ -110,7 +110,7 @@ def _takes_empty(args: Sequence[Any], lookup: Lookup) -> bool:
 
 
 def execute(func: OpOverload, args: Any, named: Mapping[str, Any], lookup: Lookup) -> Any:
-    """Return what an operator returns that writes nothing."""
+    """Return the results of an operator that writes nothing."""
     name = f"{func.namespace}.{func.overloadpacket.__name__}.{func._overloadname}"
     values = [_fill(each, lookup) for each in args]
     return _call(name, func, values, {key: _fill(each, lookup) for key, each in named.items()})
@@ -147,7 +147,7 @@ def _list(value: Any) -> list[Tensor]:
 
 
 def _read(op: Op, lookup: Lookup) -> Tensor:
-    """Put parts together as they were written, and return what lies at a place."""
+    """Assemble parts as they were written, and return the data at a place."""
     sources, places, wanted, size = op.args
     parts = [_fill(each, lookup) for each in sources]
     memory = torch.zeros(size, dtype=parts[0].dtype)

@@ -25,16 +25,16 @@ READ = "read"
 """Pseudo-operator: reads memory that several operators have written parts of. Arguments: the parts, as written."""
 
 OVERWRITING = frozenset({"copy", "zero", "fill", "normal", "uniform", "all_gather_copy_in", "arange"})
-"""Operators that overwrite the tensor that they are given; besides them, named outputs (`out=`) are overwritten."""
+"""Operators that overwrite a tensor argument without reading it. Named outputs (`out=`) are overwritten too."""
 
 BATCH = "batch "
-"""What the labels of a batch's tensors begin with: tokens, targets and whatever else a step is given."""
+"""Prefix of the labels of a batch's tensors: tokens, targets and other inputs of a step."""
 
 Mark = tuple[int, str, str]
 """Step, kind and name of a tensor that the training loop shows, such as (0, "gradient", "embed.weight")."""
 
 SETUP = -1
-"""The step of what runs before the first step: the model is made, divided and loaded."""
+"""Step number of what runs before the first step: the model is built, sharded and loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A call in a line of source code. `offset` is that of its bytecode, which tells calls of one line apart.
+    """A call in a line of source code. `offset` is that of its bytecode, which distinguishes calls of one line.
 
-    `span` is where its expression is: the first line and column, the last line and column; columns count bytes.
+    `span` is the position of its expression: first line and column, last line and column; columns count bytes.
     """
 
     file: str
@@ -162,7 +162,7 @@ class Value:
 
     @property
     def is_floating(self) -> bool:
-        """Return whether it has numbers, and not whole numbers or a mask."""
+        """Return whether it has a floating-point dtype."""
         return self.dtype.startswith(("float", "bfloat"))
 
 

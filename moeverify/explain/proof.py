@@ -19,7 +19,7 @@ from moeverify.explain.suspects import Target, is_target_right
 
 
 class Proof:
-    """Executes changes. `right` are the results that are right without them, and have to stay so."""
+    """Executes changes. `right` are results that are right without them, and have to stay right."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Proof:
         self._landmarks, self._right = landmarks, right
 
     def is_local(self, edit: Edit, state: Execution) -> bool:
-        """Return whether an edit makes the results of its operators those of their counterparts."""
+        """Return whether the operators have the results of their counterparts after an edit."""
         if edit.kind in ("value", "removed"):
             return False
         if edit.kind == "returned":
@@ -53,7 +53,7 @@ class Proof:
         return True
 
     def _is_number_of(self, data: Tensor | None, other: Op | None) -> bool:
-        """Return whether a number, which no elements tell from others, is what an operator of one device makes."""
+        """Return whether a value that does not `tell`, such as one number, is the result of the counterpart."""
         right = self._one.data(other.results[0]) if other is not None and other.results else None
         if data is None or right is None or says_something(data) or data.shape != right.shape:
             return False
@@ -62,7 +62,7 @@ class Proof:
     def repairs(
         self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
     ) -> Execution | None:
-        """Return the values under an edit if it makes the target right, or what comes before it."""
+        """Return the values after an edit if the target, or the next landmarks before it, are right then."""
         if not target.tells():
             return None
         marks = self._next_landmarks(edit, unknown)
@@ -74,12 +74,12 @@ class Proof:
             return None
         if self.is_repaired(target, after):
             return after
-        # What cannot be executed further is judged by the next results that can be.
+        # The target cannot be computed again: the next results that can be computed decide.
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
         return after if (marks and is_open) or self._advances(edit, done, state) else None
 
     def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
-        """Return whether a result of an edit has another shape: a rank that has a part has sizes of its own."""
+        """Return whether a result has another shape after an edit; recorded sizes may not fit then."""
         results = [(op[0], number) for op in edit.ops for number in self._joint.op(op).results]
         found = ((at, after.data(at)) for at in results)
         return any(
@@ -87,7 +87,7 @@ class Proof:
         )
 
     def _breaks(self, after: Execution) -> bool:
-        """Return whether results that were right are not any more."""
+        """Return whether results that were right before are wrong now."""
         changed = after.changed()
         return any(
             at in changed and at not in after.tainted and not is_target_right(changed[at], target, rank)
@@ -119,7 +119,7 @@ class Proof:
         return num_beyond > 1
 
     def _next_landmarks(self, edit: Edit, unknown: Sequence[At]) -> list[At]:
-        """Return the ends of modules that are made next of what an edit changes, on each rank."""
+        """Return the first ends of modules on each rank that are computed from what an edit changes."""
         joint, inside = self._joint, set(unknown)
         found: dict[int, At] = {}
         first = () if edit.kind == "returned" else edit.ops

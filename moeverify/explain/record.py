@@ -59,24 +59,24 @@ from moeverify.layout.region import Region
 from moeverify.train.module_taps import list_floats
 
 MOST_ELEMENTS = 1 << 28
-"""Elements that are kept of the values of a step: 2 GiB in float64."""
+"""Most elements that are kept of the values of a step: 2 GiB in float64."""
 
 _SAME = frozenset({"detach", "alias", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd"})
-"""Operators whose result is the very tensor that they take."""
+"""Operators whose result is the tensor that they take."""
 
 _READERS = {"c10d": read_filling, "_c10d_functional": read_returning}
-"""By namespace, what reads the call of a collective from its arguments."""
+"""By namespace: the function that reads a collective from the arguments of its operator."""
 
 _NO_NODE = 1 << 63
-"""Sequence numbers of autograd from here on belong to no operator: gradients are accumulated."""
+"""Sequence numbers of autograd from this one on belong to no operator, but to the accumulation of gradients."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
     """Records into `program` what this process computes while `recording` is entered.
 
-    Tensors are known by their memory, so that a detached tensor, one that autograd has saved and a gathered parameter
-    are the values that they are. Values are compared with the memory at each use: a change that no operator made is
-    recorded as `UNSEEN`. Subclasses of tensors are seen as the plain tensors that they hold.
+    Tensors are identified by their memory, so that a detached tensor, a tensor that autograd has saved and a gathered
+    parameter keep their values. Values are compared with the memory at each use: a change that no operator made is
+    recorded as `UNSEEN`. Tensor subclasses are recorded as the plain tensors that they hold.
     """
 
     supports_higher_order_operators = True
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._sequences: dict[tuple[Any, ...], int] = {}
 
     def name_tensors(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Give tensors that exist already the labels that their values will have."""
+        """Set the labels of the values of tensors that exist already."""
         for name, tensor in named:
             with _disable_current_modes():
                 local = local_part(tensor.detach())
@@ -113,15 +113,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                     self.program.values[self._find(local)].label = name
 
     def name_modules(self, model: nn.Module) -> None:
-        """Know modules by their names."""
+        """Set the names of modules."""
         self._fqns |= {id(module): logical_name(name) for name, module in model.named_modules()}
 
     @contextmanager
     def recording(self, *, hooks_optimizers: bool = True) -> Iterator[None]:
         """Record while the block runs.
 
-        Without `hooks_optimizers` operators of optimizers are not told from others; the block may then end in a hook
-        of an optimizer's step, whose hooks must not change meanwhile.
+        Without `hooks_optimizers`, operators of optimizers are not distinguished from others. The block may then end
+        in a hook of an optimizer's step, where the hooks of optimizers must not change.
         """
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             self.program.marks[step, kind, name] = Shown(value, region)
 
     def begin_step(self, step: int) -> None:
-        """Count the operators that follow to a step."""
+        """Attribute the operators that follow to a step."""
         self._step = step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return func(*args, **named) if func.namespace == "c10d" else self._note(func, args, named)
 
     def _note(self, func: OpOverload, args: Any, named: dict[str, Any]) -> Any:
-        """Call an operator that is no collective, and record it, or those that it consists of."""
+        """Call an operator that is no collective, and record it or its parts."""
         if func.overloadpacket.__name__ in _SAME:
             result = func(*args, **named)
             self._note_same(args, result)
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         written: tuple[int | str, ...],
         count: int,
     ) -> Any:
-        """Record an operator on lists as one on each of their members, which have nothing to do with each other."""
+        """Record an operator on lists as one operator for each member, since members are independent."""
         ops = [
             self._begin(name_of(func), member(taken, i, count), member_of(taken_named, i, count), written)
             for i in range(count)
@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return result
 
     def _expect(self, op: Op, call: Call, result: Any) -> Iterator[int]:
-        """Yield the values that a collective will have filled in when it is waited for."""
+        """Yield the values of the outputs of a collective, which are filled in when the program waits for it."""
         returned = result[-1] if isinstance(result, tuple | list) else result
         work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
         direct = is_direct(4)
@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             memory.uses = [use for use in memory.uses if use.work is not work]
 
     def _complete(self, pending: Pending) -> None:
-        """Keep what a collective has filled in."""
+        """Keep the data of the outputs of a collective."""
         self._pending.remove(pending)
         with _disable_current_modes():
             for number, tensor in zip(pending.values, pending.tensors, strict=True):
@@ -313,7 +313,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                     value.data = self._copy(tensor)
 
     def _check_race(self, tensor: Tensor, kind: str) -> None:
-        """Note a use of memory that a collective is still using; see `Race`."""
+        """Record a use of memory that a collective may still be using; see `Race`."""
         memory = self._memories.get(storage_of(tensor))
         for use in memory.uses if memory is not None else ():
             if use.work is self._waits.in_callback:
@@ -345,7 +345,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return op
 
     def _note_same(self, args: Any, result: Any) -> None:
-        """Know a result by the value of what it was made from, where it does not share its memory."""
+        """Give a result that is the same tensor in other memory the value of its operand."""
         for source, tensor in zip(list_tensors(args), list_tensors(result), strict=False):
             if storage_of(tensor) != storage_of(source):
                 number = self._find(source)
@@ -363,7 +363,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return memory
 
     def _view(self, func: OpOverload, args: Any, named: Any) -> list[Tensor]:
-        """Return the same views of the copies that are kept, which need no memory of their own."""
+        """Return the same views of the kept copies, which need no further memory."""
         try:
             return list_tensors(execute(func, args, named, lambda number: self.program.values[number].data))
         except (NotExecutable, AttributeError, RuntimeError, TypeError):
@@ -411,7 +411,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
 
     def _find(self, tensor: Tensor) -> int:
-        """Return the value of a tensor, a new one where nothing recorded has made it."""
+        """Return the value of a tensor; a new value if no recorded operator computed it."""
         with _disable_current_modes():
             memory, geometry = self._memory(tensor), geometry_of(tensor)
             if memory.uses:
@@ -428,7 +428,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             return number
 
     def _read(self, memory: Memory, tensor: Tensor, geometry: Geometry) -> int:
-        """Return the value of memory that was written in parts, or that nothing recorded has written."""
+        """Return the value of memory that was written in parts, or that no recorded operator has written."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         same_dtype = all(
             self.program.values[number].dtype == str(tensor.dtype)[6:] for number, _ in memory.writes

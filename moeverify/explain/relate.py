@@ -13,7 +13,7 @@ from torch import Tensor
 
 _MOST_BLOCKS = 64
 _LEAST_ELEMENTS = 4
-"""Of fewer elements, one tensor may be a multiple of another by chance."""
+"""Fewest elements for a multiple: with fewer, one tensor may be a multiple of another by chance."""
 
 _INFINITE = 1e30
 _NUM_SAMPLES = 8
@@ -33,9 +33,9 @@ class Relation:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Equal blocks of a tensor as rows of a matrix, with their norms; `counts` are those along each dim.
+    """Blocks of equal shape as rows of a matrix, with their norms; `counts` has their number along each dim.
 
-    Elements without a size (`holes`, None if there are none) are 0 in them.
+    Elements that are not finite (`holes`, None if there are none) are 0 in them.
     """
 
     rows: Tensor
@@ -57,7 +57,7 @@ class Reference:
         self._rows: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def relate(self, mine: Tensor) -> Relation | None:
-        """Return the part that a tensor is nearest to; None if no part has its shape."""
+        """Return the part that is nearest to a tensor; None if no part has its shape."""
         if not mine.numel():
             return Relation("empty", 0.0) if mine.ndim == self._data.ndim else None
         blocks = self._cut(mine.shape)
@@ -80,7 +80,7 @@ class Reference:
     def _find_multiple(
         self, flat: Tensor, shape: Sequence[int], blocks: _Blocks, dots: Tensor
     ) -> Relation | None:
-        """Return of which block a tensor is a multiple; None if it is none."""
+        """Return the block of which a tensor is a multiple; None if there is none."""
         if len(flat) < _LEAST_ELEMENTS:
             return None
         best = int((dots.abs() / blocks.norms).nan_to_num(0.0, 0.0, 0.0).argmax())
@@ -92,7 +92,7 @@ class Reference:
         return Relation(self._name(blocks, shape, best), error, factor) if error <= self._bound else None
 
     def _cut(self, shape: Sequence[int]) -> _Blocks | None:
-        """Return the blocks of a shape; None where the tensor is not made of equal ones."""
+        """Split the tensor into blocks of a shape; None if that is impossible."""
         key = tuple(shape)
         if key not in self._blocks:
             self._blocks[key] = self._cut_anew(key)
@@ -127,7 +127,7 @@ class Reference:
         return ", ".join(reversed(names)) or "whole"
 
     def _find_rows(self, mine: Tensor) -> Relation | None:
-        """Return where the rows of a tensor are among those of this one; None if some are nowhere."""
+        """Return the positions of a tensor's rows in this tensor; None if a row is missing."""
         if mine.numel() == self._data.numel() and mine.dtype == self._data.dtype:
             error = measure_error(mine.reshape(-1), self._data.reshape(-1))
             if error <= self._bound:
@@ -156,7 +156,7 @@ class Reference:
         return measure_error(samples, part[found]) <= self._bound
 
     def _look_up(self, rows: Tensor, width: int, block: int) -> tuple[Tensor, Tensor]:
-        """Return the rows of this tensor, and for each row of another one which of them is the likeliest.
+        """Return the rows of this tensor, and for each row of another tensor the index of the likeliest of them.
 
         Rows are found by their projections on one random vector. Shapes: `rows` (n, h); (m, h) and (n,).
         """
@@ -174,7 +174,7 @@ class Reference:
 
 
 def measure_error(mine: Tensor, right: Tensor) -> float:
-    """Return the norm of the difference by the norm of the second; of whole numbers the share that differs."""
+    """Return the norm of the difference, divided by the second norm; for whole numbers the share that differs."""
     if not mine.numel():
         return 0.0
     if not (_is_real(mine) or mine.is_complex()):
@@ -186,7 +186,7 @@ def measure_error(mine: Tensor, right: Tensor) -> float:
 
 
 def _fill(data: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor with 0 for infinities, NaN and what stands for infinity in a mask, and where these are."""
+    """Replace infinities, NaN and the fill values of masks by 0; return the tensor and where these were."""
     holes = ~(data.abs() < _INFINITE)
     return (data.masked_fill(holes, 0.0), holes) if bool(holes.any()) else (data, None)
 

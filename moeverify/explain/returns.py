@@ -1,4 +1,4 @@
-"""Edits that make a module return the value that it returns on one device, where it returns another one of these."""
+"""Edits for a module that returns one value where it returns another one on one device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from moeverify.explain.program import Op
 def list_returns(
     alignment: Alignment, one: OneDevice, landmarks: Landmarks, ops: Sequence[At]
 ) -> Iterator[Edit]:
-    """Yield edits that give the users outside a module what it returns on one device.
+    """Yield edits that replace the output of a module, for its users outside, by the output on one device.
 
-    `ops` make ends of the module that are known, and are not what the same end is on one device.
+    `ops` compute outputs of the module that are known, but are not the same output on one device.
     """
     joint = alignment.joint
     ends = [
@@ -47,7 +47,7 @@ def list_returns(
 def _find_right(
     alignment: Alignment, one: OneDevice, landmarks: Landmarks, end: At
 ) -> tuple[Tensor, Op] | None:
-    """Return the part of what one device returns that a rank should return, and the operator that makes it there."""
+    """Return the part of one device's output that a rank should return, and the operator that computes it."""
     joint = alignment.joint
     known = alignment.find(end)
     if known is None or known.ids is None or known.over or known.scale != 1.0:
@@ -66,5 +66,5 @@ def _is_inside(inner: str, module: str) -> bool:
 
 
 def _run_with(op: Op, number: int, data: Tensor) -> Callable[[Callable[[int], Tensor]], list[Tensor]]:
-    """Return an operator that takes other data in place of a value."""
+    """Return an operator that takes other data for one of its operands."""
     return lambda lookup: run(op, lambda each: data if each == number else lookup(each))

@@ -1,4 +1,4 @@
-"""Where an operator is called from: lines of user code, however deep in torch the call is made."""
+"""The lines of user code that call an operator, however deep inside torch the call is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from moeverify.explain.program import Site
 
 MOST_SITES = 6
-"""Calling lines that are kept of each operator."""
+"""Most calling lines that are kept of each operator."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _WATCHERS = tuple(
@@ -44,7 +44,7 @@ _COLLECTIVES = tuple(
 )
 _WRAPPERS = (contextlib.__file__, functools.__file__, "<")
 _ENGINE = "_engine_run_backward"
-"""The function of torch in which autograd runs: what is above it has called `backward`."""
+"""The function of torch that runs autograd: the frames above it have called `backward`."""
 
 _IS_INNER: dict[CodeType, bool] = {}
 _SITES: dict[tuple[CodeType, int], Site] = {}
@@ -53,7 +53,7 @@ _SITES: dict[tuple[CodeType, int], Site] = {}
 def find_sites(skip: int = 2) -> tuple[Site, ...]:
     """Return the lines of user code that the current call comes from, the innermost first.
 
-    Empty for what autograd runs by itself; the caller of `backward` did not choose that operator.
+    Empty for operators that autograd runs: the caller of `backward` did not choose them.
     """
     found: list[Site] = []
     frame: FrameType | None = sys._getframe(skip)
@@ -72,7 +72,7 @@ def find_sites(skip: int = 2) -> tuple[Site, ...]:
 
 
 def is_direct(skip: int = 2) -> bool:
-    """Return whether code outside torch has called the collective that is issued."""
+    """Return whether code outside torch has called the current collective."""
     frame: FrameType | None = sys._getframe(skip)
     while frame is not None:
         code = frame.f_code
@@ -90,7 +90,7 @@ def _make_site(code: CodeType, line: int, offset: int) -> Site:
 
 
 def _is_inner(code: CodeType) -> bool:
-    """Return whether a function is torch's or belongs to what watches a step."""
+    """Return whether a function belongs to torch or to the recording."""
     known = _IS_INNER.get(code)
     if known is None:
         known = _IS_INNER[code] = _is_watcher(code) or code.co_filename.startswith(_TORCH)

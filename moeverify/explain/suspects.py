@@ -14,12 +14,12 @@ from moeverify.explain.program import Mark, Program
 from moeverify.layout.region import Region
 
 _MANY = 16
-"""Different sizes of numbers from which on a tensor is told from others, however large it is."""
+"""Being right proves something of a tensor with at least this many different absolute values."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor that the training loop shows and that differs: its value on each rank, and what that should be."""
+    """A wrong tensor that the training loop shows: its value on each rank, and the right data."""
 
     mark: Mark
     values: dict[int, At]
@@ -27,7 +27,7 @@ class Target:
     regions: dict[int, Region]
 
     def tells(self) -> bool:
-        """Return whether being right tells one repair from another: steps up and down may be right by chance."""
+        """Return whether its right data prove a repair: tensors with few different numbers may be right by chance."""
         sizes = [(data.numel(), len(set(data.abs().reshape(-1).tolist()))) for data in self.right.values()]
         return all(total == 1 or 2 * found > total or found >= _MANY for total, found in sizes)
 
@@ -35,7 +35,7 @@ class Target:
 def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], list[Target]]:
     """Return the tensors shown in a step that differ from those of one device, and those that do not.
 
-    They are in the order of the step; a wrong one has the ranks on which it is wrong alone.
+    They are in program order; a target that differs has only the ranks on which it differs.
     """
     wrong, right = [], []
     for mark, shown in one.marks.items():
@@ -61,7 +61,7 @@ def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], l
 
 
 def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:
-    """Return the operators by which targets are made of right values, in the order of the program."""
+    """Return the operators between right values and targets, in program order."""
     joint = alignment.joint
     found: set[At] = set()
     waiting = [joint.maker(at) for at in targets]
@@ -77,7 +77,7 @@ def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:
 
 
 def is_target_right(data: Tensor, target: Target, rank: int) -> bool:
-    """Return whether data are what a target should be on a rank, or the whole of which that is a part."""
+    """Return whether data are the right data of a target on a rank, or a tensor that these are a part of."""
     right, region = target.right[rank], target.regions[rank]
     if data.numel() == right.numel():
         return is_right(data, right)

@@ -1,4 +1,4 @@
-"""Which collectives a program knows to be done: it waits for them, or asks whether they are completed."""
+"""Follows which collectives a program knows to be done, since it waited for them or asked whether they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CALLS = (
     (dist.Work, ("wait", "is_completed", "get_future")),
     (torch._C.Future, ("wait", "done", "then")),
 )
-"""What tells that a collective is done, or returns a future that follows from it."""
+"""Functions that wait for a collective, ask whether it is done, or return a future of it."""
 
 
 class Waits:
@@ -47,7 +47,7 @@ class Waits:
             work = this if owner is dist.Work else self._works.get(this)
             if name == "then" and work is not None:
                 args = (self._inside(work, args[0]), *args[1:])
-            # gloo does a part of some collectives while it is waited for; callbacks are the program's own.
+            # gloo does a part of some collectives during the wait; callbacks belong to the program.
             with self._pause() if owner is dist.Work and name == "wait" else nullcontext():
                 returned = call(this, *args, **named)
             if work is not None and name in ("get_future", "then"):
@@ -59,7 +59,7 @@ class Waits:
         return followed
 
     def _inside(self, work: Any, callback: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a callback of a collective, which may use the memory of that."""
+        """Wrap a callback of a collective, which may use the memory of the collective."""
 
         def call(*args: Any) -> Any:
             before, self.in_callback = self.in_callback, work

@@ -61,7 +61,7 @@ def read_expected(
 ) -> tuple[Reading, ...]:
     """Return on every rank what one device reads where the blamed module first differs.
 
-    Nothing without a module, and in bfloat16, whose rounding hides where it began. Rank 0 trains the model on one
+    Empty without a module, or in bfloat16, where rounding hides the first difference. Rank 0 trains the model on one
     device as far as the step. Collective: all ranks of the default process group.
     """
     place = at.place
@@ -77,7 +77,7 @@ def read_expected(
 
 
 def is_at(place: BlamedPlace, reading: Reading) -> bool:
-    """Return whether a reading is the one in which ranks first differ from one device."""
+    """Return whether a reading is the first in which ranks differ from one device."""
     return (reading.direction, reading.module, reading.end) == (place.direction, place.reading, place.end)
 
 
@@ -165,7 +165,7 @@ class BlamedStop:
         is_due = reading.micro_batch == self._place.micro_batch and is_at(self._place, reading)
         if self.has_stopped or not is_due:
             return
-        if reading.is_loose:  # which of one device's rows these are is known only where all ranks' are
+        if reading.is_loose:  # which rows of one device these are is known only if it is known for all ranks
             self._stop(None, None, actual=reading.local)
             return
         value = self._find_value(reading.local, reading.micro_batch, reading.slot)
@@ -176,7 +176,7 @@ class BlamedStop:
 
     @contextmanager
     def _watch_returns(self) -> Iterator[None]:
-        """Stop when the module's function returns: in its frame, with its variables, at the line of its return."""
+        """Stop when the module's function returns: in its frame, at the line of the `return`."""
         found = _find_callable(self._program.model, self._place.module)
         if found is None:  # it is on another pipeline stage
             yield
@@ -223,7 +223,7 @@ class BlamedStop:
         return next((each for each in values if _differs(each)), values[0] if values else None)
 
     def _find_value(self, local: Tensor, micro_batch: int, slot: str = "") -> ModuleValue | None:
-        """Return a tensor of this rank beside one device's; None where that has none of its shape."""
+        """Return a tensor of this rank with that of one device; None if one device has none of this shape."""
         share = self._shares[min(micro_batch, len(self._shares) - 1)]
         num_tokens = len(share.rows) * len(share.positions)
         if local.ndim == 2 and local.shape[0] == num_tokens:  # (tokens, n)
@@ -233,7 +233,7 @@ class BlamedStop:
             if reading.is_loose or (slot and reading.slot != slot):
                 continue
             if reading.direction == BACKWARD and len(expected) < self._num_rows:
-                continue  # of what is one for all rows, this rank has a part of the gradient
+                continue  # this rank has a part of the gradient of what all rows share
             region = locate_tokens(expected, local, share.rows, share.positions, self._tp)
             if region is not None:
                 place = self._place
@@ -250,7 +250,7 @@ def _differs(value: ModuleValue) -> bool:
 def _find_callable(model: nn.Module, path: str) -> tuple[nn.Module, Any, nn.Module] | None:
     """Return the module of a path, what is called there, and the stage that it is in.
 
-    What is called is the module, or an attribute of it that is no module, as the dispatcher of a mixture of experts.
+    The module is called, or an attribute of it that is no module, such as the dispatcher of a MoE block.
     """
     root = model
     modules: dict[str, tuple[nn.Module, nn.Module]] = {}

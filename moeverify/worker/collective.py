@@ -89,7 +89,7 @@ def _exchange_back(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tens
 
 
 def _gather(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
-    """Return the parts of all ranks, from buffers of the largest: the collective takes equal ones."""
+    """Return the parts of all ranks, gathered in buffers of the largest size: the collective needs equal sizes."""
     sizes = _list_sizes(transfer)
     width = max(sizes)
     padded = torch.nn.functional.pad(x, (0, width - len(x)))
@@ -99,7 +99,7 @@ def _gather(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
 
 
 def _scatter_sum(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
-    """Return this rank's part of the sum over all ranks, from buffers of the largest part."""
+    """Return this rank's part of the sum over all ranks, scattered in buffers of the largest size."""
     sizes = _list_sizes(transfer)
     width = max(sizes)
     padded = [torch.nn.functional.pad(part, (0, width - len(part))) for part in torch.split(x, sizes)]
@@ -109,7 +109,7 @@ def _scatter_sum(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
 
 
 def _list_sizes(transfer: Transfer) -> list[int]:
-    """Return the size of each rank's part: what it gives to a gather, or gets of a scattered sum."""
+    """Return the size of each rank's part: its input of a gather, or its output of a scattered sum."""
     gives = transfer.collective is Collective.ALL_GATHER
     return [sum(rank.sends if gives else rank.receives) for rank in transfer.ranks]
 
@@ -127,7 +127,7 @@ def _copy(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
 
 
 def _sum_at_source(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
-    """Return the sum over all ranks on the source; zeros elsewhere, where nobody has used the input."""
+    """Return the sum over all ranks on the source, and zeros on other ranks, whose inputs are unused."""
     total = grad.clone()
     dist.reduce(total, dst=transfer.source)
     return total if mine.rank == transfer.source else torch.zeros_like(total)

@@ -1,4 +1,4 @@
-"""On every rank, after a mismatch: record the step where it began; on rank 0: find the first wrong operations."""
+"""After a mismatch: all ranks record the step of the first difference; rank 0 finds the first wrong operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moeverify.worker.recorded import record_one_device, record_ranks
 
 @dataclass(frozen=True)
 class Recorded:
-    """What rank 0 has of the step where it began: the programs of all ranks."""
+    """The programs of all ranks in the step of the first difference, on rank 0."""
 
     step: int
     programs: Sequence[Program]
@@ -38,7 +38,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Found:
-    """What rank 0 has found: each culprit with the (kind, tensor) of what it makes wrong; `failure` is an error.
+    """What rank 0 has found: each culprit with the (kind, tensor) of its wrong results; `failure` is an error.
 
     `is_complete` says that repairing the culprits makes all wrong results right, or all that can follow from them.
     `operators` is the file with the operators of both sides, if there is one.
@@ -54,10 +54,10 @@ class Found:
 def record_origin(
     case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Callable[[], Training]
 ) -> Recorded | None:
-    """Return on rank 0 the programs of all ranks up to the step where the first wrong result is; else None.
+    """Return on rank 0 the programs of all ranks up to the step of the first wrong result; None on other ranks.
 
-    `judgement` is given on rank 0 alone. Rounding hides where it began in any precision but float64: nothing is
-    recorded then. Collective: all ranks.
+    `judgement` is given on rank 0 alone. Below float64, rounding hides the first difference, and nothing is
+    recorded. Collective: all ranks.
     """
     request = [None if judgement is None or not _is_exact(case) else origin_step(judgement.findings)]
     dist.broadcast_object_list(request)
@@ -83,9 +83,9 @@ def find_culprits(
     proves: bool = True,
     operators: Path | None = None,
 ) -> Found:
-    """Return the first wrong operations, as far as they are found in so many seconds. Rank 0 alone; no collective.
+    """Return the first wrong operations that are found within the given seconds. Rank 0 alone; no collective.
 
-    Without `proves` the first place alone, and no change is tried: that is for findings whose cause is named.
+    Without `proves` only the first place is found, and no change is tried: the cause is already named then.
     `operators` is the file for the operators of both sides, if they are to be kept.
     """
     if recorded is None:
@@ -115,8 +115,8 @@ def find_culprits(
 def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     """Return the findings with their culprits.
 
-    Where a check or a hypothesis names what was done, that leads, and the first wrong operation is evidence for it.
-    Else the operation leads, and what its repair makes right follows it. A race leads by itself: it was seen.
+    If a check or a hypothesis names what was done, it leads, and the first wrong operation is part of its evidence.
+    Otherwise the operation leads, and findings that its repair makes right follow it. A race always leads.
     """
     if found.failure is not None:
         return note_failure(findings, found.failure)
@@ -132,12 +132,12 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
 
 
 def is_named(findings: Sequence[Finding], recorded: Recorded | None) -> bool:
-    """Return whether a check or a hypothesis says what was done at the step where it began."""
+    """Return whether a check or a hypothesis says what was done in the step of the first difference."""
     return recorded is not None and _find_named(findings, recorded.step) is not None
 
 
 def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
-    """Return the first finding of a step, or before it, that says what was done."""
+    """Return the first finding up to this step that says what was done."""
     return next(
         (
             each
@@ -158,7 +158,7 @@ def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str
 def _attach(
     findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool
 ) -> list[Finding]:
-    """Return the findings, that with a culprit first."""
+    """Return the findings with the culprit, its finding first."""
     code = culprit.code if culprit.proved or not lead.code else lead.code
     update = {"culprit": culprit.model_copy(update={"leads": True}), "follows": "", "code": code}
     first = lead.model_copy(update={**update, "rivals": (), "unexplained": (), "follow_up": None})

@@ -30,7 +30,7 @@ from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.observed import make_bounds, train_observed
 from moeverify.worker.verify import Assembly
 
-# What shows and compares tensors stands between the stop and the code that made them.
+# Frames that show and compare tensors are between the stop and the code that made them.
 _INNER = (
     "moeverify.worker.",
     "moeverify.checks.",
@@ -112,7 +112,7 @@ def stop_rank(about: str, frame: FrameType | None, values: Mapping[str, object])
 
 
 def _find_caller() -> FrameType:
-    """Return the frame that has the tensor: the training loop's, or what called a module that has a hook."""
+    """Return the frame that has the tensor: that of the training loop, or the caller of a module with a hook."""
     caller = frame = sys._getframe(2)
     while frame.f_globals.get("__name__", "").startswith(_INNER):
         if frame.f_back is None:
@@ -122,7 +122,7 @@ def _find_caller() -> FrameType:
 
 
 def has_part(at: StopPoint, program: Program) -> bool:
-    """Return whether a rank will make the tensor; of what has another name than parameters and modules, each does."""
+    """Return whether a rank will make the tensor; every rank makes those that are neither parameters nor modules."""
     if at.kind not in _IN_PARAMETERS:
         return True
     inside = (at.tensor, at.tensor.rpartition(".")[0]) if at.kind == Kind.OPTIMIZER_STATE else (at.tensor,)
@@ -144,7 +144,7 @@ def debug_case(
     """
     expected = read_expected(
         case, golden, at, device
-    )  # before a fault: it would be in one device's model too
+    )  # before the fault is injected, which would change the model of one device too
     differing = None
     with ExitStack() as stack:
         multiprocessing_pdb.arm(hold=True)

@@ -1,4 +1,4 @@
-"""On every rank: stop before the first collective that the ranks of a group do not issue alike."""
+"""On every rank: stop before the first collective in which the ranks of a group differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DifferingStop:
         self._trace = trace
         self._stop_rank = stop
         self._is_member = rank in at.facts.ranks
-        self._last = at.facts.counts.get(rank, at.facts.number)  # what this rank issues in the group in all
+        self._last = at.facts.counts.get(rank, at.facts.number)  # collectives of this rank in the group
         self._num_issued = 0
         self.has_stopped = False
 
@@ -50,7 +50,7 @@ class DifferingStop:
 
     @property
     def _is_over(self) -> bool:
-        """Return whether this rank has issued all that it issues in the group, and that is fewer than others do."""
+        """Return whether this rank has issued its last collective in the group, and other ranks issue more."""
         return self._is_member and self._num_issued >= self._last < self._facts.number
 
     def _look(self, collective: Collective, frame: FrameType | None, operands: Any) -> None:
@@ -74,14 +74,14 @@ class DifferingStop:
         self._stop_rank(about, frame, names)
 
     def _list_peers(self) -> Iterator[tuple[int, str | None]]:
-        """Yield what each rank of the group has issued there before; None where it issued no further one."""
+        """Yield the collective of each rank of the group at this number; None if it has issued fewer."""
         for issue in self._facts.issues:
             for rank in issue.ranks:
                 yield rank, issue.signature
 
 
 def is_alike(stream: Stream, facts: CollectiveFacts, is_member: bool) -> bool:
-    """Return whether the ranks of a stream meet where those that differ do: in their group, or in one of its axis."""
+    """Return whether to stop in a stream: that in which ranks differ or, in other groups, one of the same axis."""
     if is_member:
         found = (stream.group, stream.ranks, stream.is_message)
         return found == (facts.group, facts.ranks, facts.is_message)

@@ -1,4 +1,4 @@
-"""On the ranks: goldens that are not kept yet, each made by one rank alone, side by side."""
+"""On the ranks: make the goldens that are not kept yet, each on one rank, in parallel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ANSWERS: TypeAdapter[GoldenSummary | Refusal] = TypeAdapter(GoldenSummary | Ref
 
 
 def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
-    """Make the goldens that are not kept whole, each on one rank; return their summaries on rank 0."""
+    """Make the goldens that are missing or damaged, each on one rank; return their summaries on rank 0."""
     if context.rank == 0:
         for cache in {order.folder.parent for order in job.orders}:
             sweep_unfinished(cache)
@@ -81,7 +81,7 @@ def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
 
 
 def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenSummary:
-    """Return the summary of a full golden that is whole, after making it where it is not."""
+    """Return the summary of a full golden; make it first if it is missing or damaged."""
     damage = "" if order.fresh else find_damage(order.recipe, folder)
     seconds = None
     if order.fresh or damage or not is_stored(folder):
@@ -124,7 +124,7 @@ def _limit(seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def _limit_thread(seconds: float) -> Iterator[None]:
-    """Do the same in a thread that no signal reaches: at the next line of Python that it comes to."""
+    """Do the same in a thread, which gets no signals: the error is raised at its next line of Python."""
     ident = ctypes.c_ulong(threading.get_ident())
     timer = threading.Timer(
         seconds, ctypes.pythonapi.PyThreadState_SetAsyncExc, (ident, ctypes.py_object(_OverTimeError))
@@ -144,7 +144,7 @@ def _limit_thread(seconds: float) -> Iterator[None]:
 
 
 def find_damage(recipe: Recipe, folder: Path) -> str:
-    """Return what is wrong with the files of a full golden; nothing for a whole one, and for none."""
+    """Return what is wrong with the files of a full golden; nothing if it is whole or does not exist."""
     if not is_stored(folder):
         return ""
     try:
@@ -159,7 +159,7 @@ def find_damage(recipe: Recipe, folder: Path) -> str:
 
 
 def _note_error(folder: Path, text: str) -> Refusal:
-    """Leave word for the cases that need this golden, so that none of them tries again."""
+    """Write the error beside the golden's folder, so that no other case that needs this golden tries."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(_error_file(folder), text)
     return Refusal(error=text)

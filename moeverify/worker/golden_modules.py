@@ -16,7 +16,7 @@ from moeverify.worker.step_tap import StepTap
 def read_golden_modules(
     recipe: Recipe, golden: StoredGolden, step: int, device: torch.device
 ) -> list[Reading]:
-    """Return what one device reads at its modules in the step, started from the golden's state. No collective."""
+    """Return the readings of one device at its modules in a step from the golden's state. No collective."""
     program = assemble_single(recipe, device, compute="float64")
     batch = recipe.data
     tap = Tap(program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62, reads_loose=True)

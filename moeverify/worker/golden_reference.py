@@ -54,7 +54,7 @@ class _Known:
     local: Tensor | None
     statistics: Tensor | None = None
     note: str = ""
-    scale: tuple[float, float] | None = None  # norm and bound, of what the golden itself has not
+    scale: tuple[float, float] | None = None  # norm and bound of what is not in the golden
 
     @property
     def title(self) -> str:
@@ -76,10 +76,10 @@ class GoldenReference(Watch[None]):
         self._golden = golden
         self._bounds = bounds
         self._step = 0
-        self.note = ""  # what the last answer leaves out
+        self.note = ""  # left out of the last answer
         self._compares = not waits
         self._is_asked = not waits
-        self._missed: set[str] = set()  # kinds that this step has shown and nobody has compared
+        self._missed: set[str] = set()  # kinds that this step has shown without a comparison
         self._known: list[_Known] = []
         self._last_update: _Known | None = None
         self._read_norms = cache(self._compute_norms)
@@ -106,12 +106,12 @@ class GoldenReference(Watch[None]):
         statistics = measure(expected, actual.reshape(region.local_shape))
         known = _Known(step, kind, name, region, local, statistics)
         if kind == Kind.UPDATE:
-            # Updates exist for the comparison alone: all of them would be as much memory as the model.
+            # Updates are made for the comparison only, and all of them need as much memory as the model.
             self._last_update, known = known, replace(known, local=None)
         self._known.append(known)
 
     def show(self, value: ModuleValue) -> None:
-        """Compare what a module has made with what one device has there, which no golden keeps."""
+        """Compare the value of a module with that of one device, which no golden keeps."""
         expected = value.region.take(value.expected)
         statistics = measure(expected, value.actual.detach().reshape(value.region.local_shape))
         scale = (float(value.expected.norm()), value.bound)
@@ -120,7 +120,7 @@ class GoldenReference(Watch[None]):
         )
 
     def compare(self, value: Any, check: Callable[[], None]) -> Sequence[ReferenceRow]:
-        """Return how a value differs from the golden's at this step; see `Reference`."""
+        """Return how a value differs from the golden in this step; see `Reference`."""
         self._is_asked = True
         self.note = _NOTE if self._missed and value is None else ""
         if value is None:
@@ -213,7 +213,7 @@ class GoldenReference(Watch[None]):
         return found
 
     def _find_by_memory(self, value: Tensor) -> list[_Known]:
-        """Return what was shown in this step and lies in the same memory, as it was then."""
+        """Return the tensor that was shown in this step and has the same memory, with its data of that moment."""
         local = local_part(value.detach())
         shown = self._known if self._last_update is None else [*self._known, self._last_update]
         return [
@@ -243,7 +243,7 @@ class GoldenReference(Watch[None]):
         return norm, self._bounds.bound(step, kind, name, criterion, expected_norm=norm, kind_norm=kind_norm)
 
     def _bound_weight(self, step: int, name: str, norm: float) -> float:
-        """Return what all updates so far may have been off together: no check compares weights by themselves."""
+        """Return the sum of the bounds of all updates so far: no check compares weights alone."""
         allowed = 0.0
         for earlier in range(step + 1):
             known = _Known(earlier, Kind.UPDATE, name, Region.whole(()), None)

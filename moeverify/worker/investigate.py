@@ -1,4 +1,4 @@
-"""On every rank, after a mismatch: run again up to the step where it began, and gather what a diagnosis needs."""
+"""On every rank, after a mismatch: run again up to the first step that differs, and gather what a diagnosis needs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ Assemble = Callable[[], Program]
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """What one rank has of the step where it began.
+    """The evidence of one rank in the first step that differs.
 
     `issued` are the collectives that it issued inside each module, by module, and `timeline` all of the step.
     `regions` says what it has of each parameter, `brought` what it brought to all-reduces of such sizes, `unwritten`
@@ -85,14 +85,14 @@ class RankEvidence:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What all ranks have of the step where it began."""
+    """The evidence of all ranks in the first step that differs."""
 
     step: int
     by_rank: Sequence[RankEvidence]
 
     @property
     def timeline(self) -> Timeline | None:
-        """Return the collectives of the step, of all ranks; None where there are none."""
+        """Return the collectives of all ranks in the step; None if there are none."""
         return join_timelines(self.step, [each.timeline for each in self.by_rank])
 
 
@@ -103,7 +103,7 @@ def gather_evidence(
     assemble: Assemble,
     trace: CollectiveTrace,
 ) -> Evidence | None:
-    """Return on rank 0 what every rank has of the step at which it began; None without findings.
+    """Return on rank 0 the evidence of all ranks in the first step that differs; None without findings.
 
     `judgement` is given on rank 0 only. Collective: all ranks.
     """
@@ -124,7 +124,7 @@ def explain_findings(
     """Return the findings with their causes, on rank 0 alone; without causes where the diagnosis fails."""
 
     def explain() -> list[Finding]:
-        # What one device computes is asked for here, of a user's factory too: it must not find the job's ranks.
+        # The model of one device, also from a user's factory, must not see the ranks of the job.
         with single_rank_world(device):
             return _explain(case, golden, judgement, evidence, device)
 
@@ -132,7 +132,7 @@ def explain_findings(
 
 
 def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:
-    """Return the step at which it began and the tensors that are wrong there."""
+    """Return the first step that differs and the tensors that are wrong in it."""
     step = origin_step(findings)
     if step is None:
         return None
@@ -140,7 +140,7 @@ def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:
     return step, [(step, kind, name) for kind in _KINDS for name in sorted(wrong)]
 
 
-# What a training step shows and a diagnosis looks at, in the order of the step.
+# The kinds of tensors that a training step shows and a diagnosis uses, in the order of the step.
 _KINDS = tuple(
     kind
     for check in CHECKS
@@ -214,7 +214,7 @@ def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
 
 
 def _list_operands(tap: Tap, trace: CollectiveTrace, scale: float) -> list[Operand]:
-    """Return what this rank brought to all-reduces, of the unscaled loss, with the modules inside of which."""
+    """Return the inputs of this rank to all-reduces, with the modules that they are in, for the unscaled loss."""
     records = {record.number: record for record in trace.records()}
     found: list[Operand] = []
     for number, micro_batch, local in tap.operands:
@@ -289,7 +289,7 @@ def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:
 def _read_golden_value(
     read: Callable[[Key], Tensor | None], step: int, kind: str, name: str, before: int
 ) -> Tensor | None:
-    """Return the golden's value some steps earlier; what a weight was before the first step is its initial value."""
+    """Return the golden's value some steps earlier; before the first step a weight has its initial value."""
     if kind == Kind.WEIGHT and step - before == INITIAL:
         kind = Kind.INITIAL_WEIGHT
     return None if step - before < INITIAL else read((step - before, kind, name))
@@ -323,7 +323,7 @@ def _make_axes(case: Case, valid: Tensor | None = None) -> Axes:
 
 
 def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:
-    """Return what the golden has of a tensor a step earlier, and of a buffer before the first."""
+    """Return the golden's value of a tensor one step earlier; for a buffer also before the first step."""
     step, kind, name = key
     if step < 0:
         return {}
@@ -333,7 +333,7 @@ def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, T
 
 
 def _find_limits(judgement: Judgement) -> dict[str, float]:
-    """Return which relative errors each check would have seen in half of its tensors."""
+    """Return for each check the relative error that it would have found in half of its tensors."""
     return {check.name: check.limits.median for check in judgement.checks if check.limits is not None}
 
 
@@ -371,7 +371,7 @@ def _search(
     case: Case, evidence: Evidence, read_right: Callable[[], list[Reading]], known: Known
 ) -> Search | None:
     if compute_dtype_of(case.recipe.precision) is torch.bfloat16 or evidence.step == INITIAL:
-        return None  # rounding of bfloat16 hides where it began
+        return None  # rounding of bfloat16 hides the first difference
     readings = read_right()
     plan = MeshPlan.of(case.layout)
     coordinates = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}

@@ -30,7 +30,7 @@ def list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple
 def _summarize(
     case: Case, direction: Direction, records: Sequence[CollectiveRecord]
 ) -> Iterator[IssuedCollective]:
-    """Yield the kinds of collectives among records of a trace: one operation, group, dtype and call site each."""
+    """Yield one entry for each operation, group, dtype and call site among records of a trace."""
     kinds: dict[tuple[str, tuple[int, ...], str, str], list[CollectiveRecord]] = {}
     for record in records:
         kinds.setdefault((record.op, record.group, record.dtype, record.site), []).append(record)

@@ -21,7 +21,7 @@ Copies = dict[tuple[int, int], Tensor]
 
 
 class LoadWatch(Watch[Copies]):
-    """Counts what the routers of this rank choose, padding included: one count of integers a layer and micro-batch.
+    """Counts the experts that routers of this rank choose, padding included, for each layer and micro-batch.
 
     Nothing is reduced while the run goes on.
     """

@@ -105,7 +105,7 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
 
 
 def _measure(context: RankContext, job: BenchJob) -> RankResult | None:
-    """Measure a case; what the user must mend is the same on every rank."""
+    """Measure a case. A mistake of the user gives the same error on every rank."""
     with import_path(job.search_path):
         try:
             found = measure_case(
@@ -122,7 +122,7 @@ def _measure(context: RankContext, job: BenchJob) -> RankResult | None:
 
 
 def _follow(context: RankContext, job: RouteJob) -> RankResult | None:
-    """Follow the tokens of a case; what the user must mend is the same on every rank."""
+    """Follow the tokens of a case. A mistake of the user gives the same error on every rank."""
     with import_path(job.search_path):
         try:
             found = follow_case(
@@ -139,12 +139,12 @@ def _follow(context: RankContext, job: RouteJob) -> RankResult | None:
 
 
 def _prepare(context: RankContext, job: CaseJob) -> str:
-    """Make sure that golden and functions are there; return what the user must mend, or nothing."""
+    """Make sure that golden and functions exist; return what the user has to fix, or nothing."""
     folder = find_folder(job.golden, context.device)
     if known := read_error(folder):
         return known
     try:
-        # A node that does not share the cache of rank 0, which has looked at its own before the first case.
+        # This node does not share the cache of rank 0, which checks its own before the first case.
         is_remote = context.local_rank == 0 and context.rank != 0
         if is_remote and (not is_stored(folder) or find_damage(job.case.recipe, folder)):
             with single_rank_world(context.device):

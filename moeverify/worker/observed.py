@@ -35,7 +35,7 @@ def train_observed(
 ) -> list[float]:
     """Train under the layout before the checks, and return the learning rate of each step.
 
-    Meanwhile a rank that stops in the debugger compares with the `reference`.
+    A rank that stops in the debugger meanwhile compares with the `reference`.
     """
     place = list_coordinates(case)[dist.get_rank()]
     training = Training(case.recipe, program, case.layout, place, golden)
@@ -53,7 +53,7 @@ def train_observed(
 
 @contextmanager
 def _comparing_with(reference: Reference | None) -> Iterator[None]:
-    """Have `diff --golden` compare with it."""
+    """Let `diff --golden` compare with this reference while the block runs."""
     multiprocessing_pdb.set_reference(reference)
     try:
         yield

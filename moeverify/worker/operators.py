@@ -1,4 +1,4 @@
-"""Keeps the operators of the ranks and of one device in the step where something differs first. Rank 0 alone."""
+"""Writes the operators of the ranks and of one device in the first step that differs. Rank 0 alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moeverify.report.operator_file import write
 from moeverify.results.operator_table import Compared, OperatorTable
 
 _LOOK_UP_SHARE = 0.5
-"""Of the time, what look-ups by content may take: these find values at other places of the program."""
+"""Share of the time for look-ups by content, which find values at other places of the program."""
 
 _SHARE = 0.5
-"""Of the time for the search for causes, what the comparison of operators may take after it."""
+"""Share of the time of the search for causes that the comparison of operators may take after it."""
 
 _BOUND = 1e-8
 
@@ -36,9 +36,9 @@ def keep_operators(
     path: Path,
     seconds: float,
 ) -> str:
-    """Write the operators of both sides to a file and return its name; nothing where that fails.
+    """Write the operators of both sides to a file and return its name; nothing if that fails.
 
-    Units: `seconds` are those of the search for causes, of which the comparison of operators may take a part.
+    Units: `seconds` are those of the search for causes; the comparison of operators may take a share of these.
     """
     try:
         write(_make_table(case, explainer, programs, one, causes, _SHARE * seconds), path)
@@ -72,7 +72,7 @@ def _make_table(
 
 
 def _make_look_up(alignment: Alignment, expected: Listed, end: float) -> LookUp:
-    """Return what finds values of ranks among all values of one device by their elements, until the time is over."""
+    """Return a function that finds values of ranks among those of one device by content, until time is over."""
     makers = {number: place for place, made in enumerate(expected.numbers) for number in made}
 
     def look_up(rank: int, number: int) -> Compared | None:
@@ -86,7 +86,7 @@ def _make_look_up(alignment: Alignment, expected: Listed, end: float) -> LookUp:
 
 
 def _describe(alignment: Alignment, known: Known, makers: Mapping[int, int]) -> Compared:
-    """Return which elements of one device a value has; `makers` are the listed operators that made values."""
+    """Describe which elements of one device a value has; `makers` has the listed operator that made each value."""
     roots = [] if known.ids is None else alignment.elements.roots(known.ids)
     ranks = ", ".join(str(rank) for rank in sorted({rank for rank, _ in known.over}))
     names = [

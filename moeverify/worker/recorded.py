@@ -1,4 +1,4 @@
-"""The operators of a case up to the step where it first differs: on every rank, and on one device."""
+"""The operators of a case up to the first step that differs: on every rank, and on one device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def record(
 
 
 class _QuietBatches:
-    """A subject whose batches are made without being recorded: they are inputs of a step."""
+    """A subject whose batches are made without a recording, since they are inputs of a step."""
 
     def __init__(self, inner: Subject, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
@@ -79,5 +79,5 @@ def record_ranks(
 
 
 def record_one_device(recipe: Recipe, golden: StoredGolden, step: int, device: torch.device) -> Program:
-    """Return what one device does. No collective."""
+    """Return the program of one device. No collective."""
     return record(recipe, golden, lambda: assemble_single(recipe, device, compute="float64"), step)

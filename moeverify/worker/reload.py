@@ -1,4 +1,4 @@
-"""On rank 0: what the causes are of what a load, or a step after it, has wrong."""
+"""On rank 0: the causes of what is wrong after a load, or in a step after it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _gather_inputs(
     findings: Sequence[Finding],
     by_name: Mapping[str, Sequence[RankShard]],
 ) -> DiagnosisInputs:
-    """Return what was loaded wrong, what was saved, and what was saved a step before."""
+    """Return the wrong loaded tensors, the saved ones, and those of one step before."""
     tensors: dict[Key, WrongTensor] = {}
     for name, shards in by_name.items():
         expected = _read(held, step, Kind.LOADED, name)
@@ -89,7 +89,7 @@ def _gather_inputs(
 
 
 def _read_earlier(golden: StoredGolden, step: int, name: str) -> Tensor | None:
-    """Return what one device had a step before the save."""
+    """Return the value of one device one step before the save."""
     kind, _, rest = name.partition("/")
     kinds = {"weight": Kind.WEIGHT, "buffer": Kind.BUFFER, "optimizer": Kind.OPTIMIZER_STATE}
     if step < 0 or kind not in kinds:

@@ -50,7 +50,7 @@ from moeverify.worker.reload import explain_load
 from moeverify.worker.verify import Reports, judge_all, list_names, list_numbers
 
 _OTHER_SEED = 1 << 20
-"""Added to the seed of a model that is loaded into, so that what was not loaded shows."""
+"""Added to the seed of the model that loads, so that parts which were not loaded differ."""
 
 _BATCH_BYTES = 1 << 26
 """How much rank 0 is sent at a time; a collective for each tensor would take longer than the training."""
@@ -94,7 +94,7 @@ def save_case(
 
 
 class _SavedStep:
-    """Compares a step with the golden, and in the last one before the save the buffers as they are saved."""
+    """Compares steps with the golden, and in the last step before the save the buffers as they are saved."""
 
     def __init__(self, comparison: Comparison, state: TrainingState, last: int) -> None:
         self._comparison, self._state, self._last = comparison, state, last
@@ -157,16 +157,16 @@ def describe(case: Case, step: int = 0) -> str:
 
 
 def _begin(case: Case, device: torch.device, seed: int | None = None) -> TrainingState:
-    """Return the state before the first step; with `seed` of a model whose initial values are others."""
+    """Return the state before the first step; with a `seed`, of a model with other initial values."""
     recipe = case.recipe if seed is None else case.recipe.model_copy(update={"seed": seed})
     program = assemble_parallel(recipe, case.layout, build_meshes(case.layout, device.type), device)
-    program.subject = subject_of(case.recipe)  # whose batches are those of the case's seed, not of the other
+    program.subject = subject_of(case.recipe)  # the batches are those of the case's seed
     return TrainingState.begin(case.recipe, program)
 
 
 @torch.no_grad()
 def _spoil(state: TrainingState) -> None:
-    """Change all that a load must restore: of a fresh state much is as it was saved, and would need no load."""
+    """Change everything that a load must restore, since much of a fresh state equals what was saved."""
     for shard in state.tensors():
         shard.local().add_(1)
     for group in state.optimizer.param_groups:
@@ -176,7 +176,7 @@ def _spoil(state: TrainingState) -> None:
 
 
 def _order_buckets(case: Case, state: TrainingState, golden: StoredGolden) -> None:
-    """Train a step that the load makes undone, so that DDP's buckets are those of a run that has begun.
+    """Train a step that the load undoes, so that DDP's buckets are those of a run that has begun.
 
     DDP orders its buckets anew after its first backward pass, by when gradients were ready. A sum over more than
     two ranks adds in an order that depends on the place in the bucket: a run that goes on and a run that has just
@@ -196,7 +196,7 @@ def list_state(
 ) -> Iterator[tuple[str, Tensor, Region]]:
     """Yield (name, local values, region) of everything that a checkpoint must restore.
 
-    A list of its own: what a checkpoint's list forgets is missed here. Weights and buffers are those that the modules
+    It is not the checkpoint's own list, and shows what that forgets. Weights and buffers are those that the modules
     have, also where they were bound to other tensors than a checkpoint has.
     """
     for kind, listed in (("weight", state.program.live_shards()), ("buffer", state.program.live_buffers())):
@@ -234,7 +234,7 @@ def _keep(case: Case, folder: Path, state: TrainingState, generators: Sequence[L
 
 
 def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
-    """Yield the names of all ranks, so many at a time that rank 0 gets a bounded number of bytes."""
+    """Yield batches of the names of all ranks, so that rank 0 gets a bounded number of bytes at a time."""
     totals: dict[str, int] = {}
     for sizes in known:
         for name, size in sizes.items():
@@ -317,7 +317,7 @@ def _show_load(
     after = case.checkpoint.after
     names = list_names(case, golden, range(after, case.recipe.steps))
     pairs = (key.split("/", 1) for key in saved.keys(after - 1))
-    # A generator's state belongs to a rank of a layout: another one has no use for it.
+    # The state of a generator belongs to a rank of a layout, and another layout cannot use it.
     names[after - 1] = {(kind, name) for kind, name in pairs if not name.startswith(PREFIX)}
     return _show(case, golden, by_rank, names, saved)
 

@@ -83,7 +83,7 @@ def follow_case(
     The steps before are trained. Collective: all ranks of the default process group, which has as many ranks as the
     layout.
     """
-    # They run a forward again, or as something that cannot be looked into, and change no routing.
+    # They run a forward again, or hide the modules, and do not change the routing.
     layout = case.layout.model_copy(update={"compile": "none", "graphs": "none", "recompute": False})
     with injected(fault):
         program = assemble_parallel(case.recipe, layout, build_meshes(layout, device.type), device)
@@ -127,7 +127,7 @@ class _Calls:
 
 
 def _watch(program: Program, layer: int, ep_coordinate: int) -> _Calls | None:
-    """Note what a layer's dispatcher and experts are called with; None where this rank has no part of the layer."""
+    """Record the calls of a layer's dispatcher and experts; None if this rank has no part of the layer."""
     for name, module in program.model.named_modules():
         found = _LAYER.search(logical_name(name))
         if found is None or int(found[1]) != layer or not isinstance(module, MoE):
@@ -195,7 +195,7 @@ def _note_tokens(seen: _Sighting, calls: _Calls, batches: Sequence[Batch]) -> No
 
 
 def _note_rows(seen: _Sighting, calls: _Calls) -> None:
-    """Note each row that an expert of this rank has computed; what fills a buffer up stands after those."""
+    """Record each row that an expert of this rank has computed; the padding of a buffer comes after these."""
     for x, counts, output in calls.computed:
         experts = _list_experts(calls, len(counts))
         numbers = [
@@ -213,7 +213,7 @@ def _hash(vector: Tensor) -> str:
 
 
 def _share_outputs(seen: _Sighting, num_shown: int, *, has_whole_experts: bool) -> None:
-    """Keep the outputs of the tokens that some rank shows; none where a rank's outputs are parts of sums."""
+    """Keep the outputs of the tokens that a rank shows; none if a rank's outputs are parts of sums."""
     wanted: list[set[Key]] = [set()] * dist.get_world_size()
     shown = seen.tokens[:num_shown]
     mine = {(expert, token.hash) for token in shown for expert in token.experts}
@@ -225,13 +225,13 @@ def _share_outputs(seen: _Sighting, num_shown: int, *, has_whole_experts: bool) 
 
 
 def _merge(case: Case, ranks: Sequence[_Sighting], layer: int, step: int, num_shown: int) -> RouteResult:
-    """Return what became of all tokens, from what each rank has seen."""
+    """Return the way of all tokens, joined from the records of the ranks."""
     sparse, moe = MeshPlan.of(case.layout).sparse, case.recipe.model.moe
     assert moe is not None
     etp = [sparse.coordinates(rank)["etp"] for rank in range(len(ranks))]
     groups = {rank: set(group) for group in sparse.groups("ep") for rank in group}
     owned = _list_once(ranks)
-    # Ranks that share an expert's hidden units compute the same rows: each of them must have every copy once.
+    # Ranks that divide the hidden units of an expert compute the same rows: each must have every copy once.
     matches = [
         _match(owned, {rank: seen.computed for rank, seen in enumerate(ranks) if etp[rank] == place}, groups)
         for place in sorted(set(etp))
@@ -277,7 +277,7 @@ def _merge(case: Case, ranks: Sequence[_Sighting], layer: int, step: int, num_sh
 
 
 def _list_once(ranks: Sequence[_Sighting]) -> dict[int, list[_Token]]:
-    """Return the tokens by rank, each of the batch once: ranks of tp may all route the same."""
+    """Return the tokens by rank, each token of the batch once: ranks of tp may route the same tokens."""
     known: set[tuple[int, int]] = set()
     owned: dict[int, list[_Token]] = {}
     for rank, seen in enumerate(ranks):
@@ -295,7 +295,7 @@ def _match(
 ) -> tuple[_Routes, int]:
     """Return where each copy was computed, and how many rows were computed that no copy accounts for.
 
-    Of equal hidden vectors any may be the one: then a rank of the token's own ep group is taken first.
+    If hidden vectors are equal, a rank of the token's own ep group is preferred.
     """
     at: dict[Key, list[int]] = defaultdict(list)
     for rank, keys in computed.items():

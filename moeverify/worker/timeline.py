@@ -1,4 +1,4 @@
-"""The collectives of one step on one rank with the modules that they are in, and those of all ranks side by side."""
+"""The collectives of one step on one rank with their modules, and the timelines of all ranks joined."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.timeline import CollectiveKind, TimedCollective, Timeline
 from moeverify.results.trace import CollectiveRecord
 
 MOST_IN_ALL = 4000
-"""Collectives of all ranks together that a result keeps: about 150 kB of JSON."""
+"""Most collectives of all ranks together that a result keeps: about 150 kB of JSON."""
 
 Spans = Mapping[tuple[str, str], Sequence[tuple[int, int]]]
 """By (direction, module): the numbers of the collectives before and at the end of each pass."""
@@ -21,14 +21,14 @@ Spans = Mapping[tuple[str, str], Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank's collectives of a step, each with its kind; `num_issued` counts those too that are not kept."""
+    """One rank's collectives of a step, each with its kind; `num_issued` counts those that are not kept too."""
 
     collectives: Sequence[tuple[CollectiveKind, CollectiveRecord]]
     num_issued: int
 
 
 def note_timeline(case: Case, records: Sequence[CollectiveRecord], spans: Spans) -> RankTimeline:
-    """Return what this rank issued in the step that the records are of."""
+    """Return the timeline of this rank in the step of the records."""
     places: dict[int, tuple[str, str]] = {}
     # From the outer modules to the inner ones: the last that is written is the innermost.
     for (direction, module), passes in sorted(spans.items(), key=lambda item: len(item[0][1])):

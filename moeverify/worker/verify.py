@@ -62,14 +62,14 @@ def verify_case(
 ) -> VerifyResult | None:
     """Return on rank 0 what the checks say, with the causes; None on the other ranks.
 
-    What they say without causes is reported before these are looked for: ranks may be lost in the second run that a
-    diagnosis needs, and the verdict must not be; `extend` then asks for more time. `admit` gets the meshes before
+    The findings are reported before their causes are searched, so that the verdict is kept if ranks are lost in the
+    second run, which a diagnosis needs; `extend` then asks for more time. `admit` gets the meshes before
     they are used. `operators` is the file for the operators of both sides, if they are to be kept. Units:
     `explain_seconds` in seconds, for the search for the first wrong operation. Collective: all ranks of the default
     process group, which has as many ranks as the layout.
     """
     with injected(fault):
-        # Made once: runs on the same groups differ in nothing that a group keeps, and groups are dear.
+        # Made once: groups keep no state that differs between runs, and creating them is expensive.
         meshes = build_meshes(case.layout, device.type)
         admit([meshes.data, meshes.dense, meshes.sparse, meshes.loss])
         assemble_program = Assembly(case, device, meshes)
@@ -82,7 +82,7 @@ def verify_case(
         if explain_seconds:
             recorded = record_origin(case, golden, judgement, assemble_program.without_graphs())
         evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
-    # What a fault has broken is whole again here: causes are found beside what one device really computes.
+    # The fault is undone here, so that one device computes the right values.
     if observed is None:
         return None
     explained = explain_findings(case, golden, observed.judgement, evidence, device)
@@ -129,25 +129,25 @@ def _make_result(
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes this rank's program anew for each run of a case, over the same meshes."""
+    """Makes a new program of this rank for each run of a case, over the same meshes."""
 
     case: Case
     device: torch.device
     meshes: Meshes
 
     def without_graphs(self) -> Assembly:
-        """Return what makes programs whose modules hooks can look into, for a diagnosis."""
+        """Return an assembly for a diagnosis, whose modules hooks can observe."""
         layout = self.case.layout.model_copy(update={"graphs": "none"})
         return replace(self, case=self.case.model_copy(update={"layout": layout}))
 
     def __call__(self) -> Program:
-        gc.collect()  # a model is in cycles of references: else that of the run before would stay beside this one
+        gc.collect()  # reference cycles would keep the model of the last run alive
         return assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
 
 
 @dataclass(frozen=True)
 class _Observed:
-    """What rank 0 knows of a case after its runs.
+    """The results of a case on rank 0.
 
     `losses`, `gradient_norms` and `learning_rates` are (golden, layout) of each step, `load` is that of the experts.
     `errors` are those of all tensors, where something differs.
@@ -178,7 +178,7 @@ def _observe(
     watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}
     load = LoadWatch(program)
     rates = _train(case, golden, program, comparison, checks, [*watches.values(), load])
-    del program  # its memory is for the run that `train_again` makes
+    del program  # `train_again` needs its memory
     entries.extend(comparison.entries())
     reports: Reports = {name: watch.report() for name, watch in watches.items()}
     gathered = gather_on_first((entries, reports, load.report()))
@@ -216,7 +216,7 @@ def _train(
     watches: Sequence[Watch[Any]] = (),
     num_steps: int | None = None,
 ) -> list[float]:
-    """Train so that a rank that stops at a `Tra()` of the user's own knows what its tensors should be."""
+    """Train with the golden as reference for ranks that stop at a `Tra()` in the user's code."""
     reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
     watches = [*watches, reference]
     return train_observed(
@@ -226,7 +226,7 @@ def _train(
 
 def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[tuple[str, str]]]:
     """Return what the golden holds at these steps and a run under a layout must show too."""
-    # Under a replay the ids are the golden's own: what is shown are the tokens that would choose otherwise.
+    # Under a replay the ids are those of the golden, and the tokens with another own choice are shown.
     unshown = UNCOMPARED_KINDS | ({Kind.ROUTER_IDS} if replays_routing(case.recipe) else set())
     names: dict[int, set[tuple[str, str]]] = {}
     for step in steps:
@@ -246,7 +246,7 @@ def list_numbers(by_rank: Sequence[Sequence[Entry]], kind: Kind) -> list[tuple[f
 
 
 def judge_all(checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Reports]) -> Judgement:
-    """Return the verdicts of all checks that have something to look at, on rank 0.
+    """Return the verdicts of all checks that apply, on rank 0.
 
     `reports` are what the checks have noted on each rank, by name.
     """
@@ -271,7 +271,7 @@ def _conclude(case: Case, outcomes: Sequence[tuple[Check[Any], Outcome]]) -> Jud
 
 
 def _narrow(case: Case, finding: Finding) -> Finding:
-    """Return the finding with the coordinates alone of axes that have to do with its tensor."""
+    """Return the finding with only the coordinates of axes that its tensor depends on."""
     kept = {
         axis: place for axis, place in finding.coordinates.items() if axis_affects(case, axis, finding.tensor)
     }

@@ -107,7 +107,7 @@ class CarriedState(Hypothesis):
 def _find_began(
     tensor: WrongTensor, region: Region, values: Tensor, before: Tensor, inputs: DiagnosisInputs
 ) -> Began:
-    """Return what the step began with in a region, from what it made of it.
+    """Return the state at the beginning of the step in a region, computed from the state after it.
 
     Shapes: `values` those of the region, `before` that of the tensor, the golden's state of the step before.
     """

@@ -92,7 +92,7 @@ def _find_guard(actual: float, norm: float, limit: float, inputs: DiagnosisInput
 
 
 def _find_limit(actual: float, norm: float, limit: float, inputs: DiagnosisInputs) -> Reclipped | None:
-    """Return by which number of the run the limit is multiplied, None where it is none."""
+    """Return the number of the run that multiplies the limit; None if there is none."""
     if not 0.0 < actual < 1.0:
         return None
     factor = find_factor(actual * (norm + GUARD) / limit, inputs.axes.sources)

@@ -20,10 +20,10 @@ from moeverify.results.trial import Reason
 
 
 class HeldSum(Hypothesis):
-    """A sum over the holders of each slice is missing: these are other ranks for each, and no groups of an axis.
+    """A sum over the holders of each slice is missing; holders differ between slices and form no group of an axis.
 
-    Summed over whoever has them, all slices are one multiple of the golden: 1, or one that the layout has a number
-    for, such as that of the ranks by which nobody has divided.
+    After a sum over its holders, every slice is the same multiple of the golden: 1, or a number of the layout, such
+    as a number of ranks that no code divided by.
     """
 
     name = "held_sum"

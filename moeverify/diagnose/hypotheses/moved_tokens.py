@@ -21,8 +21,8 @@ _MOST_RUNS = 4
 class MovedTokens(Hypothesis):
     """Every wrong token equals some token of the golden, is zero, counts twice, or has another one added.
 
-    Of a gradient that several modules take, that of any of them may tell so: what one makes of it with numbers of its
-    own tokens is no gradient of others.
+    If several modules take a gradient, that of any of them may show this: a module that multiplies it with numbers of
+    its own tokens has no gradients of other tokens.
     """
 
     name = "moved_tokens"

@@ -146,7 +146,7 @@ def _is_spread(tensor: WrongTensor, error: float) -> bool:
 
 
 def _list_off(tensor: WrongTensor) -> Tensor:
-    """Return by which share of itself each element is off (n), of those that are not zero in the golden."""
+    """Return the relative error of each element (n) that is not zero in the golden."""
     expected = tensor.expected.reshape(-1)
     off = (tensor.whole.reshape(-1) - expected).abs()
     held = expected != 0.0
