@@ -112,9 +112,13 @@ def member_of(named: Mapping[str, Any], number: int, count: int) -> dict[str, An
 
 
 def has_memory(tensor: Tensor) -> bool:
-    return (
-        tensor.layout == torch.strided and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+    """Return whether a tensor has elements to read: FSDP1 frees the storage of tensors that it keeps."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        return False
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > last * tensor.element_size()
 
 
 def is_equal(data: Tensor, tensor: Tensor) -> bool:

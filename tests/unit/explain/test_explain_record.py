@@ -258,3 +258,16 @@ def test_the_callback_of_a_collective_may_use_its_memory() -> None:
             pass
         work.get_future().then(lambda _: memory.mul_(2)).wait()
     assert not recorder.program.races
+
+
+def test_memory_that_was_freed_is_not_read() -> None:
+    freed, kept = make(300, 400), make(3)
+    recorder = Recorder()
+    recorder.name_tensors([("freed", freed)])
+    with recorder.recording():
+        freed.untyped_storage().resize_(0)
+        with torch.no_grad():
+            freed.set_(kept)  # type: ignore[call-overload]
+        doubled = freed * 2
+    assert torch.equal(doubled, kept * 2)
+    assert list_ops(recorder.program, "mul")
