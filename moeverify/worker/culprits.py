@@ -20,6 +20,7 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.program import Program
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
+from moeverify.results.cause import Cause
 from moeverify.results.culprit import Culprit
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed
@@ -142,10 +143,15 @@ def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
         (
             each
             for each in findings
-            if each.names_operation and not each.follows and each.step <= step and each.culprit is None
+            if _says_what(each) and not each.follows and each.step <= step and each.culprit is None
         ),
         None,
     )
+
+
+def _says_what(finding: Finding) -> bool:
+    """Return whether a finding says what was done: replicas that began apart were drawn apart."""
+    return finding.names_operation or finding.code == Cause.REPLICAS
 
 
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:

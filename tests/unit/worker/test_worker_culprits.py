@@ -17,7 +17,7 @@ from moeverify.results.culprit import CodeLine, Culprit, Operation
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed
-from moeverify.results.operation import Misplaced
+from moeverify.results.operation import Misplaced, OwnValues
 from moeverify.validation.load import build_case
 from moeverify.worker import culprits
 from moeverify.worker.culprits import Found, Recorded, find_culprits, lead_with, record_origin
@@ -67,6 +67,13 @@ def test_a_named_cause_leads_and_the_culprit_is_evidence_for_it() -> None:
     told = lead([find("v", **SURE), find("w")], (culprit, [W]), is_complete=True)
     assert [(each.tensor, each.follows) for each in told] == [("v", ""), ("w", "")]
     assert (told[0].culprit, told[0].explanation, told[0].code) == (culprit, EXPLANATION, "layout")
+
+
+def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
+    culprit = blame("gradient/w")
+    apart = EXPLANATION.model_copy(update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))})
+    told = lead([find("v", code=Cause.REPLICAS, explanation=apart), find("w")], (culprit, [W]))
+    assert (told[0].tensor, told[0].culprit, told[0].code) == ("v", culprit, Cause.REPLICAS)
 
 
 def test_a_race_leads_whatever_is_named() -> None:
