@@ -71,7 +71,9 @@ def test_a_named_cause_leads_and_the_culprit_is_evidence_for_it() -> None:
 
 def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
     culprit = blame("gradient/w")
-    apart = EXPLANATION.model_copy(update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))})
+    apart = EXPLANATION.model_copy(
+        update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))}
+    )
     told = lead([find("v", code=Cause.REPLICAS, explanation=apart), find("w")], (culprit, [W]))
     assert (told[0].tensor, told[0].culprit, told[0].code) == ("v", culprit, Cause.REPLICAS)
 
