@@ -8,7 +8,10 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MOST_BYTES = 1 << 28
 """The most that a file of ours holds: results of runs with thousands of cases are a tenth of it."""
@@ -78,3 +81,9 @@ def parse_json(text: str | bytes) -> Any:
         raise json.JSONDecodeError("nested too deeply", doc, 0) from None
     except ValueError:
         raise json.JSONDecodeError("a number has too many digits", doc, 0) from None
+
+
+def read_problem(error: ValidationError) -> tuple[str, str]:
+    """Return the dotted path of the first wrong field of a file's content, and what is wrong with it."""
+    first = error.errors()[0]
+    return ".".join(map(str, first["loc"])), first["msg"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moeverify.errors import FormatError
 from moeverify.explain.operator_lists import Listed, list_operators
 from moeverify.explain.record import Recorder
-from moeverify.input_file import open_input
+from moeverify.input_file import open_input, read_problem
 from moeverify.layout.local_shard import LocalShard
 from moeverify.report.files import write_atomically
 from moeverify.report.operator_file import check_list, read_content
@@ -158,9 +158,7 @@ def _read(path: Path) -> RankOperators:
     try:
         kept = RankOperators.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise FormatError(f"{path}: {field}: {first['msg']}", _AGAIN) from error
+        raise FormatError(": ".join((str(path), *read_problem(error))), _AGAIN) from error
     sizes = [len(op.results) for op in kept.operators.operators]
     problem = check_list("operators", kept.operators)
     if [len(each) for each in kept.offsets] != sizes:

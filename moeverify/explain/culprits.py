@@ -170,11 +170,7 @@ class Culprits:
 
     def _describe_returned(self, maker: At, other: Op) -> dict[str, Any]:
         """Return the value that a module returns on the ranks, and the one that it returns on one device."""
-        end = next(
-            (maker[0], number)
-            for number in self._joint.op(maker).results
-            if self._landmarks.is_end((maker[0], number))
-        )
+        end, *_ = self._landmarks.list_ends(self._joint, maker)
         module, *_ = self._landmarks.by_rank[end[0]][end[1]]
         right = describe_value(self._one.program, other.results[0])
         return {"taken": self._source(end), "right": right, "results": (module,)}

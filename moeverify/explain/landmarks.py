@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.counterparts import OneDevice
-from moeverify.explain.joint import At
+from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Program
 
 EndName = tuple[str, bool, int]
@@ -36,6 +36,11 @@ class Landmarks:
     def is_end(self, at: At) -> bool:
         """Return whether a value is at the end of a module."""
         return at[1] in self.by_rank[at[0]]
+
+    def list_ends(self, joint: Joint, op: At) -> list[At]:
+        """Return the results of an operator that are at the end of a module."""
+        results = ((op[0], number) for number in joint.op(op).results)
+        return [at for at in results if self.is_end(at)]
 
     def list_right(self, at: At) -> list[int]:
         """Return the values of one device at the same end of a module, in program order."""

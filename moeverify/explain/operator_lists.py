@@ -90,7 +90,7 @@ def _find_phase(op: Op, last: int | None) -> Phase:
         return "setup"
     if op.phase == "forward" and last is not None and op.number > last:
         return "step"
-    return op.phase  # type: ignore[return-value]
+    return op.phase
 
 
 def _describe_result(program: Program, number: int) -> OperatorResult:

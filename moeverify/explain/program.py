@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from moeverify.layout.region import Region
+from moeverify.results.operator_table import Phase
 
 LEAF = "leaf"
 """Pseudo-operator: a tensor that existed before recording began, such as a parameter."""
@@ -108,7 +109,7 @@ class Op:
     written: tuple[int | str, ...] = ()
     sites: tuple[Site, ...] = ()
     module: str = ""
-    phase: str = "forward"
+    phase: Phase = "forward"
     step: int = SETUP
     origin: int = -1
     meeting: Meeting | None = None

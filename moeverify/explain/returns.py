@@ -24,9 +24,7 @@ def list_returns(
     `ops` compute outputs of the module that are known, but are not the same output on one device.
     """
     joint = alignment.joint
-    ends = [
-        (at[0], number) for at in ops for number in joint.op(at).results if landmarks.is_end((at[0], number))
-    ]
+    ends = [end for op in ops for end in landmarks.list_ends(joint, op)]
     changes, others, is_used = Changes(), {}, False
     for end in ends:
         module, is_gradient, _ = landmarks.by_rank[end[0]][end[1]]

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moeverify.errors import FormatError
-from moeverify.input_file import parse_json, read_input
+from moeverify.input_file import parse_json, read_input, read_problem
 
 VERSION = 1
 
@@ -88,9 +88,7 @@ def read_golden(path: Path) -> GoldenFile | None:
     except json.JSONDecodeError as error:
         raise FormatError(f"{path}:{error.lineno}: not valid JSON ({error.msg})", remedy) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise FormatError(f"{path}: {field}: {first['msg']}", remedy) from error
+        raise FormatError(": ".join((str(path), *read_problem(error))), remedy) from error
     if golden.version != VERSION:
         raise FormatError(f"{path}: version {golden.version}, this is version {VERSION}", remedy)
     return golden

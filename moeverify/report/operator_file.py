@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moeverify.errors import FormatError
-from moeverify.input_file import MOST_BYTES, parse_json, read_input
+from moeverify.input_file import MOST_BYTES, parse_json, read_input, read_problem
 from moeverify.report.files import write_atomically
 from moeverify.results.operator_table import TABLE_VERSION, OperatorList, OperatorTable
 from moeverify.results.run import CaseResult
@@ -51,9 +51,7 @@ def read(path: Path) -> OperatorTable:
     try:
         table = OperatorTable.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise FormatError(f"{path}: {field}: {first['msg']}", _AGAIN) from error
+        raise FormatError(": ".join((str(path), *read_problem(error))), _AGAIN) from error
     problem = _find_problem(table)
     if problem:
         raise FormatError(f"{path}: {problem}", _AGAIN)

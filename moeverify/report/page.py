@@ -32,11 +32,10 @@ _TEMPLATES = Path(__file__).parent / "templates"
 def render_page(
     template: str, environment: Mapping[str, object], *, script: str = "page", **content: object
 ) -> str:
-    """Return the page that a template makes of the content, with the style and the environment of all.
+    """Render a template as an HTML page with the shared style.
 
-    `script` names the script of the page and the style that it adds.
-
-    The only script that a browser runs is the one whose hash the page names, whatever else a name smuggles in.
+    `script` names the page's own script and style sheet. The page names the hash of that script, so that a browser
+    runs no other one, such as one hidden in the name of a case.
     """
     code = (_TEMPLATES / f"{script}.js").read_text(encoding="ascii")
     styles = dict.fromkeys(("page", script))

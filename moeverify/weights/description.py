@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from moeverify.case.schema import ReferenceModel
 from moeverify.case.size import describe_excess
 from moeverify.errors import FormatError
-from moeverify.input_file import parse_json, read_input
+from moeverify.input_file import parse_json, read_input, read_problem
 from moeverify.weights.families import Config, Family, find_family, read_config, write_config
 from moeverify.weights.safetensors_index import INDEX, SINGLE
 
@@ -116,8 +116,8 @@ def _read_model(path: Path) -> ReferenceModel:
     try:
         return ReferenceModel.model_validate_json(json.dumps(content.get("model")))
     except ValidationError as error:
-        place = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise FormatError(f"{path}: model.{place}: {error.errors()[0]['msg']}") from None
+        field, message = read_problem(error)
+        raise FormatError(f"{path}: model.{field}: {message}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

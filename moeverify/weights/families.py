@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from moeverify.case.schema import ReferenceModel
 from moeverify.errors import FormatError
+from moeverify.input_file import read_problem
 from moeverify.weights import names
 from moeverify.weights.names import Names
 from moeverify.weights.rotary import read_rotary, write_rotary
@@ -190,9 +191,8 @@ def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:
     try:
         return family, ReferenceModel.model_validate(_nest(flat))
     except ValidationError as error:
-        place = ".".join(str(part) for part in error.errors()[0]["loc"])
-        key = family.fields.get(place, place)
-        raise FormatError(f"{file}: {key}: {error.errors()[0]['msg']}") from None
+        field, message = read_problem(error)
+        raise FormatError(f"{file}: {family.fields.get(field, field)}: {message}") from None
 
 
 def _find(config: Config, key: str, family: Family, file: str) -> Any:

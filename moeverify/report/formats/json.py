@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from moeverify.errors import FormatError
-from moeverify.input_file import parse_json, read_input
+from moeverify.input_file import parse_json, read_input, read_problem
 from moeverify.report.files import write_atomically
 from moeverify.report.numbers import format_count
 from moeverify.report.words.run import word_run
@@ -62,9 +62,7 @@ def read_run(path: Path) -> RunResult:
         # Of version 1 findings have words and no data behind them, which every report can do with.
         return RunResult.model_validate({**content, "schema_version": SCHEMA_VERSION})
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        wrong = f"{format_count(error.error_count(), 'wrong field')}, first {field}: {first['msg']}"
+        wrong = f"{format_count(error.error_count(), 'wrong field')}, first {': '.join(read_problem(error))}"
         raise FormatError(f"{file} does not hold a run ({wrong}); run the cases again") from error
 
 
