@@ -64,6 +64,7 @@ class Alignment:
         self._before: Alignment | None = None
         self._changed_places: set[int] = set()
         self._telling: dict[At, tuple[Tensor | None, bool]] = {}
+        self._same: dict[Key, bool] = {}
         self.elements = Elements(one)
         self._exact = by_bytes((value.number, value.data) for value in one.values)
         self._keys = [list_keys(program) for program in joint.programs]
@@ -86,14 +87,14 @@ class Alignment:
         if not others and self._execution is None:
             return self  # nothing has changed
         changed = copy(self)
-        changed._execution, changed._before, changed._known = execution, self, {}
+        changed._execution, changed._before, changed._known, changed._same = execution, self, {}, {}
         changed._changed_places = {self._places[at] for at in others}
         return changed
 
     def without_scale(self, scale: float | None) -> Alignment:
         """Return an alignment in which values that are `scale` times those of one device count as wrong."""
         changed = copy(self)
-        changed._wrong_scale = scale
+        changed._wrong_scale, changed._same = scale, {}
         if scale is not None:
             # A value may be a multiple of several others: this scale is tried first.
             changed._scales = (1.0, scale, *self._scales[1:])
@@ -138,7 +139,43 @@ class Alignment:
             and math.isclose(known.scale, self._wrong_scale, rel_tol=1e-7)
         ):
             return False
+        if known is not None and not self._has_same_elements(at, known):
+            return False
         return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
+
+    def _has_same_elements(self, at: At, known: Known) -> bool:
+        """Return whether ranks compute the elements that one device computes in the same line of the same module.
+
+        Each of them must be an element of one device there, and together they must be all of these. True where this
+        cannot be decided: values that are moved, parts of sums, multiples, and lines that one device does not run.
+        """
+        op = self.joint.op(self.joint.maker(at))
+        key = self.key(at)
+        theirs = self._one_by_key.get(key)
+        if theirs is None or known.ids is None or op.meeting is not None or self._is_moved(at, op):
+            return True
+        found = self._same.get(key)
+        if found is None:
+            found = self._same[key] = self._compare_elements(key, theirs)
+        return found
+
+    def _compare_elements(self, key: Key, theirs: AbstractSet[int]) -> bool:
+        right = [self.elements.ids[number] for number in theirs]
+        # Zeros are the elements of no value.
+        known = [self.find(at) for at in self._by_key[key] if self.tells(at) or self._has_numbers(at)]
+        if any(each is None for each in right):
+            return True
+        mine = []
+        for each in known:
+            if each is None or each.ids is None or each.over or each.scale != 1.0:
+                return True
+            mine.append(each.ids.reshape(-1))
+        expected = torch.cat([each.reshape(-1) for each in right if each is not None])
+        return torch.equal(_without_padding(torch.cat(mine)), _without_padding(expected))
+
+    def _has_numbers(self, at: At) -> bool:
+        data = self.data(at)
+        return data is None or bool(data.any())
 
     def tells(self, at: At) -> bool:
         """Return whether a value has elements that distinguish it from other values."""
@@ -350,3 +387,9 @@ def _list_groups(joint: Joint) -> list[tuple[int, ...]]:
     if len(joint.programs) > 1:
         groups[tuple(range(len(joint.programs)))] = None
     return list(groups)
+
+
+def _without_padding(ids: Tensor) -> Tensor:
+    """Return the different identities of a tensor, in order."""
+    found: Tensor = torch.unique(ids)
+    return found[found > 0]

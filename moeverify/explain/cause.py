@@ -30,3 +30,4 @@ class Cause:
     known: Literal["", "scale", "reduction", "moved", "race"] = ""
     launch: At | None = None
     factor: float = 1.0
+    is_local: bool = False

@@ -9,18 +9,34 @@ from moeverify.explain.content import is_move
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.meetings import MOVING
 
-_LONGEST = 24
+_LONGEST = 64
+_MASK_DEPTH = 3
+"""Most operators between a mask and the floating-point numbers made of it."""
 
 
 def is_passing(joint: Joint, op: At) -> bool:
-    """Return whether an operator only moves elements, or has only whole numbers and masks as results."""
+    """Return whether an operator only moves elements, or computes with whole numbers and masks alone.
+
+    To multiply by a mask is to move the elements that it keeps.
+    """
     recorded = joint.op(op)
     if not recorded.results:
         return False
     if recorded.meeting is not None:
         return recorded.name.partition(".")[2] in MOVING
     value = joint.value((op[0], recorded.results[0]))
-    return value.alias >= 0 or is_move(recorded) or not value.is_floating
+    if value.alias >= 0 or is_move(recorded) or not value.is_floating:
+        return True
+    values = [at for at in joint.reads(op) if not is_of_masks(joint, at)]
+    return not values if recorded.short.rstrip("_") != "mul" else len(values) < len(list(recorded.reads()))
+
+
+def is_of_masks(joint: Joint, at: At, depth: int = _MASK_DEPTH) -> bool:
+    """Return whether a value has whole numbers, masks or one number, or is computed from such values alone."""
+    if not joint.value(at).is_floating or not joint.value(at).shape:
+        return True
+    reads = joint.reads(joint.maker(at))
+    return depth > 0 and bool(reads) and all(is_of_masks(joint, each, depth - 1) for each in reads)
 
 
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:

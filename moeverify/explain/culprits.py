@@ -11,20 +11,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import is_passing, list_chain
+from moeverify.explain.chains import is_of_masks, is_passing, list_chain
 from moeverify.explain.counterparts import pair_tensors
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At, Changes, Joint
 from moeverify.explain.program import BATCH, LEAF, READ, SETUP, UNSEEN, Op, Program, Site, list_refs
+from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Source
 
 _AROUND = 1
 """How many lines of the file are shown before and after a call."""
 
-_PACKAGE = str(Path(__file__).parents[1])
+_SCALING = frozenset({"mul", "div", "mean", "sum", "reciprocal"})
+"""Operators whose factor may be a size of the run."""
 
 _MOST_MOVES = 3
 _MOST_REPAIRED = 20
@@ -67,6 +71,7 @@ class Culprits:
             ranks=tuple(sorted({rank for rank, _ in cause.ops})),
             repaired=tuple(dict.fromkeys(cause.repaired))[:_MOST_REPAIRED],
             residual=cause.residual,
+            is_local=cause.is_local,
             between=() if edit is not None and edit.kind != "value" else self._list_between(cause),
             others=tuple(each for each in others if each.line is not None and _line(each) != _line(here))[
                 :_MOST_OTHERS
@@ -120,7 +125,8 @@ class Culprits:
 
     def _name_factor(self, factor: float, maker: At) -> tuple[str, ...]:
         """Return the names of sizes that a factor or its inverse equals; none in the step, which has other rates."""
-        if self._joint.op(maker).phase == "step":
+        op = self._joint.op(maker)
+        if op.phase == "step" or not (op.meeting is not None or op.short.rstrip("_") in _SCALING):
             return ()
         return tuple(
             name
@@ -140,7 +146,7 @@ class Culprits:
         users = [
             at
             for at in order
-            if not all(map(_is_own, self._joint.programs[at[0]].sites_of(self._joint.op(at))[:1]))
+            if not all(map(is_own, self._joint.programs[at[0]].sites_of(self._joint.op(at))[:1]))
         ]
         return _join(map(self._operation, users or order))[-_MOST_BETWEEN:]
 
@@ -230,7 +236,7 @@ class Culprits:
         if known is None or known.over or known.scale == 1.0:
             return 1.0, self._joint.maker(taken)
         path = [(taken, known.scale)]
-        while (before := self._find_scaled(self._joint.maker(path[-1][0]))) is not None:
+        while (before := self._find_scaled(self._joint.maker(path[-1][0]), path[-1][1])) is not None:
             path.append(before)
         for at, own in reversed(path):
             for scale in dict.fromkeys(
@@ -249,12 +255,35 @@ class Culprits:
         found = None if taken in done.tainted else self._alignment.under(done).find(taken)
         return found is not None and math.isclose(found.scale, 1.0)
 
-    def _find_scaled(self, maker: At) -> tuple[At, float] | None:
-        """Return the only operand of an operator that is a multiple of a right value, with its factor."""
+    def _find_scaled(self, maker: At, factor: float) -> tuple[At, float] | None:
+        """Return the only operand of an operator that is a multiple of a right value, with its factor.
+
+        `factor` is that of the result.
+        """
         reads = dict.fromkeys(self._joint.reads(maker))  # a value may be taken twice, as in x * x
         found = [(at, known.scale) for at in reads if (known := self._alignment.find(at)) is not None]
         scaled = [(at, scale) for at, scale in found if scale != 1.0]
+        if not scaled:
+            # The multiple of a value may be equal to a later one: 2 * x is computed for the gradient of x * x.
+            scaled = [
+                (at, scale)
+                for at in reads
+                for scale in dict.fromkeys((factor, math.sqrt(abs(factor))))
+                if self._is_multiple(at, scale)
+            ]
         return scaled[0] if len(scaled) == 1 else None
+
+    def _is_multiple(self, at: At, scale: float) -> bool:
+        """Return whether a value of the forward pass is a multiple of one, if it has elements of a later pass."""
+        known, data = self._alignment.find(at), self._alignment.data(at)
+        op = self._joint.op(self._joint.maker(at))
+        if known is None or known.ids is None or data is None or op.phase != "forward":
+            return False
+        roots = self._one.roots(known.ids)
+        if not roots or self._one.program.op_of(roots[0]).phase == "forward":
+            return False
+        found = self._alignment.locate(data / scale, op)
+        return found is not None and found.scale == 1.0
 
     def _trace_operand(self, taken: At, theirs: int) -> tuple[At, At, int] | None:
         """Return the operator that computed a value from an operand that differs, and this operand on both sides."""
@@ -288,7 +317,7 @@ class Culprits:
         """Follow moves back to the value that was computed."""
         while is_passing(self._joint, self._joint.maker(at)):
             reads = self._joint.reads(self._joint.maker(at))
-            sources = [each for each in reads if self._joint.value(each).is_floating]
+            sources = [each for each in reads if not is_of_masks(self._joint, each)]
             if len(sources) != 1:
                 break
             at = sources[0]
@@ -302,13 +331,88 @@ class Culprits:
         """Return the moves of an operand since it was computed, on the ranks and on one device, if they differ."""
         here = list_chain(self._joint, [mine])
         there = list_chain(self._one_joint, [(0, theirs)])
-        while here and there and _is_alike(self._joint.op(here[-1]), self._one_joint.op(there[-1])):
+        while here and there and self._is_alike(here[-1], there[-1]):
             here, there = here[:-1], there[:-1]
+        here, there = self._drop_common(here, there)
+        numbers = [
+            pair
+            for one in here
+            for two in there
+            if self._is_same_line(one, two)
+            for pair in _list_numbers(self._joint.op(one), self._one_joint.op(two))
+        ]
         mine_all = _join(self._operation(each) for each in reversed(here))
         others = _join(describe_op(self._one.program, self._one_joint.op(each)) for each in reversed(there))
         is_same = self._root(mine) == self._one.roots_of(theirs)
+        if is_same and not others and (order := self._list_reorder(mine)):
+            return {"moves": order[-_MOST_MOVES:]}
         kept = slice(_MOST_MOVES) if is_same else slice(-_MOST_MOVES, None)
-        return {"moves": mine_all[kept], "moves_there": others[kept]}
+        found: dict[str, Any] = {"moves": mine_all[kept], "moves_there": others[kept]}
+        return found | ({"numbers": tuple(dict.fromkeys(numbers))} if numbers else {})
+
+    def _is_alike(self, mine: At, theirs: At) -> bool:
+        """Return whether two operators are the same with the same options, and no results show a difference."""
+        op, other = self._joint.op(mine), self._one_joint.op(theirs)
+        return _is_alike(op, other) and not self._differs(mine, theirs)
+
+    def _differs(self, mine: At, theirs: At) -> bool:
+        """Return whether whole numbers or masks of one shape differ."""
+        for number, other in zip(
+            self._joint.op(mine).results, self._one_joint.op(theirs).results, strict=False
+        ):
+            here, there = self._joint.data((mine[0], number)), self._one.data(other)
+            if here is not None and there is not None and not here.is_floating_point():
+                return here.shape == there.shape and not torch.equal(here, there)
+        return False
+
+    def _drop_common(self, here: Sequence[At], there: Sequence[At]) -> tuple[list[At], list[At]]:
+        """Return two chains without the calls that both have: the same line, options and, if comparable, results."""
+        pairs = {
+            one: two
+            for one in here
+            for two in there
+            if self._is_same_line(one, two)
+            and not _list_numbers(self._joint.op(one), self._one_joint.op(two))
+            and not self._differs(one, two)
+        }
+        found = [each for each in here if each not in pairs]
+        others = [each for each in there if each not in pairs.values()]
+        return (found, others) if found or others else (list(here), list(there))
+
+    def _is_same_line(self, mine: At, theirs: At) -> bool:
+        sites = self._joint.programs[mine[0]].sites_of(self._joint.op(mine))[:1]
+        return sites == self._one.program.sites_of(self._one_joint.op(theirs))[:1]
+
+    def _list_reorder(self, taken: At) -> tuple[Operation, ...]:
+        """Return the moves that first put the rows of a value into another order, if it has that shape already.
+
+        A module may compute rows in any order, and return them in the order in which it got them.
+        """
+        joint, shape = self._joint, self._joint.value(taken).shape
+        first = joint.op(joint.maker(taken))
+        if not self._is_reordered(taken):
+            return ()
+        for op in sorted(joint.list_before([taken]), key=joint.place):
+            recorded = joint.op(op)
+            if op[0] != taken[0] or (recorded.step, recorded.phase) != (first.step, first.phase):
+                continue
+            for number in recorded.results:
+                at = (op[0], number)
+                if joint.value(at).shape == shape and self._is_reordered(at):
+                    chain = list_chain(joint, [at]) or [op]
+                    return _join(self._operation(each) for each in reversed(chain))
+        return ()
+
+    def _is_reordered(self, at: At) -> bool:
+        """Return whether a value has the elements of one value of one device in another order."""
+        known = self._alignment.find(at) if self._joint.value(at).is_floating else None
+        if known is None or known.ids is None or known.over or self._one.label(known.ids):
+            return False
+        if len(self._one.roots(known.ids)) != 1:
+            return False
+        flat = known.ids.reshape(-1)
+        flat = flat[flat > 0]
+        return bool((flat.diff() < 0).any())
 
     def _root(self, at: At) -> list[int]:
         known = self._alignment.find(at)
@@ -352,7 +456,7 @@ class Culprits:
 def describe_op(program: Program, op: Op) -> Operation:
     """Return an operator with the lines that call it."""
     sites = program.sites_of(op)
-    callers = sites[1:] if sites and _is_own(sites[0]) else [site for site in sites[1:] if not _is_own(site)]
+    callers = sites[1:] if sites and is_own(sites[0]) else [site for site in sites[1:] if not is_own(site)]
     return Operation(
         operator=op.short,
         line=make_line(sites[0]) if sites else None,
@@ -362,11 +466,6 @@ def describe_op(program: Program, op: Op) -> Operation:
         step=op.step,
         is_derivative=not op.sites and op.origin >= 0,
     )
-
-
-def _is_own(site: Site) -> bool:
-    """Return whether a line is of this package, which calls a user's code."""
-    return site.file.startswith(_PACKAGE)
 
 
 def describe_value(program: Program, number: int) -> Source:
@@ -456,3 +555,12 @@ def _find_place(op: Op, number: int) -> int:
 
 def _is_alike(op: Op, other: Op) -> bool:
     return op.short == other.short and not list_differences(op, other)
+
+
+def _list_numbers(op: Op, other: Op) -> list[tuple[str, str]]:
+    """Return the numbers that differ between two calls of one operator, without sizes, which depend on the layout."""
+    if op.short != other.short:
+        return []
+    return [
+        pair for pair in list_differences(op, other) if not any(each.startswith(("[", "(")) for each in pair)
+    ]

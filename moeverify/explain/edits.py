@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import list_ancestors
+from moeverify.explain.chains import list_ancestors, list_group
 from moeverify.explain.compare import is_right
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place, pair_tensors
@@ -309,6 +309,36 @@ def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
                     changes.values[at[0], mine] = data / len({rank for rank, _ in parts[0]})
         if changes.values:
             yield Edit("share", tuple(ops), changes, {}, (place,))
+
+
+def list_chain_numbers(
+    alignment: Alignment, one: OneDevice, counterparts: Counterparts, op: At
+) -> Iterator[Edit]:
+    """Yield edits that give an operator the numbers of the same line on one device.
+
+    For operators that compute masks and indices, whose results do not `tell`.
+    """
+    joint = alignment.joint
+    if not joint.op(op).results or not list(joint.op(op).reads()):
+        return  # sizes of new tensors are those of a rank's part
+    pairs: list[tuple[At, Op]] = []
+    for at in list_group(alignment, op):
+        place = joint.programs[at[0]].sites_of(joint.op(at))[:1]
+        other = next(
+            (
+                each
+                for each in counterparts.find(at)
+                if each.name == joint.op(at).name and one.program.sites_of(each)[:1] == place
+            ),
+            None,
+        )
+        if other is None or not place:
+            return
+        pairs.append((at, other))
+    if joint.value((op[0], joint.op(op).results[0])).alias < 0 and any(
+        _options(joint.op(at)) != _options(each) for at, each in pairs
+    ):
+        yield _make("number", pairs, lambda at, each: _with_options(joint.op(at), each))
 
 
 def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At]) -> Iterator[Edit]:

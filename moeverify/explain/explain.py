@@ -17,13 +17,21 @@ from moeverify.explain.chains import list_chain, list_group
 from moeverify.explain.compare import is_right, relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
-from moeverify.explain.edits import Edit, list_edits, list_insertions, list_numbers, list_removals
+from moeverify.explain.edits import (
+    Edit,
+    list_chain_numbers,
+    list_edits,
+    list_insertions,
+    list_numbers,
+    list_removals,
+)
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Program
 from moeverify.explain.program import list_numbers as list_numbers_of
 from moeverify.explain.proof import Proof
 from moeverify.explain.returns import list_returns
+from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets, list_unknown
 from moeverify.results.checks import Kind
 
@@ -128,7 +136,7 @@ class Explainer:
 
     def _note_repaired(self, causes: Sequence[Cause], left: Sequence[Target], state: Execution) -> None:
         """Note which wrong results are right after the repairs of causes."""
-        proved = [cause for cause in causes if cause.repairs]
+        proved = [cause for cause in causes if cause.repairs and not cause.is_local]
         done = [target for target in left if proved and self._proof.is_repaired(target, state)]
         for cause in proved:
             cause.repaired += ["/".join(target.mark[1:]) for target in done]
@@ -287,10 +295,15 @@ class Explainer:
         steps: list[tuple[Cause, Execution]] = []
         before: set[At] = set()
         for ops in suspects:
-            for edit in itertools.chain(
-                list_returns(alignment, self.one, self.landmarks, ops),
-                list_edits(alignment, self.one, counterparts, ops),
-            ):
+            for each in list_chain(self.joint, [at for at in self.joint.reads(ops[0]) if at[0] == ops[0][0]]):
+                numbers = list_chain_numbers(alignment, self.one, counterparts, each)
+                found = self._try(numbers, target, unknown, state, end)
+                if found is not None:
+                    return found
+            # After a first step, every output of a module may have become known.
+            is_first = depth == _LONGEST_CHAIN
+            returns = list_returns(alignment, self.one, self.landmarks, ops) if is_first else ()
+            for edit in itertools.chain(returns, list_edits(alignment, self.one, counterparts, ops)):
                 if time.monotonic() > end:
                     return None
                 self.tried += 1
@@ -307,7 +320,8 @@ class Explainer:
             further = self._open(alignment.under(after), target)
             found = self._search(target, after, further, end, depth - 1)
             if found is not None:
-                return self._shorten([cause, *found[0]], found[1], target, unknown, state)
+                chain, done = self._shorten([cause, *found[0]], found[1], target, unknown, state)
+                return self._drop_patches(chain), done
         edits = (
             edit
             for edit in self._list_further(alignment, counterparts, unknown, suspects)
@@ -343,8 +357,8 @@ class Explainer:
         first = set(chain[0].ops)
         later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
         comes_after = bool(later) and not first.isdisjoint(self.joint.list_before(later))
-        if comes_after and any(cause.repairs[0].kind in _SUBSTITUTIONS for cause in chain[1:]):
-            return chain, done
+        if comes_after and any(cause.repairs[0].changes.values for cause in chain[1:]):
+            return chain, done  # those values were computed with the first edit
         changes = Changes()
         for cause in chain[1:]:
             changes = changes | cause.repairs[0].changes
@@ -352,6 +366,17 @@ class Explainer:
         without = Edit(last.kind, last.ops, changes, last.others, last.place)
         again = self._proof.repairs(without, target, unknown, state)
         return (chain, done) if again is None else (chain[1:], again)
+
+    def _drop_patches(self, chain: list[Cause]) -> list[Cause]:
+        """Return a chain without edits of the training loop's own operators that follow an edit of user code."""
+        kept = [cause for cause in chain if not self._is_of_package(cause)] or chain
+        if len(kept) < len(chain):
+            kept[0].is_local = True
+        return kept
+
+    def _is_of_package(self, cause: Cause) -> bool:
+        rank = cause.ops[0][0]
+        return all(map(is_own, self.joint.programs[rank].sites_of(self.joint.op(cause.ops[0]))[:1]))
 
     def _list_further(
         self,

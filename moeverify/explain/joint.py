@@ -187,7 +187,16 @@ class Execution:
 
         Sizes of splits are Python numbers, made of counts that the program has read.
         """
-        return any(not data.is_floating_point() and data.dtype != torch.bool for data in self._data.values())
+        return self.first_choice() is not None
+
+    def first_choice(self) -> At | None:
+        """Return the first operator whose results are whole numbers that have changed, in program order."""
+        changed = (
+            self._joint.maker(at)
+            for at, data in self._data.items()
+            if not data.is_floating_point() and data.dtype != torch.bool
+        )
+        return min(changed, key=self._joint.place, default=None)
 
     @classmethod
     def meet_with(cls, joint: Joint, op: At, brought: Mapping[At, Tensor]) -> list[Tensor]:

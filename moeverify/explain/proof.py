@@ -76,7 +76,23 @@ class Proof:
             return after
         # The target cannot be computed again: the next results that can be computed decide.
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
-        return after if (marks and is_open) or self._advances(edit, done, state) else None
+        if marks and is_open:
+            return after if self._are_ends_right(after) else None
+        return after if self._advances(edit, done, state) else None
+
+    def _are_ends_right(self, after: Execution) -> bool:
+        """Return whether the ends of modules that an edit changes are right, up to the first other choice."""
+        joint, alignment = self._joint, self._alignment.under(after)
+        choice = after.first_choice()
+        return all(
+            self._landmarks.is_right(at, alignment)
+            for at in after.changed()
+            if self._landmarks.is_end(at)
+            and self._landmarks.list_right(at)
+            and at not in after.tainted
+            and alignment.tells(at)
+            and (choice is None or joint.place(joint.maker(at)) < joint.place(choice))
+        )
 
     def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
         """Return whether a result has another shape after an edit; recorded sizes may not fit then."""
@@ -100,7 +116,7 @@ class Proof:
 
         So far as it can be executed: operators whose sizes are recorded cannot take other shapes.
         """
-        if edit.kind not in ("number", "operator") or done.tainted - state.tainted:
+        if edit.kind not in ("number", "operator") or not edit.others or done.tainted - state.tainted:
             return False
         alignment = self._alignment.under(done)
         own = {(at[0], number) for at in edit.ops for number in self._joint.op(at).results}

@@ -16,6 +16,7 @@ from moeverify.explain.program import Site
 MOST_SITES = 6
 """Most calling lines that are kept of each operator."""
 
+_PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _WATCHERS = tuple(
     str(Path(__file__).parents[1] / name)
@@ -100,3 +101,8 @@ def _is_inner(code: CodeType) -> bool:
 def _is_watcher(code: CodeType) -> bool:
     is_mode = code.co_name in ("__torch_function__", "__torch_dispatch__")
     return is_mode or code.co_filename.startswith((*_WATCHERS, *_WRAPPERS))
+
+
+def is_own(site: Site) -> bool:
+    """Return whether a line is of this package, which calls a user's code."""
+    return site.file.startswith(_PACKAGE)

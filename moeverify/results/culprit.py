@@ -104,6 +104,7 @@ class Culprit(Record):
 
     `proved` says that the ranks' program was executed with the change that `mechanism` names, and that this made
     `repaired` right: tensors that the training loop shows. `residual` is the relative error that these have then.
+    With `is_local` the change makes only the result of the operation right; further operations are wrong.
     `operand` is the place of the operand that is `taken` where one device takes `right`; `made` is the operation of
     the rank that computed it, or that wrote the values which are right before the first step. `numbers` are pairs
     of different numbers, here and there. `moves` are operations by which an operand came from where it was
@@ -128,6 +129,7 @@ class Culprit(Record):
     moves_there: tuple[Operation, ...] = ()
     repaired: tuple[str, ...] = ()
     residual: float | None = None
+    is_local: bool = False
     others: tuple[Operation, ...] = ()
     leads: bool = False
     results: tuple[str, ...] = ()

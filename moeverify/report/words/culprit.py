@@ -123,6 +123,8 @@ def _name_source(source: Source | None) -> str:
 
 
 def _describe_number(culprit: Culprit) -> list[str]:
+    if culprit.there is None:  # a number of another line was tried
+        return [", ".join(f"Here it has {here}, and {there} repairs it" for here, there in culprit.numbers)]
     pairs = ", ".join(f"{there} and not {here}" for here, there in culprit.numbers)
     return [f"One device has {pairs}{_at_there(culprit)}" if pairs else ""]
 
@@ -147,6 +149,10 @@ def _describe_operand(culprit: Culprit) -> list[str]:
         lines.append("It comes by " + ", then ".join(map(_name_operation, culprit.moves)))
     if culprit.moves_there:
         lines.append("On one device by " + ", then ".join(map(_name_operation, culprit.moves_there)))
+    if culprit.numbers:
+        lines.append(
+            "There one device has " + ", ".join(f"{there} and not {here}" for here, there in culprit.numbers)
+        )
     return lines
 
 
@@ -259,6 +265,8 @@ def _describe_proof(culprit: Culprit) -> str:
         )
     if culprit.mechanism in ("race", "written"):
         return ""
+    if culprit.is_local:
+        return "Executed with that change, its result is what one device has"
     names = list(culprit.repaired[:_MOST_REPAIRED])
     if len(culprit.repaired) > _MOST_REPAIRED:
         names.append(format_count(len(culprit.repaired) - _MOST_REPAIRED, "more result"))
