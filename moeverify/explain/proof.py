@@ -77,22 +77,27 @@ class Proof:
         # The target cannot be computed again: the next results that can be computed decide.
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
         if marks and is_open:
-            return after if self._are_ends_right(after) else None
+            return after if self._goes_on(marks, after) else None
         return after if self._advances(edit, done, state) else None
 
-    def _are_ends_right(self, after: Execution) -> bool:
-        """Return whether the ends of modules that an edit changes are right, up to the first other choice."""
+    def _goes_on(self, marks: Sequence[At], after: Execution) -> bool:
+        """Return whether an end of a module beyond `marks` is right, if there is one before the first other choice.
+
+        Not all need be: layouts have ends that are parts of sums.
+        """
         joint, alignment = self._joint, self._alignment.under(after)
         choice = after.first_choice()
-        return all(
-            self._landmarks.is_right(at, alignment)
+        later = [
+            at
             for at in after.changed()
             if self._landmarks.is_end(at)
-            and self._landmarks.list_right(at)
+            and at not in marks
             and at not in after.tainted
+            and self._landmarks.list_right(at)
             and alignment.tells(at)
             and (choice is None or joint.place(joint.maker(at)) < joint.place(choice))
-        )
+        ]
+        return not later or any(self._landmarks.is_right(at, alignment) for at in later)
 
     def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
         """Return whether a result has another shape after an edit; recorded sizes may not fit then."""
