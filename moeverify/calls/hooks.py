@@ -110,7 +110,7 @@ def _wrap_late(listener: Listener, hooks: Hooks) -> None:
     """Wrap functions of modules that are imported long after torch: FSDP1 has a clip method of its own."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if not hooks.has_wrapped(FullyShardedDataParallel, "clip_grad_norm_"):  # torch may have wrapped it
+    if not hooks.has_wrapped(FullyShardedDataParallel, "clip_grad_norm_"):  # torch wraps it too
         wrapped = _clip(listener, "clip_grad_norm_")(FullyShardedDataParallel.clip_grad_norm_)
         hooks.wrap(FullyShardedDataParallel, "clip_grad_norm_", wrapped)
 
