@@ -61,8 +61,8 @@ def is_adaptive(recipe: Recipe) -> bool:
 class GradientNoise(Watch[None]):
     """Records the distance of gradients from the golden's, over all observed runs.
 
-    Each row of a tensor (its last dim) has its own noise, because the rows of an embedding or an expert
-    differ by orders of magnitude, and so does their rounding. The maximum over all runs is stored.
+    Each row of a tensor (its last dim) has its own noise. The rows of an embedding or an expert differ by
+    orders of magnitude, and so does their rounding. The maximum over all runs is stored.
     """
 
     def __init__(self, reference: StoredGolden) -> None:

@@ -356,10 +356,10 @@ class Stepped(Record):
 class Carried(Record):
     """A step that starts with optimizer state other than the one after the previous step.
 
-    The state is `factor` times the previous one (zero after a reset), or the state of other slices along
-    the dim of `block`, or the state `num_steps` steps earlier. `moves` has the first (to, from) pairs of
-    slices. `block` has the wrong slices, or is None if the whole shard is wrong. `ranks` are the wrong
-    ranks, or empty for all.
+    The state is `factor` times the previous one; zero means a reset. Otherwise it is the state of other
+    slices along the dim of `block`, or the state `num_steps` steps earlier. `moves` has the first (to,
+    from) pairs of slices. `block` has the wrong slices, or is None if the whole shard is wrong. `ranks` are
+    the wrong ranks, or empty for all.
     """
 
     kind: Literal["carried"] = "carried"

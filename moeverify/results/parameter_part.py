@@ -22,8 +22,9 @@ TraitKind = Literal[
 ]
 """The kinds of traits that parameters can share.
 
-These are a part of the name, the number of dims, layers, the position in the order of registration, the
-size, sharding or replication over an axis, and the ranks that hold them.
+`named` and `not-named` concern a part of the name. `from`, `before` and `every-other` concern the position
+in the order of registration. `larger` and `smaller` concern the number of elements. `sharded` and
+`replicated` concern the placement over an axis, and `on-ranks` the ranks that hold them.
 """
 
 

@@ -265,9 +265,14 @@ ScheduleName = Literal[
 class ScheduleForm(Record):
     """A rule that gives the learning rates of all observed steps.
 
-    `number` depends on `way`: the shift in steps (negative: earlier), the number of schedule steps per step
-    or of steps per schedule step, the length of the decay, the fraction that is kept per step or at the
-    end, or the power of the count `name`. A warmup is (step + number) / over.
+    The meaning of `number` depends on `way`:
+
+    - `shifted`: the shift in steps, negative for earlier ones
+    - `faster`, `slower`: the number of schedule steps per step, or of steps per schedule step
+    - `length`: the length of the decay in steps
+    - `geometric`, `floor`: the fraction of the rate that each step, or the end of the decay, keeps
+    - `scaled`: the power of the count `name`, which multiplies the rate
+    - `warmup`: the summand of (step + number) / over
     """
 
     way: ScheduleWay
