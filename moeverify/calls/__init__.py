@@ -1,1 +1,1 @@
-"""The calls of a training loop (backward, `zero_grad`, clip, step, scheduler), and rules of their order."""
+"""Calls of a training loop (backward, `zero_grad`, clip, step, scheduler), and rules for their order."""

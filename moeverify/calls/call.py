@@ -8,11 +8,12 @@ from moeverify.results.record import Record
 
 
 class Call(Record):
-    """A call of the training loop, in the order in which they came.
+    """One call of the training loop.
 
-    `step` is the number of optimizer steps before it, `site` the file:line of the caller. `losses` are the numbers
-    that a backward pass began with, `discarded` is the norm of the gradients that a `zero_grad` threw away, and
-    `kept` that of the gradients that were there before the first backward pass of a step.
+    `step` is the number of optimizer steps before the call, and `site` the file:line of the caller.
+    `losses` are the values from which a backward pass starts. `discarded` is the norm of the gradients that
+    a `zero_grad` discarded. `kept` is the norm of the gradients that existed before the first backward pass
+    of a step. `norm` and `max_norm` belong to a clip.
     """
 
     line: Literal["call"] = "call"

@@ -1,7 +1,8 @@
-"""Where a listener is called: torch's own hooks, and wrappers of the few calls that torch has no hook for.
+"""Installation of a listener: torch's own hooks, and wrappers of the calls without hooks.
 
-Optimizer steps and forward passes have global hooks. `backward`, `zero_grad`, clipping, schedulers and the gradient
-scaler have none: these functions are wrapped, and call the original with the same arguments.
+Optimizer steps and forward passes have global hooks. `backward`, `zero_grad`, clipping, schedulers and the
+gradient scaler have none. These functions are wrapped; the wrappers call the original with the same
+arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Function = Callable[..., Any]
 
 
 class Hooks:
-    """What `install` has put into torch; `remove` takes it out again."""
+    """The hooks and wrappers that `install` has added to torch; `remove` removes them."""
 
     def __init__(self) -> None:
         self._modules: list[RemovableHandle] = []
@@ -37,29 +38,29 @@ class Hooks:
         self._wrapped: list[tuple[Any, str, Any]] = []
 
     def hook_modules(self, *handles: RemovableHandle) -> None:
-        """Keep hooks of modules."""
+        """Store handles of module hooks."""
         self._modules += handles
 
     def hook_optimizers(self, *handles: RemovableHandle) -> None:
-        """Keep hooks of optimizers."""
+        """Store handles of optimizer hooks."""
         self._optimizers += handles
 
     def wrap(self, owner: Any, name: str, wrapped: Function) -> None:
-        """Put a wrapper into a class or a module, in place of its function `name`."""
+        """Replace the function `name` of a class or module by a wrapper."""
         self._wrapped.append((owner, name, vars(owner)[name]))
         setattr(owner, name, wrapped)
 
     def has_wrapped(self, owner: Any, name: str) -> bool:
-        """Return whether a function is wrapped already."""
+        """Return whether the function is already wrapped."""
         return any((known, label) == (owner, name) for known, label, _ in self._wrapped)
 
     def remove_module_hooks(self) -> None:
-        """Remove the hooks of modules: each costs every module of every step about a microsecond."""
+        """Remove the hooks of modules, each of which costs about a microsecond per module call."""
         while self._modules:
             self._modules.pop().remove()
 
     def remove(self) -> None:
-        """Remove all hooks, and put back what was wrapped, the last one first."""
+        """Remove all hooks and restore the wrapped functions, the last one first."""
         self.remove_module_hooks()
         while self._optimizers:
             self._optimizers.pop().remove()
@@ -68,8 +69,13 @@ class Hooks:
 
 
 def install(listener: Listener) -> Hooks:
-    """Tell a listener of everything in this process, until what is returned is removed."""
-    # torch.compile warns of global hooks; these are ours, and the script's output is to stay as it is.
+    """Report all calls of this process to a listener until the returned `Hooks` are removed.
+
+    Wraps functions of torch for the whole process. The warning of torch.compile about global hooks is
+    filtered out.
+    """
+    # torch.compile warns about global hooks. Ours are intended, and the output of the script must not
+    # change.
     warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
     hooks = Hooks()
     hooks.hook_modules(
@@ -90,7 +96,7 @@ def install(listener: Listener) -> Hooks:
         for module in (nn.utils, nn.utils.clip_grad):
             if name in vars(module):
                 hooks.wrap(module, name, wrapped)
-    # A class that another one inherits from is there under several names.
+    # A class may be in the module under several names.
     for scheduler in dict.fromkeys(each for each in vars(lr_scheduler).values() if inspect.isclass(each)):
         if "step" in vars(scheduler):
             hooks.wrap(scheduler, "step", _plain(listener, "scheduler step")(vars(scheduler)["step"]))
@@ -101,10 +107,10 @@ def install(listener: Listener) -> Hooks:
 
 
 def _wrap_late(listener: Listener, hooks: Hooks) -> None:
-    """Wrap what is imported long after torch: FSDP1 clips by a method of its own."""
+    """Wrap functions of modules that are imported long after torch: FSDP1 has a clip method of its own."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if not hooks.has_wrapped(FullyShardedDataParallel, "clip_grad_norm_"):  # torch has wrapped it for itself
+    if not hooks.has_wrapped(FullyShardedDataParallel, "clip_grad_norm_"):  # torch wraps it too
         wrapped = _clip(listener, "clip_grad_norm_")(FullyShardedDataParallel.clip_grad_norm_)
         hooks.wrap(FullyShardedDataParallel, "clip_grad_norm_", wrapped)
 
@@ -113,10 +119,10 @@ def _plain(listener: Listener, label: str) -> Callable[[Function], Function]:
     def make(original: Function) -> Function:
         @functools.wraps(original)
         def call(*values: Any, **named: Any) -> Any:
-            # A gradient scaler may be there and do nothing.
+            # A disabled gradient scaler does nothing.
             is_idle = isinstance(values[0], torch.amp.GradScaler) and not values[0].is_enabled()
             with listener.nested(label) as is_outermost:
-                if is_outermost and not is_idle:  # a scheduler may step others
+                if is_outermost and not is_idle:  # a scheduler may step other schedulers
                     listener.note_call(label)
                 return original(*values, **named)
 
@@ -164,7 +170,7 @@ def _clip(listener: Listener, label: str) -> Callable[[Function], Function]:
             given = signature.bind(*values, **named).arguments
             with listener.nested(label) as is_outermost:
                 if is_outermost:
-                    # A generator would be used up by whoever reads it first.
+                    # The first reader of a generator would exhaust it.
                     if isinstance(given.get("parameters"), Iterator):
                         given["parameters"] = list(given["parameters"])
                     listener.before_clip(label, given.get("parameters", given.get("self")))

@@ -1,4 +1,4 @@
-"""What hooks of a training script call: the part that every listener has, whatever it does with the calls."""
+"""Base class of listeners to a training script, which hooks call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def safely(method: Callable[Concatenate[_Self, P], None]) -> Callable[Concatenate[_Self, P], None]:
-    """Return a method that never raises into the script: what goes wrong ends the listening, with a line."""
+    """Return a method that never raises into the script: an error ends the listening through `fail`.
+
+    The method runs without gradients and within `unseen`. It does nothing after the listener has stopped,
+    or in a forked child process.
+    """
 
     @functools.wraps(method)
     def call(self: _Self, /, *values: P.args, **named: P.kwargs) -> None:
-        # A child that was forked, such as a worker of a data loader, has the files of its parent.
+        # A forked child, such as a worker of a data loader, shares the files of its parent.
         if not self.is_active or os.getpid() != self.pid:
             return
         try:
@@ -40,10 +44,10 @@ def safely(method: Callable[Concatenate[_Self, P], None]) -> Callable[Concatenat
 
 
 class Listener:
-    """Is told of forward passes, backward passes and optimizer calls of this process.
+    """Receives the forward passes, backward passes and optimizer calls of this process.
 
-    `on_stop` is called when it wants to be told no more, `on_model` when a model is seen for the first time. What it
-    computes itself runs in `unseen`.
+    `on_stop` is called when the listener stops, and `on_model` when it first sees a model. The listener's
+    own computations run within `unseen`.
     """
 
     def __init__(self) -> None:
@@ -56,9 +60,9 @@ class Listener:
         self._nested: set[str] = set()
 
     def enter_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Note that a module's forward pass begins. The outermost one is the model.
+        """Handle the start of a module's forward pass. The outermost module is the model.
 
-        Within a backward pass it is a checkpointed part that is computed again, and no model.
+        In a backward pass, the outermost module is a recomputed checkpointed part, not a model.
         """
         depth = getattr(self._depth, "value", 0)
         self._depth.value = depth + 1
@@ -68,12 +72,12 @@ class Listener:
             self.enter_inner(inputs)
 
     def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Note that a module's forward pass is over, also where it raised."""
+        """Handle the end of a module's forward pass, also if it raised."""
         self._depth.value = getattr(self._depth, "value", 1) - 1
 
     @contextmanager
     def nested(self, label: str) -> Iterator[bool]:
-        """Give whether no call of this name is around this one."""
+        """Yield whether no enclosing call has this name."""
         if label in self._nested:
             yield False
             return
@@ -84,37 +88,41 @@ class Listener:
             self._nested.discard(label)
 
     def enter_model(self, module: nn.Module, frame: Any, trains: bool) -> None:
-        """Note that the forward pass of an outermost module begins; `frame` is that of the hook's caller."""
+        """Handle the start of the forward pass of an outermost module.
+
+        `frame` is the frame of the hook's caller. `trains` is whether gradients are enabled and the module
+        is in training mode.
+        """
 
     def enter_inner(self, inputs: tuple[Any, ...]) -> None:
-        """Note that the forward pass of a module inside the model begins."""
+        """Handle the start of the forward pass of a module inside the model."""
 
     def note_call(self, label: str) -> None:
-        """Note a call of the training loop: of a scheduler or a gradient scaler."""
+        """Handle a call of a scheduler or a gradient scaler."""
 
     def before_backward(self) -> None:
-        """Note that a backward pass begins."""
+        """Handle the start of a backward pass."""
 
     def after_backward(self, roots: Sequence[Tensor]) -> None:
-        """Note that a backward pass is over."""
+        """Handle the end of a backward pass."""
 
     def before_zero_grad(self) -> None:
-        """Note that gradients are about to be thrown away."""
+        """Handle a `zero_grad` before it discards gradients."""
 
     def before_clip(self, label: str, parameters: object) -> None:
-        """Note that gradients are about to be clipped."""
+        """Handle a clip before it changes gradients."""
 
     def after_clip(self, label: str, norm: object, limit: object) -> None:
-        """Note that gradients were clipped, with the norm that was found."""
+        """Handle the end of a clip, with the norm that it computed."""
 
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Note that an optimizer is about to step."""
+        """Handle the start of an optimizer step."""
 
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Note that an optimizer has made its step."""
+        """Handle the end of an optimizer step."""
 
     def fail(self, error: Exception) -> None:
-        """Stop, and write why to stderr."""
+        """Stop, and write the error to stderr."""
         raise NotImplementedError
 
 
@@ -124,7 +132,7 @@ def is_in_backward() -> bool:
 
 
 def find_site() -> str:
-    """Return file:line of the code that called into torch, as the script's author would name it."""
+    """Return file:line of the script's code that called into torch, or an empty string."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -135,5 +143,8 @@ def find_site() -> str:
 
 
 def to_float(value: Any) -> float:
-    """Return a number or a tensor of one element. Collective for a DTensor: all ranks of its mesh."""
+    """Return a number, or a tensor of one element, as a float.
+
+    For a DTensor this is a collective: all ranks of its mesh must call it.
+    """
     return float(value.full_tensor()) if hasattr(value, "full_tensor") else float(value)

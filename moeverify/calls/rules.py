@@ -1,4 +1,4 @@
-"""Rules of the order of calls that a run breaks by itself, whatever another run does. No torch."""
+"""Rules for the order of calls that a single run can break, without another run. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from moeverify.results.script import CallFacts, CallRule
 
 
 def find_discarded(calls: Sequence[Call]) -> CallFacts | None:
-    """Return the calls of zero_grad that throw gradients away between the backward passes of one optimizer step."""
+    """Return the `zero_grad` calls that discard gradients between backward passes of an optimizer step.
+
+    `calls` are the calls of one optimizer step, here and below. Returns None if the rule holds.
+    """
     first, last = backward_range(calls)
     inner = [call for call in calls[first:last] if call.name == "zero_grad" and call.discarded > 0]
     if not inner:
@@ -19,9 +22,10 @@ def find_discarded(calls: Sequence[Call]) -> CallFacts | None:
 
 
 def find_emptied(calls: Sequence[Call]) -> CallFacts | None:
-    """Return the call of zero_grad between the last backward pass and the optimizer step.
+    """Return the `zero_grad` call between the last backward pass and the optimizer step, or None.
 
-    It may be that of a part of the model, to freeze it: whether the optimizer gets gradients is not in the calls.
+    It may concern only a part of the model, in order to freeze it. The calls do not show whether the
+    optimizer gets gradients.
     """
     last = backward_range(calls)[1]
     late = [call for call in calls[last:] if call.name == "zero_grad" and call.discarded > 0]
@@ -31,7 +35,7 @@ def find_emptied(calls: Sequence[Call]) -> CallFacts | None:
 
 
 def find_kept(calls: Sequence[Call]) -> CallFacts | None:
-    """Return the first backward pass, where it adds to the gradients of the optimizer step before."""
+    """Return the first backward pass if it adds to the gradients of the previous optimizer step, or None."""
     first = next((call for call in calls if call.name == "backward"), None)
     if first is None or first.kept == 0.0:
         return None
@@ -39,7 +43,7 @@ def find_kept(calls: Sequence[Call]) -> CallFacts | None:
 
 
 def find_early_clip(calls: Sequence[Call]) -> CallFacts | None:
-    """Return the clips before the last backward pass of an optimizer step, where none comes after it."""
+    """Return the clips before the last backward pass of an optimizer step if no clip follows it, or None."""
     last = backward_range(calls)[1]
     early = [call for call in calls[:last] if clips(call)]
     if not early or any(map(clips, calls[last:])):
@@ -48,7 +52,7 @@ def find_early_clip(calls: Sequence[Call]) -> CallFacts | None:
 
 
 def find_inner_schedule(calls: Sequence[Call]) -> CallFacts | None:
-    """Return the scheduler steps between the backward passes of one optimizer step."""
+    """Return the scheduler steps between the backward passes of one optimizer step, or None."""
     first, last = backward_range(calls)
     inner = [call for call in calls[first:last] if call.name == "scheduler step"]
     if not inner:
@@ -57,11 +61,14 @@ def find_inner_schedule(calls: Sequence[Call]) -> CallFacts | None:
 
 
 def clips(call: Call) -> bool:
-    """Return whether a call is a clip of gradients."""
+    """Return whether a call clips gradients."""
     return call.name.startswith("clip_grad")
 
 
 def backward_range(calls: Sequence[Call]) -> tuple[int, int]:
-    """Return the places of the first and the last backward pass among the calls of a step."""
+    """Return the indices of the first and the last backward pass among the calls of a step.
+
+    Without a backward pass, both are the number of calls.
+    """
     places = [place for place, call in enumerate(calls) if call.name == "backward"]
     return (places[0], places[-1]) if places else (len(calls), len(calls))

@@ -1,1 +1,1 @@
-"""What ranks compute against the golden, where it lies: statistics and hashes, merged over ranks."""
+"""Comparison of shards with the golden on each rank: statistics and hashes, merged over ranks."""

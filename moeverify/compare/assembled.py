@@ -1,4 +1,4 @@
-"""One logical tensor over all ranks: the comparisons of its shards, side by side."""
+"""One logical tensor over all ranks: the comparisons of its shards."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from moeverify.results.comparable import comparable
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]
-"""Of each rank, its place on every mesh axis."""
+"""The coordinates of each rank, by mesh axis."""
 
 
 @dataclass
 class Assembled:
-    """The shards of one logical tensor, as (rank, entry), complete before any of its properties is asked for."""
+    """The shards of one logical tensor as (rank, entry).
+
+    Add all shards before reading a property: `difference` is cached.
+    """
 
     key: Key
     shards: list[tuple[int, Entry]] = field(default_factory=list)
 
     @property
     def distinct(self) -> dict[str, tuple[int, Entry]]:
-        """Return, for each region, the replica that differs most from the golden."""
+        """Return, for each region, the replica with the largest difference from the golden."""
         worst: dict[str, tuple[int, Entry]] = {}
         for rank, entry in self.shards:
             if entry.state == "absent" and entry.region in worst:
@@ -40,8 +43,8 @@ class Assembled:
     def difference(self) -> Difference:
         """Return the difference over the whole logical tensor.
 
-        A region counts once, by its worst replica: each element then has the same weight in a relative error as it
-        has on one device, however many ranks hold it.
+        Each region counts once, by its worst replica. Every element then has the same weight in a relative
+        error as on one device, independent of the number of replicas.
         """
         parts = [entry.difference for _, entry in self.distinct.values()]
         total = parts[0]
@@ -50,25 +53,28 @@ class Assembled:
         return total
 
     def list_regions(self) -> dict[int, frozenset[str]]:
-        """Return which regions each rank holds; a rank that holds none is left out."""
+        """Return the regions of each rank. Ranks without a region are left out."""
         found: dict[int, set[str]] = {}
         for rank, entry in self.shards:
             found.setdefault(rank, set()).add(entry.region)
         return {rank: frozenset(regions) for rank, regions in found.items()}
 
     def worst_shard(self) -> tuple[int, Entry]:
-        """Return the shard that differs most, by its largest element."""
+        """Return the shard whose largest element error is the largest."""
         return max(self.shards, key=lambda shard: comparable(_largest(shard[1])))
 
     def differing_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that hold a hundredth of the worst rank's squared error or more."""
+        """Return the ranks with at least 1 % of the worst rank's squared error."""
         most = max(_size(entry) for _, entry in self.shards)
         found = (rank for rank, entry in self.shards if most > 0 and _size(entry) >= 0.01 * most)
         return tuple(dict.fromkeys(found))
 
 
 def assemble(by_rank: Sequence[Iterable[Entry]], order: Mapping[str, int]) -> dict[Key, Assembled]:
-    """Return what all ranks say, by logical tensor, step after step and in a step in the order of their kinds."""
+    """Return the shards of all ranks by logical tensor, ordered by step and by kind.
+
+    `by_rank` has the entries of each rank, in rank order. `order` maps each kind to its position in a step.
+    """
     found: dict[Key, Assembled] = {}
     with uncollected():
         for rank, entries in enumerate(by_rank):

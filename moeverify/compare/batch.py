@@ -1,8 +1,8 @@
-"""Statistics and hashes of many tensors in a few calls: most tensors of a model are small.
+"""Statistics and hashes of many tensors in a few calls, because most tensors of a model are small.
 
-A call of torch costs more than its work on a bias of 64 numbers. Small tensors are therefore copied one behind the
-other and measured together; large ones are measured alone, where they are. Both give what `measure` and
-`fingerprint_bits` give.
+A call of torch costs more than its work on a bias of 64 numbers. Small tensors are therefore copied into
+one buffer and measured together. Large tensors are measured alone and in place. The results equal `measure`
+and `fingerprint_bits` of each tensor.
 """
 
 from __future__ import annotations
@@ -24,28 +24,34 @@ from moeverify.compare.difference import (
     rows_as_words,
 )
 
-# Above this many elements the work outweighs the calls; below it, so many of them fit into a processor's cache.
+# Above _SMALL elements the work outweighs the cost of a call. Many smaller tensors fit into a buffer of
+# _ROOM elements, which fits into a processor's cache.
 _SMALL, _ROOM = 1 << 9, 1 << 15
 
 
 _Each = TypeVar("_Each")
 _Like = tuple[int, torch.dtype, torch.device, object]
-"""Number of elements, dtype and device of a tensor, and what else must be equal to be copied together."""
+"""Number of elements, dtype, device, and further properties that tensors must share to be copied together."""
 
 
 class Differences:
-    """What `measure` says of each pair of tensors that was added."""
+    """The results of `measure` for each added pair of tensors."""
 
     def __init__(self) -> None:
         self._rows = _Rows()
         self._rooms: dict[torch.device, _Room] = {}
 
     def add(self, expected: Tensor | None, actual: Tensor) -> None:
-        """Take a pair of equal shape; no `expected` stands for zeros. Later changes of either do not matter."""
+        """Add a pair of equal shape; `expected` None means zeros.
+
+        Later changes of the tensors have no effect.
+
+        Raises: ValueError when the shapes differ.
+        """
         self.add_all([(expected, actual)])
 
     def add_all(self, pairs: Sequence[tuple[Tensor | None, Tensor]]) -> None:
-        """Take pairs as `add` does, those of one small size that follow each other in a few calls."""
+        """Add pairs as `add` does; consecutive pairs of the same small size need only a few calls."""
         for some in _divide(pairs, _describe_pair):
             expected, actual = some[0]
             if expected is not None and expected.shape != actual.shape:
@@ -66,23 +72,23 @@ class Differences:
             data[1].copy_(_stack([each for _, each in some]))
 
     def rows(self) -> Tensor:
-        """Return (N, NUM_STATISTICS) float64 on the CPU, one row for each pair in the order of `add`."""
+        """Return (N, NUM_STATISTICS) float64 on the CPU, one row per pair in the order of `add`."""
         return self._rows.all(self._rooms.values(), (NUM_STATISTICS,), torch.float64)
 
 
 class Fingerprints:
-    """The `fingerprint_bits` of each tensor that was added."""
+    """The `fingerprint_bits` of each added tensor."""
 
     def __init__(self) -> None:
         self._rows = _Rows()
         self._rooms: dict[torch.device, _Room] = {}
 
     def add(self, local: Tensor) -> None:
-        """Take a tensor; later changes of it do not matter."""
+        """Add a tensor. Later changes of it have no effect."""
         self.add_all([local])
 
     def add_all(self, shards: Sequence[Tensor]) -> None:
-        """Take tensors as `add` does, those of one small size that follow each other in a few calls."""
+        """Add tensors as `add` does; consecutive tensors of the same small size need only a few calls."""
         for some in _divide(shards, _describe):
             local = some[0]
             size = local.numel()
@@ -99,12 +105,12 @@ class Fingerprints:
             data[:, num_words:].copy_(rest)
 
     def values(self) -> Tensor:
-        """Return (N,) int64 on the CPU, one hash for each tensor in the order of `add`."""
+        """Return (N,) int64 on the CPU, one hash per tensor in the order of `add`."""
         return self._rows.all(self._rooms.values(), (), torch.int64)
 
 
 class _Rows:
-    """Results in the order of their numbers, whenever they come."""
+    """Results by index, filled in any order."""
 
     def __init__(self) -> None:
         self._num_rows = 0
@@ -132,7 +138,7 @@ class _Rows:
 
 
 class _Room:
-    """Where small tensors of one device wait until there are enough of them."""
+    """A buffer in which small tensors of one device wait until it is full."""
 
     def __init__(
         self,
@@ -148,7 +154,7 @@ class _Room:
         self._used = 0
 
     def take(self, size: int, count: int, rows: _Rows) -> Tensor:
-        """Return where `size` elements of each of the next `count` rows may be written: (num_rows, count, size)."""
+        """Return writable space for `count` tensors of `size` elements: (num_rows, count, size)."""
         if self._used + size * count > _ROOM:
             self.empty(rows)
         start = self._used
@@ -165,7 +171,7 @@ class _Room:
 
 
 def _divide(tensors: Sequence[_Each], describe: Callable[[_Each], _Like]) -> Iterator[list[_Each]]:
-    """Yield those that follow each other and are alike: as many small ones as a room takes, and large ones alone."""
+    """Yield runs of consecutive tensors that are alike: as many small ones as fit a room, or one large one."""
     for (size, *_), alike in groupby(tensors, describe):
         most = _ROOM // size if 0 < size <= _SMALL else 1
         members = list(alike)
@@ -184,12 +190,12 @@ def _describe_pair(pair: tuple[Tensor | None, Tensor]) -> _Like:
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one size, a row each."""
+    """Return the elements of tensors of one size, one row per tensor."""
     return torch.stack([each.detach().reshape(-1) for each in tensors])
 
 
 def _measure_many(data: Tensor, sizes: Tensor) -> Tensor:
-    """Return (N, NUM_STATISTICS) for segments of data (2, M): expected and actual, `sizes` (N,) elements each."""
+    """Return (N, NUM_STATISTICS) for segments of data (2, M), expected and actual. Shape: sizes (N,)."""
     e, a = data
     error = a - e
     size = error.abs()
@@ -202,11 +208,11 @@ def _measure_many(data: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _hash_many(data: Tensor, sizes: Tensor) -> Tensor:
-    """Return the hash of each segment of the words in data (1, M), `sizes` (N,) words each."""
+    """Return the hash (N,) of each segment of the words in data (1, M). Shape: sizes (N,)."""
     words = data[0]
     ends = sizes.cumsum(0)
     place = torch.arange(len(words), device=words.device) - (ends - sizes).repeat_interleave(sizes)
-    # Sums of int64 wrap, so the difference of two running sums is exact.
+    # Sums of int64 wrap around, so the difference of two running sums is exact.
     running = hash_words(words, place).cumsum(0)
     total = running[ends - 1]
     total[1:] -= running[ends[:-1] - 1]

@@ -1,4 +1,4 @@
-"""An observer that compares every shard with the golden where the shard lives, and keeps only numbers."""
+"""An observer that compares every shard with the golden on its own rank and keeps only statistics."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS
 
 
 class Reference(Protocol):
-    """Where the expected values come from: a stored golden, or anything else that reads regions."""
+    """A source of expected values: a stored golden, or any other object that reads regions."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor, on the CPU, or None where there is no such tensor.
+        """Return a region of a logical tensor on the CPU, or None if the tensor does not exist.
 
-        Where a run is on GPUs, another thread calls this too.
+        With runs on GPUs, another thread calls this method too.
         """
 
 
 class _Measurer(Protocol):
-    """A way to compare shards: at once, or beside the training."""
+    """A way to compare shards: immediately, or asynchronously to the training."""
 
     def add_all(self, shards: Sequence[tuple[Read, Tensor]]) -> None: ...
     def results(self) -> Iterator[Measured]: ...
@@ -40,8 +40,10 @@ class _Measurer(Protocol):
 class Entry:
     """The comparison of one shard of one rank.
 
-    `bits` hashes the exact local values; shards of one region must agree in it on every rank. `state` is
-    `compared`, `absent` (the run has no such tensor here), or `unexpected` (the golden has none).
+    `bits` is a hash of the exact local values; replicas of a region must have equal hashes. `state` is
+    `compared`, `absent` (the run has no such tensor here), or `unexpected` (the golden has no such tensor).
+    `region` is the key of the region, and `shape` the global shape. `index` is the global index of the
+    largest difference.
     """
 
     step: int
@@ -57,9 +59,9 @@ class Entry:
 
 
 class Comparison:
-    """Compares what it observes with a reference; `entries` gives the result once the run is over.
+    """Compares observed shards with a reference; read the results with `entries` after the run.
 
-    Nothing waits for a GPU while the run goes on: there shards are compared asynchronously.
+    On a GPU, shards are compared asynchronously, so that the run never waits for the device.
     """
 
     def __init__(self, reference: Reference, *, hash_bits: bool = True) -> None:
@@ -91,10 +93,10 @@ class Comparison:
             measurer.add_all(shards)
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: what is observed says its step."""
+        """Do nothing, because each observation names its step."""
 
     def entries(self) -> Iterator[Entry]:
-        """Yield one entry a shard, in the order of observation."""
+        """Yield one entry per shard, in the order of observation."""
         found = {id(measurer): measurer.results() for measurer in self._measurers.values()}
         for step, kind, name, region, absent, local_shape, measurer in self._pending:
             measured = next(found[id(measurer)])
@@ -117,30 +119,30 @@ class Comparison:
 
 
 def _nothing() -> None:
-    """Return what is expected of a kind that is zero by definition."""
+    """Return None, the expected value of kinds that are zero by definition."""
 
 
 def _choose_measurer(device: torch.device, hash_bits: bool) -> _Measurer:
     if device.type == "cuda" and _can_compile():
         from moeverify.compare.gpu.async_compare import AsyncComparison
 
-        return AsyncComparison(device)  # there a hash costs next to nothing
+        return AsyncComparison(device)  # hashes are almost free there
     return _AtOnce(hash_bits)
 
 
 def _can_compile() -> bool:
-    """Return whether kernels can be compiled here. Triton comes with torch for GPUs; its launcher is C."""
+    """Return whether Triton is installed with a C compiler, which it needs for its launcher."""
     return find_spec("triton") is not None and any(shutil.which(name) for name in ("gcc", "clang"))
 
 
-_TOGETHER = 64  # shards whose expected values are read before they are compared
+_TOGETHER = 64  # number of expected shards that are read before a comparison
 
 
 class _AtOnce:
-    """Compares each shard when it is added; single numbers, such as the counters of an optimizer, at the end.
+    """Compares each shard when it is added, and scalars such as step counters at the end.
 
-    Beside a training on a GPU those are all that is on the CPU, and to read what is expected of each takes longer
-    there than to keep them.
+    With training on a GPU, these scalars are the only CPU tensors. Reading the expected value of each one
+    during the training would take longer than keeping a copy.
     """
 
     def __init__(self, hash_bits: bool) -> None:

@@ -1,7 +1,7 @@
-"""How two tensors differ, as a few numbers that can be merged over shards and ranks.
+"""Differences of two tensors as a few statistics that can be merged over shards and ranks.
 
-All sums are taken in float64. `measure` leaves them in one tensor on the device, so that a whole step can
-be compared without waiting for the device once per tensor.
+All sums are in float64. `measure` leaves its statistics in a tensor on the device, so that a whole step can
+be compared without one synchronization per tensor.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from torch import Tensor
 from moeverify.hashing import FACTORS, GOLDEN_RATIO
 
 NUM_STATISTICS = 10
-# Elements worked on at a time: on a CPU few enough to stay in its cache, elsewhere enough to fill the device.
+# Elements per chunk: on a CPU small enough for its cache, on other devices large enough to fill the device.
 _CHUNK, _CHUNK_OF_DEVICE = 1 << 15, 1 << 22
 LARGEST = torch.finfo(torch.float64).max
-# As which integers the bits of an element are read, by its bytes.
+# The integer dtype with which the bits of an element are read, by element size in bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: tells equal words at different places apart
+STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: distinguishes equal words at different positions
 
 
 @dataclass(frozen=True)
 class Difference:
     """Statistics of `actual` against `expected` over some elements of one logical tensor.
 
-    `position` is the row-major position, in the local shard, of the element that differs most; `expected_at`
-    and `actual_at` are the two values there.
+    `position` is the row-major position, in the local shard, of the element with the largest error.
+    `expected_at` and `actual_at` are the two values there. `num_nonfinite` counts errors that are NaN or
+    infinite.
     """
 
     count: float
@@ -45,11 +46,11 @@ class Difference:
 
     @classmethod
     def from_statistics(cls, statistics: Sequence[float]) -> Difference:
-        """Return the difference whose numbers `measure` put into one tensor."""
+        """Return the difference from the statistics that `measure` computes."""
         return cls(*statistics)
 
     def statistics(self) -> list[float]:
-        """Return the numbers in the order that `from_statistics` takes."""
+        """Return the statistics in the order of `from_statistics`."""
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
     def merge(self, other: Difference) -> Difference:
@@ -70,7 +71,7 @@ class Difference:
 
     @property
     def relative_error(self) -> float:
-        """Return |actual - expected| / |expected| in the Frobenius norm; infinite where that is undefined."""
+        """Return |actual - expected| / |expected| in the Frobenius norm, or infinity if it is undefined."""
         if self.num_nonfinite or not math.isfinite(self.sum_error2):
             return math.inf
         if self.sum_error2 == 0.0:
@@ -79,23 +80,23 @@ class Difference:
 
     @property
     def scale(self) -> float | None:
-        """Return the k that minimizes |actual - k * expected|."""
+        """Return the k that minimizes |actual - k * expected|, or None if the expected values are zero."""
         return self.sum_product / self.sum_expected2 if self.sum_expected2 > 0.0 else None
 
     @property
     def cosine(self) -> float | None:
-        """Return the cosine of the angle between the two."""
+        """Return the cosine of the angle between actual and expected values, or None if either is zero."""
         norms = math.sqrt(self.sum_expected2) * math.sqrt(self.sum_actual2)
         return self.sum_product / norms if norms > 0.0 else None
 
 
 Read = Callable[[], Tensor | None]
-"""Returns what is expected of a shard, on the CPU, or None where nothing is."""
+"""Returns the expected values of a shard on the CPU, or None if there are none."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out for one shard: the fields of a `Difference`, the hash of its bits, whether the golden knew it."""
+    """The result for one shard: the fields of a `Difference`, its hash, and whether the golden has it."""
 
     statistics: list[float]
     bits: int
@@ -105,8 +106,10 @@ class Measured:
 def measure(expected: Tensor, actual: Tensor) -> Tensor:
     """Return the statistics of `actual` against `expected`.
 
-    Shapes: two tensors of equal shape, any dtype; the result is (NUM_STATISTICS,) float64 on the device of
+    Both tensors have the same shape and any dtype. The result is (NUM_STATISTICS,) float64 on the device of
     `actual`, in the order of the fields of `Difference`.
+
+    Raises: ValueError when the shapes differ.
     """
     if expected.shape != actual.shape:
         raise ValueError(f"cannot compare shape {tuple(actual.shape)} with {tuple(expected.shape)}")
@@ -131,8 +134,8 @@ def _measure_chunk(expected: Tensor, actual: Tensor, start: int) -> Tensor:
     a = actual.to(torch.float64)
     error = a - e
     size = error.abs()
-    worst = torch.argmax(size)  # a NaN counts as the largest
-    nonfinite = error.numel() - torch.count_nonzero(size <= LARGEST)  # the comparison is false for a NaN too
+    worst = torch.argmax(size)  # argmax treats NaN as the largest value
+    nonfinite = error.numel() - torch.count_nonzero(size <= LARGEST)  # false for NaN too
     return torch.stack(
         [
             error.new_tensor(float(error.numel())),
@@ -150,18 +153,18 @@ def _measure_chunk(expected: Tensor, actual: Tensor, start: int) -> Tensor:
 
 
 def _merge_statistics(parts: Tensor) -> Tensor:
-    """Return the statistics of all parts (N, NUM_STATISTICS); an error that is no number counts as the worst."""
-    total = parts.sum(dim=0)  # columns 5 to 8 are of one element, and taken over from the worst part
+    """Return the merged statistics of parts (N, NUM_STATISTICS); a NaN error counts as the largest."""
+    total = parts.sum(dim=0)  # columns 5 to 8 describe one element, so they come from the worst part
     worst = parts.index_select(0, torch.argmax(parts[:, 5]).reshape(1))[0]
     total[5:9] = worst[5:9]
     return total
 
 
 def find_worst(values: Tensor, sizes: Tensor) -> Tensor:
-    """Return the place of the first largest value in each segment of values (M,), `sizes` (N,) elements each.
+    """Return the index of the first largest value in each segment of values (M,).
 
-    What is no number counts as the largest. Shape: (N,) int64. Does not wait for a GPU, so that nothing looks whether
-    the sizes add up to M.
+    `sizes` (N,) are the lengths of the segments. NaN counts as the largest value. Shape: (N,) int64. The
+    function does not synchronize with a GPU, so it does not check that the sizes add up to M.
     """
     rated = torch.where(values <= LARGEST, values, torch.inf)
     largest = torch.segment_reduce(rated, "max", lengths=sizes, unsafe=True)
@@ -172,10 +175,10 @@ def find_worst(values: Tensor, sizes: Tensor) -> Tensor:
 
 
 def merge_rows(numbers: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return the statistics of `count` tensors from those of their parts.
+    """Return the statistics of `count` tensors from the statistics of their parts.
 
-    Shapes: `numbers` (N,) int64, the tensor of each part, and `rows` (N, NUM_STATISTICS), the parts of one tensor in
-    their order; returns (count, NUM_STATISTICS). A tensor without parts has zeros.
+    Shapes: `numbers` (N,) int64 is the tensor index of each part. `rows` (N, NUM_STATISTICS) has the parts
+    of each tensor in order. Returns (count, NUM_STATISTICS), with zeros for a tensor without parts.
     """
     merged = torch.zeros((count, NUM_STATISTICS), dtype=torch.float64)
     if not len(numbers):
@@ -191,10 +194,10 @@ def merge_rows(numbers: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def fingerprint_bits(local: Tensor) -> Tensor:
-    """Return a 64-bit hash of the exact values, for the bitwise comparison of replicas and repeats.
+    """Return a 64-bit hash of the exact values, for the bitwise comparison of replicas and repeated runs.
 
-    Two tensors of one dtype have the same hash if and, up to a chance of about 2**-64, only if they are equal
-    bit for bit at every position. Shape: () int64, on the device of `local`.
+    Two tensors of one dtype have equal hashes if they are equal bit for bit at every position. Otherwise
+    their hashes are equal with a probability of about 2**-64. Shape: () int64, on the device of `local`.
     """
     words, rest = as_words(local)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
@@ -211,27 +214,26 @@ def fingerprint_bits(local: Tensor) -> Tensor:
 
 
 def hash_words(words: Tensor, places: Tensor) -> Tensor:
-    """Return what each word (int64) at its place adds to the hash of its tensor.
+    """Return the contribution of each word (int64) at its place to the hash of its tensor.
 
-    A sum of mixed words, so that spans and ranks can be added in any order; the place is mixed in, so that equal
-    words at different places differ.
+    The hash is a sum of mixed words, so spans and ranks can be added in any order. The place is mixed in,
+    so that equal words at different places differ.
     """
     return _scramble(torch.mul(words, GOLDEN_RATIO).add_(places * STRIDE))
 
 
 def as_words(local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bits as int64, eight bytes a word, and what is left over as int64 of its own, an element each.
+    """Return the bits of a tensor as int64 words of eight bytes, and the remaining elements as int64.
 
-    Shapes: any; returns (W,) and (R,).
-
-    The division depends on dtype and shape alone, never on where the values lie in memory.
+    Shapes: any; returns (W,) and (R,), with one int64 per remaining element. The split depends only on
+    dtype and shape, never on the memory address.
     """
     words, rest = rows_as_words(local.detach().contiguous().reshape(1, -1))
     return words[0], rest[0]
 
 
 def rows_as_words(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row as `as_words` returns a tensor. Shapes: (N, M), contiguous; returns (N, W) and (N, R)."""
+    """Return `as_words` of each row. Shapes: (N, M), contiguous; returns (N, W) and (N, R)."""
     rows = rows.to(torch.uint8) if rows.dtype is torch.bool else rows
     per_word = max(8 // rows.element_size(), 1)
     num_packed = rows.shape[1] // per_word * per_word
@@ -245,9 +247,10 @@ def rows_as_words(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scramble(values: Tensor) -> Tensor:
-    """Do what `mix` does in place, with one temporary: the hash is as fast as these passes over memory.
+    """Apply `mix` in place with one temporary tensor.
 
-    torch's shift of int64 is arithmetic: the bits that it fills in from the sign are masked out again.
+    These passes over memory determine the speed of the hash. torch's right shift of int64 is arithmetic, so
+    the sign bits that it shifts in are masked out.
     """
     shifted = torch.empty_like(values)
     for by, factor in ((30, FACTORS[0]), (27, FACTORS[1]), (31, 1)):

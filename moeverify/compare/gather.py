@@ -1,4 +1,4 @@
-"""From all ranks to the first one."""
+"""Gathering of objects from all ranks on rank 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def gather_on_first(value: T) -> list[T] | None:
-    """Return every rank's value on rank 0, None elsewhere. Collective: all ranks of the default group."""
+    """Return the values of all ranks on rank 0, in rank order, and None elsewhere.
+
+    This is a collective: all ranks of the default process group must call it. The value must be picklable.
+    """
     gathered: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
     with uncollected():
         dist.gather_object(value, gathered)
@@ -22,10 +25,10 @@ def gather_on_first(value: T) -> list[T] | None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Make many objects that refer to each other in no cycle, without a search for cycles among them.
+    """Disable Python's cyclic garbage collector while many objects without reference cycles are created.
 
-    Python's collector visits all objects that there are whenever their number has grown by some. For the shards of
-    256 ranks that takes several times as long as to make them (`benchmarks/many_ranks.py`).
+    The collector visits all objects whenever their number has grown by a certain amount. For the shards of
+    256 ranks this takes several times as long as creating the objects (`benchmarks/many_ranks.py`).
     """
     was_enabled = gc.isenabled()
     gc.disable()

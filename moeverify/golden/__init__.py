@@ -1,1 +1,1 @@
-"""The store of what one device computed, read slice by slice."""
+"""Storage of goldens, which ranks read slice by slice."""

@@ -1,4 +1,4 @@
-"""The golden of a recipe as it stands in git: a small sorted JSON file, one a recipe and device class. No torch."""
+"""The golden of a recipe in git: a small sorted JSON file per recipe and device class. No torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VERSION = 1
 
 
 class GoldenFile(BaseModel):
-    """The recorded golden of a recipe: what one device computed for it.
+    """The recorded golden of a recipe, as one device computed it.
 
-    `recipe` is its fingerprint (`Recipe.fingerprint`), `losses` the losses and gradient norms of every step,
-    `tensors` the fingerprints of logical tensors under `step/kind/name`.
+    `recipe` is the fingerprint of the recipe (`Recipe.fingerprint`). `losses` has the losses and gradient
+    norms of every step. `tensors` has the fingerprints of logical tensors under `step/kind/name`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,15 +34,18 @@ class GoldenFile(BaseModel):
 
 
 def golden_path(folder: Path, recipe_name: str, device_class: str) -> Path:
-    """Return where the golden of a recipe stands."""
+    """Return the path of a recipe's golden."""
     return folder / f"{recipe_name}.{device_class}.json"
 
 
 def write_golden(path: Path, golden: GoldenFile) -> None:
-    """Write a golden so that a reader sees the old file or the new one, never a part."""
+    """Write a golden atomically: a reader sees the old file or the new one, never a part.
+
+    Raises: OSError when the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    for other in path.parent.glob(f".{path.name}.*"):  # of a process that was killed: a write takes no minute
+    for other in path.parent.glob(f".{path.name}.*"):  # of a killed process; a write takes less than a minute
         with suppress(FileNotFoundError):
             if time.time() - other.stat().st_mtime > 60.0:
                 other.unlink()
@@ -57,7 +60,7 @@ def write_golden(path: Path, golden: GoldenFile) -> None:
 
 
 def _one_line_each(content: dict[str, object]) -> str:
-    """Return JSON with one entry a line, so that a change of one tensor is a change of one line."""
+    """Return JSON with one entry per line, so that a change of one tensor changes one line of the file."""
     lines = []
     for key in sorted(content):
         value = content[key]
@@ -70,9 +73,9 @@ def _one_line_each(content: dict[str, object]) -> str:
 
 
 def read_golden(path: Path) -> GoldenFile | None:
-    """Return the golden at a path, or None where there is none.
+    """Return the golden at a path, or None if the file does not exist.
 
-    Raises: FormatError where the file cannot be read, is truncated, or is of another version.
+    Raises: FormatError when the file cannot be read, is truncated, or has another version.
     """
     try:
         text = read_input(path).decode("utf-8")

@@ -1,7 +1,8 @@
-"""A few numbers that stand for a whole tensor and would notice a permutation of it.
+"""Fingerprints: a few numbers that represent a tensor and detect a permutation of it.
 
-The norm, and the tensor's projections on two fixed vectors of random signs. Numbers, not a hash of bits: two
-machines compute the same golden up to rounding, and their fingerprints must agree to that.
+They are the norm and the projections on two fixed vectors of random signs. A bitwise hash would not work,
+because two machines compute the same golden only up to rounding, and their fingerprints must agree to that
+precision.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ _DIGITS = 13
 
 
 class Fingerprints:
-    """Makes fingerprints of many tensors.
+    """Computes the fingerprints of many tensors.
 
-    The signs of a place are those of every tensor. They are hashed once and kept, two bytes for each element of the
-    largest tensor: hashing them anew took three quarters of the time of a golden with a large vocabulary.
+    The signs at a position are the same for every tensor. They are computed once and cached, with two bytes
+    per element of the largest tensor. Recomputing them took three quarters of the time of a golden with a
+    large vocabulary.
     """
 
     def __init__(self) -> None:
-        self._signs: list[Tensor] = []  # of each chunk of places, (2, CHUNK) int8
+        self._signs: list[Tensor] = []  # one tensor per chunk of positions, (2, CHUNK) int8
 
     def make(self, tensor: Tensor) -> Fingerprint:
-        """Return [norm, projection, projection] of a floating point tensor, a hash of the values of any other."""
+        """Return [norm, projection, projection] of a floating point tensor, or a hash of any other tensor.
+
+        Shape: any. The numbers are computed in float64 and rounded to 13 digits. The hash is the first 16
+        hexadecimal digits of SHA-256 over the values as int64. The tensor must be on the CPU.
+        """
         if not tensor.is_floating_point():
             content = tensor.to(torch.int64).contiguous().numpy().tobytes()
             return hashlib.sha256(content).hexdigest()[:16]
@@ -44,7 +50,7 @@ class Fingerprints:
         return [float(f"{value:.{_DIGITS}g}") for value in sums.tolist()]
 
     def _find_signs(self, chunk: int) -> Tensor:
-        """Return the signs of a chunk of places, for each projection. Shape: (2, CHUNK) int8."""
+        """Return the signs at a chunk of positions, for each projection. Shape: (2, CHUNK) int8."""
         while len(self._signs) <= chunk:
             start = len(self._signs) * CHUNK
             places = torch.arange(start, start + CHUNK)

@@ -1,7 +1,7 @@
-"""The tensors of a safetensors file as views of the file: nothing is read before it is looked at.
+"""The tensors of a safetensors file as views of the mapped file: data is read on first access.
 
-The library gives such views too, by way of several of torch's operations each. Whoever reads many tensors beside a
-training pays for every operation, since each lets go of the interpreter's lock and waits to have it back.
+The safetensors library offers such views too, but uses several torch operations per view. Each operation
+releases the interpreter lock and waits to get it back, which is slow for many tensors beside a training.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from torch import Tensor
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
 
-# The dtypes of nearly all of a golden; others pass as integers of their size, since NumPy does not know every one.
+# The dtypes of nearly all tensors of a golden. Other dtypes use integers of their size, because NumPy does
+# not know all of them.
 _NUMBERS = {torch.float64: "f8", torch.float32: "f4"}
 
 
 class MappedFile:
-    """Views of a file's tensors; writing to one changes neither the file nor another reader's view.
+    """Views of a file's tensors. Writing to a view changes neither the file nor another reader's view.
 
-    Raises: FormatError where the file is missing or not whole.
+    Raises: FormatError when the file is missing or truncated.
     """
 
     def __init__(self, path: Path) -> None:
         try:
-            with safe_open(path, framework="numpy"):  # checks the header against the size of the file
+            with safe_open(path, framework="numpy"):  # checks the header against the file size
                 pass
         except (OSError, SafetensorError) as error:
             raise FormatError(f"{path}: cannot be read ({error})") from error
@@ -50,7 +51,7 @@ class MappedFile:
         return key in self._places
 
     def whole(self, key: str) -> Tensor:
-        """Return a tensor."""
+        """Return a tensor by its name. Raises: KeyError when the file has no such tensor."""
         return self.box(key, [range(size) for size in self._places[key]["shape"]])
 
     def box(self, key: str, dims: Sequence[range]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How far two fingerprints are apart. No torch: the controller of a run compares them."""
+"""Distance between two fingerprints. No torch, because the controller of a run computes it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import math
 from collections.abc import Mapping
 
 Fingerprint = list[float] | str
-"""[norm, projection, projection] of a floating point tensor, [value] of a number, a hash of anything else."""
+"""[norm, projection, projection] of a floating point tensor, [value] of a number, or a hash."""
 
 
 def distance(expected: Fingerprint, actual: Fingerprint) -> float:
-    """Return how far two fingerprints are apart, relative to the expected norm; infinite for other kinds and NaN."""
+    """Return the distance between two fingerprints, relative to the expected norm.
+
+    It is infinite for fingerprints of different kinds and for NaN. If the expected norm is zero, it is
+    absolute.
+    """
     if isinstance(expected, str) or isinstance(actual, str):
         return 0.0 if expected == actual else float("inf")
     if len(expected) != len(actual):
@@ -23,7 +27,10 @@ def distance(expected: Fingerprint, actual: Fingerprint) -> float:
 def worst_distance(
     expected: Mapping[str, Fingerprint], actual: Mapping[str, Fingerprint]
 ) -> tuple[str, float]:
-    """Return the name with the largest distance; a name that only one side has is infinitely far."""
+    """Return the name with the largest distance, and the distance.
+
+    A name that only one side has is infinitely far. Without names, returns ("", 0.0).
+    """
     names = sorted(expected.keys() | actual.keys())
     far = {
         name: distance(expected[name], actual[name]) if name in expected and name in actual else float("inf")

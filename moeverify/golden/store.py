@@ -1,8 +1,9 @@
 """Full tensors of a golden on disk, written once by one device and read slice by slice by every rank.
 
-A stored golden is a folder: `step<N>.safetensors` with the tensors of one step under `kind/name`, and
-`golden.json` with the noise that one device showed, written last: a folder without it is not a golden. It has a
-checksum of every file and of itself: a bit that flips on the disk would pass for an error of the layout.
+A stored golden is a folder. `step<N>.safetensors` has the tensors of one step under `kind/name`.
+`golden.json` has the noise of one device and is written last: a folder without it is not a golden. It has
+checksums of every file and of itself, because a flipped bit on the disk would look like an error of the
+layout.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ _BLOCK = 1 << 20  # bytes
 
 
 OwnResult = tuple[str, str, str]
-"""(check, kind, name) of a result that a user's own step makes otherwise on one device than the recipe says."""
+"""(check, kind, name) of a result for which a user's own step on one device differs from the recipe."""
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """Return the key under which a logical tensor stands in the file of its step."""
+    """Return the key of a logical tensor in the file of its step."""
     return f"{kind}/{name}"
 
 
 class GoldenWriter:
     """An observer that assembles the shards of one device's run and writes each step when it is complete.
 
-    Used as a context manager around the run. The folder appears under its final name by one rename, after
-    `finish`; whatever ends the run before leaves nothing behind.
+    Use it as a context manager around the run. `finish` renames the folder to its final name. If the run
+    ends before that, nothing remains on disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +59,7 @@ class GoldenWriter:
         self._older: tuple[int, int] | None = None
 
     def __enter__(self) -> GoldenWriter:
-        """Make the folder to write into."""
+        """Create the folder to write into."""
         self._older = _identify(self.folder)
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
@@ -68,12 +69,15 @@ class GoldenWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove what was not finished."""
+        """Remove an unfinished folder."""
         self._held.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Take one shard of a logical tensor; see `moeverify.layout.observer.Observer`."""
+        """Add one shard of a logical tensor; see `moeverify.layout.observer.Observer`.
+
+        A shard of None is stored as zeros in float64.
+        """
         if self._step is not None and step != self._step:
             self._flush()
         self._step = step
@@ -88,17 +92,18 @@ class GoldenWriter:
         region.put(self._tensors[key], local.detach().cpu())
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: what is observed says its step."""
+        """Do nothing, because each observation names its step."""
 
     def flush(self) -> Path:
-        """Write the last step and return the folder with all steps, not yet under its final name."""
+        """Write the last step and return the folder with all steps, before its final rename."""
         self._flush()
         return self._partial
 
     def narrow(self) -> None:
-        """Keep float32 in place of float64 of all tensors that are no single numbers, in every step.
+        """Convert all float64 tensors of more than one element to float32, in every step.
 
-        For runs whose own rounding is far above that of float32: half as much is read beside a training then.
+        For runs whose own rounding is far larger than the rounding of float32. It halves the data that is
+        read beside a training.
         """
         self._flush()
         for path in self._partial.glob("step*.safetensors"):
@@ -110,9 +115,12 @@ class GoldenWriter:
     def finish(
         self, noise: dict[str, float], summary: dict[str, Any], own_results: Collection[OwnResult] = ()
     ) -> None:
-        """Write the index and give the folder its final name, replacing an older golden.
+        """Write the index and rename the folder to its final name, replacing an older golden.
 
-        One that another process has finished in the meantime is the same, and stays: that process reads it.
+        If another process has finished the same golden in the meantime, its folder remains, because that
+        process reads it.
+
+        Raises: OSError when the folder cannot be written or renamed.
         """
         self._flush()
         files = {path.name: _checksum_file(path) for path in sorted(self._partial.glob("step*.safetensors"))}
@@ -123,7 +131,7 @@ class GoldenWriter:
             "own_results": sorted(own_results),
             "files": files,
         }
-        content = json.loads(json.dumps(content))  # what a reader will have
+        content = json.loads(json.dumps(content))  # normalize the content to the form that a reader gets
         text = json.dumps({**content, "checksum": _checksum(content)}, sort_keys=True)
         (self._partial / _INDEX).write_text(text)
         release(self._partial)
@@ -136,7 +144,7 @@ class GoldenWriter:
         try:
             self._partial.rename(self.folder)
         except OSError:
-            if not is_stored(self.folder):  # else another process finished the same golden first
+            if not is_stored(self.folder):  # otherwise another process finished the same golden first
                 raise
 
     def _flush(self) -> None:
@@ -147,7 +155,7 @@ class GoldenWriter:
 
 
 def _identify(folder: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from one that takes its name later; None where there is none."""
+    """Return an identifier that differs for a later folder of the same name, or None without a folder."""
     try:
         found = folder.stat()
     except OSError:
@@ -161,7 +169,10 @@ def _narrow(tensor: Tensor) -> Tensor:
 
 
 def _checksum_file(path: Path) -> int:
-    """Return the CRC-32 of a file, 1.6 GiB a second on one core: it finds every burst of up to 32 wrong bits."""
+    """Return the CRC-32 of a file, which detects every burst of up to 32 wrong bits.
+
+    Speed: 1.6 GiB/s on one core.
+    """
     value = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -174,7 +185,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def sweep_unfinished(cache: Path) -> None:
-    """Remove from the folder of all goldens what processes that were killed have left of theirs."""
+    """Remove the unfinished folders of killed processes from the cache of all goldens."""
     for retired in cache.glob("*.retired"):
         shutil.rmtree(retired, ignore_errors=True)
     remove_abandoned(cache.glob("*.partial"))
@@ -186,9 +197,11 @@ def is_stored(folder: Path) -> bool:
 
 
 class StoredGolden:
-    """Reads slices of a stored golden; files stay mapped, so a rank touches only the pages it compares.
+    """Reads slices of a stored golden. Files stay mapped, so a rank reads only the pages that it compares.
 
-    Raises: FormatError where a file is missing, truncated or of another version.
+    `finished` False opens a folder without an index, which has no noise, summary or checksums.
+
+    Raises: FormatError when a file is missing, truncated or of another version.
     """
 
     def __init__(self, folder: Path, *, finished: bool = True) -> None:
@@ -205,9 +218,9 @@ class StoredGolden:
             self._checksums = content["files"]
 
     def verify(self, steps: Sequence[int]) -> None:
-        """Read every file of these steps once.
+        """Compare the checksum of every file of these steps.
 
-        Raises: FormatError where one of them is not there, or not as it was written.
+        Raises: FormatError when a file is missing or damaged.
         """
         for step in steps:
             path = self.folder / f"step{step}.safetensors"
@@ -227,7 +240,7 @@ class StoredGolden:
         return self._file(step).whole(key)
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor, or None where the golden has no such tensor."""
+        """Return a region of a logical tensor on the CPU, or None if the golden has no such tensor."""
         file, key = self._file(step), tensor_key(kind, name)
         if key not in file:
             return None

@@ -1,1 +1,1 @@
-"""Making a golden: the float64 run of one device, the noise of its precision, and what stands for it in git."""
+"""Creation of a golden: the float64 run of one device, the noise of the precision, and the summary in git."""

@@ -1,4 +1,4 @@
-"""Make the golden of a recipe on this one device, with its noise and with what the file in git holds of it."""
+"""Creation of a recipe's golden on one device, with its noise and the summary for the file in git."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from moeverify.results.checks import Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 
-# Precisions whose rounding, 2**-9, leaves nothing to be seen of that of float32, 2**-25.
+# Precisions with a rounding of 2**-9, against which the rounding of float32, 2**-25, is negligible.
 COARSE = ("bfloat16", "mixed")
 
-# Kinds that the file in git has for the last step only; those of every step would only repeat them.
+# Kinds that the file in git has only for the last step, because other steps would be redundant.
 _LAST_STEP_KINDS = (Kind.GRADIENT, Kind.UPDATE, Kind.OPTIMIZER_STATE, Kind.BUFFER, Kind.ROUTER_IDS)
 
 
 def make_golden(recipe: Recipe, folder: Path, device: torch.device, *, also: Collection[str] = ()) -> None:
-    """Write the full golden of a recipe to `folder`: the float64 run, and the noise of the recipe's precision.
+    """Write the full golden of a recipe: the float64 run, and the noise of the recipe's precision.
 
-    `also` names optional checks: what they look at is recorded too.
+    `folder` is the folder of this golden, and `device` a single device. `also` names optional checks; the
+    tensors that they compare are recorded too.
 
-    Raises: CaseError where a user's model has not one answer.
+    Raises: CaseError when a user's model does not have a unique answer (see `check_soundness`).
     """
     checks = choose_checks(also=also)
     with GoldenWriter(folder) as writer:
@@ -58,7 +59,10 @@ def _record(recipe: Recipe, writer: GoldenWriter, checks: Sequence[Check[Any]], 
 
 
 def summarize(recipe: Recipe, golden: StoredGolden) -> dict[str, Any]:
-    """Return what the file in git holds: losses and norms of every step, fingerprints of logical tensors."""
+    """Return the content of the file in git: losses and norms of every step, and tensor fingerprints.
+
+    The keys are `losses` and `tensors`, both by `step/kind/name`.
+    """
     losses: dict[str, float] = {}
     tensors: dict[str, Fingerprint] = {}
     fingerprints = Fingerprints()
@@ -75,7 +79,7 @@ def summarize(recipe: Recipe, golden: StoredGolden) -> dict[str, Any]:
 def _is_filed(step: int, kind: str, last: int) -> bool:
     """Return whether the file in git has the fingerprints of this kind at this step.
 
-    It has none of what an optional check shows: it is one file for all cases of a recipe, whatever they ask for.
+    Tensors of optional checks are excluded, because all cases of a recipe share one file.
     """
     if kind not in set(Kind):
         return False

@@ -1,8 +1,8 @@
-"""Rounding to narrow dtypes inside a model: what it costs where a layout rounds other numbers.
+"""Rounding to narrow dtypes inside a model, and its cost if a layout rounds other numbers.
 
-Code that calls `.float()` rounds the same number alike whenever it sees it, so neither other micro-batches nor
-weights that are off by 1e-16 move it. A layout that rounds partial sums instead of their total does: by as much as
-one unit in the last place of the narrow dtype, 1.2e-7 in float32.
+Code that calls `.float()` rounds the same number in the same way every time. Neither other micro-batches
+nor weights that are off by 1e-16 change the result. A layout that rounds partial sums instead of their
+total does change it, by up to one unit in the last place of the narrow dtype: 1.2e-7 in float32.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from moeverify.model.float8 import FORMATS
 
 
 class MovedRoundings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """A context in which every float64 number that is converted to a narrower dtype comes out one unit off.
+    """A context in which every conversion of float64 numbers to a narrower dtype is off by one unit.
 
-    The directions are drawn from a seed, conversion after conversion.
+    The directions are pseudo-random, drawn from the seed for each conversion.
     """
 
     def __init__(self, seed: int) -> None:
@@ -31,7 +31,7 @@ class MovedRoundings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the operator, and move what a conversion has rounded."""
+        """Call the operator, and move the result of a conversion."""
         result = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten._to_copy.default or args[0].dtype != torch.float64:
             return result
@@ -49,16 +49,17 @@ class MovedRoundings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 class MovedFloat8(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which the number that is nearest to the middle between two float8 numbers goes to the other one.
+    """A context that rounds one number per float8 conversion to the other neighbor.
 
-    One in each tensor that is rounded to float8. What comes to a rounding on two devices differs by little, and
-    seldom moves a number across such a middle; the error is then a unit of float8, and a few runs may see none.
+    It is the number closest to the midpoint between two float8 numbers. The inputs of a rounding on two
+    devices differ little and seldom move a number across such a midpoint. The error is then one unit of
+    float8, and a few runs may not show it.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the operator, and move one number of what a conversion has rounded."""
+        """Call the operator, and move one number in the result of a conversion."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and result.dtype in FORMATS.values() and result.numel():
             return move_nearest(args[0], result)
@@ -66,9 +67,10 @@ class MovedFloat8(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def move_nearest(x: Tensor, rounded: Tensor) -> Tensor:
-    """Return `rounded`, x in a dtype of float8, with the number that was nearest to being rounded otherwise moved.
+    """Return `rounded`, which is x in a float8 dtype, with one number moved to its other neighbor.
 
-    Shapes: any, both the same.
+    It is the number of x that is closest to a midpoint between two float8 numbers. Shapes: any, both the
+    same.
     """
     facts = torch.finfo(rounded.dtype)
     exponent = torch.frexp(x.to(torch.float64)).exponent  # |x| is in [2 ** (exponent - 1), 2 ** exponent)
@@ -76,7 +78,7 @@ def move_nearest(x: Tensor, rounded: Tensor) -> Tensor:
         torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1).clamp(min=facts.tiny) * facts.eps
     )
     error = x.to(torch.float64) - rounded.to(torch.float64)
-    # Beyond the largest number there is none to go to, and zero stays zero: nothing came there.
+    # There is no number beyond the largest one. Zeros stay zero, because they come from missing inputs.
     movable = (x.abs() < facts.max) & (x != 0.0)
     nearest = torch.where(movable, error.abs() / spacing, -1.0).argmax()
     if not movable.reshape(-1)[nearest]:

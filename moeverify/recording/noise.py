@@ -1,4 +1,4 @@
-"""How far one device is from a golden by rounding alone: what a bound allows is a multiple of it."""
+"""Distance of one device from a golden by rounding alone. Bounds are multiples of it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def calibrate(
 ) -> dict[str, float]:
     """Return the largest noise of each logical tensor over all perturbed programs, by `noise_key`.
 
-    That of forced steps is measured on its own below float64, where rounding grows from step to step: an
-    error that a free run may have by then is no noise of a step that starts from the golden's state. What the
-    noise of gradients does to the updates of an adaptive optimizer comes with it, by `update_drift_key` and
+    Below float64, the noise of forced steps is measured separately. Rounding errors grow from step to step,
+    and the error of a free run is not noise of a step that starts from the golden's state. For adaptive
+    optimizers, the result also has the effect of gradient noise on updates, by `update_drift_key` and
     `sign_flip_key`. Units: see `moeverify.checks.bounds`.
     """
     noise: dict[str, float] = {}
@@ -56,11 +56,17 @@ def calibrate(
 def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program]:
     """Yield single-device programs that compute the recipe's answer up to rounding.
 
-    The plain one where the precision is not that of the golden; rows in another order; rows in other
-    micro-batches; and initial weights off by one unit in the last place. Layouts change the same three things: in
-    which order sums are taken, how much of the batch is in one product, and with which rounding a value arrives. A
-    user's model in float64 may round to a narrower dtype inside, so there it is trained with other roundings too; and
-    see `perturbed_scales`.
+    These are
+
+    - the unmodified program, if the recipe's precision is not float64 as in the golden
+    - rows in another order
+    - rows in other micro-batches, if the answer does not depend on them
+    - initial weights off by one unit in the last place
+    - other roundings to narrower dtypes, for a user's model in float64, which may use them inside
+    - the programs of `perturbed_scales`
+
+    Layouts change the same properties: the order of sums, the share of the batch in one product, and the
+    rounding of inputs.
     """
     if recipe.precision != "float64":
         yield assemble_single(recipe, device)
@@ -83,10 +89,11 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
 
 
 def perturbed_scales(recipe: Recipe, device: torch.device) -> Iterator[Program]:
-    """Yield single-device programs that compute the recipe's answer up to what a rounding to float8 adds.
+    """Yield single-device programs that compute the recipe's answer up to rounding to float8.
 
-    A scale of several tokens is that of those on one rank: the rows one by one are the most that a layout of data
-    ranks can part. And where something is rounded before, operands may cross the middle between two float8 numbers.
+    A scale over several tokens includes the tokens of one rank. Single rows are the finest split by
+    data-parallel ranks. If values are rounded before, operands may also cross the midpoint between two
+    float8 numbers.
     """
     if recipe.float8 == "none":
         return
@@ -101,10 +108,10 @@ def perturbed_scales(recipe: Recipe, device: torch.device) -> Iterator[Program]:
 
 
 def can_accumulate(recipe: Recipe) -> bool:
-    """Return whether the recipe's answer does not depend on the micro-batches.
+    """Return whether the recipe's answer is independent of the micro-batches.
 
-    A balance loss over the batch is a product of means over it: the sum of those of two halves is another number. Of
-    a user's own step nobody knows: what it makes of micro-batches is what is to be verified.
+    A balance loss over the batch is a product of batch means, so the sum over two halves differs. For a
+    user's own step the answer is unknown, because the run verifies exactly its use of micro-batches.
     """
     if recipe.data.batch % 2 or recipe.step is not None:
         return False
@@ -114,7 +121,7 @@ def can_accumulate(recipe: Recipe) -> bool:
 
 @torch.no_grad()
 def _nudge(program: Program, epsilon: float, seed: int) -> None:
-    """Move every weight up or down by one unit in the last place of a number of its size."""
+    """Change every weight up or down by one unit in the last place of a number of its size."""
     for shard in program.shards:
         local = shard.local()
         index = shard.region.flat_index(device=local.device)
@@ -136,9 +143,10 @@ def measure_noise(
     forced: bool = False,
     gradients: GradientNoise | None = None,
 ) -> dict[str, float]:
-    """Return how far a single-device run is from the golden, for each logical tensor by `noise_key`.
+    """Return the distance of a single-device run from the golden, for each logical tensor by `noise_key`.
 
-    `gradients` keeps how far the gradients are, element by element.
+    The distance is relative to the norm of the golden, or the largest absolute error for kinds that are
+    zero by definition. `gradients` also records the errors of the gradients, row by row.
     """
     comparison = Comparison(reference, hash_bits=False)
     watches = [] if gradients is None else [gradients]
@@ -165,5 +173,5 @@ def measure_noise(
 
 
 def _finite(error: float) -> float:
-    # An expected norm of exactly zero is judged absolutely, so its noise is never asked for.
+    # A tensor with an expected norm of zero has an absolute bound, so its noise is never used.
     return error if error != float("inf") else 0.0

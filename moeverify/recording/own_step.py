@@ -1,9 +1,9 @@
-"""What a user's own step makes otherwise on one device than the recipe says.
+"""Results of a user's own step that differ from the recipe on one device already.
 
-Some checks compute again what a rank's step has made, from what went into it, by the optimizer and the clip of the
-recipe. A user's step may change a gradient between the clip and the optimizer, or in a hook of the optimizer's, as
-Muon does. Where one device's step is not what these checks compute, and nothing that they know explains how it
-differs, they have nothing to hold a rank to: what is left is the comparison with the golden.
+Some checks recompute the results of a rank's step from its inputs, with the recipe's optimizer and clip. A
+user's step may change a gradient between the clip and the optimizer, or in an optimizer hook, as Muon does.
+If the step on one device does not match these checks, and no known mistake explains the difference, the
+checks have no reference for a rank. Such results are compared only with the golden.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from moeverify.train.loop import train
 
 
 def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch.device) -> list[OwnResult]:
-    """Return of what one device's own step makes what is not as these checks compute it, in no way that they name.
+    """Return the results of a user's step on one device that the checks can neither reproduce nor explain.
 
-    A mistake that they name, such as a learning rate of another step, stays one to be found on the ranks.
+    A mistake that the checks can name, such as the learning rate of another step, is not included. The
+    checks then report it on the ranks.
     """
     if recipe.step is None:
         return []
@@ -59,13 +60,13 @@ def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch
 
 
 class _Unseen:
-    """An observer that looks at nothing: the watches before it do."""
+    """An observer that ignores everything, because the watches before it see all tensors."""
 
     def begin_step(self, step: int) -> None:
-        """See nothing."""
+        """Do nothing."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """See nothing."""
+        """Do nothing."""
 
 
 def _train_no_more(observer: Observer, num_steps: int) -> NoReturn:

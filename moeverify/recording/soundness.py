@@ -1,8 +1,9 @@
-"""Whether a user's model has one answer at all: without that every layout would look right.
+"""Test that a user's model has a unique answer; without one, every layout would appear correct.
 
-Tolerances are calibrated on what one device shows under changes that must not matter. A model whose answer
-does depend on them (dropout, a mean in place of a sum, layers that mix rows) would calibrate itself bounds so
-wide that nothing could break them. So its first step is tried in float64, where such changes show nothing.
+Tolerances are calibrated with changes on one device that must not matter. The answer of some models does
+depend on them: with dropout, a mean instead of a sum, or layers that mix rows. Their bounds would become
+too wide to detect any error. The first step is therefore tested in float64, where such changes have no
+visible effect on a sound model.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from moeverify.train.loop import train
 from moeverify.train.program import Program
 
 LIMIT = 1e-3
-"""How far losses and gradients may move, relative to their norm; parts that compute in float32 move by 1e-6."""
+"""The maximum relative change of losses and gradients; parts that compute in float32 change by 1e-6."""
 
 _KINDS = (Kind.TOKEN_LOSS, Kind.LOSS, Kind.GRADIENT)
 
 
 @dataclass(frozen=True)
 class _Variant:
-    """A program whose answer must be that of the plain one; `when` and `remedy` are for the error if it is not."""
+    """A program that must give the same answer; `when` and `remedy` are for the error message otherwise."""
 
     program: Program
     when: str
@@ -38,11 +39,11 @@ class _Variant:
 
 
 def check_soundness(recipe: Recipe, reference: Reference, device: torch.device) -> None:
-    """Make sure that the answer of a user's model does not depend on what no layout could keep.
+    """Check that the answer of a user's model is independent of changes that every layout makes.
 
-    `reference` holds the golden's first step.
+    `reference` has the golden's first step.
 
-    Raises: CaseError.
+    Raises: CaseError when the answer changes by more than `LIMIT`.
     """
     single_step = recipe.model_copy(update={"steps": 1})
     for variant in _list_variants(recipe, device):
@@ -81,7 +82,7 @@ def _list_variants(recipe: Recipe, device: torch.device) -> Iterator[_Variant]:
 
 
 def _find_worst(comparison: Comparison) -> tuple[str, float]:
-    """Return the kind that differs most, with all of its tensors taken together, and by how much."""
+    """Return the kind with the largest error over all of its tensors together, and the error."""
     squares: dict[str, tuple[float, float]] = dict.fromkeys(_KINDS, (0.0, 0.0))
     for entry in comparison.entries():
         if entry.kind in squares:

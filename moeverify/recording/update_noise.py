@@ -1,19 +1,20 @@
-"""How far the noise of gradients moves the updates of an adaptive optimizer: each element's, sign included.
+"""Effect of gradient noise on the updates of an adaptive optimizer, element by element, including the sign.
 
-The first steps of Adam are nearly lr * sign(gradient): an element whose gradient lies below its own noise may change
-its sign, and then its update is off by 2 lr, however small the noise is. A handful of runs sees that in few tensors.
-So the optimizer is run alone, on the golden's gradients pushed towards zero, and through it, by as much as the
-gradients may be off:
+The first steps of Adam are nearly lr * sign(gradient). If a gradient element is smaller than its noise, its
+sign may change. Its update is then off by 2 lr, however small the noise is. A handful of runs shows this in
+only a few tensors. The optimizer is therefore run alone, on the golden's gradients after a push toward
+zero, and through zero, by the possible error of the gradients:
 
     g' = g - sign(g) * PUSH * noise(row of g)
 
-What the update then differs by, divided by PUSH, is stored beside the measured noise (`moeverify.checks.bounds`),
-since a bound is the tolerance's factor, the same number, times what is stored.
+The difference of the update, divided by PUSH, is stored beside the measured noise
+(`moeverify.checks.bounds`). A bound is the tolerance's factor, which equals PUSH, times the stored value.
 
-Adam adds its weight decay to the gradient. There it is the sum of both that changes its sign, and a weight that has
-gone the other way is in the moments of later steps, which get the same allowance.
+Adam adds its weight decay to the gradient. There, the sign of the sum of both matters. A weight that moved
+in the other direction also affects the moments of later steps, which get the same allowance.
 
-Source of the optimizer: Kingma and Ba 2014 (arXiv 1412.6980), algorithm 1; AdamW: arXiv 1711.05101, algorithm 2.
+Source of the optimizer: Kingma and Ba 2014 (arXiv 1412.6980), algorithm 1; AdamW: arXiv 1711.05101,
+algorithm 2.
 """
 
 from __future__ import annotations
@@ -38,26 +39,30 @@ from moeverify.train.program import Program
 from moeverify.train.state import TrainingState
 
 PUSH = Tolerance().factor
-"""By how many times its noise a gradient is pushed: what is found is divided by it and multiplied by the factor."""
+"""The push of a gradient as a multiple of its noise.
+
+The result is divided by it, and later multiplied by the tolerance's factor.
+"""
 
 MAX_SIGN_FLIPS = 16
-"""Cap on the sign flips that are added to a bound.
+"""The maximum number of sign flips that are added to a bound.
 
-If more elements were expected to change their sign, calibration would have seen some, and its measured noise already
-covers them: none in one run and 16 or more in another has a chance below 3e-6, however many are expected (Poisson;
-worst at 8)."""
+If more elements were expected to change their sign, calibration would have seen some, and its measured
+noise already includes them. No flip in one run and 16 or more in another has a probability below 3e-6, for
+any expected number (Poisson; worst at 8).
+"""
 
 
 def is_adaptive(recipe: Recipe) -> bool:
-    """Return whether the optimizer rescales gradients that are rounded: then a sign may change by their noise."""
+    """Return whether the optimizer rescales rounded gradients, so that their noise may change a sign."""
     return recipe.precision != "float64" and recipe.optimizer.name in ("adam", "adamw")
 
 
 class GradientNoise(Watch[None]):
-    """Keeps how far gradients are from the golden's, over all runs that it watches.
+    """Records the distance of gradients from the golden's, over all observed runs.
 
-    Each row of a tensor (its last dim) has its own noise: the rows of an embedding or of an expert differ by orders
-    of magnitude, and so does their rounding. The largest of all runs is kept.
+    Each row of a tensor (its last dim) has its own noise. The rows of an embedding or an expert differ by
+    orders of magnitude, and so does their rounding. The maximum over all runs is stored.
     """
 
     def __init__(self, reference: StoredGolden) -> None:
@@ -73,15 +78,16 @@ class GradientNoise(Watch[None]):
             return
         actual = local.detach().reshape(expected.shape)
         error = actual.to(torch.float64) - expected.to(actual.device, torch.float64)
-        # The root mean square over a row and not each element's own error: one run is one sample of it.
+        # The root mean square over a row, not the error of each element, because one run gives only one
+        # sample of it.
         rows = error.square().mean(dim=-1, keepdim=True).sqrt() if error.ndim else error.abs()
         known = self._rows.get((step, name))
         self._rows[step, name] = rows if known is None else torch.maximum(rows, known)
 
     def of(self, step: int, name: str) -> Tensor | None:
-        """Return the root mean square of the error in each row, or None where there was no gradient.
+        """Return the root mean square error of each row, or None if there was no gradient.
 
-        Shape: that of the parameter, its last dim 1. Unit: that of the gradient.
+        Shape: the parameter's shape with a last dim of 1. Unit: as the gradient.
         """
         return self._rows.get((step, name))
 
@@ -89,13 +95,15 @@ class GradientNoise(Watch[None]):
 def propagate(
     recipe: Recipe, reference: StoredGolden, noise: GradientNoise, device: torch.device, *, forced: bool
 ) -> dict[str, float]:
-    """Return how far updates and moments move by gradients' noise, and how far by sign flips alone, by their keys.
+    """Return the change of updates and moments by gradient noise, and by sign flips alone, by key.
 
-    The optimizer's own rounding is part of the first. Unit: relative to the norm of the golden's update.
+    The keys are `update_drift_key`, whose value includes the rounding of the optimizer, and
+    `sign_flip_key`. Unit: relative to the norm of the golden's update.
     """
     moved = _replay(recipe, reference, noise, device, "float64", forced=True)
     if not forced:
-        # With moments that were pushed as well: neither is always the larger, since two pushes may cancel.
+        # Pushed moments may have a larger or smaller effect, since two pushes may cancel. Use the maximum
+        # of both.
         for key, errors in _replay(recipe, reference, noise, device, "float64", forced=False).items():
             moved[key] = torch.maximum(moved[key], errors)
     rounded = _replay(recipe, reference, None, device, recipe.precision, forced=forced)
@@ -117,12 +125,15 @@ def _replay(
     *,
     forced: bool,
 ) -> dict[tuple[int, str], Tensor]:
-    """Return how far each update is from the golden's, after an optimizer in this precision got its gradients.
+    """Return the distance of each update from the golden's, for an optimizer in this precision.
 
-    With `noise` they are pushed. With `forced` each step starts from the golden's state, else from its own. Where
-    the optimizer adds its decay to the gradient, moments are among them from the second step on. Shape: (2,), the
-    error of the whole tensor, and of the `MAX_SIGN_FLIPS` elements that moved most of those whose update changed its
-    sign, of a moment in a step before, both relative to the norm of the golden's.
+    The optimizer gets the golden's gradients, pushed if `noise` is given. With `forced`, each step starts
+    from the golden's state, otherwise from its own. If the optimizer adds its decay to the gradient,
+    moments are included from the second step on.
+
+    Shape: (2,), relative to the norm of the golden's tensor. The first number is the error of the whole
+    tensor. The second one is the error of the `MAX_SIGN_FLIPS` elements with the largest error whose update
+    changed its sign; for a moment, in an earlier step.
     """
     program = assemble_single(recipe, device, compute=precision)
     state = TrainingState.begin(recipe, program)
@@ -159,8 +170,8 @@ def _fill_gradients(
     step: int,
     decays: Mapping[Tensor, float],
 ) -> None:
-    """Give parameters the golden's gradients of a step, clipped, and pushed by the noise."""
-    # The clip's coefficient is the golden's: by how much noise changes the norm of all gradients is far less.
+    """Set the gradients of parameters to the golden's gradients of a step, clipped and pushed by the noise."""
+    # Use the golden's clip coefficient: noise changes the norm of all gradients far less.
     clip = reference.read(step, Kind.GRADIENT_NORM, "clip_coefficient", SCALAR)
     coefficient = 1.0 if clip is None else float(clip)
     for shard in program.shards:
@@ -175,7 +186,7 @@ def _fill_gradients(
 
 
 def _list_added_decays(recipe: Recipe, optimizer: Optimizer) -> dict[Tensor, float]:
-    """Return the weight decay of each parameter, where the optimizer adds it to the gradient."""
+    """Return the weight decay of each parameter, if the optimizer adds it to the gradient."""
     if OPTIMIZER.find(recipe.optimizer.name).decays_weight:
         return {}
     groups = [(group["params"], group["weight_decay"]) for group in optimizer.param_groups]
@@ -183,10 +194,11 @@ def _list_added_decays(recipe: Recipe, optimizer: Optimizer) -> dict[Tensor, flo
 
 
 def push(gradient: Tensor, rows: Tensor | None, used: Tensor | None = None) -> Tensor:
-    """Return a gradient pushed by `PUSH` times the noise of its rows, so that what is `used` of it nears zero.
+    """Return a gradient pushed by `PUSH` times the noise of its rows, so that `used` moves toward zero.
 
-    It goes through zero where the noise is larger. What is exactly zero has no noise: a row of an embedding that
-    nobody used. Shapes: gradient and used (..., n), rows (..., 1).
+    `used` is the gradient with weight decay; the default is the gradient itself. It crosses zero if the
+    noise is larger. Elements that are exactly zero have no noise, such as an unused row of an embedding.
+    Shapes: gradient and used (..., n), rows (..., 1).
     """
     if rows is None:
         return gradient
@@ -195,7 +207,7 @@ def push(gradient: Tensor, rows: Tensor | None, used: Tensor | None = None) -> T
 
 
 def _measure(expected: Tensor, actual: Tensor, turned: Tensor) -> Tensor:
-    """Return the error of a tensor, and that of elements that have `turned`, relative to the norm of `expected`.
+    """Return the error of a tensor and of its `turned` elements, relative to the norm of `expected`.
 
     Shape: (2,).
     """
@@ -204,6 +216,6 @@ def _measure(expected: Tensor, actual: Tensor, turned: Tensor) -> Tensor:
     flips = torch.where(turned, error, 0.0).abs().reshape(-1)
     flips = torch.topk(flips, min(MAX_SIGN_FLIPS, flips.numel()), sorted=False).values
     norm = torch.linalg.vector_norm(expected)
-    # An update of exactly zero is judged absolutely, so nobody asks for its noise.
+    # A zero update has an absolute bound, so its noise is never used.
     sizes = torch.stack([torch.linalg.vector_norm(error), torch.linalg.vector_norm(flips)])
     return torch.where(norm > 0.0, sizes / norm, 0.0)

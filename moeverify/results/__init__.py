@@ -1,1 +1,1 @@
-"""What came of a run, as plain data: verdicts, findings, causes, measurements. Imports no torch."""
+"""Results of a run as plain data: verdicts, findings, causes and measurements. Imports no torch."""

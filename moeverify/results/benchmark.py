@@ -1,7 +1,7 @@
-"""Where the first finding of a fault may point, as plain data without torch.
+"""Places at which the first finding of a fault may point, as plain data without torch.
 
-All faults of the catalogue say so, and a list of them is there at once: what a finding is made of is imported by
-whoever has one.
+Every fault of the catalogue declares such places, and `moeverify` lists the catalogue at start-up. This
+module therefore imports the classes of findings only for type checking or when a finding exists.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class At(Record):
-    """A place at which the first finding of a fault may point: everything that is given must hold of it.
+    """A place at which the first finding of a fault may point.
 
-    `name` is a pattern, as of files, for the finding's tensor or for the module that the explanation is about.
-    `axis` is a mesh axis (or another source) that explains it, `term` a loss term, `stage` a part of the step.
-    `share` says of which ranks or micro-batches shares of the batch are weighted incorrectly.
+    A finding matches if it satisfies every field that is given. `name` is a file-name pattern (`fnmatch`)
+    for the tensor of the finding or the module of its explanation. `axis` is a mesh axis, or another
+    source, that explains the finding. `term` is a loss term. `stage` is a part of the training step.
+    `share` is the kind of batch share with a wrong weight.
     """
 
     name: str = ""
@@ -31,7 +32,7 @@ class At(Record):
     share: Literal["", "data_rank", "context_rank", "micro_batch"] = ""
 
     def matches(self, finding: Finding) -> bool:
-        """Return whether a finding points there."""
+        """Return whether the finding points at this place."""
         place = finding.place if finding.place is not None else Place()
         parts = place.parts
         module = finding.explanation.subject.module if finding.explanation is not None else ""
@@ -48,7 +49,7 @@ class At(Record):
 
 
 def _list_losses(finding: Finding) -> set[str]:
-    """Return the losses that an explanation is about, or whose gradient."""
+    """Return the losses that the explanation names, also when it is about a gradient of these losses."""
     from moeverify.results.explanation import Quantity
 
     explanation = finding.explanation

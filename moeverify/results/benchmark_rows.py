@@ -1,4 +1,4 @@
-"""How a run of the fault benchmark or of the clean matrix came out, as plain data without torch."""
+"""Rows of the fault benchmark and of the clean matrix, as plain data without torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from moeverify.results.record import Record
 
 
 class FaultRow(Record):
-    """One injected fault: whether it was detected, located, its cause named, and what a loss curve would show.
+    """One injected fault: whether it was detected, located, named, and visible in a loss curve.
 
-    `finding` is the first one that follows from none; its step is -1 before the first step. `loss_curve` says
-    whether the losses of the same steps differ by more than a relative 1e-3, which is the practice in the field.
-    `found_in` is the wider precision that alone has shown the fault, where its own passes; losses and norms are those
-    of its own.
+    `finding` is the first finding that follows from no other; its step is -1 before the first step.
+    `loss_curve` is whether the losses of a step differ by more than a relative 1e-3, the usual criterion in
+    practice. `found_in` is set if the fault shows only in a wider precision and the run in its own
+    precision passes. The losses and norms are always from the run in its own precision.
     """
 
     number: str
@@ -34,9 +34,10 @@ class FaultRow(Record):
 
 
 class CleanRow(Record):
-    """One clean run: a layout, a precision, a seed, a recipe, and what it should not change.
+    """One run without a fault: a layout, precision, seed or recipe that must not change the result.
 
-    `worst` is the largest share of a bound that was used; `blind` of `tensors` have a bound that shows little.
+    `worst` is the largest error as a share of its bound. `blind` is the number of tensors, out of
+    `tensors`, with a bound too wide to be conclusive.
     """
 
     name: str
@@ -50,17 +51,17 @@ class CleanRow(Record):
 
 
 def upper_bound(num_hits: int, num_runs: int, confidence: float = 0.95) -> float:
-    """Return the upper end of the exact (Clopper-Pearson) one-sided interval of a rate."""
+    """Return the upper end of the exact (Clopper-Pearson) one-sided confidence interval of a rate."""
     return _bisect(num_hits, num_runs, 1.0 - confidence) if num_hits < num_runs else 1.0
 
 
 def lower_bound(num_hits: int, num_runs: int, confidence: float = 0.95) -> float:
-    """Return the lower end of the exact (Clopper-Pearson) one-sided interval of a rate."""
+    """Return the lower end of the exact (Clopper-Pearson) one-sided confidence interval of a rate."""
     return 1.0 - upper_bound(num_runs - num_hits, num_runs, confidence)
 
 
 def _bisect(num_hits: int, num_runs: int, tail: float) -> float:
-    """Return the rate at which `num_hits` or fewer of `num_runs` have probability `tail`."""
+    """Return the rate at which at most `num_hits` hits in `num_runs` runs have probability `tail`."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

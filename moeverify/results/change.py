@@ -1,4 +1,4 @@
-"""A part of what a loss is made of, and how it is made otherwise."""
+"""A change of one part of a loss formula."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moeverify.results.record import Record
 
 
 class Change(Record):
-    """One part of what a loss is made of, and the way in which it was made otherwise."""
+    """A change of one part of a loss formula: the part, and the way in which it is computed instead."""
 
     part: str
     way: str

@@ -1,6 +1,6 @@
-"""The one list of what a training step shows and of the checks that look at it. No torch.
+"""Kinds of tensors that a training step exposes, and the checks that compare them. No torch.
 
-Values are as they stand in JSON, in goldens and in case files.
+The string values are also used in JSON reports, golden files and case files.
 """
 
 from __future__ import annotations
@@ -10,52 +10,53 @@ from typing import Self
 
 
 class Kind(StrEnum):
-    """The kinds of logical tensors that the training loop shows, in the order in which a step makes them.
+    """The kinds of logical tensors that the training loop exposes, in the order of a step.
 
-    Shapes: B rows and S positions of the global batch, k experts a token, E experts of a layer.
+    Shapes: B rows and S positions of the global batch, k experts per token, E experts per layer.
     """
 
-    LOADED = "loaded"  # everything that a checkpoint restores, right after a load
+    LOADED = "loaded"  # every tensor that a checkpoint restores, right after the load
     INITIAL_WEIGHT = "initial_weight"  # each parameter before step 0
     INITIAL_BUFFER = "initial_buffer"  # each buffer before step 0
     ROUTER_IDS = "router_ids"  # (B, S, k): the chosen experts
-    ROUTER_COUNTS = "router_counts"  # (E): valid tokens of each expert in the global batch
+    ROUTER_COUNTS = "router_counts"  # (E): number of valid tokens per expert in the global batch
     ROUTER_FLIPS = (
-        "router_flips"  # (B, S): under a replay, the score margin of tokens that would choose otherwise
+        "router_flips"  # (B, S): with replayed routing, the margin of tokens that would choose other experts
     )
     ROUTER_MARGIN = (
-        "router_margin"  # (B, S): how far the last chosen expert is ahead of the first one that is not
+        "router_margin"  # (B, S): score margin between the last chosen expert and the first expert not chosen
     )
-    ROUTER_WEIGHTS = "router_weights"  # (B, S, k): what combines the experts' outputs
+    ROUTER_WEIGHTS = "router_weights"  # (B, S, k): combine weights of the experts' outputs
     TOKEN_LOSS = "token_loss"  # (B, S): the cross entropy of each token
     LOSS = "loss"  # (): total, lm, balance, z of the global batch
-    GRADIENT = "gradient"  # each parameter's, complete and before the clip
+    GRADIENT = "gradient"  # gradient of each parameter, fully reduced and before the clip
     GRADIENT_NORM = "gradient_norm"  # (): total and clip coefficient
-    UPDATE = "update"  # each parameter's change by the step
+    UPDATE = "update"  # change of each parameter in the step
     WEIGHT = "weight"  # each parameter after the step
     OPTIMIZER_STATE = "optimizer_state"  # moments and step counters after the step
     BUFFER = "buffer"  # each buffer after the step
 
 
-# In goldens for other uses: forced steps (an update says the same more sharply), replayed routing.
+# Stored in goldens but not compared. Weights restore the state for forced steps; an update shows the same
+# errors more sharply. Router margins are for replayed routing.
 UNCOMPARED_KINDS: frozenset[str] = frozenset({Kind.WEIGHT, Kind.ROUTER_MARGIN})
 
-# Kinds of which the golden is zero by definition.
+# Kinds whose golden is zero by definition.
 ZERO_KINDS: frozenset[str] = frozenset({Kind.ROUTER_FLIPS})
 
 
 class CheckName(StrEnum):
-    """All checks, in the order of a training step: what comes first is nearer to the cause.
+    """All checks in the order of a training step; an earlier check is closer to the cause.
 
-    A new check has its line here and its code in a file of `moeverify.checks`. The third value of a line says that
-    the check costs so much that a case has to ask for it, by `checks.also`.
+    A new check needs a line here and an implementation in a file of `moeverify.checks`. The third value of
+    a line marks an expensive check, which runs only if a case lists it in `checks.also`.
     """
 
     description: str
     is_optional: bool
 
     def __new__(cls, value: str, description: str = "", is_optional: bool = False) -> Self:
-        """Make a member that is its value, with what docs and `--help` say of it."""
+        """Create a member equal to `value`, with the description that the docs and `--help` show."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.description = description
@@ -120,5 +121,9 @@ class CheckName(StrEnum):
 
 
 def check_name(text: str) -> str:
-    """Return the name of a check as reports write it; case files may write `gradient_norm` for `gradient norm`."""
+    """Return the name of a check as reports write it.
+
+    Case files may use underscores: `gradient_norm` becomes `gradient norm`. Unknown names are returned
+    unchanged.
+    """
     return next((name for name in CheckName if name == text.replace("_", " ")), text)

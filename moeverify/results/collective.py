@@ -1,4 +1,4 @@
-"""A kind of collective that a rank issued inside a module, as data."""
+"""Collectives that a rank issues inside a module, as data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from moeverify.results.record import Record
 
 
 class IssuedCollective(Record):
-    """Collectives of one operation, group, dtype and call site that a rank issued inside a module.
+    """Collectives with the same operation, group, dtype and call site that a rank issues inside a module.
 
-    `axis` is the mesh axis whose group it is, or nothing; `shapes` are those of the rank's first tensor, without
-    repetition, and empty for an operation without a tensor. `site` is the first frame outside torch.
+    `axis` is the mesh axis of the group, or empty. `shapes` are the distinct shapes of the rank's first
+    tensor, and empty for an operation without a tensor. `site` is the first frame outside torch.
     """
 
     direction: Literal["forward", "backward"]

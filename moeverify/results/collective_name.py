@@ -1,4 +1,7 @@
-"""The names of the collectives that `moeverify comm` runs, apart since the `--help` of every command reads them."""
+"""Names of the collectives that `moeverify comm` runs.
+
+They are in a module of their own because the `--help` text of every command imports them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from enum import StrEnum
 
 
 class Collective(StrEnum):
-    """The collectives of `moeverify comm`, called as torch.distributed calls them."""
+    """The collectives of `moeverify comm`, with the names that torch.distributed uses."""
 
     ALL_TO_ALL = "all_to_all"
     ALL_GATHER = "all_gather"

@@ -1,4 +1,4 @@
-"""One collective run by itself: what each rank gives and should get, and what it got. No torch."""
+"""A single collective with the inputs, the expected outputs and the actual outputs of each rank. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from moeverify.results.record import Record
 class Part(Record):
     """Consecutive elements of a tensor that travel together.
 
-    `origin` is the rank that they come from, None for a sum over all ranks or for zeros that come from none.
+    `origin` is the rank that sends them. It is None for a sum over all ranks, and for zeros that no rank
+    sends.
     """
 
     origin: int | None
@@ -22,10 +23,11 @@ Parts = tuple[Part, ...]
 
 
 class RankTransfer(Record):
-    """What one rank gives and, by the definition of the collective, gets.
+    """The input of one rank, and its output by the definition of the collective.
 
-    `sends` and `receives` are the sizes of the parts of `input` and `output`. `output_gradient` is the gradient that
-    the rank has of its output; `input_gradient` is what follows of its input, of the sum of all ranks' losses.
+    `sends` and `receives` are the sizes of the parts of `input` and `output`. `output_gradient` is the
+    gradient of the rank's output. `input_gradient` is the resulting gradient of its input, for the sum of
+    the losses of all ranks.
     """
 
     rank: int
@@ -38,9 +40,10 @@ class RankTransfer(Record):
 
 
 class Transfer(Record):
-    """One collective on all ranks: `source` is the rank that a broadcast begins at, `padded_to` the size of a part.
+    """One collective on all ranks. `source` is the source rank of a broadcast.
 
-    A collective that takes parts of one size alone is given padded ones; then `padded_to` is above 0.
+    `padded_to` is above 0 if the collective only supports parts of equal size: each part is then padded to
+    this size.
     """
 
     collective: Collective
@@ -50,7 +53,7 @@ class Transfer(Record):
 
 
 class RankValues(Record):
-    """What one rank got: `input_gradient` only where the backward ran."""
+    """The output of one rank. `input_gradient` is None if no backward pass ran."""
 
     rank: int
     host: str = ""
@@ -59,7 +62,7 @@ class RankValues(Record):
 
 
 class CollectiveRun(Record):
-    """A transfer and what each rank got, in the order of the ranks."""
+    """A transfer and the output of each rank, in rank order."""
 
     transfer: Transfer
     values: tuple[RankValues, ...]
@@ -67,7 +70,7 @@ class CollectiveRun(Record):
 
     @property
     def wrong_ranks(self) -> tuple[int, ...]:
-        """Return the ranks whose output or gradient is not, bit for bit, what the definition says."""
+        """Return the ranks whose output or gradient differs from the definition in any bit."""
         return tuple(
             expected.rank
             for expected, actual in zip(self.transfer.ranks, self.values, strict=True)
@@ -80,7 +83,7 @@ class CollectiveRun(Record):
 
 
 def flatten(parts: Parts) -> tuple[float, ...]:
-    """Return the elements of all parts in their order."""
+    """Return the elements of all parts in order."""
     return tuple(_iterate(parts))
 
 

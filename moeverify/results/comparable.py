@@ -1,12 +1,13 @@
-"""Errors as they are compared with each other."""
+"""Rounding of errors for comparisons with each other."""
 
 from __future__ import annotations
 
 
 def comparable(error: float) -> float:
-    """Return an error to nine digits: of errors that are equal but for rounding, none is larger.
+    """Return an error rounded to nine digits, so that errors equal up to rounding compare as equal.
 
-    All tensors that are twice as large as expected are off by 1, give or take 1e-16. Which of them is off most
-    depends on the processor; the first of them is the same everywhere.
+    For example, all tensors that are twice as large as expected have a relative error of 1 up to about
+    1e-16. The largest of these errors depends on the processor. After rounding, the first tensor is chosen
+    on every machine.
     """
     return float(f"{error:.8e}")

@@ -1,4 +1,4 @@
-"""The operation that makes a result wrong, as the explainer found it in the recorded programs. No torch."""
+"""The operation that makes a result wrong, as the explainer finds it in the recorded programs. No torch."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ Mechanism = Literal[
     "written",
     "place",
 ]
-"""What a culprit says of an operation.
+"""The difference between an operation on the ranks and its counterpart on one device.
 
 | Mechanism | Meaning |
 |---|---|
-| `number` | it has another number or option |
-| `operator` | it is another operator |
-| `operand` | it takes another value |
-| `total` | it takes a part of a sum where one device has the sum |
-| `share` | it adds to each part of a sum what counts once |
-| `whole` | it works on a part of a tensor where one device works on all of it |
+| `number` | a number or option differs |
+| `operator` | the operator differs |
+| `operand` | an operand has another value |
+| `total` | it uses a partial sum; one device uses the full sum |
+| `share` | it adds a value to each partial sum that should be added once |
+| `whole` | it uses a part of a tensor; one device uses the whole tensor |
 | `removed` | one device has no such operation |
-| `inserted` | one device applies another operation before it |
-| `returned` | a module returns its result where one device returns another value |
-| `value` | its results are wrong although its operands are right |
-| `scale` | its results are a multiple of the right ones |
-| `reduction` | its results are parts of a sum that is not made |
-| `moved` | its results are right values in other places |
+| `inserted` | one device applies another operation first |
+| `returned` | a module returns its result; on one device the module returns another value |
+| `value` | its results are wrong although its operands are correct |
+| `scale` | its results are a multiple of the correct ones |
+| `reduction` | its results are partial sums that are never reduced |
+| `moved` | its results are correct values in wrong positions |
 | `race` | it uses memory that a collective is still using |
-| `written` | the operation that wrote most right values before the first step has not written these |
-| `place` | the first operation whose results are not those of one device |
+| `written` | the operation that last wrote most correct values before the first step did not write these |
+| `place` | the first operation whose results differ from one device; nothing more is known |
 """
 
 _CODES: dict[Mechanism, Cause] = {
@@ -57,7 +57,7 @@ _CODES: dict[Mechanism, Cause] = {
 
 
 class CodeLine(Record):
-    """A call in source code: its line, its expression, and the lines of the file around it, each with its number."""
+    """A call in source code: its line, its expression and the numbered lines around it."""
 
     file: str
     line: int
@@ -67,9 +67,10 @@ class CodeLine(Record):
 
 
 class Operation(Record):
-    """One operator of a recorded program. `line` is None for what autograd calls; `callers` are outer calls.
+    """One operator of a recorded program.
 
-    Of a derivative, which autograd computes, the lines are those of the forward pass.
+    `line` is the call in source code, None for operators that autograd calls. `callers` are the outer
+    calls. For a derivative, which autograd computes, the lines are the ones of the forward pass.
     """
 
     operator: str
@@ -82,10 +83,12 @@ class Operation(Record):
 
 
 class Source(Record):
-    """Which value of one device a value is: a parameter, buffer or input (`label`), or what an operation made.
+    """The value on one device that equals a given value, up to a factor or a sum.
 
-    `over` names mesh axes over which it is a part of a sum, `scale` the factor that it has been multiplied by. A mix
-    has elements of `others` too, and `zeros` is the share of elements that are zero, beyond that of the right value.
+    `label` names a parameter, buffer or input; otherwise `operation` computed the value. `over` names the
+    mesh axes over which the given value is a partial sum. `scale` is its factor relative to the source. A
+    mixed value also has elements of `others`. `zeros` is the share of elements that are zero although they
+    should not be.
     """
 
     label: str = ""
@@ -98,20 +101,24 @@ class Source(Record):
 
 
 class Culprit(Record):
-    """The first wrong operation: `here` on the ranks, `there` on one device, where it has a counterpart.
+    """The first wrong operation: `here` on the ranks, and `there`, its counterpart on one device if any.
 
-    In a race `there` is the collective of the ranks that may still use the memory that `here` uses.
+    In a race, `there` is the collective of the ranks that may still use the memory that `here` uses.
 
-    `proved` says that the ranks' program was executed with the change that `mechanism` names, and that this made
-    `repaired` right: tensors that the training loop shows. `residual` is the relative error that these have then.
-    With `is_local` the change makes only the result of the operation right; further operations are wrong.
-    `operand` is the place of the operand that is `taken` where one device takes `right`; `made` is the operation of
-    the rank that computed it, or that wrote the values which are right before the first step. `numbers` are pairs
-    of different numbers, here and there. `moves` are operations by which an operand came from where it was
-    computed, and `moves_there` those of one device. `others` are further lines with the same mistake. `results` are
-    the wrong ones that it is about, `factor` times the right ones. `leads` says that it is the cause which a report
-    states, and no evidence for another one. Where no change is proved, `between` are the operations from right
-    inputs to the first result that should be right and is not, one for each line.
+    `proved` means that the ranks' program was executed with the change that `mechanism` names. This change
+    made the tensors in `repaired`, which the training loop exposes, correct up to the relative error
+    `residual`. With `is_local`, the change corrects only the result of `here`, and more operations are wrong.
+
+    `operand` is the index of the wrong operand; its value is `taken` and should be `right`. `made` is the
+    operation of the rank that computed `taken`. For the mechanism `written` it is the operation that wrote
+    the correct values before the first step. `numbers` are pairs of different numbers, (here, there).
+    `moves` are the operations that moved an operand from its producer to `here`, and `moves_there` the ones
+    on one device. `others` are more lines with the same mistake.
+
+    `results` are the wrong results that the culprit explains; they are `factor` times the correct ones.
+    `leads` means that the report states this culprit as the cause, not as evidence for another one. If no
+    change is proved, `between` has one operation per source line, from correct inputs to the first wrong
+    result.
     """
 
     mechanism: Mechanism
@@ -138,7 +145,7 @@ class Culprit(Record):
 
     @property
     def code(self) -> Cause:
-        """Return the cause that it is one of."""
+        """Return the cause to which this culprit belongs."""
         if self.mechanism in _CODES and not (self.mechanism == "scale" and self.here.phase == "step"):
             return _CODES[self.mechanism]
         if self.taken is not None and self.right is not None and _is_stale(self.taken, self.right):
@@ -149,7 +156,7 @@ class Culprit(Record):
 
 
 def _is_stale(taken: Source, right: Source) -> bool:
-    """Return whether a value is another version of the right one: of the same name, or made in another step."""
+    """Return whether both values have the same label, or come from the same operation in different steps."""
     if taken.label or right.label:
         return taken.label == right.label
     return (

@@ -1,4 +1,4 @@
-"""What a rank read in place of its own tokens, labels, positions or masks, as plain data. No torch."""
+"""Tokens, labels, positions or masks that a rank read instead of its own, as plain data. No torch."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from moeverify.results.record import Record
 
 
 class Batch(StrEnum):
-    """What a micro-batch is made of, in the order in which a step reads it."""
+    """The parts of a micro-batch, in the order in which a step reads them."""
 
     TOKENS = "tokens"
     POSITIONS = "positions"
-    MASK = "padding mask"  # of the routers' counts and sums
+    MASK = "padding mask"  # for the counts and sums of the routers
     LABELS = "labels"
-    LOSS_MASK = "loss mask"  # the labels that do not count
+    LOSS_MASK = "loss mask"  # the labels that the loss ignores
 
 
 class SourceKind(StrEnum):
-    """Whose values were read."""
+    """The kind of source that wrong values were read from."""
 
-    SHARE = "share"  # of a step, a rank and a micro-batch
-    ORDER = "order"  # the rank's own rows, in another order
+    SHARE = "share"  # the share of a step, a rank and a micro-batch
+    ORDER = "order"  # the rank's own rows in another order
     ROWS = "rows"  # other rows of the global batch
-    SHIFT = "shift"  # of a position so many further on
-    LOCAL = "local"  # positions, counted from 0 on every rank
-    NEXT = "next"  # as labels the rank's own next tokens, where others follow in the row
-    WITHOUT = "without"  # a mask that leaves out some positions of every row
-    LABEL = "label"  # a mask that leaves out all tokens whose label is one number
-    ALL = "all"  # a mask that leaves nothing out
-    UNREAD = "unread"  # nothing: a micro-batch was left out
+    SHIFT = "shift"  # the same row, at positions shifted by a constant
+    LOCAL = "local"  # positions counted from 0 on every rank
+    NEXT = "next"  # labels from the rank's own next tokens, although other tokens follow in the row
+    WITHOUT = "without"  # a mask that excludes some positions of every row
+    LABEL = "label"  # a mask that excludes all tokens with one label value
+    ALL = "all"  # a mask that excludes nothing
+    UNREAD = "unread"  # nothing was read: a micro-batch was skipped
     UNKNOWN = "unknown"
 
 
 class ReadSource(Record):
-    """Where values come from.
+    """The source of values that were read.
 
-    `step`, `rank` and `micro_batch` are those of a `share`, None where they are the reader's own. `rows` are the
-    first rows of the global batch that were read, and `shift` is in positions. `positions` are those of
-    every row that are left out, and `label` the one whose tokens are.
+    For a `share`, `step`, `rank` and `micro_batch` locate it; None means the reader's own. `rows` are the
+    first rows of the global batch that were read. `shift` is a number of positions. `positions` and `label`
+    describe the effect of a mask: excluded positions of every row, or tokens with this label.
     """
 
     kind: SourceKind
@@ -53,7 +53,10 @@ class ReadSource(Record):
 
 
 class Misread(Record):
-    """What one rank read wrong in one micro-batch: `num_wrong` of its `num_elements` differ from its own."""
+    """A wrong read of one rank in one micro-batch.
+
+    `num_wrong` of `num_elements` elements differ from the rank's own share.
+    """
 
     batch: Batch
     step: int
@@ -65,14 +68,18 @@ class Misread(Record):
 
 
 class MisreadOnRank(Record):
-    """A misread micro-batch with the rank that read it."""
+    """A wrong read, with the rank that made it."""
 
     rank: int
     misread: Misread
 
 
 class DataFacts(Record):
-    """What the ranks read wrong in a step, the clearest of it first; `also` was read from the same place."""
+    """Wrong reads of the ranks in one step, the clearest first.
+
+    `also` are parts of the micro-batch that were read from the same source. `num_more` wrong reads are not
+    listed.
+    """
 
     about: Literal["data"] = "data"
     read: tuple[MisreadOnRank, ...]

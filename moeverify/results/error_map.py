@@ -1,4 +1,4 @@
-"""How near every tensor of a check came to its bound, as data."""
+"""Errors of all tensors of a check as shares of their bounds, as data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from moeverify.results.record import Record
 
 
 class ErrorMap(Record):
-    """Errors of one check's tensors, each divided by its bound; above 1 is a finding.
+    """Errors of the tensors of one check, each divided by its bound; a value above 1 is a finding.
 
-    Moments of the optimizer are one row with their parameter, the largest of them. A step at which a tensor was not
-    compared has None, and an error over a bound of 0 is infinite. Shape: shares (tensors, steps).
+    A parameter and its optimizer moments share one row, which has their largest value. The value is None at
+    a step without a comparison, and infinite for a nonzero error with a bound of 0. Shape: shares (tensors,
+    steps).
     """
 
     check: str

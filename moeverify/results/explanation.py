@@ -1,4 +1,4 @@
-"""Explanations of wrong tensors: an operation on parts of a quantity, with the factors that measure it."""
+"""Explanations of wrong tensors: an operation on parts of a quantity, with measured factors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from moeverify.results.upstream import OffUpstream
 
 
 class Quantity(StrEnum):
-    """What is wrong, by its place in a training step."""
+    """The wrong quantity, by its place in a training step."""
 
     INITIAL_VALUE = "initial value"
-    OUTPUT = "output"  # of a module, from right inputs
+    OUTPUT = "output"  # of a module with correct inputs
     EXPERT_CHOICE = "expert choice"  # of a router
     ROUTING_WEIGHT = "routing weight"
     ROUTING_COUNT = "routing count"
-    LOSS = "loss"  # as it is reported
+    LOSS = "loss"  # the reported value
     GRADIENT = "gradient"  # of a parameter
     MODULE_GRADIENT = "module gradient"  # of a module's output or input
     GRADIENT_NORM = "gradient norm"
@@ -42,14 +42,14 @@ class Quantity(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     BUFFER = "buffer"
     LOADED = "loaded value"  # after a checkpoint was loaded
-    TENSOR = "tensor"  # of a kind that only its own check knows
+    TENSOR = "tensor"  # of a kind that only its own check handles
 
 
 class Subject(Record):
-    """What an explanation is about: a quantity of some tensors, or of one module.
+    """The subject of an explanation: a quantity of some tensors, or of one module.
 
-    `tensors` are all that are explained. `family` is what the tensors are, such as expert or router, where all are.
-    `inner` is a module inside `module` where the tensor was read instead: what that takes, or what comes back to it.
+    `tensors` are all explained tensors. `family` is their common family, such as expert or router, if they
+    have one. `inner` is a module inside `module` whose input or input gradient was read instead.
     """
 
     quantity: Quantity
@@ -60,10 +60,11 @@ class Subject(Record):
 
 
 class Explanation(Record):
-    """A cause that explains the numbers: what was done, to what, and how large that is.
+    """A cause that explains the measured numbers: the operation, its subject and its size.
 
-    `residual` is what it leaves: a share of the error for a fit, of the tensor otherwise. `is_estimate` says that it
-    is a fit to within rounding of 16 bits, where nothing that was computed before could be compared.
+    `residual` is the unexplained remainder: relative to the error for a fit, otherwise relative to the
+    tensor. `is_estimate` marks a fit that holds only within rounding of 16 bits, without earlier values to
+    compare.
     """
 
     cause: Cause
@@ -74,7 +75,10 @@ class Explanation(Record):
 
     @property
     def candidates(self) -> tuple[Product, ...]:
-        """Return the products of sources that explain it equally well; more than one is an ambiguity."""
+        """Return the products of sources that explain the numbers equally well.
+
+        More than one product is an ambiguity.
+        """
         if isinstance(self.operation, Unreduced | Misplaced | NormOfSlices):
             return self.operation.axes
         if isinstance(self.operation, Misreduced):
@@ -85,11 +89,12 @@ class Explanation(Record):
 
     @property
     def names_operation(self) -> bool:
-        """Return whether it says what was done to the right values, and not alone where or by how much they are off.
+        """Return whether the explanation names an operation, not only the location or size of the error.
 
-        Errors of about the size of a rounding can be anything small, and a factor that equals nothing of the run is
-        a measurement, unless only some replicas have it; so is zero, which a sum that is missing leaves as well. Runs
-        that differ among themselves are explained by that alone.
+        An error of the size of a rounding could have many causes. A factor that equals no number of the run
+        is only a measurement, unless only some replicas have it. A factor of zero is one too, because a
+        missing sum can also leave zero. For nondeterminism, the difference between runs is itself the
+        explanation.
         """
         operation = self.operation
         if isinstance(operation, Altered):
@@ -109,7 +114,7 @@ class Explanation(Record):
         return True
 
     def keep(self, left: tuple[Product, ...]) -> Explanation:
-        """Return the explanation with these of its candidates alone."""
+        """Return the explanation restricted to the candidates in `left`."""
 
         def narrow(factor: Factor) -> Factor:
             return factor.model_copy(update={"equals": tuple(each for each in factor.equals if each in left)})
@@ -141,7 +146,7 @@ class Explanation(Record):
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """Return the factors that were measured."""
+        """Return the measured factors."""
         if isinstance(self.operation, Unreduced):
             return (self.operation.factor,)
         if isinstance(self.operation, Carried | NormOfPowers):

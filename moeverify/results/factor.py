@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moeverify.results.record import Record
 
-# Two factors closer than this, relatively, are one: float64 coefficients of a fit come out to about ten digits.
+# Relative tolerance for equal factors: the float64 coefficients of a fit have about ten correct digits.
 SAME = 1e-6
 
 
@@ -18,18 +18,18 @@ class Source(Record):
 
 
 class Product(Record):
-    """A product of sources, divided by others: `Product(times=("ep",))` is ep, `Product(over=("ep",))` is 1/ep."""
+    """A quotient of products of sources: `Product(times=("ep",))` is ep, `Product(over=("ep",))` is 1/ep."""
 
     times: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return the names of all sources in it."""
+        """Return the names of all its sources."""
         return (*self.times, *self.over)
 
     def measure(self, sizes: Mapping[str, int]) -> float:
-        """Return its value where the sources have these sizes; a source that is not in use has 1."""
+        """Return the value of the product for the given sizes; a source without a size counts as 1."""
         value = 1.0
         for name in self.times:
             value *= sizes.get(name, 1)
@@ -39,9 +39,9 @@ class Product(Record):
 
 
 class RoundedNumber(Record):
-    """A number that was rounded to a narrower dtype: one that has a name, or else what is reported.
+    """A number that was rounded to a narrower dtype. An empty `name` is the reported number itself.
 
-    Several `dtypes` may have made it.
+    Each of `dtypes` could have produced it.
     """
 
     dtypes: tuple[str, ...]
@@ -49,10 +49,11 @@ class RoundedNumber(Record):
 
 
 class Factor(Record):
-    """A measured factor, and the simplest products that equal its `power`: more than one is an ambiguity.
+    """A measured factor, and the simplest products that equal its `power`-th power.
 
-    A norm is off by a factor whose square is an integer: there `power` is 2. Near 1 it may be what the rounding of
-    one number makes of all that is multiplied by it.
+    More than one product is an ambiguity. `power` is 2 for norms, whose squared factors are integers. A
+    factor close to 1 may come from `rounded`, a number that was rounded before it was multiplied with
+    everything.
     """
 
     value: float
@@ -62,20 +63,20 @@ class Factor(Record):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return the names of all sources that may be in it, each once."""
+        """Return the distinct names of all sources that may be in it."""
         return tuple(dict.fromkeys(name for product in self.equals for name in product.sources))
 
     @property
     def is_one(self) -> bool:
-        """Return whether it changes nothing."""
+        """Return whether the factor is 1 up to `SAME`."""
         return is_same(self.value, 1.0)
 
     @property
     def is_zero(self) -> bool:
-        """Return whether nothing is left."""
+        """Return whether the factor is 0 up to `SAME`."""
         return abs(self.value) < SAME
 
 
 def is_same(first: float, second: float) -> bool:
-    """Return whether two factors are the same but for rounding."""
+    """Return whether two factors are equal up to rounding."""
     return abs(first - second) <= SAME * max(abs(first), abs(second))

@@ -1,6 +1,6 @@
-"""Facts of a finding: what its check found, beside the numbers that every finding has, as data and not in words.
+"""Facts that a check found for a finding, beside its numbers, as data.
 
-`moeverify.report.words.check` makes the sentences.
+`moeverify.report.words.check` turns them into sentences.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from moeverify.results.step_facts import NEAR, RecomputedFacts
 
 
 class ComparedFacts(Record):
-    """A tensor beside its golden: ranks that have none although they should, a tensor that the golden lacks.
+    """A comparison of a tensor with its golden.
 
-    `source` is where its initial values come from, of those before step 0.
+    `absent_ranks` should have the tensor and do not. `is_unexpected` means that the golden has no such
+    tensor. `source` is the source of its initial values, for tensors before step 0.
     """
 
     about: Literal["compared"] = "compared"
@@ -40,7 +41,7 @@ class ComparedFacts(Record):
 
 
 class BitFacts(Record):
-    """Values that are equal as numbers and yet have other bits: -0.0, another dtype, differences that underflow."""
+    """Values that are equal as numbers but not bitwise: -0.0, another dtype, or underflowing differences."""
 
     about: Literal["bits"] = "bits"
 
@@ -49,7 +50,7 @@ Keeper = Literal["checkpoint", "optimizer"]
 
 
 class ReboundFacts(Record):
-    """A parameter or buffer that a module has bound to another tensor, and what keeps the old one."""
+    """A parameter or buffer that a module has rebound, and the objects that keep the old tensor."""
 
     about: Literal["rebound"] = "rebound"
     kept_by: tuple[Keeper, ...]
@@ -64,7 +65,7 @@ class ReplicaFacts(Record):
 
 
 class CoverageFacts(Record):
-    """How many of a tensor's elements the ranks hold together, each region counted once."""
+    """The number of elements of a tensor that the ranks hold together, with each region counted once."""
 
     about: Literal["coverage"] = "coverage"
     num_held: int
@@ -72,13 +73,15 @@ class CoverageFacts(Record):
 
 
 class ShardingFacts(Record):
-    """An axis over which nothing of what it is there to divide differs; `part` is of the model's parameters.
+    """A mesh axis over which something that it should shard is equal on all ranks.
 
-    With `modules` nothing of these alone differs; where it is `is_repeated`, several ranks have what one should, and
-    where it is `is_elsewhere`, other ranks have them than should.
+    `part` is the part of the model's parameters that is affected. If `modules` is given, only these modules
+    are affected. `is_repeated` means that several ranks hold modules that one rank should hold.
+    `is_elsewhere` means that the wrong ranks hold them.
 
-    `is_unused` says that it is an axis of a user's `parallelize`, over which no collective ran either; `is_misplaced`
-    that ranks of `ep` store other experts than the placement of the step gives them.
+    `is_unused` means that a user's `parallelize` shards nothing over the axis and runs no collective over
+    it. `is_misplaced` means that ranks of `ep` store experts that the placement of the step assigns to
+    other ranks.
     """
 
     about: Literal["sharding"] = "sharding"
@@ -92,7 +95,7 @@ class ShardingFacts(Record):
 
 
 class Use(StrEnum):
-    """A use of a parameter, which has a dtype."""
+    """A use of a parameter that has a dtype."""
 
     COMPUTES = "computes"
     REDUCES = "reduces"
@@ -102,10 +105,10 @@ class Use(StrEnum):
 
 
 class DtypeFacts(Record):
-    """Parameters of a module that were in another dtype than the recipe asks for.
+    """Parameters of a module with a dtype other than the one that the recipe specifies.
 
-    `module` is empty for the whole model. `how` names the collectives that reduced, or the moments; `could_declare`
-    says that `layout.in_float32` would make it right.
+    `module` is empty for the whole model. `how` names the collectives that reduced, or the optimizer
+    moments. `could_declare` means that `layout.in_float32` can declare the dtype as intended.
     """
 
     about: Literal["dtype"] = "dtype"
@@ -120,11 +123,12 @@ class DtypeFacts(Record):
 
 
 class GatheredFacts(Record):
-    """Parameters of a module that were used with other values than the ranks store; `parameter` is the first.
+    """Parameters of a module whose gathered values differ from the values that the ranks store.
 
-    `module` is empty for the whole model. Of `num_compared` elements of that parameter `num_wrong` differ, in the
-    `dtype` in which they are used; `is_stale` says that all have the values from before the last step.
-    `sources` has (rank, other) where the ranks use in the place of their own parts what another one stores.
+    `module` is empty for the whole model; `parameter` is the first parameter. `num_wrong` of `num_compared`
+    elements of that parameter differ, in the `dtype` in which they are used. `is_stale` means that all
+    parameters have the values from before the last step. `sources` has pairs (rank, other): `rank` has the
+    stored values of `other` instead of its own.
     """
 
     about: Literal["gathered"] = "gathered"
@@ -143,14 +147,16 @@ ScaleSource = Literal["", "none", "own-rank", "step-before", "another", "numbers
 
 
 class Float8Facts(Record):
-    """Layers of a module some of whose `operands` have other scales than their largest elements ask for.
+    """Layers of a module in which float8 scales of some `operands` do not match their largest elements.
 
-    `layer` has the scale that is furthest off, that of `operand`.
-    `source` is where the scales come from: the largest elements of the rank's own part of what is cut over `axis`,
-    those of the step before, those of `other`; empty where nobody knows, and `none` where nothing was rounded to
-    float8. There the first of `num_wrong` of `num_compared` scales was `used` in place of `wanted`. Where the source
-    is `numbers` or `product`, scales are right and elements are not: of the operand, or of the product that is called
-    `operand` there, where the worst may be off by `allowed`.
+    `layer` has the scale with the largest error; the scale belongs to `operand`. `num_wrong` of
+    `num_compared` scales are wrong there; the first one is `used` instead of `wanted`.
+
+    `source` is the source of the wrong scales: the rank's own shard without a reduction over `axis`
+    (`own-rank`), the previous step (`step-before`), the operand `other` (`another`), or unknown (empty).
+    `none` means that nothing was rounded to float8. With `numbers` or `product` the scales are correct, but
+    elements are wrong: elements of the operand, or of the product that `operand` names. The worst element
+    may be off by `allowed`.
     """
 
     about: Literal["float8"] = "float8"
@@ -171,25 +177,26 @@ class Float8Facts(Record):
 
 
 class PatternFacts(Record):
-    """A pattern of `layout.in_float32` that names no module which was seen to compute."""
+    """A pattern of `layout.in_float32` that matches no module that was seen to compute."""
 
     about: Literal["pattern"] = "pattern"
     pattern: str
 
 
 class ExpertFacts(Record):
-    """Experts that do not have the values of their number: (number, that whose values it has; None: nobody's)."""
+    """Experts with wrong values: pairs (number, number of the expert whose values it has, or None)."""
 
     about: Literal["experts"] = "experts"
     wrong: tuple[tuple[int, int | None], ...]
 
 
 class ClipFacts(Record):
-    """A gradient norm that is not that of the gradients, or a clip coefficient that is not that of the norm.
+    """A gradient norm that does not match the gradients, or a clip coefficient that does not match it.
 
-    For a diagnosis alone, not in reports: the ranks' `norms`, the `squares` of the gradients by parameter, their
-    `sizes` (the sum and the largest of absolute values, and how many there are), what is `held` of each by rank and
-    key of the region, the `parts` of each parameter that ranks have, as such keys, and the norm's machine epsilon.
+    The excluded fields are for the diagnosis only and do not appear in reports. `norms` are the norms of
+    the ranks. `squares` has the sum of squares of each gradient. `sizes` has the sum and the maximum of the
+    absolute values, and the number of elements. `held` has the sum of squares by parameter, rank and region
+    key. `parts` has the region key by parameter and rank. `eps` is the machine epsilon of the norm's dtype.
     """
 
     about: Literal["clip"] = "clip"
@@ -203,15 +210,18 @@ class ClipFacts(Record):
 
 
 class ObjectiveFacts(Record):
-    """A reported loss that is not what the ranks' own values add up to; the finding's tensor is the term."""
+    """A reported loss that does not equal the sum of the ranks' own values.
+
+    The tensor of the finding is the loss term.
+    """
 
     about: Literal["objective"] = "objective"
 
 
 class CrossEntropyFacts(Record):
-    """Token losses that are not the cross entropy of their logits, of those that were computed again.
+    """Recomputed token losses that do not equal the cross entropy of their logits.
 
-    `dtype` is a narrower one that can represent all of them, if any.
+    `dtype` is a narrower dtype that can represent all of them, or empty.
     """
 
     about: Literal["cross entropy"] = "cross entropy"
@@ -225,13 +235,16 @@ Form = Literal["", "own", "padded", "uniform", "layers"]
 
 
 class RouterGradientFacts(Record):
-    """A loss term that comes back to a router otherwise than its definition and the routing say.
+    """A loss term whose gradient at a router does not match its definition and the routing.
 
-    `term` is `combine` for what comes through the combine weights, and a term with `padding` for what tokens of
-    padding add to it, which is not in the right one. `factors` are by rank, None where it is no
-    multiple of the right one. `form` is what the shares of the experts in the balance loss were taken from: the
-    rank's own tokens, padding too, all experts alike, or the mean over the layers. `in_router` says that the router
-    gets the right one, and passes another one on to its weight. `num_routers` have the like.
+    `term` is `combine` for the gradient through the combine weights. A term with `padding` is the extra
+    contribution of padding tokens, which should not exist. `factors` are multiples of the correct gradient
+    by rank, or None if it is no multiple.
+
+    `form` says from which numbers the balance loss took the expert shares. They are the rank's own tokens,
+    all tokens with padding, equal shares for all experts, or the mean over the layers. `in_router` means
+    that the router receives the correct gradient and passes a wrong one to its weight. `num_routers`
+    routers show the same error.
     """
 
     about: Literal["router gradient"] = "router gradient"
@@ -243,10 +256,10 @@ class RouterGradientFacts(Record):
 
 
 class GradientSumFacts(Record):
-    """A gradient that is not the sum of what its layer has computed on all ranks.
+    """A gradient that does not equal the sum of the contributions that its layer computed on all ranks.
 
-    `factors` are by rank how often its part is there, empty where that explains nothing. `is_own` says that each rank
-    has its own part alone.
+    `factors` are the multiples of each rank's contribution, empty if no multiples explain the gradient.
+    `is_own` means that each rank has only its own contribution.
     """
 
     about: Literal["gradient sum"] = "gradient sum"
@@ -255,7 +268,7 @@ class GradientSumFacts(Record):
 
     @property
     def factor(self) -> float | None:
-        """Return how often the parts of all ranks are there, where that is one number."""
+        """Return the common multiple of all contributions, or None if the multiples differ."""
         values = tuple(self.factors.values())
         if not values or max(values) - min(values) > NEAR * max(map(abs, values)):
             return None
@@ -263,20 +276,22 @@ class GradientSumFacts(Record):
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Return the ranks whose parts are missing, where those of all others are there once."""
+        """Return the ranks whose contributions are missing, if the contributions of all others count once."""
         missing = tuple(rank for rank, value in self.factors.items() if abs(value) <= NEAR)
         others = [value for rank, value in self.factors.items() if rank not in missing]
         return missing if others and all(abs(value - 1.0) <= NEAR for value in others) else ()
 
 
 class RouterFacts(Record):
-    """Tokens that a router sent elsewhere than its own input and weights say, or experts that it counted wrong.
+    """Tokens whose routing does not follow from the router's own input and weights, or wrong expert counts.
 
-    `quantity` is what is wrong with `num_wrong` of `num_tokens`. `margin` is the largest one, relative to the
-    rounding of the scores, among tokens that chose another expert: how clear the right choice was. Where `rounded` to
-    a `dtype`, the scores or logits of the router give the weights that it has, bit for bit. `rule` is the one by
-    which it has chosen or weighed, where one is known, the names of its ways joined by "+", and `rivals` are others
-    that give the same; `numbers` are what some of them are solved for.
+    `quantity` is wrong for `num_wrong` of `num_tokens` tokens. `margin` is the largest score margin among
+    tokens that chose another expert, relative to the rounding of the scores. `rounded` is set if scores or
+    logits in `dtype` reproduce the router's weights bit for bit.
+
+    `rule` is the rule that explains the choice or weights, if one is known; the names of its ways are
+    joined by "+". `rivals` are other rules with the same result, and `numbers` are fitted constants of
+    these rules.
     """
 
     about: Literal["router"] = "router"
@@ -292,7 +307,7 @@ class RouterFacts(Record):
 
 
 class Issue(Record):
-    """What some ranks issued at one place of a stream of collectives; None where they issued no further one."""
+    """The collective that some ranks issued at one position of a stream, or None if they issued no more."""
 
     ranks: tuple[int, ...]
     signature: str | None
@@ -300,11 +315,12 @@ class Issue(Record):
 
 
 class CollectiveFacts(Record):
-    """The first collective in which the ranks of a group differ: its number from 1, and what each rank issued.
+    """The first collective in which the ranks of a group differ, with the collective of each rank.
 
-    `issues` are in order of how many ranks did the same; there are none where that is no longer known, and then the
-    ranks agree in all before `number`. `counts` say how many each rank issued in all. Of messages from one rank to
-    another, `ranks` are the sender and the receiver. `group` is torch's name for the group.
+    `number` counts from 1. `issues` are ordered by the number of ranks with the same collective. They are
+    empty if the record is no longer available; the ranks then agree in all collectives before `number`.
+    `counts` is the total per rank. For messages, `ranks` are the sender and the receiver. `group` is
+    torch's name of the group.
     """
 
     about: Literal["collective"] = "collective"
@@ -354,10 +370,10 @@ Facts = Annotated[
 
 
 def names_operation(facts: Facts | None) -> bool:
-    """Return whether facts that are a cause by themselves say what was done, and not alone that something is off.
+    """Return whether facts that are a cause on their own name an operation, and not only an error.
 
-    A check that computes a result again sees that it is another one, and mostly not which: the router's weights are
-    not those of its scores. What else they are is found where the modules are compared.
+    A check that recomputes a result sees that the result differs, and usually not how. For example, the
+    router's weights may not match its scores; the comparison of modules then finds the actual formula.
     """
     if isinstance(facts, RecomputedFacts):
         is_told = facts.wrong_terms or facts.forms or facts.decay or facts.share
@@ -374,14 +390,14 @@ def names_operation(facts: Facts | None) -> bool:
 
 
 class NumCollectives(Record):
-    """How many collectives were compared: those of the rank that issued most."""
+    """The number of compared collectives, from the rank that issued most."""
 
     about: Literal["num collectives"] = "num collectives"
     most: int
 
 
 class Dtypes(Record):
-    """The dtypes that a recipe asks for, and the parameters that nobody saw compute."""
+    """The dtypes that a recipe specifies, and the parameters that were not seen to compute."""
 
     about: Literal["dtypes"] = "dtypes"
     computes: str
@@ -392,9 +408,10 @@ class Dtypes(Record):
 
 
 class AxisUse(Record):
-    """What a user's `parallelize` does with an axis: how many parameters it divides in each of its groups.
+    """The use of one mesh axis by a user's `parallelize`.
 
-    `collectives` are those that a rank issued over it in the training steps, by operation.
+    `num_divided` is the number of parameters that it shards in each group. `collectives` counts the
+    collectives of one rank over the axis in the training steps, by operation.
     """
 
     axis: str
@@ -404,21 +421,21 @@ class AxisUse(Record):
 
     @property
     def is_used(self) -> bool:
-        """Return whether the axis divides something, or anything is sent over it."""
+        """Return whether the axis shards a parameter, or any collective ran over it."""
         return self.num_divided > 0 or bool(self.collectives)
 
 
 class AxisUses(Record):
-    """What a user's `parallelize` does with each axis of more than one rank."""
+    """The use of each mesh axis of more than one rank by a user's `parallelize`."""
 
     about: Literal["axis uses"] = "axis uses"
     axes: tuple[AxisUse, ...]
 
 
 class OwnStep(Record):
-    """Results of a user's own step that no rank is asked for: one device makes them otherwise than the recipe, too.
+    """Results of a user's own step that are not checked, because one device computes them differently too.
 
-    Of those results that a check computes again from what the recipe says. `first` is the tensor of one of them.
+    These are results that a check recomputes from the recipe. `first` is the tensor of one of them.
     """
 
     about: Literal["own step"] = "own step"

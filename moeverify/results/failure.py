@@ -1,6 +1,6 @@
-"""Why a rank ended, and why a job has no result, as data. No torch.
+"""The end of a rank, and the reason why a job has no result, as data. No torch.
 
-`moeverify.report.words.failure` makes the sentences.
+`moeverify.report.words.failure` turns them into sentences.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from moeverify.results.trace import CollectiveRecord
 
 
 class End(StrEnum):
-    """How a rank ended a job that failed."""
+    """The way in which a rank ended a failed job."""
 
     RAISED = "raised"  # an exception, `error`
-    BROKE_OFF = "broke off"  # an exception, `error`, that says no more than that a peer has gone
+    BROKE_OFF = "broke off"  # an exception, `error`, that only reports the loss of a peer
     KILLED = "killed"  # by `signal`
     CRASHED = "crashed"  # the interpreter's own last line, `error`
-    EXITED = "exited"  # with `status`, and no report
+    EXITED = "exited"  # with `status` and without a report
     OVER_TIME = "over time"  # still in the job after `timeout`
-    HOLDS_LOCK = "holds lock"  # over its time inside C code that holds the interpreter's lock
-    FROZEN = "frozen"  # over its time, and in `process_state`
+    HOLDS_LOCK = "holds lock"  # past `timeout`, in C code that holds the interpreter's lock
+    FROZEN = "frozen"  # past `timeout`, and in `process_state`
     STOPPED = "stopped"  # after another rank had failed
-    SIGNALLED = "signalled"  # by `signal` from outside
+    SIGNALLED = "signalled"  # by `signal`, sent from outside
     STOPPED_WITH_LAUNCH = "stopped with launch"
-    GONE = "gone"  # with its launch, and nothing of it is left
-    SILENT = "silent"  # a rank of another launcher of which nothing was heard
+    GONE = "gone"  # ended with its launch, without a trace
+    SILENT = "silent"  # a rank of another launcher that never reported
 
 
 ProcessState = Literal["stopped", "traced", "uninterruptible"]
 
 
 class Waiting(Record):
-    """The collective that a rank waits in; if it waits in none, where its code is, as far as that is known."""
+    """The collective that a rank waits in, or else the current place in its code if known."""
 
     collective: CollectiveRecord | None = None
     place: str = ""
@@ -63,7 +63,7 @@ STATES: Mapping[End, RankState] = {
 
 
 class RankEnd(Record):
-    """How one rank ended; which fields there are depends on `how`. Units: `timeout` in seconds."""
+    """The end of one rank. The fields that are set depend on `how`. Units: `timeout` in seconds."""
 
     how: End
     error: str = ""
@@ -75,7 +75,10 @@ class RankEnd(Record):
 
 
 class Absence(Record):
-    """Why a rank is not in a collective that others wait in: it waits in another one, has left, or never entered."""
+    """The reason why a rank is not in a collective that others wait in.
+
+    It waits in another collective of the group, has left, or never entered.
+    """
 
     rank: int
     how: Literal["in another of the group", "has left", "never entered"]
@@ -83,7 +86,7 @@ class Absence(Record):
 
 
 class Wait(Record):
-    """Ranks that wait in one collective, and the ranks of its group that are not there."""
+    """Ranks that wait in one collective, and the absent ranks of its group."""
 
     ranks: tuple[int, ...]
     collective: CollectiveRecord
@@ -91,27 +94,30 @@ class Wait(Record):
 
 
 class Hang(Record):
-    """In which collectives ranks wait; if in none, where each of them is."""
+    """The collectives in which ranks wait.
+
+    `places` has the current place of each rank in its code if no rank waits in a collective.
+    """
 
     waits: tuple[Wait, ...] = ()
     places: dict[int, str] = Field(default_factory=dict)
 
 
 class Disagreement(Record):
-    """The first collective of a group in which its ranks issued different ones: the record of each rank."""
+    """The first collective in which the ranks of a group differ, with the record of each rank."""
 
     by_rank: dict[int, CollectiveRecord]
 
 
 class Cause(StrEnum):
-    """What kept a job from its result."""
+    """The reason why a job has no result."""
 
     RANK = "rank"  # a rank failed
     OVER_TIME = "over time"  # ranks are still in it after `timeout`
-    UNREPORTED = "unreported"  # the same, and no rank could say so
+    UNREPORTED = "unreported"  # the same, but no rank could report it
     LAUNCHER = "launcher"  # the launcher's own process ended, with `launcher_status` or `launcher_error`
     NOT_IN_TIME = "not in time"  # the ranks did not come up in time
-    TOO_FEW = "too few"  # it needs `num_needed` ranks, and `num_started` were started
+    TOO_FEW = "too few"  # `num_needed` ranks are needed, and `num_started` were started
     ENDED_BEFORE = "ended before"  # the ranks ended with `earlier_job`
 
 
@@ -119,11 +125,11 @@ Phase = Literal["in the job", "before its first job", "between two jobs"]
 
 
 class JobFailure(Record):
-    """Why a job has no result, and in which phase of its launch that was. Units: `timeout` in seconds.
+    """The reason why a job has no result, and the phase of the launch. Units: `timeout` in seconds.
 
-    `rank` and `end` are those where it began. `only_waited`: that rank had no part in the job. A `launcher_status`
-    below 0 is minus the number of a signal, None says that the launcher still runs. `not_up` has the ranks that did
-    not come up in time, and where their code is, as far as that is known.
+    `rank` and `end` describe the rank that failed first. `only_waited` means that this rank had no part in
+    the job. `launcher_status` below 0 is the negative signal number; None means that the launcher still
+    runs. `not_up` has the ranks that did not start in time, with the current place in their code if known.
     """
 
     cause: Cause

@@ -1,4 +1,4 @@
-"""Checks and findings, as plain data without torch."""
+"""Checks and findings as plain data, without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moeverify.results.step_facts import RecomputedFacts
 from moeverify.results.trial import Trial
 
 MAX_CONCLUSIVE = 0.5
-"""A relative bound above which a comparison is inconclusive: a tensor of zeros would be off by 1."""
+"""The relative bound above which a comparison is inconclusive; a tensor of zeros has an error of 1."""
 
 Verdict = Literal["pass", "mismatch", "error", "skipped"]
 
@@ -27,8 +27,8 @@ Verdict = Literal["pass", "mismatch", "error", "skipped"]
 class Worst(Record):
     """The logical tensor of a check whose error is the largest share of its bound.
 
-    `error` and `bound` are relative to the golden's norm unless the check says otherwise; a bound of 0 is
-    bitwise equality.
+    `error` and `bound` are relative to the norm of the golden unless the check defines them differently. A
+    bound of 0 requires bitwise equality.
     """
 
     tensor: str
@@ -38,7 +38,7 @@ class Worst(Record):
 
 
 class DetectionLimits(Record):
-    """The relative errors of tensors from which on a check fails: their median, and the worst with its tensor."""
+    """The relative errors above which the tensors of a check fail: the median, and the worst tensor."""
 
     median: float
     worst: float
@@ -46,7 +46,7 @@ class DetectionLimits(Record):
 
 
 class Inconclusive(Record):
-    """A tensor of which too little is known: an error below `limit`, relative to its norm, may not have been seen."""
+    """A tensor with a bound too wide: a relative error below `limit` may go unnoticed."""
 
     tensor: str
     step: int
@@ -54,12 +54,12 @@ class Inconclusive(Record):
 
 
 class CheckResult(Record):
-    """One check of one case: how many logical tensors were compared, and the worst of them.
+    """The result of one check of one case: the number of compared logical tensors and the worst of them.
 
-    `inconclusive` of them (`blind` in JSON) have a bound so wide that the comparison says nothing; each is in
-    `inconclusive_tensors`. `recomputed` more have such a bound and were computed again from what the rank started
-    from, which decided them. `limits` say how large an error must be to be seen. `note` says how was compared and
-    `unseen` what was not looked at, both in words; what they are made of is in `facts`.
+    `inconclusive` tensors (`blind` in JSON) have a bound too wide to be conclusive; `inconclusive_tensors`
+    lists them. `recomputed` more tensors also have such a bound, but a recomputation from the rank's own
+    inputs decided them. `limits` are the smallest errors that the check detects. `note` describes the
+    comparison in words, and `unseen` the things that were not compared; `facts` is the data behind both.
     """
 
     name: str
@@ -78,12 +78,18 @@ class CheckResult(Record):
 
 
 class FollowUp(Record):
-    """An ambiguity: products that explain a finding equally well, and the layout that tells them apart.
+    """An ambiguity: products that explain a finding equally well, and a layout that distinguishes them.
 
-    `axes` are the sources in them, `layout` has the degrees to change. Once it has run, `outcome` says what came of
-    it: `narrowed` to the products `left`, `none-left`, `not-shown` (the finding is not there), or `not-run` for a
-    `reason`; `seen` is what explains the finding there, or what differs instead. `answer` says all this in words,
-    and is filled when JSON is written.
+    `axes` are the sources in the products, and `layout` has the degrees to change. After the run of that
+    layout, `outcome` is one of
+
+    - `narrowed`: the products in `left` remain
+    - `none-left`: no product remains
+    - `not-shown`: the finding does not appear
+    - `not-run`: for the given `reason`
+
+    `seen` is the explanation of the finding in that run, or of another difference. `answer` has all of this
+    in words; it is filled when JSON is written.
     """
 
     axes: tuple[str, ...]
@@ -97,11 +103,16 @@ class FollowUp(Record):
 
 
 class Wider(Record):
-    """What the same layout showed in a wider precision, where a finding had no cause, or only a place.
+    """The result of the same layout in a wider precision, for a finding with no cause or only a place.
 
-    `outcome` is `named` (the leading finding there says more of the cause), `alike` (it says no more), `unexplained`
-    (it has no cause there either), `not-shown` (nothing differs there: it is a matter of precision), or `not-run`
-    for a `reason`. With `found` the finding itself was made there, and the case passes in its own precision.
+    `outcome` is one of
+
+    - `named`: the leading finding says more about the cause
+    - `alike`: the leading finding says no more
+    - `unexplained`: the finding has no cause there either
+    - `not-shown`: nothing differs there, so the precision is the reason
+    - `not-run`: for the given `reason`
+    - `found`: the finding was made there, and the case passes in its own precision
     """
 
     precision: str
@@ -110,22 +121,26 @@ class Wider(Record):
 
 
 class Finding(Record):
-    """One thing that differs: what, where, by how much, what was allowed, and the likely cause.
+    """One difference: its tensor, location, error, bound and likely cause.
 
-    `kind` is that of the logical tensor (`moeverify.results.checks.Kind`), where it is one. `rank` is the rank with
-    the largest difference and `ranks` all that differ; `index` is the global index of the largest difference in the
-    logical tensor. `scale` is the factor k that minimizes |actual - k * expected|, `cosine` the angle between them.
+    `kind` is the kind of the logical tensor (`moeverify.results.checks.Kind`), or empty. `rank` has the
+    largest difference, and `ranks` are all ranks that differ. `index` is the global index of the largest
+    difference in the logical tensor. `scale` is the factor k that minimizes |actual - k * expected|.
+    `cosine` is the cosine of the angle between actual and expected values.
 
-    `explanation` is what was found out, `code` the name of its cause (`moeverify.results.cause`), `rivals` what
-    explains the numbers too, `observations` what was measured; `unexplained` are the tensors that it stands for
-    where no hypothesis explains them, and `part` says which of all parameters a cause is about. `facts` are what the
-    check found besides. `follows` names the tensor whose finding explains this one too. Only findings that follow
-    from none have `trials` and `place`, and ambiguous ones a `follow_up`. `wider` says what wider precisions have
-    shown where there was no cause. `culprit` is the first wrong operation, which leads where it is proved or where
-    nothing else is known; a finding that was made there, and names the cause, has one entry for its
-    precision.
+    `explanation` is the result of the diagnosis, and `code` the name of its cause
+    (`moeverify.results.cause`). `rivals` explain the numbers too. `observations` are the measurements.
+    `unexplained` lists the tensors that this finding represents if no hypothesis explains them. `part`
+    describes the affected part of all parameters. `facts` are additional results of the check.
 
-    `cause`, `where` and `evidence` say this in words: `moeverify.report.words` fills them when JSON is written.
+    `follows` names the tensor whose finding also explains this one. Only findings that follow from no other
+    have `trials` and `place`; ambiguous ones have a `follow_up`. `wider` has the results of wider
+    precisions for a finding without a cause. If the finding itself comes from a wider run and names the
+    cause, it has one entry, for that precision. `culprit` is the first wrong operation. It leads the report
+    if it is proved or if nothing else is known.
+
+    `cause`, `where` and `evidence` are the same in words: `moeverify.report.words` fills them when JSON is
+    written.
     """
 
     check: str
@@ -161,17 +176,23 @@ class Finding(Record):
 
     @property
     def is_explained(self) -> bool:
-        """Return whether a cause is known, as data, by its check, or from a file of an older version as words."""
+        """Return whether a cause is known.
+
+        The cause may be data, come from the check, or be words in a file of an older version.
+        """
         return self.explanation is not None or self.culprit is not None or bool(self.code or self.cause)
 
     @property
     def is_of_wider_run(self) -> bool:
-        """Return whether it was made in a wider precision, whose run has named the cause or is alone to show it."""
+        """Return whether a run in a wider precision made the finding.
+
+        Such a run has named the cause, or is the only one that shows the error.
+        """
         return not self.follows and any(each.outcome in ("named", "found") for each in self.wider)
 
     @property
     def names_operation(self) -> bool:
-        """Return whether its cause says what was done, and not alone where or by how much values are off."""
+        """Return whether the cause names an operation, not only the location or size of the error."""
         if self.culprit is not None and self.culprit.leads:
             return self.culprit.proved
         if self.explanation is not None:
@@ -180,14 +201,14 @@ class Finding(Record):
 
     @property
     def is_estimate(self) -> bool:
-        """Return whether its cause is one that rounding leaves a guess: a wider run may show an earlier one."""
+        """Return whether rounding makes the cause a guess, so that a wider run may show an earlier one."""
         if self.explanation is not None:
             return self.explanation.is_estimate
         return isinstance(self.facts, RecomputedFacts) and self.facts.is_estimate
 
 
 def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed) -> list[Finding]:
-    """Return findings that have no causes because their diagnosis failed: the first of them says how."""
+    """Return findings whose diagnosis failed, with the failure added to the observations of the first one."""
     if not findings:
         return []
     first, *rest = findings

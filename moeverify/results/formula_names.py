@@ -1,4 +1,4 @@
-"""Names of formulas, and of ways of their parts, by which something is computed otherwise."""
+"""Names of wrong formulas for the gradient norm and the clip coefficient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the golden in git stands to what this machine computes, as data. No torch."""
+"""State of the golden in git against the values that this machine computes, as data. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GoldenStatus = Literal["recorded", "missing", "changed", "differs", "unreadable"
 
 
 class Deviation(Record):
-    """The fingerprint that is furthest from the recorded one, relative to its norm."""
+    """The fingerprint with the largest distance from the recorded one, relative to its norm."""
 
     name: str
     distance: float
@@ -18,13 +18,15 @@ class Deviation(Record):
 
 
 class GoldenState(Record):
-    """Whether the golden in git is that of the recipe.
+    """The state of the golden in git for one recipe.
 
-    `recorded` and `current` are fingerprints of recipes, `case_file` that of a case that uses it. `error` says why it
-    could not be read or made, and `remedy` what to do. `damage` is what was wrong with the full golden in the cache,
-    which was made again. `seconds` is how long this run took to make it, None where it was kept. `deviation` is from
-    the golden of the same class of devices, and `across` from that of a CPU in `across_path`, where the devices are
-    GPUs.
+    `recorded` and `current` are fingerprints of the recipe; `case_file` is a case that uses it. `error` is
+    the reason why the golden could not be read or made, and `remedy` the suggested action. `damage`
+    describes an error in the full golden of the cache, which was then made again. `seconds` is the time to
+    make the golden, or None if it was cached.
+
+    `deviation` is the distance from the golden of the same device class. On GPUs, `across` is the distance
+    from the CPU golden in `across_path`.
     """
 
     status: GoldenStatus
@@ -44,7 +46,7 @@ class GoldenState(Record):
 
 
 class GoldenRow(Record):
-    """What became of one golden, named by its file."""
+    """The outcome for one golden, named by its file."""
 
     name: str
     status: Literal["recorded", "refreshed", "unchanged", "missing", "differs", "unused"]

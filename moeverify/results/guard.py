@@ -1,4 +1,4 @@
-"""What a guarded run finds by itself, without a run to compare with, as data. No torch."""
+"""Results of a guarded run, which needs no other run to compare with, as data. No torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from moeverify.results.script import NormFacts
 
 
 class GuardCheck(StrEnum):
-    """The checks of `moeverify watch --guard` that `moeverify compare` has not."""
+    """The checks of `moeverify watch --guard` that `moeverify compare` does not have."""
 
-    REPLICAS = "replicas"  # ranks that hold the same region of a tensor have the same values
-    EXPERTS = "experts"  # experts begin with values of their own
+    REPLICAS = "replicas"  # ranks with the same region of a tensor hold equal values
+    EXPERTS = "experts"  # every expert starts with its own values
     TOKENS = "tokens"  # data-parallel ranks see different rows
-    SAME_WORK = "same work"  # ranks with the same rows and weights that never communicate
-    NORM = "gradient norm"  # the norm that clips is that of the gradients
-    UPDATE = "update"  # the update is what the optimizer's options make of gradient and moments
-    COLLECTIVES = "collectives"  # ranks of a group issue the same ones in the same order
+    SAME_WORK = "same work"  # no ranks with equal rows and weights run without communication
+    NORM = "gradient norm"  # the norm of the clip is the norm of the gradients
+    UPDATE = "update"  # the update follows from the optimizer's options, gradient and moments
+    COLLECTIVES = "collectives"  # ranks of a group issue the same collectives in the same order
     FINITE = "finite values"  # losses, gradients and outputs are finite
 
 
 class DriftFacts(Record):
     """Tensors that should be equal on some ranks and are not.
 
-    `since` is `start` where they began unequal although their gradients are equal, else `update`. `gradients` says
-    whether the gradients of that step are equal on these ranks, or had equal norms before the clip and not after it.
-    `distance` is that of the values relative to their norm, estimated from samples. `are_experts`: the FQN of each
-    says `expert`.
+    `since` is `start` if they started unequal with equal gradients, otherwise `update`. `gradients`
+    compares the gradients of that step on these ranks; `clipped apart` means equal norms before the clip
+    and unequal ones after it. `distance` is relative to the norm of the values, estimated from samples.
+    `are_experts` means that every FQN contains `expert`.
     """
 
     about: Literal["drift"] = "drift"
@@ -40,7 +40,7 @@ class DriftFacts(Record):
 
 
 class AlikeFacts(Record):
-    """Experts of one rank that begin with the same values: `num_alike` of `num_experts` in each of `names`."""
+    """Experts of one rank that start with equal values: `num_alike` of `num_experts` in each of `names`."""
 
     about: Literal["alike"] = "alike"
     names: tuple[str, ...]
@@ -49,7 +49,10 @@ class AlikeFacts(Record):
 
 
 class TokenFacts(Record):
-    """Rows that two data-parallel ranks both saw in one optimizer step, in `num_steps` sampled steps in a row."""
+    """Rows that two data-parallel ranks both saw in one optimizer step.
+
+    `num_steps` is the number of consecutive sampled steps with shared rows.
+    """
 
     about: Literal["tokens"] = "tokens"
     num_rows: int
@@ -58,7 +61,7 @@ class TokenFacts(Record):
 
 
 class SameWorkFacts(Record):
-    """Ranks that saw the same rows with the same weights, and exchanged nothing in any sampled step."""
+    """Ranks that saw the same rows with the same weights, and did not communicate in any sampled step."""
 
     about: Literal["same work"] = "same work"
     axis: str
@@ -67,11 +70,11 @@ class SameWorkFacts(Record):
 
 
 class OwnNormFacts(Record):
-    """A gradient norm that is not that of the gradients which the ranks had.
+    """A gradient norm that does not equal the norm of the ranks' gradients.
 
-    `source` says how it is known: from what a clip of torch returned (`norm`), from coefficients that differ between
-    ranks (`ranks`), or from coefficients of several steps that no constant limit over the right norm gives
-    (`coefficient`). `error` says what is counted wrong, as far as that is known.
+    `source` is the evidence: the value that torch's clip returned (`norm`), coefficients that differ
+    between ranks (`ranks`), or coefficients of several steps that no constant limit explains
+    (`coefficient`). `error` describes the wrong count, if known.
     """
 
     about: Literal["own norm"] = "own norm"
@@ -80,7 +83,7 @@ class OwnNormFacts(Record):
 
 
 class NonfiniteFacts(Record):
-    """The first value that is NaN or infinite: in the output of a module, the loss, a gradient or a weight."""
+    """The first value that is NaN or infinite: in a module output, the loss, a gradient or a weight."""
 
     about: Literal["nonfinite"] = "nonfinite"
     what: Literal["output", "loss", "gradient", "weight"]

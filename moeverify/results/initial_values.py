@@ -1,8 +1,8 @@
-"""Where initial values come from."""
+"""Sources of initial values."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 InitialSource = Literal["seed", "factory", "weights"]
-"""Where the right ones come from: seed, FQN and global index give them, a user's factory, or a folder of weights."""
+"""The source of correct initial values: the seed with FQN and global index, a user's factory, or a folder."""

@@ -1,4 +1,4 @@
-"""Right values in other places: the layouts of a tensor in memory, and the tokens that have those of others."""
+"""Correct values in wrong positions: memory layouts of a tensor, and tokens with values of other tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ DimName = Literal[
     "columns",
     "width",
 ]
-"""What runs along a dim. `features` are all of a token's; `chunks` are parts of the sequence."""
+"""The meaning of a dim. `features` are all features of a token; `chunks` are parts of the sequence."""
 
 OrderWay = Literal["stored", "read", "reversed", "rolled", "same", "before", "zigzag", "out-of-zigzag"]
 
 
 Scope = Literal["rank", "group", "whole"]
-"""What is laid out as one: what each rank has, what the ranks of an axis have together, or the whole tensor."""
+"""The unit that is laid out: the shard of each rank, the shards of an axis together, or the whole tensor."""
 
 
 class Dim(Record):
-    """One dim of a layout; `axis` is that of `ranks`, `of` the dim of which these are parts, if any."""
+    """One dim of a layout.
+
+    `axis` is the mesh axis if the dim is `ranks`. `of` is the dim that is split into these parts, or None.
+    """
 
     name: DimName
     size: int
@@ -41,11 +44,12 @@ class Dim(Record):
 
 
 class Order(Record):
-    """In which order the values stand that belong into the dims `right`.
+    """The order in which values are stored that should be in the dims `right`.
 
-    They are `stored` with the dims in the order of `dims`, and read in that of `right`; or stored as `right` and
-    `read` as `dims`. Or the parts along the one dim of `dims` are `reversed`, `rolled` by `number`, all the `same`
-    one, each that `before` it, or in the order of a zigzag or of what undoes one.
+    With `stored`, they are stored in the order `dims` and read as `right`. With `read`, they are stored as
+    `right` and read as `dims`. All other ways concern the parts along the single dim of `dims`. These are
+    `reversed`, `rolled` by `number`, all the `same` part, each the part `before` it, in zigzag order, or in
+    the inverse of that order.
     """
 
     way: OrderWay
@@ -55,17 +59,17 @@ class Order(Record):
 
 
 class Span(Record):
-    """Indices from `start` to before `stop`."""
+    """Indices from `start` up to but excluding `stop`."""
 
     start: int
     stop: int
 
 
 class TokenPlaces(Record):
-    """Which tokens are meant: those at `rows` and `positions` of `ranks` and `micro_batches`; of none given, all.
+    """A set of tokens: all tokens that every nonempty field selects.
 
-    These are places in what a rank has of a micro-batch, `size` tokens of one after another where they are `flat`, or
-    with `in_batch` those of the batch. Empty ones are no restriction.
+    `rows` and `positions` are within the local micro-batch of a rank, or within the batch with `in_batch`.
+    `size` is that range as (rows, positions). `flat` are indices into the flattened tokens of that range.
     """
 
     ranks: tuple[int, ...] = ()
@@ -78,9 +82,10 @@ class TokenPlaces(Record):
 
 
 class Run(Record):
-    """Tokens of one row of the batch from `start` to before `stop`, whose values are those of others.
+    """Tokens `start` to `stop` (exclusive) of one row of the batch that have the values of other tokens.
 
-    The first has those of `source` (row, position), and each one after it those `step` positions further.
+    The first token has the values of `source` (row, position). Each next token has the values `step`
+    positions later.
     """
 
     row: int
@@ -91,17 +96,17 @@ class Run(Record):
 
 
 class RankSource(Record):
-    """A rank that has what belongs to another, at the same places of its part."""
+    """A rank that has the values of another rank, at the same positions of its shard."""
 
     rank: int
     source: int
 
 
 class Reordered(Record):
-    """The right values stand in the order of another layout of what `scope` says.
+    """Correct values in the order of another layout, within `scope`.
 
-    `orders` are those that explain it, the simplest first; others give the same values here. With `ranks`, or
-    `micro_batches`, it is so in these alone.
+    `orders` are the orders that explain the values, the simplest first; all of them give the same values
+    here. `ranks` and `micro_batches`, if given, are the only affected ones.
     """
 
     kind: Literal["reordered"] = "reordered"
@@ -112,12 +117,15 @@ class Reordered(Record):
 
 
 class TokenValues(Record):
-    """Tokens of what a module puts out, or of its gradient, have other values; all others are right.
+    """Tokens of a module's output, or of its gradient, with wrong values; all other tokens are correct.
 
-    They have those of other tokens (`moved`), those besides their own (`added`), none (`zero`) or their own `twice`.
-    `places` says which tokens, None where that takes long. `of_ranks` says of which rank each has what belongs to the
-    same places there, `offset` how many rows and positions further on in its own part a rank has them right. `runs`
-    has the first of `num_runs`.
+    `way` is the kind of error: the values of other tokens (`moved`), values of other tokens added to their
+    own (`added`), `zero`, or their own values `twice`. `places` are the tokens, or None if the list is too
+    long.
+
+    `of_ranks` names the rank whose values each rank has, at the same positions. `offset` is the distance in
+    rows and positions, within a rank's shard, from each token to the source of its values. `runs` has the
+    first of `num_runs` runs.
     """
 
     kind: Literal["token-values"] = "token-values"

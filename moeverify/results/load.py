@@ -1,4 +1,4 @@
-"""How many token copies each expert got in a run: what a placement of experts is computed from."""
+"""Number of token copies per expert in a run, from which an expert placement is computed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from moeverify.results.record import Record
 
 
 class ExpertLoad(Record):
-    """Token copies by step, MoE layer, expert and source rank: those that were sent, padding included.
+    """Dispatched token copies by step, MoE layer, expert and source rank, including padding.
 
-    `layers` are the indices of the blocks with experts. Sources are the ranks of ep, over all copies of its group;
-    one source where experts are not spread. Shape: copies (steps, layers, num_experts, num_sources).
+    `layers` are the indices of the MoE blocks. Sources are the ranks of ep, summed over all ep groups;
+    there is one source if experts are not sharded. Shape: copies (steps, layers, num_experts, num_sources).
     """
 
     layers: tuple[int, ...]

@@ -1,6 +1,7 @@
-"""What `moeverify bench` measures, as plain data. No torch.
+"""Measurements of `moeverify bench`, as plain data. No torch.
 
-Units: seconds, bytes, bytes a second, operations a second; of one rank, the slowest where they differ.
+Units: seconds, bytes, bytes per second, operations per second. Values are for one rank, the slowest if
+ranks differ.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from moeverify.results.record import Record
 
 
 class Spread(Record):
-    """The middle and the ends of repeated measurements."""
+    """The median and the extremes of repeated measurements."""
 
     median: float
     least: float
@@ -27,10 +28,10 @@ class Spread(Record):
 
 
 class Traffic(Record):
-    """One kind of collective in one step: how often, for how long, and what it moved.
+    """One kind of collective in one step: the number of calls, their time and their data.
 
-    `seconds` is the time it occupied, overlapped with computation or not, waiting for slower ranks included.
-    `bus_bandwidth` is what the busiest link carried, as nccl-tests count it; None where the profiler saw no
+    `seconds` includes waiting for slower ranks and time that overlaps with computation. `bus_bandwidth` is
+    the traffic of the busiest link by the definition of nccl-tests, or None if the profiler recorded no
     sizes.
     """
 
@@ -42,9 +43,10 @@ class Traffic(Record):
 
 
 class Operations(Record):
-    """What a rank asks of its device: operations that compute, copy or fill, collectives, and waits of the host.
+    """Operations that a rank issues to its device: computation, copies, fills, collectives and waits.
 
-    Of a GPU each operation is a launch at least. `traffic` is the bytes that operations read and write one by one.
+    A wait blocks the host. On a GPU each operation is at least one launch. `traffic` is the sum of the
+    bytes that each operation reads and writes.
     """
 
     kernels: int
@@ -54,9 +56,9 @@ class Operations(Record):
 
 
 class DeviceWork(Record):
-    """What a GPU was given in one profiled step: kernels, copies and fills, and how often the host waited for it.
+    """The work of a GPU in one profiled step: launches of kernels, copies and fills, and waits of the host.
 
-    `busy` is the time in which any of them ran, collectives included.
+    `busy` is the time in which any of these ran, including collectives.
     """
 
     launches: int
@@ -65,11 +67,11 @@ class DeviceWork(Record):
 
 
 Interval = tuple[float, float]
-"""When something began, and how long it took. Units: seconds from the beginning of a step."""
+"""Start and duration of an activity. Units: seconds; the start counts from the beginning of the step."""
 
 
 class Work(Record):
-    """One kind of work in a profiled step: how many kernels of a GPU, or operators of a CPU, and their time."""
+    """One kind of work in a profiled step: the number of GPU kernels or CPU operators, and their time."""
 
     kind: str
     count: int
@@ -77,10 +79,11 @@ class Work(Record):
 
 
 class RankStep(Record):
-    """When a rank computed and communicated in a profiled step; what is near each other is one interval.
+    """Times in which a rank computed and communicated in a profiled step.
 
-    `computed` is the time in which anything but a collective ran, and `idle` that in which nothing did: a GPU then
-    waits for its host, or a CPU for Python and other ranks.
+    Adjacent activities form one interval. `computed` is the time in which anything but a collective ran.
+    `idle` is the time in which nothing ran: a GPU then waits for its host, or a CPU for Python and other
+    ranks.
     """
 
     seconds: float
@@ -91,12 +94,13 @@ class RankStep(Record):
 
 
 class Roofline(Record):
-    """What parts of the machine do alone, measured on the ranks of the case before it.
+    """Rates of parts of the machine in isolation, measured on the ranks of the case before the case runs.
 
-    `matmul` is one large matrix product in the precision of the recipe; `experts` are the experts of one layer,
-    forward and backward, with as many tokens as they get on average, alone on each rank. `copying` is the bytes a
-    second that one large copy reads and writes, `launch` the seconds in which a host dispatches one small operation.
-    Collectives are by kind, bus bandwidth.
+    `matmul` is one large matrix product in the precision of the recipe. `experts` is the forward and
+    backward pass of the experts of one layer, with the average number of tokens, on each rank alone.
+    `copying` is the rate in bytes per second at which one large copy reads and writes. `launch` is the time
+    in seconds that the host needs to dispatch one small operation. `collectives` are bus bandwidths by
+    kind.
     """
 
     matmul: float
@@ -107,13 +111,13 @@ class Roofline(Record):
 
 
 class Measurement(Record):
-    """The cost of one case. `reason` says why there are no numbers.
+    """The cost of one case. `reason` explains missing numbers.
 
-    `flops` counts model operations a second of one rank: what the layout computes again does not count.
-    `exposed` is the part of a step in which only collectives ran, None where the profile does not show it.
-    `in_micro_batches` are the operations of all forward and backward passes of a step, `in_update` those of the rest.
-    `swept` are the fields that a sweep has set, by their paths.
-    `work` is what rank 0 did in a profiled step, and `profile` when each rank did it, where a profile was asked for.
+    `flops` is model operations per second on one rank, without recomputation. `exposed` is the part of a
+    step in which only collectives ran, or None if the profile does not show it. `in_micro_batches` counts
+    the operations of all forward and backward passes of a step, and `in_update` all others. `swept` has the
+    fields that a sweep has set, by path. `work` is the work of rank 0 in a profiled step. `profile` has the
+    times of each rank, if a profile was requested.
     """
 
     name: str
@@ -143,7 +147,7 @@ class Measurement(Record):
 
 
 class BenchRun(Record):
-    """A whole `moeverify bench`: what was asked, on what, and the cases side by side."""
+    """A run of `moeverify bench`: its options, its environment and its cases."""
 
     environment: dict[str, str]
     command: str = ""

@@ -1,4 +1,4 @@
-"""The device mesh of a case, as data."""
+"""Device mesh of a case, as data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from moeverify.results.record import Record
 
 
 class MeshShape(Record):
-    """The axes of more than one rank, outermost first, and the ranks of each of their groups.
+    """The mesh axes of more than one rank, outermost first, and the ranks of each of their groups.
 
-    `axes` are those by which the batch is divided: the last one varies fastest from rank to rank. `groups` has
-    further axes, such as ep and efsdp, which reuse their ranks.
+    `axes` are the axes that divide the batch; the last axis varies fastest from rank to rank. `groups` also
+    has axes such as ep and efsdp, which reuse the same ranks.
     """
 
     axes: dict[str, int]

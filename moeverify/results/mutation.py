@@ -1,4 +1,4 @@
-"""How a bug that was made by machine came out, as plain data without torch."""
+"""Results of machine-generated bugs (mutants), as plain data without torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,33 @@ from moeverify.results.record import Record
 Outcome = Literal[
     "detected", "crashed", "hung", "survived", "equivalent", "not run", "not executed", "no bug"
 ]
-"""What became of a mutant: the checks differ, a rank failed, a rank hung, all passed (though it should not, or
-though it can make no difference), its line was not reached in time, no layout executes it, or it is no bug in the
-precision that was asked for, and did not run."""
+"""The outcome of a mutant.
+
+| Outcome | Meaning |
+|---|---|
+| `detected` | a check differs |
+| `crashed` | a rank failed |
+| `hung` | a rank hung |
+| `survived` | all checks pass although the mutant should change a result |
+| `equivalent` | all checks pass, and the mutant cannot change a result |
+| `not run` | the line of the mutant was not reached in time |
+| `not executed` | no layout executes the line |
+| `no bug` | no bug in the requested precision, so it did not run |
+"""
 
 CauseVerdict = Literal["right", "place", "none", "wrong", "open", ""]
-"""How true the cause is: right, only the module or stage is named and rightly so, nothing is said, wrong, or not to
-be judged by rule; "" where nothing was detected."""
+"""The correctness of a cause.
+
+`place` means that only the module or stage is named, and correctly. `none` means that no cause is named.
+`open` means that no rule can judge the cause. It is empty if nothing was detected.
+"""
 
 
 class Judgement(Record):
-    """What is to be thought of what was said of a mutant.
+    """A judgement of the report on a mutant.
 
-    `located` is None where its code serves every axis and module, so that no place is wrong. `because` says by which
-    rule, and `by_hand` that a person has judged.
+    `located` is None if the mutated code serves every axis and module, so that no place is wrong. `because`
+    names the rule, and `by_hand` marks a judgement by a person.
     """
 
     located: bool | None = None
@@ -36,10 +49,10 @@ Span = tuple[int, int, int, int]
 
 
 class CoveredCode(Record):
-    """What the ranks of a clean case have executed, by file below the package. `seconds` is their time.
+    """The code that the ranks of a clean case executed, by file below the package.
 
-    A span is (line, column, last line, end column) of the source of an instruction: of a line with a conditional
-    expression one branch alone is executed.
+    `seconds` is the run time. A span is (line, column, last line, end column) of the source of an
+    instruction. In a line with a conditional expression, only the executed branch is covered.
     """
 
     name: str
@@ -49,11 +62,12 @@ class CoveredCode(Record):
 
 
 class MutantRow(Record):
-    """One mutant: what was rewritten, where it ran, and what came of it.
+    """One mutant: the rewritten code, the layouts in which it ran, and the outcome.
 
-    `cases` are the layouts that were tried, in order; the last one is that of the outcome. `finding` is the first
-    that follows from none, and `said` its cause in words. `loss_curve` says whether the losses of some step differ by
-    more than a relative 1e-3, `loss_and_norm` whether they or the gradient norm do.
+    `cases` are the layouts in the order in which they were tried; the outcome is from the last one.
+    `finding` is the first finding that follows from no other, and `said` its cause in words. `loss_curve`
+    is whether the losses of some step differ by more than a relative 1e-3. `loss_and_norm` is whether the
+    losses or the gradient norm do.
     """
 
     name: str

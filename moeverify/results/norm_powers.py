@@ -1,4 +1,4 @@
-"""A gradient norm that is another sum of powers than the root of a sum of squares."""
+"""Gradient norms that are sums of powers other than the root of a sum of squares."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from moeverify.results.factor import Factor
 from moeverify.results.record import Record
 
 NormPart = Literal["all", "parameter", "module", "layer"]
-"""Of what one number is taken: of all gradients, or of those of each parameter, module or layer."""
+"""The parts that contribute one number each: all gradients together, or each parameter, module or layer."""
 
 PartNumber = Literal["norm", "absolute", "largest", "mean-square", "mean-absolute"]
-"""The number: the norm, the sum of absolute values, the largest of these, the root of the mean square, their mean."""
+"""The number of each part.
+
+It is the norm, the sum of absolute values, the largest absolute value, the root mean square, or the mean
+absolute value.
+"""
 
 
 class NormOfPowers(Record):
-    """The norm is the `root`-th root of the sum of the `power`-th powers of a number of each part.
+    """A norm that is the `root`-th root of the sum of the `power`-th powers of one number per part.
 
-    With `is_mean` it is the mean of the powers, with `is_largest` the largest number. A `factor` multiplies all.
+    `is_mean` replaces the sum by the mean, and `is_largest` by the maximum. `factor` multiplies the result.
     """
 
     kind: Literal["norm-of-powers"] = "norm-of-powers"

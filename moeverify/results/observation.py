@@ -1,6 +1,7 @@
-"""Observations: the measurements on the way to a cause, one record for each kind.
+"""Observations: the measurements that lead to a cause, one record per kind.
 
-A new kind is a record here, a member of `Observation`, and its line in `moeverify.report.words.observation`.
+A new kind needs a record here, a member of `Observation`, and a line in
+`moeverify.report.words.observation`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ End = Literal["input", "output"]
 class FitResult(Record):
     """A least-squares fit of the error on parts of the expected value.
 
-    `residual` is the share of the error that the fit leaves, in the tensor that it explains worst.
+    `residual` is the unexplained share of the error, in the tensor with the worst fit.
     """
 
     kind: Literal["fit"] = "fit"
@@ -28,7 +29,7 @@ class FitResult(Record):
 
 
 class ReplicaSum(Record):
-    """The sum of the replicas over an axis: `factor` times the expected value, where it is a multiple of that."""
+    """The sum of the replicas over a mesh axis; `factor` is set if it is a multiple of the expected value."""
 
     kind: Literal["replica-sum"] = "replica-sum"
     axis: str
@@ -38,7 +39,7 @@ class ReplicaSum(Record):
 
 
 class LargestValue(Record):
-    """The largest absolute value of a tensor, and the one expected; `absent_on` are ranks without any."""
+    """The actual and expected largest absolute value of a tensor; `absent_on` are ranks without it."""
 
     kind: Literal["largest-value"] = "largest-value"
     expected: float
@@ -47,7 +48,7 @@ class LargestValue(Record):
 
 
 class ScalarValues(Record):
-    """A number that has a name, such as a loss; on one rank, where ranks have values of their own."""
+    """The actual and expected value of a named number, such as a loss; `rank` is set if ranks differ."""
 
     kind: Literal["scalar-values"] = "scalar-values"
     name: str = ""
@@ -57,14 +58,14 @@ class ScalarValues(Record):
 
 
 class RankValues(Record):
-    """The different values of a number that all ranks should have alike."""
+    """The distinct values of a number that should be equal on all ranks."""
 
     kind: Literal["rank-values"] = "rank-values"
     values: tuple[float, ...]
 
 
 class MatchingSlices(Record):
-    """How many slices along a dim, or how many tokens, equal one of the expected ones."""
+    """The number of slices along a dim, or of tokens if `dim` is None, that equal an expected one."""
 
     kind: Literal["matching-slices"] = "matching-slices"
     dim: int | None
@@ -73,14 +74,14 @@ class MatchingSlices(Record):
 
 
 class Distance(Record):
-    """How far a tensor is from the expected one at another time or of another name, as a share of that one's norm."""
+    """The distance of a tensor from the expected value of another step or name, relative to its norm."""
 
     kind: Literal["distance"] = "distance"
     error: float
 
 
 class RelativeError(Record):
-    """The largest relative error (Frobenius norms), and units of rounding to hold it against, by dtype."""
+    """The largest relative error (Frobenius norm), and units of rounding by dtype for comparison."""
 
     kind: Literal["relative-error"] = "relative-error"
     error: float
@@ -88,11 +89,12 @@ class RelativeError(Record):
 
 
 class FirstDivergence(Record):
-    """The first end of a module that differs, in the order of one device, and all that was right before it.
+    """The first input or output of a module that differs, in the order of one device.
 
-    `error` is relative, None where nothing differs. Before it, `num_right` readings are right to `worst_right`.
-    `also` are the other modules that take or return the same tensor, `inside` those in the module of which all
-    readings are right. `num_wrong` of `num_tokens` are wrong: tokens, or rows in an order of the module's own.
+    `error` is relative, or None if nothing differs. The `num_right` readings before it match, with errors
+    up to `worst_right`. `also` are other modules that take or return the same tensor. `inside` are the
+    inner modules whose readings all match. `num_wrong` of `num_tokens` tokens are wrong; with `are_rows`,
+    rows in an order that the module defines.
     """
 
     kind: Literal["first-divergence"] = "first-divergence"
@@ -111,14 +113,14 @@ class FirstDivergence(Record):
 
 
 class StaleWeights(Record):
-    """Whether a module computes its wrong output from the weights that it had a step earlier."""
+    """Whether the weights of the previous step reproduce the wrong output of a module."""
 
     kind: Literal["stale-weights"] = "stale-weights"
     gives_this_output: bool
 
 
 class TriedOrders(Record):
-    """How many orders of the right values were tried, and how many of them give every value."""
+    """The number of tried orders of the correct values, and of the orders that reproduce every value."""
 
     kind: Literal["tried-orders"] = "tried-orders"
     num_tried: int
@@ -126,7 +128,7 @@ class TriedOrders(Record):
 
 
 class KeptElements(Record):
-    """How many elements a load has left as they were."""
+    """The number of elements that a checkpoint load did not change."""
 
     kind: Literal["kept-elements"] = "kept-elements"
     num_kept: int
@@ -134,7 +136,7 @@ class KeptElements(Record):
 
 
 class WrongElements(Record):
-    """How many elements of a tensor differ."""
+    """The number of elements of a tensor that differ."""
 
     kind: Literal["wrong-elements"] = "wrong-elements"
     num_wrong: int
@@ -142,7 +144,10 @@ class WrongElements(Record):
 
 
 class RightAlike(Record):
-    """How many of the parameters that lie on an axis alike have right gradients, though the axis may be the cause."""
+    """Parameters with the same placement on the suspected axis as the wrong ones.
+
+    `num_right` of `num_alike` of them have correct gradients, which is evidence against the axis.
+    """
 
     kind: Literal["right-alike"] = "right-alike"
     axis: str
@@ -151,16 +156,17 @@ class RightAlike(Record):
 
 
 class HiddenByRounding(Record):
-    """The recipe's own rounding is large enough to hide a cause; float64 would show it."""
+    """Rounding of the recipe's precision that may hide a cause; float64 would show it."""
 
     kind: Literal["hidden-by-rounding"] = "hidden-by-rounding"
     precision: str
 
 
 class OtherPasses(Record):
-    """How many rows each forward pass of a step had in two runs that saw the same rows; `step` is the step.
+    """Different numbers of rows per forward pass in two runs that saw the same rows in a step.
 
-    What is no sum over rows differs between them in a right script too: a balance loss, expert capacity, batch norm.
+    Values that are not sums over rows then differ in a correct script too: a balance loss, expert capacity,
+    batch norm.
     """
 
     kind: Literal["other-passes"] = "other-passes"
@@ -170,9 +176,9 @@ class OtherPasses(Record):
 
 
 class DiagnosisFailed(Record):
-    """The search for causes raised, or its ranks were lost; verdict and findings do not depend on it.
+    """A failed search for causes. Verdict and findings do not depend on it.
 
-    `error` is the type of the exception and `site` its file:line, both empty where ranks were lost.
+    `error` is the type of the exception and `site` its file:line. Both are empty if ranks were lost.
     """
 
     kind: Literal["diagnosis-failed"] = "diagnosis-failed"

@@ -1,4 +1,4 @@
-"""Why a case cannot run here although it is a valid one, as data. No torch."""
+"""Reasons why a valid case cannot run on this machine, as data. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.record import Record
 
 
 class RankLimit(Record):
-    """How many ranks there may be, and what sets that limit. Units: memory in bytes."""
+    """The maximum number of ranks, and the source of this limit. Units: memory in bytes."""
 
     most: int
     by: Literal["gpus", "processes", "memory", "launcher", "option"]
@@ -20,7 +20,7 @@ class RankLimit(Record):
 
 
 class TooFewRanks(Record):
-    """A layout that needs more ranks than there may be."""
+    """A layout that needs more ranks than the limit allows."""
 
     about: Literal["ranks"] = "ranks"
     num_needed: int
@@ -37,7 +37,7 @@ class MissingPackages(Record):
 
 
 class UnsupportedHere(Record):
-    """An implementation that does not run on this device, and why, as its own file says."""
+    """An implementation that does not support this device. `why` comes from the implementation itself."""
 
     about: Literal["unsupported"] = "unsupported"
     why: str

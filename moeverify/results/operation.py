@@ -1,8 +1,8 @@
-"""Operations that turn right values into wrong ones, as a diagnosis can find them.
+"""Operations that turn correct values into wrong ones, as a diagnosis can find them.
 
 An operation acts on parts (`moeverify.results.part`) by factors, whose sources have names
-(`moeverify.results.factor`). A new one is a record here, a member of `Operation`, and its sentence in
-`moeverify.report.words.operation`.
+(`moeverify.results.factor`). A new operation needs a record here, a member of `Operation`, and a sentence
+in `moeverify.report.words.operation`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,24 @@ from moeverify.results.record import Record
 from moeverify.results.upstream import OffUpstream
 
 OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
-"""What a weight is of a share's number of valid tokens: it, one over it, it over the mean of all shares or over the
-largest, the largest over it, or the root of it over the mean."""
+"""The weight of a batch share as a function of n, its own number of valid tokens.
+
+| Value | Weight |
+|---|---|
+| `times` | n |
+| `divided` | 1 / n |
+| `share` | n / mean of n over all shares |
+| `of-largest` | n / largest n |
+| `largest-over` | largest n / n |
+| `root` | sqrt(n / mean of n) |
+"""
 
 
 class PartialClip(Record):
-    """A clip before all micro-batches of all ranks are summed: of what is accumulated so far, or of each alone.
+    """A clip before the gradients of all micro-batches and ranks are summed.
 
-    With `by_own` each rank clips by the norm of its own gradients.
+    It clips the gradients accumulated so far, or each micro-batch alone. With `by_own`, each rank clips by
+    the norm of its own gradients.
     """
 
     clipped: Literal["accumulated", "micro-batch"]
@@ -38,10 +48,14 @@ class PartialClip(Record):
 
 
 class ByNumber(Record):
-    """Weights of micro-batches by their numbers, from 0 on: `way` of 1 + number, or powers of a `ratio`.
+    """Weights of micro-batches as a function of their index i, from 0.
 
-    They decay where the last one counts once, and each earlier one `ratio` times the next; they fall where the first
-    one counts once.
+    | `way` | Weight |
+    |---|---|
+    | `divided` | 1 / (1 + i) |
+    | `times` | 1 + i |
+    | `decaying` | powers of `ratio`: 1 for the last one, each earlier one `ratio` times the next |
+    | `falling` | powers of `ratio`: 1 for the first one, each later one `ratio` times the previous |
     """
 
     way: Literal["divided", "times", "decaying", "falling"]
@@ -49,15 +63,16 @@ class ByNumber(Record):
 
 
 class Scaled(Record):
-    """Parts are there more or less often than once: too large, too small, missing, or counted though they should not.
+    """Parts with a wrong multiple: too large, too small, missing, or counted although they should not be.
 
-    `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
-    means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `reduced_again` is
-    the collective that gives micro-batches these weights, where it reduces what has been accumulated. `own_tokens`
-    says what the weights are of the shares' own numbers of valid tokens, `clip` which clip makes them, and
-    `by_number` what they are of the micro-batches' numbers. `ranks` are those that have it so, where replicas on
-    others are right. Where `loss_scale` is not 0, a norm is 2 to that power times the right one, as where gradients
-    keep a scale of the loss.
+    `contributions` has the wrong parts. `local_means` is the number of shares if the weights come from a
+    mean of means, where each share is divided by its own number of valid tokens; `means_factor` multiplies
+    it. `reduced_again` is the collective that causes the weights of micro-batches by reducing accumulated
+    gradients again. `own_tokens` gives the weights as a function of the shares' valid tokens, `by_number`
+    as a function of the micro-batch index. `clip` is the clip that causes the weights.
+
+    `ranks` are the affected ranks, if replicas on other ranks are correct. If `loss_scale` is nonzero, a
+    norm is 2 ** `loss_scale` times the correct one, as with gradients that keep a loss scale.
     """
 
     kind: Literal["scaled"] = "scaled"
@@ -73,11 +88,12 @@ class Scaled(Record):
 
 
 class Unreduced(Record):
-    """Ranks hold partial sums: a reduction over an axis is missing.
+    """Ranks hold partial sums, because a reduction over a mesh axis is missing.
 
-    `axes` are those whose groups explain it equally well, `num_replicas` the ranks of a group, and the sum over a
-    group is `factor` times the expected value. With `block` that holds of these slices alone, and
-    the others are right. `is_over_holders` says that each slice is on some ranks of its own, `num_replicas` at most.
+    `axes` are the axes whose groups explain it equally well. `num_replicas` is the size of a group; the sum
+    over a group is `factor` times the expected value. With `block`, only these slices are affected.
+    `is_over_holders` means that each slice should be reduced over the ranks that hold it, at most
+    `num_replicas` ranks.
     """
 
     kind: Literal["unreduced"] = "unreduced"
@@ -89,11 +105,11 @@ class Unreduced(Record):
 
 
 class Misreduced(Record):
-    """What ranks bring to an all-reduce would be the right value in another sum.
+    """Inputs of an all-reduce that would give the correct value in a different sum.
 
-    They have the `combination` of what the ranks of a group bring, such as `ranks`; of a broadcast that is a copy of
-    what one of them has. `met` are the axes whose groups these are, if any. The sum over `axes` would be right; with
-    none what each rank brings is right already.
+    The ranks have the `combination` of the inputs of a group, such as `ranks`; `copy` is a broadcast from
+    one rank. `met` are the mesh axes of these groups, if any. The sum over `axes` would be correct. If
+    `axes` is empty, the input of each rank is already correct.
     """
 
     kind: Literal["misreduced"] = "misreduced"
@@ -106,9 +122,10 @@ class Misreduced(Record):
 
 
 class Misplaced(Record):
-    """Ranks hold as much as the whole tensor of shape `expected`, placed as parts of a larger one, `actual`.
+    """Ranks that each hold as much as the whole tensor of shape `expected`, as parts of a larger tensor.
 
-    `axes` are those whose number of ranks is by how much that is larger along `dim`.
+    The larger tensor has the shape `actual`. `axes` are the axes whose number of ranks equals the ratio
+    along `dim`.
     """
 
     kind: Literal["misplaced"] = "misplaced"
@@ -119,9 +136,10 @@ class Misplaced(Record):
 
 
 class Redefined(Record):
-    """A loss term is that of its formula with a part or two otherwise.
+    """A loss term whose formula is changed in one or two parts.
 
-    `variants` are all that explain as well, the first is the simplest; the term is there `factor` times, if not once.
+    `variants` are all changes that explain the values equally well, the simplest first. `factor` multiplies
+    the term.
     """
 
     kind: Literal["redefined"] = "redefined"
@@ -131,17 +149,17 @@ class Redefined(Record):
 
 
 class Zeroed(Record):
-    """Everything is zero, or `absent`: no rank has a value."""
+    """A tensor of zeros, or with `absent`, a tensor that no rank has."""
 
     kind: Literal["zeroed"] = "zeroed"
     absent: bool = False
 
 
 class LostElements(Record):
-    """Up to `num_lost` of a shard's `num_elements` are zero, the last ones if `at_end`; all others are right.
+    """Up to `num_lost` of the `num_elements` elements of a shard are zero; all others are correct.
 
-    Where they are whole slices along `dim`, `slices` has the first of their global indices, of `num_slices`, and
-    `own` those in the part of each rank, where all have the same ones.
+    With `at_end` these are the last elements. If they are whole slices along `dim`, `slices` has the first
+    of their `num_slices` global indices. `own` has their local indices if these are equal on all ranks.
     """
 
     kind: Literal["lost-elements"] = "lost-elements"
@@ -156,10 +174,10 @@ class LostElements(Record):
 
 
 class Moved(Record):
-    """The right values stand in other places; with `copies`, some stand in several places and others in none.
+    """Correct values in other positions; with `copies`, some are in several positions and others in none.
 
-    `moves` has the first (to, from) of `num_moves`: slices along `dim`, or micro-batches; for elements in another
-    order they are not known.
+    `moves` has the first (to, from) of `num_moves` pairs: slices along `dim`, or micro-batches. It is empty
+    for elements.
     """
 
     kind: Literal["moved"] = "moved"
@@ -171,7 +189,7 @@ class Moved(Record):
 
 
 class Shifted(Record):
-    """What a rank holds begins `offset` elements too far along its part, or too early where that is negative."""
+    """A shard that starts `offset` elements too far along the saved tensor, or too early if negative."""
 
     kind: Literal["shifted"] = "shifted"
     offset: int
@@ -179,9 +197,9 @@ class Shifted(Record):
 
 
 class Replaced(Record):
-    """It has the values of something else: of another time, of another tensor, of what was there before a load.
+    """The values of something else: another step, another tensor, or the state before a load.
 
-    `tensor` names the other tensor; `exchanged` says that that one is wrong too.
+    `tensor` names the other tensor; `exchanged` means that it is wrong too.
     """
 
     kind: Literal["replaced"] = "replaced"
@@ -192,10 +210,10 @@ class Replaced(Record):
 
 
 class Unmoved(Record):
-    """The optimizer has not changed the weight, or a step has not changed the state, though it should have.
+    """A weight or state that a step should have changed and did not.
 
-    With `ranks` that holds of these alone, and what the others have is right. `unused` says that these hold the
-    parameter, and that no gradient of it comes there.
+    `ranks`, if given, are the affected ranks; the others are correct. `unused` means that these ranks hold
+    the parameter but never receive a gradient of it.
     """
 
     kind: Literal["unmoved"] = "unmoved"
@@ -204,9 +222,9 @@ class Unmoved(Record):
 
 
 class NormOfNorms(Record):
-    """The norm is the sum, or the largest, of the norms of its parts, in the place of the root of their squares.
+    """A norm that is the sum or the maximum of the norms of its parts, not the root of their squares.
 
-    The parts are the parameters, or, with `groups`, groups of these.
+    The parts are the parameters, or with `groups`, groups of parameters.
     """
 
     kind: Literal["norm-of-norms"] = "norm-of-norms"
@@ -215,19 +233,24 @@ class NormOfNorms(Record):
 
 
 class NormOfOrder(Record):
-    """The norm is of another order than 2, or is not the root of the sum of squares but another number of them."""
+    """A norm of another order than 2, or another number computed from the squares."""
 
     kind: Literal["norm-of-order"] = "norm-of-order"
     order: NormOrder
 
 
 class NormOfSlices(Record):
-    """The squares of what ranks have are not summed over one of `axes`: of some parameters, or of all.
+    """A norm in which squares are not summed over one of `axes`, for some or all parameters.
 
-    A slice is what the ranks of one coordinate of the axis have together, with all that is not of `group`. Each rank
-    has the norm of its own slice; or all have that of one slice, at `coordinate` where all `axes` agree in it; or a
-    `combination` of the slices' norms: their mean, their sum, or the root of the mean of their squares. With
-    `is_apart` it is one of the norms of `group` alone, whose square is added to the others.
+    A slice is everything that the ranks of one coordinate of the axis hold together, plus all parameters
+    outside `group`. `combination` says how the norms of the slices are used:
+
+    - `own`: each rank has the norm of its own slice
+    - `one`: all ranks have the norm of one slice, at `coordinate` if it is unique
+    - `mean`, `sum`, `root-mean-square`: all ranks have this combination of the norms of the slices
+
+    `is_largest` marks the slice with the largest norm. With `is_apart`, the combination is over `group`
+    alone, and its square is added to the other squares.
     """
 
     kind: Literal["norm-of-slices"] = "norm-of-slices"
@@ -240,10 +263,10 @@ class NormOfSlices(Record):
 
 
 class NormOfPartials(Record):
-    """The norm counts some gradients by what ranks had of them before they were summed over `axes`.
+    """A norm that counts some gradients by their partial sums, before the sum over `axes`.
 
-    Of each of `tensors` it counts the `combination` of the ranks' parts: the squared sum of their norms, the sum of
-    their squares, or what a rank has alone.
+    `combination` is applied to the partial sums of each of `tensors`: the squared sum of their norms
+    (`norms`), the sum of their squares (`squares`), or the rank's own partial sum (`own`).
     """
 
     kind: Literal["norm-of-partials"] = "norm-of-partials"
@@ -253,9 +276,9 @@ class NormOfPartials(Record):
 
 
 class Reclipped(Record):
-    """The norm is right, and the coefficient of the clip is made of it otherwise than min(1, limit / (norm + guard)).
+    """A correct norm with a clip coefficient that is not min(1, limit / (norm + guard)).
 
-    The guard is added `factor` times; or `way` says which formula it is.
+    The guard is added `factor` times, or `way` names the formula.
     """
 
     kind: Literal["reclipped"] = "reclipped"
@@ -264,14 +287,18 @@ class Reclipped(Record):
 
 
 class Unclipped(Record):
-    """The norm is right, and nothing was clipped by it; `coefficient` is the one that should have been applied."""
+    """A correct norm without a clip; `coefficient` is the one that should have been applied."""
 
     kind: Literal["unclipped"] = "unclipped"
     coefficient: float
 
 
 class Rounded(Record):
-    """Right but for the rounding of a narrower dtype: every value is one of `dtype`, or errors have its size."""
+    """Values that are correct up to the rounding of a narrower `dtype`.
+
+    `is_representable` means that every value is one of `dtype`; otherwise only the size of the errors is
+    known.
+    """
 
     kind: Literal["rounded"] = "rounded"
     dtype: str
@@ -279,7 +306,7 @@ class Rounded(Record):
 
 
 class Miscounted(Record):
-    """A rank counts another number of things than the routing says."""
+    """A rank whose count differs from the routing."""
 
     kind: Literal["miscounted"] = "miscounted"
     expected: float
@@ -288,7 +315,7 @@ class Miscounted(Record):
 
 
 class Unwritten(Record):
-    """A module reads memory of a shape that was allocated and that nothing has written, on a rank.
+    """A module on some ranks that reads memory of a shape after its allocation and before any write.
 
     Sites are `file:line in function`.
     """
@@ -301,16 +328,16 @@ class Unwritten(Record):
 
 
 class RepeatedShard(Record):
-    """Two ranks hold the same values in parts that should differ."""
+    """Two ranks with the same values in shards that should differ."""
 
     kind: Literal["repeated-shard"] = "repeated-shard"
     ranks: tuple[int, int]
 
 
 class OwnValues(Record):
-    """Some ranks have values of their own, where others have the right ones; over `axes`, where that is known.
+    """Ranks with values of their own, where other ranks have the correct ones; over `axes`, if known.
 
-    Of initial values the right ones are those of their `source`.
+    For initial values, `source` is the source of the correct ones.
     """
 
     kind: Literal["own-values"] = "own-values"
@@ -320,18 +347,19 @@ class OwnValues(Record):
 
 
 class Stepped(Record):
-    """An optimizer's counter of steps has another number than it should: `num_steps` too many, or too few."""
+    """An optimizer's step counter that is `num_steps` too high, or too low if negative."""
 
     kind: Literal["stepped"] = "stepped"
     num_steps: int
 
 
 class Carried(Record):
-    """A step began with other optimizer state than the step before had left.
+    """A step that starts with optimizer state other than the one after the previous step.
 
-    With `factor` times of it, zero where it was reset; or with that of other slices along the dim of `block`, the
-    first (to, from) of which are `moves`; or with the state of `num_steps` steps before. `block` has the slices that
-    are off, None where all of a rank's are; `ranks` are those that are off, empty where all are.
+    The state is `factor` times the previous one; zero means a reset. Otherwise it is the state of other
+    slices along the dim of `block`, or the state `num_steps` steps earlier. `moves` has the first (to,
+    from) pairs of slices. `block` has the wrong slices, or is None if the whole shard is wrong. `ranks` are
+    the wrong ranks, or empty for all.
     """
 
     kind: Literal["carried"] = "carried"
@@ -343,7 +371,10 @@ class Carried(Record):
 
 
 class Crossed(Record):
-    """Parts of the slices of `block` are in each other's sums; `ranks` has the one that put them there, if known."""
+    """Contributions to the slices of `block` that were added to each other's sums.
+
+    `ranks` has the rank that added them, if known.
+    """
 
     kind: Literal["crossed"] = "crossed"
     block: Block
@@ -351,7 +382,7 @@ class Crossed(Record):
 
 
 class Offset(Record):
-    """A number is off by a constant: by the logarithm of `products`, where that is known."""
+    """A number with a constant error `value`: the logarithm of `products`, if known."""
 
     kind: Literal["offset"] = "offset"
     value: float
@@ -359,11 +390,11 @@ class Offset(Record):
 
 
 class Altered(Record):
-    """It comes out otherwise, and how is not known; in the micro-batches from `first_micro_batch` on alone.
+    """Values that differ in an unknown way, only from micro-batch `first_micro_batch` on.
 
-    With `tokens` it is right at all others. `inputs_seen` says that what it is made of was compared and is right;
-    with `has_rows` that it has right rows, in an order for which nobody can say what it should be. With
-    `is_no_number` some of it is NaN or infinite.
+    With `tokens`, all other tokens are correct. `inputs_seen` means that the inputs were compared and are
+    correct. `has_rows` means that the inputs match up to row order. `is_no_number` means that some values
+    are NaN or infinite.
     """
 
     kind: Literal["altered"] = "altered"

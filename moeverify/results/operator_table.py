@@ -1,4 +1,4 @@
-"""The operators of one step on both sides, each with its counterpart and how far its result is off. No torch."""
+"""Operators of one step on both sides, each with its counterpart and its error. No torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ TABLE_VERSION = 1
 Phase = Literal["setup", "forward", "backward", "step"]
 
 Outcome = Literal["match", "multiple", "differs", "shape", "alone", "uncompared"]
-"""What the comparison of an operator's results says.
+"""The result of comparing an operator with its counterpart.
 
 | Outcome | Meaning |
 |---|---|
-| `match` | values of the other side: the whole tensor, a region or rows of it, or a part of a sum |
+| `match` | values of the other side: the whole tensor, a region or rows of it, or a partial sum |
 | `multiple` | such values times a factor |
-| `differs` | a counterpart, and other values |
-| `shape` | a counterpart, of which no region has this shape |
+| `differs` | a counterpart with other values |
+| `shape` | a counterpart, none of whose regions has this shape |
 | `alone` | no counterpart |
-| `uncompared` | no values were kept, nothing is returned, or the time was over |
+| `uncompared` | no values were kept, no result is returned, or the time limit was reached |
 """
 
 
 class CallSite(Record):
-    """A call in source code. `offset` is that of its bytecode, which tells calls of one line apart."""
+    """A call in source code. `offset` is the bytecode offset, which distinguishes calls on one line."""
 
     file: str
     line: int
@@ -42,12 +42,12 @@ class OperatorResult(Record):
 
 
 class Operator(Record):
-    """One call of an operator. Operators and call sites are numbers into the lists of their side.
+    """One call of an operator. Operators and call sites are indices into the lists of their side.
 
-    `sites` are the calling lines, the innermost first; those of a derivative are those of the forward pass. `inputs`
-    has for each tensor that it takes the operator that made it, or the name of the tensor where that was before the
-    listed ones. `origin` is the operator of the forward pass of which this is the derivative, -1 for others. `ranks`
-    are those of the process group of a collective, `axis` the mesh axis of it, where known.
+    `sites` are the calling lines, innermost first; a derivative has the lines of the forward pass. `inputs`
+    has one entry per input tensor: the operator that made it, or the name of a tensor that existed before
+    the listed operators. `origin` is the forward operator of a derivative, or -1. `ranks` is the process
+    group of a collective, and `axis` its mesh axis if known.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Operator(Record):
 
 
 class OperatorList(Record):
-    """The operators of one process in one step, in the order of execution; `left_out` more are not listed."""
+    """The operators of one process in one step, in execution order; `left_out` more are not listed."""
 
     sites: tuple[CallSite, ...] = ()
     operators: tuple[Operator, ...] = ()
@@ -70,10 +70,11 @@ class OperatorList(Record):
 
 
 class Compared(Record):
-    """How the results of an operator relate to those of its counterpart, the operator `other`; -1 if it has none.
+    """The comparison of an operator's results with its counterpart `other`, or -1 if it has none.
 
-    `place` says which part of the counterpart's result it is. `factor` is the multiple. `error` is the norm of the
-    difference by the norm of the right values, for whole numbers and masks the share of elements that differ.
+    `place` is the part of the counterpart's result, and `factor` the multiple. `error` is the norm of the
+    difference relative to the norm of the correct values. For integers and masks it is the share of
+    elements that differ.
     """
 
     outcome: Outcome
@@ -85,10 +86,10 @@ class Compared(Record):
 
 
 class OperatorTable(Record):
-    """The operators of both sides. `compared` has the comparisons of each list of `actual`, operator by operator.
+    """The operators of both sides; `compared` has one list per list of `actual`, operator by operator.
 
-    `bound` is the largest relative error of a match. `causes` are the first wrong operations as (rank, operator) of
-    `actual`. `notes` say what is not listed or not compared.
+    `bound` is the largest relative error of a match. `causes` are the first wrong operations as (rank,
+    operator) of `actual`. `notes` describe the operators that are not listed or not compared.
     """
 
     version: int

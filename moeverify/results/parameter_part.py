@@ -1,4 +1,4 @@
-"""Which part of the parameters something is about: all that have a few traits in common, and no others."""
+"""A part of all parameters: exactly the parameters that share a few traits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ TraitKind = Literal[
     "replicated",
     "on-ranks",
 ]
-"""What parameters have in common: a part of their names, how many dims, layers, a place in the order of registration,
-a size, an axis over which ranks hold parts of them, or copies, the ranks that hold them."""
+"""The kinds of traits that parameters can share.
+
+`named` and `not-named` concern a part of the name. `from`, `before` and `every-other` concern the position
+in the order of registration. `larger` and `smaller` concern the number of elements. `sharded` and
+`replicated` concern the placement over an axis, and `on-ranks` the ranks that hold them.
+"""
 
 
 class Trait(Record):
-    """One trait: `name` is a part of a name, an axis, or the first parameter of a range; `numbers` are dims, layers,
+    """One trait of parameters.
+
+    `name` is a part of a name, an axis, or the first parameter of a range. `numbers` are dims, layers,
     elements or ranks.
     """
 
@@ -35,9 +41,10 @@ class Trait(Record):
 
 
 class ParameterPart(Record):
-    """The `count` parameters of `total` that have these traits; `alternatives` are others that the same ones have.
+    """The `count` parameters, of `total`, that have all of `traits`.
 
-    `unseen` more have them, in which it could not be seen: they have no gradient, or are wrong in a way of their own.
+    `alternatives` are other sets of traits that select the same parameters. `unseen` more parameters have
+    the traits but could not be tested: they have no gradient, or are wrong in another way.
     """
 
     traits: tuple[Trait, ...]

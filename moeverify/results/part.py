@@ -1,4 +1,4 @@
-"""Parts of a tensor: what a wrong factor, a missing sum or a permutation can be restricted to."""
+"""Parts of a tensor to which a wrong factor, a missing sum or a permutation can be restricted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moeverify.results.record import Record
 
 
 class Tokens(Record):
-    """Tokens of the batch: those that all given fields select.
+    """The tokens of the batch that all given fields select.
 
-    `data_rank` and `context_rank` are places among the ranks that see other rows and other positions. `padding` are
-    the tokens that no loss should see.
+    `data_rank` and `context_rank` are indices among the ranks with different rows and with different
+    positions. `padding` selects the tokens that no loss should include.
     """
 
     data_rank: int | None = None
@@ -22,7 +22,7 @@ class Tokens(Record):
 
 
 class Block(Record):
-    """Some indices along a dim of a tensor; `unit` says what they are, such as row, head or expert."""
+    """Some indices along a dim of a tensor; `unit` is their meaning, such as row, head or expert."""
 
     dim: int
     indices: tuple[int, ...]
@@ -30,10 +30,10 @@ class Block(Record):
 
 
 class Group(Record):
-    """Some parameters, of a sum over all: those that are alike in `placement` over an axis, or of one name.
+    """Some of the parameters that a sum includes.
 
-    `axis` is empty where it is their name that they have in common. With `family` they are all of that family, such
-    as `expert`, or with `is_outside` all others.
+    They share a `placement` over `axis`, or a name if `axis` is empty. `family` restricts them to a family
+    such as `expert`, or with `is_outside` to all others.
     """
 
     tensors: tuple[str, ...]
@@ -44,12 +44,12 @@ class Group(Record):
 
 
 class Part(Record):
-    """What of a tensor is meant: all that every given field selects, and the whole of it where none is given.
+    """The part of a tensor that every given field selects; without fields, the whole tensor.
 
-    `term` is a loss term (lm, balance, z) of which the tensor is a gradient, and `router` the one of whose layer that
-    term is, where it is a sum over layers. `added` is something else that was added
-    to it. `group` are the parameters whose squares are meant, of a norm. `use` is one of several that a weight has,
-    of a gradient: what comes through that.
+    `term` is a loss term (lm, balance, z), for a gradient. `router` is the router whose layer the term
+    belongs to, if the term is a sum over layers. `added` is another value that was added to the tensor.
+    `group` are the parameters whose squares are selected, for a norm. `use` is one of several uses of a
+    tied weight, for its gradient.
     """
 
     term: str = ""
@@ -62,7 +62,7 @@ class Part(Record):
 
     @property
     def belongs(self) -> bool:
-        """Return whether the expected value has this part: padding and what is added have no place in it."""
+        """Return whether the expected value includes this part. Padding and added values are not included."""
         return not self.added and (self.tokens is None or not self.tokens.padding)
 
 
@@ -70,12 +70,12 @@ WHOLE = Part()
 
 
 class Contribution(Record):
-    """A part of the expected value, and how often the actual value has it: once where nothing is wrong."""
+    """A part of the expected value and its multiple in the actual value; the correct multiple is 1."""
 
     part: Part
     factor: Factor
 
     @property
     def is_right(self) -> bool:
-        """Return whether it is there as often as it should be."""
+        """Return whether the part has its correct multiple."""
         return self.factor.is_one if self.part.belongs else self.factor.is_zero

@@ -1,4 +1,4 @@
-"""The place of a finding."""
+"""Place of a finding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.record import Record
 
 
 class Stage(StrEnum):
-    """A part of a training step, or of what is around it."""
+    """A part of a training step, or of the work around it."""
 
     INITIALIZATION = "initialization"
     DATA = "data"
@@ -26,11 +26,11 @@ class Stage(StrEnum):
 
 
 class Place(Record):
-    """Where a finding acts: a module, the ranks that are wrong, the mesh axes that explain it, parts of the tensor.
+    """The place where a finding acts: module, wrong ranks, explaining mesh axes and parts of the tensor.
 
-    `issued` are the collectives that the worst rank issued inside `issued_in`, which is the module or the nearest
-    one around it that has some; None where nobody looked. `tensor` is another tensor that plays a part.
-    `collectives` says the same as `issued` for a reader, and is filled when JSON is written.
+    `issued` are the collectives that the worst rank issued inside `issued_in`, or None if they were not
+    recorded. `issued_in` is the module, or the nearest enclosing module with collectives. `tensor` is
+    another tensor involved. `collectives` is `issued` in words; it is filled when JSON is written.
     """
 
     module: str = ""

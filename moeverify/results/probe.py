@@ -11,13 +11,13 @@ Status = Literal["ok", "warn", "fail"]
 
 
 class Probe(StrEnum):
-    """The probes that need ranks, each with how many; `is_collective` ones are tried with every backend."""
+    """The probes that need ranks, with their number of ranks; `is_collective` ones run on every backend."""
 
     num_ranks: int
     is_collective: bool
 
     def __new__(cls, value: str, num_ranks: int = 1, is_collective: bool = False) -> Self:
-        """Make a member that is its value."""
+        """Create a member equal to `value`."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.num_ranks = num_ranks
@@ -43,22 +43,22 @@ class Probe(StrEnum):
 
 
 class Outcome(StrEnum):
-    """The outcome of a probe, or why it has none."""
+    """The outcome of a probe, or the reason why it has none."""
 
     RIGHT = "right"
     WRONG = "wrong"
-    REFUSED = "refused"  # with an error, so never a wrong number
-    SUM = "sum"  # an average that is a sum
+    REFUSED = "refused"  # raises an error, so it never returns a wrong number
+    SUM = "sum"  # an average returns the sum
     ABSENT = "absent"
-    BROKEN = "broken"  # it is installed, and its import fails
-    SLOW = "slow"  # it works, without a fast path
+    BROKEN = "broken"  # installed, but its import fails
+    SLOW = "slow"  # works, but without a fast path
     HUNG = "hung"
     CRASHED = "crashed"
     UNSTARTED = "unstarted"
 
 
 class Answer(Record):
-    """The answer of a probe: its outcome, the names or versions that it `found` or that are `wrong`, an `error`."""
+    """The answer of a probe: its outcome, names or versions `found` or `wrong`, and an `error`."""
 
     outcome: Outcome
     found: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Answer(Record):
 
 
 class ProbeRow(Record):
-    """A row of the report: `fail` makes verdicts wrong or impossible, `warn` limits them."""
+    """A row of the report; `fail` makes verdicts wrong or impossible, and `warn` limits them."""
 
     name: str
     value: str
@@ -76,7 +76,7 @@ class ProbeRow(Record):
 
 
 class ProbeEvent(Record):
-    """A probe that begins to run, or whose row is known now."""
+    """The start of a probe, or its result in `row`."""
 
     name: str
     row: ProbeRow | None = None

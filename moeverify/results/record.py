@@ -1,4 +1,4 @@
-"""The base of everything that a run leaves behind as data."""
+"""Base class of all data that a run produces."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """Immutable data with known fields; infinities and NaN are strings in JSON."""
+    """Immutable data with a fixed set of fields. Infinities and NaN are strings in JSON."""
 
-    # Built on first use: a command that only lists faults does not pay for the results of a run.
+    # Built on first use, so that a command that only lists faults does not build the schemas of run
+    # results.
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",

@@ -1,4 +1,4 @@
-"""One batch on its way through a MoE layer: which token goes where, and what came of it. No torch."""
+"""Routing of one batch through a MoE layer, and its result. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moeverify.results.record import Record
 
 
 class Choice(Record):
-    """One expert that a token has chosen: its combine weight, and the rank that computed it, None where none did."""
+    """One expert that a token chose: its combine weight, and the rank that computed it, or None."""
 
     expert: int
     weight: float
@@ -16,8 +16,8 @@ class Choice(Record):
 class TokenRoute(Record):
     """One token: its rank, its row and position in the global batch, its id, and its experts, best first.
 
-    `norm` is that of its hidden vector before the layer, `combined_norm` that of the sum of its experts' weighted
-    outputs. Padding is routed as every token is.
+    `norm` is the norm of the hidden vector before the layer. `combined_norm` is the norm of the weighted
+    sum of the expert outputs. Padding tokens are routed like all others.
     """
 
     rank: int
@@ -31,9 +31,9 @@ class TokenRoute(Record):
 
 
 class CombineCheck(Record):
-    """The largest difference of a combined output from the weighted sum of its experts' outputs, and its bound.
+    """The largest error of combined outputs against the weighted sums of expert outputs, and its bound.
 
-    Both are those of the element that uses most of its bound, over `num_tokens` tokens.
+    Both values belong to the element that uses most of its bound, over `num_tokens` tokens.
     """
 
     num_tokens: int
@@ -47,12 +47,12 @@ class CombineCheck(Record):
 
 
 class RouteResult(Record):
-    """What one batch did in a MoE layer.
+    """The routing of one batch in a MoE layer.
 
-    `tokens` are some of each rank's. `sent[r][s]` copies of rank r's tokens were computed on rank s; `computed` has,
-    by rank, how many copies each of its experts computed. Of all copies that were chosen, `num_lost` came to no rank;
-    `num_surplus` were computed that nobody had chosen. `combine` is None where a rank has parts of experts.
-    Shapes: sent (num_ranks, num_ranks).
+    `tokens` are samples from each rank. `sent[r][s]` copies of rank r's tokens were computed on rank s.
+    `computed` has, per rank, the number of copies that each of its experts computed. `num_lost` chosen
+    copies reached no rank. `num_surplus` copies were computed although no token chose them. `combine` is
+    None if experts are split over ranks. Shape: sent (num_ranks, num_ranks).
     """
 
     layer: int
@@ -71,18 +71,18 @@ class RouteResult(Record):
 
     @property
     def num_copies(self) -> int:
-        """Return how many copies were chosen."""
+        """Return the number of chosen copies."""
         return self.num_tokens * self.top_k
 
     @property
     def is_right(self) -> bool:
-        """Return whether each copy was computed once, by the expert that was chosen, and combined with its weight."""
+        """Return whether each copy was computed once by its chosen expert and combined with its weight."""
         combined = self.combine is None or self.combine.is_right
         return not self.num_lost and not self.num_surplus and combined
 
 
 class RouteReport(Record):
-    """What became of one case: its result, or why there is none."""
+    """The outcome of one case: its result, or the reason why there is none."""
 
     case: str
     ranks: int

@@ -1,7 +1,7 @@
-"""The result of a run: verdicts, checks and findings of its cases, as plain data without torch.
+"""Result of a run: verdicts, checks and findings of its cases, as plain data without torch.
 
-`RunResult.model_dump_json()` is what `--json` writes; its keys are the interface for other programs, and
-`SCHEMA_VERSION` grows whenever one of them changes its meaning.
+`--json` writes `RunResult.model_dump_json()`. Its keys are the interface for other programs;
+`SCHEMA_VERSION` increases whenever a key changes its meaning.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SCHEMA_VERSION = 2
 
 
 class RankReport(Record):
-    """One rank of a launch that failed: how it ended, and the last collective that it issued.
+    """One rank of a failed launch: its end, and the last collective that it issued.
 
-    `summary` and `last_collective` say in words what `end` and `collective` are. `recent` are the collectives that it
-    issued last, oldest first, `collective` among them.
+    `summary` and `last_collective` are `end` and `collective` in words. `recent` are the last collectives
+    that the rank issued, oldest first, including `collective`.
     """
 
     rank: int
@@ -41,18 +41,19 @@ class RankReport(Record):
 
     @classmethod
     def of(cls, rank: int, end: RankEnd, **rest: Any) -> Self:
-        """Return the report of a rank that ended so, which implies its state."""
+        """Return the report of a rank with this end, which implies its state."""
         return cls(rank=rank, state=STATES[end.how], end=end, **rest)
 
     def ending(self, end: RankEnd) -> Self:
-        """Return the report with another end."""
+        """Return a copy of the report with another end."""
         return self.model_copy(update={"end": end, "state": STATES[end.how]})
 
 
 class Declared(Record):
-    """Checks that a case declares to differ: what implements it means something else than the golden, `because`.
+    """Checks that a case declares to differ, because its implementation differs from the golden by design.
 
-    `equal` are declared and do not differ; `has_more` says that others differ too.
+    `because` is the reason. `equal` are declared checks that do not differ. `has_more` means that other
+    checks differ.
     """
 
     names: tuple[str, ...]
@@ -64,12 +65,15 @@ class Declared(Record):
 class CaseResult(Record):
     """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
 
-    `losses` has (golden, layout) total loss of each step: what a look at loss curves would compare; `gradient_norms`
-    has the norms of all gradients and `learning_rates` the optimizer's rates likewise. `load` is that of the experts,
-    where routers are seen. A case that failed has its `mesh`, and one in which something differs the `errors` of all
-    tensors and the `timeline` of the collectives of the step where it began. Of a pair of `moeverify reshard`,
-    `saved_by` and `loaded_by` are its two cases, and `saver_file` is where the first stands. `operators` is the file
-    with the operators of both sides in the step where it began, where the run was kept in a folder.
+    `losses` has the total loss of each step as (golden, layout), the values of a loss curve.
+    `gradient_norms` and `learning_rates` have the gradient norms and the optimizer's rates in the same
+    form. `load` is the expert load, if the routers are observed. A failed case has its `mesh`. A case with
+    differences also has the `errors` of all tensors, and the `timeline` of collectives in the step of the
+    first difference. `operators` is the file with the operators of both sides in that step, if the run was
+    saved to a folder.
+
+    For a pair of `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is the
+    file of the first.
     """
 
     name: str
@@ -98,26 +102,26 @@ class CaseResult(Record):
 
     @property
     def has_failed(self) -> bool:
-        """Return whether something differs, or a rank was lost."""
+        """Return whether anything differs, or a rank was lost."""
         return self.verdict in ("error", "mismatch")
 
     @property
     def lead(self) -> Finding | None:
-        """Return the first finding that follows from none, which leads the report."""
+        """Return the first finding that follows from no other; it leads the report."""
         return next((finding for finding in self.findings if not finding.follows), None)
 
 
 class GoldenTime(Record):
-    """A golden that one device made for this run and in how many seconds, its noise included."""
+    """A golden that one device made for this run, with its time in seconds including the calibration."""
 
     recipe: str
     seconds: float
 
 
 class RunResult(Record):
-    """A whole run: what was asked, on what, and what came of each case.
+    """A whole run: its options, its environment and its cases.
 
-    `goldens` are those that were made; others were kept from earlier runs.
+    `goldens` are the goldens that this run made; others came from the cache.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -131,7 +135,7 @@ class RunResult(Record):
     cases: tuple[CaseResult, ...]
 
     def answered(self, cases: tuple[CaseResult, ...], answers: RunResult) -> RunResult:
-        """Return this run with what further runs have said of its cases, and with what these runs took."""
+        """Return this run with updated `cases`, plus the launches, goldens and time of the follow-up runs."""
         return self.model_copy(
             update={
                 "cases": cases,
@@ -143,10 +147,11 @@ class RunResult(Record):
 
 
 class Event(Record):
-    """Something that happened during a run, for a progress view; `num_done` of `num_total` cases are over.
+    """An event during a run, for a progress view; `num_done` of `num_total` cases are finished.
 
-    `launch`: `num_ranks` ranks are started; `up`: they run; `lost`: some are gone, and further cases need new
-    ones; `golden`: those of `recipes` are had; the rest is about a `case`, of which `bench` has what was `measured`.
+    `launch`: `num_ranks` ranks are started. `up`: they run. `lost`: some ranks are lost, and further cases
+    need new ones. `golden`: the goldens of `recipes` are available. `case-start` and `case-end` concern
+    `case`; in `bench`, `measured` is its measurement.
     """
 
     kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"]

@@ -1,4 +1,4 @@
-"""What a comparison of two recorded scripts finds besides tensors, as data. No torch."""
+"""Differences between two recorded scripts other than tensors, as data. No torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from moeverify.results.record import Record
 
 
 class ScriptCheck(StrEnum):
-    """The checks of `moeverify compare` that a case has not; they come before those of tensors."""
+    """The checks of `moeverify compare` that a case does not have; they come before the tensor checks."""
 
-    BATCH = "batch"  # the rows that the model was called with
-    PARAMETERS = "optimizer parameters"  # which parameters an optimizer has
+    BATCH = "batch"  # the rows of the model's inputs
+    PARAMETERS = "optimizer parameters"  # the parameters of each optimizer
     OPTIONS = "optimizer options"  # learning rate, weight decay, ...
     CALLS = "order of calls"  # of zero_grad, forward, backward, clip, step, scheduler
 
 
 class BatchFacts(Record):
-    """Rows of the global batch that no rank saw (`num_missing` of `num_rows`), and rows that should not be there.
+    """Rows of the global batch that no rank saw (`num_missing` of `num_rows`), and unexpected rows.
 
-    `num_other` of these are not in the batch, and were seen by `ranks`; `num_repeated` are in it, and were seen more
-    often, by `ranks` where there are no others. `repeated` are ranks that saw exactly the same rows.
+    `num_other` unexpected rows are not in the batch; `ranks` saw them. `num_repeated` rows are in the batch
+    but were seen too often; if there are no other rows, `ranks` saw these. `repeated` are ranks that saw
+    exactly the same rows.
     """
 
     about: Literal["batch"] = "batch"
@@ -34,7 +35,7 @@ class BatchFacts(Record):
 
 
 class MemberFacts(Record):
-    """A parameter that only one of the runs has in an optimizer, or one whose place in the model is not known."""
+    """A parameter that only one run has in an optimizer, or whose position in the model is unknown."""
 
     about: Literal["member"] = "member"
     which: Literal["missing", "unexpected", "unplaced"]
@@ -42,7 +43,7 @@ class MemberFacts(Record):
 
 
 class OptionFacts(Record):
-    """An option of the optimizer that differs, and of how many parameters."""
+    """An optimizer option that differs, and the number of affected parameters."""
 
     about: Literal["option"] = "option"
     option: str
@@ -53,16 +54,16 @@ class CallRule(StrEnum):
     """A rule that the calls of a training loop break."""
 
     DISCARDED = "discarded"  # zero_grad between two backward passes of one optimizer step
-    KEPT = "kept"  # no zero_grad since the optimizer step before: old gradients are added to
+    KEPT = "kept"  # no zero_grad since the previous optimizer step, so gradients accumulate on old ones
     EMPTIED = "emptied"  # zero_grad between the last backward pass and the optimizer step
     EARLY_CLIP = "early-clip"  # a backward pass after the clip
     INNER_SCHEDULER = "inner-scheduler"  # a scheduler step between two backward passes of one optimizer step
-    SCHEDULER = "scheduler"  # another number of scheduler steps than the other run
+    SCHEDULER = "scheduler"  # a number of scheduler steps that differs from the other run
     CLIP = "clip"  # clipping in one run only
 
 
 class CallFacts(Record):
-    """A call that is out of order: how often and where, in words `backward x 4` of both runs where these differ."""
+    """A call out of order: its counts in both runs, its site, and the norm of the affected gradients."""
 
     about: Literal["call"] = "call"
     rule: CallRule
@@ -73,11 +74,12 @@ class CallFacts(Record):
 
 
 class NormFacts(Record):
-    """What a wrong gradient norm is made of, tested on the gradients that are there.
+    """The composition of a wrong gradient norm, tested on the available gradients.
 
-    `times` is how often the squares of `num_tensors` tensors are in it: those that every rank has whole
-    (`replicated`), or those of which a rank has a part (`sharded`). `leaves_out` says that each rank counts its own
-    part of the sharded ones alone. `residual` is how far the norm is from that, relatively.
+    `times` is the multiple with which the norm counts the squares of `num_tensors` tensors: tensors that
+    every rank holds completely (`replicated`), or tensors that are `sharded`. With `local`, each rank
+    counts only its own shards. `residual` is the relative distance of the norm from this explanation.
+    `ratio` is the norm relative to the other run.
     """
 
     about: Literal["norm"] = "norm"

@@ -1,4 +1,4 @@
-"""Facts of an optimizer's step that was computed again."""
+"""Facts about a recomputed optimizer step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from moeverify.results.factor import Factor
 from moeverify.results.record import Record
 
 NEAR = 0.02
-"""Relative: factors that are measured in rounded numbers, and differ by less, are the same."""
+"""The relative difference below which factors are equal, if they are measured on rounded numbers."""
 
 
 Option = Literal[
     "beta1", "1-beta1", "beta2", "1-beta2", "momentum", "1-momentum", "rate", "rate-of-options", "decay"
 ]
-"""What a coefficient of an optimizer's step is made of: its options, and the rate of the step."""
+"""The components of a coefficient of an optimizer step: its options, and the learning rate of the step."""
 
 
 class OptionPower(Record):
-    """An option to a power, as a part of a product."""
+    """An option raised to a power, as a factor of a product."""
 
     option: Option
     power: float = 1.0
 
 
 class OptionNumber(Record):
-    """A coefficient that is a product of options in the place of another one; a product of nothing is 1.
+    """A coefficient that is the product `found` instead of `expected`; an empty product is 1.
 
-    `steps` are those in which it is so, where it was right in others that could be seen.
+    `steps` are the affected steps, if the coefficient is correct in other steps that could be tested.
     """
 
     found: tuple[OptionPower, ...]
@@ -37,10 +37,11 @@ class OptionNumber(Record):
 
 
 class TermFacts(Record):
-    """A term of a value that was computed again: its coefficient, and the one that explains what the rank has.
+    """A term of a recomputed value: its expected coefficient, and the one that explains the rank's value.
 
-    `found` is None where no coefficients explain it, or where the term is zero throughout; `error` is its standard
-    error. `number` is what the coefficient is of the options, where only one short product of them equals it.
+    `found` is None if no coefficients explain the value, or if the term is zero everywhere. `error` is the
+    standard error of `found`. `number` is `found` as a product of options, if only one short product equals
+    it.
     """
 
     name: str
@@ -51,15 +52,15 @@ class TermFacts(Record):
 
     @property
     def factor(self) -> float | None:
-        """Return how many times the term is there; None where that is not known, or it should not be there."""
+        """Return the multiple of the term, or None if it is unknown or the term should be absent."""
         return None if self.found is None or not self.expected else self.found / self.expected
 
     @property
     def power_of_two(self) -> int | None:
-        """Return n where a gradient is there 2^n times, as with a scale of the loss: from 16 or 1/16 on.
+        """Return n if a gradient is multiplied by 2^n, as by a loss scale, with |n| of at least 4.
 
-        A coefficient is small and not zero where it is many standard errors. Of numbers that are no power of two one
-        in fifty is as near to one, in 16 bits.
+        A small coefficient is nonzero only if it is at least eight standard errors. In 16 bits, about one
+        in fifty of all other numbers is as close to a power of two.
         """
         factor = self.factor
         if factor is None or factor <= 0.0 or "gradient" not in self.name or self.found is None:
@@ -70,9 +71,9 @@ class TermFacts(Record):
 
     @property
     def is_wrong(self) -> bool:
-        """Return whether the term is known to be there by another factor than it should be."""
+        """Return whether the coefficient is known to be wrong."""
         if self.factor is None:
-            return bool(self.found)  # there, and it should not be
+            return bool(self.found)  # present although it should be absent
         return abs(self.factor - 1.0) > NEAR
 
 
@@ -151,26 +152,29 @@ StepChange = Literal[
     "starts-twice",
     "starts-dampened",
 ]
-"""What of a formula of the step is made otherwise; "other" and "bounded" are solved for a number."""
+"""A change of the formula of the step. Changes with "other" or "bounded" have a fitted number."""
 
 Changes = tuple[StepChange, ...]
-"""All of a formula that is made otherwise; of the right one nothing is."""
+"""All changes of a formula; the correct formula has none."""
 
 RIGHT: Changes = ()
 
 UNDECAYED: Changes = ("no-decay-in-gradient",)
 AT_WEIGHT: Changes = ("decay-at-weight",)
-"""A decay that is taken from the weight in place of being added to its gradient, as each of both shows."""
+"""Decay that is subtracted from the weight instead of being added to the gradient.
+
+The gradient moments show `UNDECAYED`, and the update shows `AT_WEIGHT`.
+"""
 
 OTHER_STEP: Changes = ("corrected-for-other-step",)
-"""What fits some other step's corrections, and may fit a formula that is more particular as well."""
+"""A bias correction for some other step; a value that it fits may also fit a more specific formula."""
 
 MOST_FORMS = 3
-"""More formulas that all give what was made are no candidates, but say that little is known."""
+"""The maximum number of candidate formulas. If more formulas fit, too little is known to name any."""
 
 
 class StepForm(Record):
-    """A formula of the step by its changes, and the number that it was solved for, if it was for one."""
+    """A formula of the step, by its changes and its fitted number, if any."""
 
     changes: tuple[StepChange, ...] = ()
     number: float | None = None
@@ -193,14 +197,14 @@ FactorMeaning = Literal[
     "norm-of-weight",
     "mean-square-of-weight",
 ]
-"""What a factor is of the norms of a parameter."""
+"""The meaning of a factor in terms of norms of a parameter."""
 
 
 class DecayFacts(Record):
-    """A moment that decays by `found` in place of `expected`, and takes 1 - `found` of what the step adds.
+    """A moment that decays by `found` instead of `expected`, and takes 1 - `found` of the new value.
 
-    `means` is what `found` is: 1 - `expected`, `expected` rounded to a dtype, the optimizer's other beta, or nothing
-    that is known.
+    `means` identifies `found`: 1 - `expected` (`complement`), `expected` rounded to a dtype, the
+    optimizer's other beta, or unknown (empty).
     """
 
     expected: float
@@ -209,9 +213,10 @@ class DecayFacts(Record):
 
 
 class ShareFacts(Record):
-    """A moment to which a step adds `found` times the sum of `terms`; `is_dampened` where that is 1 - momentum.
+    """A moment to which a step adds `found` times the sum of `terms`.
 
-    `is_corrected` where all of the moment is there `found` times, and that is its bias correction or one over it.
+    `is_dampened` means that `found` is 1 - momentum. `is_corrected` means that the whole moment is
+    multiplied by `found`, which is its bias correction or the inverse of it.
     """
 
     found: float
@@ -254,15 +259,20 @@ ScheduleName = Literal[
     "data-parallel ranks",
     "micro-batches",
 ]
-"""The decay of the learning rate, or the count of the layout by which it is multiplied."""
+"""The shape of the learning rate decay, or the count of the layout that multiplies the rate."""
 
 
 class ScheduleForm(Record):
-    """A rule that gives the rates of all steps that were seen.
+    """A rule that gives the learning rates of all observed steps.
 
-    `number` is by how many steps it is shifted (before them where below 0), how many it takes in one or for one, the
-    length of its decay, what a step or the end keeps, or the power of the count `name`. A warmup is
-    (step + number) / over.
+    The meaning of `number` depends on `way`:
+
+    - `shifted`: the shift in steps, negative for earlier ones
+    - `faster`, `slower`: the number of schedule steps per step, or of steps per schedule step
+    - `length`: the length of the decay in steps
+    - `geometric`, `floor`: the fraction of the rate that each step, or the end of the decay, keeps
+    - `scaled`: the power of the count `name`, which multiplies the rate
+    - `warmup`: the summand of (step + number) / over
     """
 
     way: ScheduleWay
@@ -272,18 +282,24 @@ class ScheduleForm(Record):
 
 
 class RecomputedFacts(Record):
-    """A result of the optimizer that does not follow from what this rank's optimizer started from.
+    """A result of the optimizer that does not follow from the inputs of this rank's optimizer.
 
-    `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any. `others`
-    are more tensors of which the same is wrong. `rate` is the learning rate that the optimizer had, where that
-    explains it, `scheduled` the one that the recipe gives, and `rate_step` the step whose it is, if any.
-    `rounded_to` is a narrower dtype in which every element is what the right one is rounded to; that is not sure
-    where nothing has changed, as where there was no step at all. `is_still` holds of weights that should move and
-    do not. `decay` and `share` are the one number by which a moment is explained, if there is one. `variants` are
-    the formulas of the step that give what a smaller sample has, up to rounding; the right one is among them where
-    that tells nothing. `means` is what the factor of the gradient, or of the step, is of norms, where that is known.
-    `number` is what the one factor of all wrong terms, or of the rate, is of the numbers of the run. `rates` are
-    those that the optimizer had in all steps, `schedule` the rules by which these are made, if it is known.
+    `terms` are the terms of the result. `clip` is the coefficient by which the gradient should have been
+    clipped, if any. `others` are more tensors with the same error.
+
+    `rate` is the optimizer's learning rate if it explains the result, `scheduled` the rate from the recipe,
+    and `rate_step` the step that has `rate`, if any. `rates` are the optimizer's rates in all steps, and
+    `schedule` the rules that give these rates, if known.
+
+    `rounded_to` is a narrower dtype if every element equals the correct one rounded to it.
+    `is_rounding_sure` is false if nothing has changed, because a missing step looks the same. `is_still`
+    means that weights should change and do not.
+
+    `decay` and `share` are the one number that explains a moment, if there is one. `variants` are the
+    formulas that reproduce a smaller sample up to rounding. The correct formula is among them if the sample
+    decides nothing. `means` is the meaning of the factor of the gradient or of the step in terms of norms,
+    if known. `number` is the single factor of all wrong terms, or of the rate, in terms of the numbers of
+    the run.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -306,7 +322,7 @@ class RecomputedFacts(Record):
 
     @property
     def forms(self) -> tuple[StepForm, ...]:
-        """Return the most particular formulas by which the step was made; none where rounding hides which."""
+        """Return the most specific formulas that reproduce the step, or none if rounding hides which one."""
         if (
             self.is_still
             or self.is_rounding_sure
@@ -321,39 +337,39 @@ class RecomputedFacts(Record):
 
     @property
     def tried(self) -> tuple[Changes, ...]:
-        """Return the changes of all formulas that give what was made."""
+        """Return the changes of every formula that reproduces the result."""
         return tuple(form.changes for form in self.variants)
 
     @property
     def variant(self) -> Changes | None:
-        """Return what of the formula is otherwise, None where nothing is known or several give the same."""
+        """Return the changes of the formula, or None if none or several formulas reproduce the result."""
         return self.forms[0].changes if len(self.forms) == 1 else None
 
     @property
     def wrong_terms(self) -> tuple[TermFacts, ...]:
-        """Return the terms that are there by another factor than they should be."""
+        """Return the terms with a wrong coefficient."""
         return tuple(term for term in self.terms if term.is_wrong)
 
     @property
     def is_told(self) -> bool:
-        """Return whether anything is known of how the result was made: coefficients of its terms, or more."""
+        """Return whether anything is known about the error: coefficients of terms, or more."""
         known = self.is_still or self.is_rounding_sure or self.is_of_rate or self.forms or self.means
         return bool(known or self.decay or self.share) or any(term.found is not None for term in self.terms)
 
     @property
     def is_of_rate(self) -> bool:
-        """Return whether all that is wrong is the learning rate, which each term of an update is multiplied by."""
+        """Return whether only the learning rate is wrong, which multiplies each term of an update."""
         return self.rate is not None
 
     @property
     def is_unclipped(self) -> bool:
-        """Return whether all that is wrong is that the gradient was not clipped."""
+        """Return whether the only error is a gradient that was not clipped."""
         wrong = self.wrong_terms
         return bool(wrong) and all(self.lacks_clip(term) for term in wrong)
 
     @property
     def is_estimate(self) -> bool:
-        """Return whether all that is known are coefficients that are no number of the run, as far as it is seen."""
+        """Return whether only coefficients are known that match no number of the run."""
         known = self.is_still or self.is_rounding_sure or self.is_of_rate or self.forms or self.means
         if known or self.decay or self.share or self.number is not None:
             return False
@@ -365,7 +381,7 @@ class RecomputedFacts(Record):
         return abs(term.factor) >= NEAR and not self.lacks_clip(term)
 
     def lacks_clip(self, term: TermFacts) -> bool:
-        """Return whether a term is that of a gradient which was not clipped."""
+        """Return whether the term is the contribution of an unclipped gradient."""
         if self.clip is None or not self.clip < 1.0 or term.factor is None or "gradient" not in term.name:
             return False
         power = 2 if term.name.startswith("squared") else 1

@@ -1,4 +1,4 @@
-"""When each rank issued which collective in the step where the first difference is, as plain data."""
+"""Times of collectives on each rank in the step with the first difference, as plain data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from moeverify.results.record import Record
 
 
 class CollectiveKind(Record):
-    """What collectives of a timeline have in common: the innermost module they are in, the axis of their group.
+    """The common properties of collectives in a timeline: operation, axis of the group, innermost module.
 
-    `module` and `direction` are empty for what is issued outside of modules, such as the gradient norm's sum.
+    `module` and `direction` are empty for collectives outside modules, such as the sum of the gradient
+    norm.
     """
 
     op: str
@@ -19,9 +20,10 @@ class CollectiveKind(Record):
 
 
 class TimedCollective(Record):
-    """A collective of one rank: the position of its kind, and when. Units: seconds; `started` since the first of all.
+    """A collective of one rank: the index of its kind, and its times.
 
-    `seconds` is None where it was not seen to finish. Nodes are compared by their own clocks.
+    Units: seconds. `started` counts from the first collective of all ranks. `seconds` is None if no end was
+    recorded. Times of different nodes rely on the clocks of the nodes.
     """
 
     kind: int
@@ -30,7 +32,10 @@ class TimedCollective(Record):
 
 
 class Timeline(Record):
-    """The collectives of a step, by rank; `num_issued` counts all of a rank, of which the first ones are kept."""
+    """The collectives of a step by rank.
+
+    `num_issued` counts all collectives of a rank; only the first ones are kept.
+    """
 
     step: int
     kinds: tuple[CollectiveKind, ...]

@@ -1,4 +1,4 @@
-"""One collective that a rank has issued, as it is recorded, kept in files and sent between ranks. No torch."""
+"""One collective of a rank, as it is recorded, stored in files and sent between ranks. No torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ State = Literal["started", "finished", "failed"]
 
 
 class CollectiveRecord(Record):
-    """A record of a trace; those that a flight recorder has kept are without times.
+    """One record of a trace. Records from a flight recorder have no times.
 
-    `number` counts all collectives of the rank from 1, `sequence` those of the group; messages count apart, per
-    peer. `group` are global ranks, `axis` is the mesh axis that the group was made for, or empty. `shape` and `dtype`
-    are those of this rank's first tensor. `signature` must be the same on all ranks that meet in it. `peer` is the
-    root, source or destination in the group, or -1. `site` is the first frame outside torch. Units: `started` in Unix
-    time, `seconds` until it was seen to be over; on CUDA that is when the device is through.
+    `number` counts all collectives of the rank from 1, and `sequence` the ones of the group. Messages are
+    counted separately per peer. `group` has global ranks. `axis` is the mesh axis of the group, or empty.
+    `shape` and `dtype` describe this rank's first tensor. `signature` must be equal on all ranks of the
+    collective. `peer` is the root, source or destination in the group, or -1. `site` is the first frame
+    outside torch.
+
+    Units: `started` in Unix time; `seconds` until completion was observed, which on CUDA is the end of the
+    device work.
     """
 
     number: int
@@ -37,5 +40,5 @@ class CollectiveRecord(Record):
 
     @property
     def is_point_to_point(self) -> bool:
-        """Return whether it is a message between two ranks and not a collective of the whole group."""
+        """Return whether it is a message between two ranks, not a collective of the whole group."""
         return self.op in ("send", "recv")

@@ -1,4 +1,4 @@
-"""One test of a hypothesis on a wrong tensor, and what came of it: a line of `moeverify explain`."""
+"""One test of a hypothesis on a wrong tensor, with its outcome: a line of `moeverify explain`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.record import Record
 
 
 class Reason(StrEnum):
-    """Why a hypothesis was not tested, or why a test says no."""
+    """The reason why a hypothesis was not tested, or why its test fails."""
 
     SIMPLER_EXPLAINS = "simpler-explains"
     NO_SUCH_PARTS = "no-such-parts"
@@ -34,14 +34,16 @@ class Reason(StrEnum):
 
 
 class Trial(Record):
-    """One test of what could have made a tensor wrong, and what it said.
+    """One test of a hypothesis about a wrong tensor, with its verdict.
 
-    `hypothesis` is the name of a file in `moeverify.diagnose.hypotheses`; `about` what of it was tried where there
-    are several, such as an axis. `contributions` are those of the golden's parts: all ones is the golden.
-    `residual` is what the hypothesis leaves, as a share of the error for a fit and of the tensor otherwise. A test
-    that had nothing to look at, or that a simpler answer made needless, is `untried`, and `reason` says why.
+    `hypothesis` is the name of a file in `moeverify.diagnose.hypotheses`. `about` is the tested variant if
+    there are several, such as an axis. `contributions` are multiples of the parts of the golden; all ones
+    is the golden itself. `residual` is the unexplained remainder: relative to the error for a fit,
+    otherwise relative to the tensor. The verdict is `untried` if the test has no data, or if a simpler
+    hypothesis explains the tensor; `reason` says which.
 
-    `name`, `words` and `coefficients` (by part) say the same for a reader; they are filled when JSON is written.
+    `name`, `words` and `coefficients` (by part) are the same for readers; they are filled when JSON is
+    written.
     """
 
     hypothesis: str = ""

@@ -1,4 +1,4 @@
-"""What is off by less than what lies before it may be, so that nothing can be said of where it became wrong."""
+"""Values whose error may come from undetected errors of their inputs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from moeverify.results.record import Record
 
 
 class OffUpstream(Record):
-    """It is `factor` times the right one, and what it is made of may be off by a relative error of `limit` unseen.
+    """A value that is `factor` times the correct one, although its inputs may explain the error.
 
-    With `is_sure` it is what the ranks' own gradients make: then these are wrong, and by less than their bounds.
+    The inputs may have an undetected relative error of `limit`. `is_sure` means that the value follows from
+    the ranks' own gradients. These are then wrong by less than their bounds.
     """
 
     kind: Literal["off-upstream"] = "off-upstream"

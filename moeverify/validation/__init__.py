@@ -1,1 +1,1 @@
-"""Files in, valid cases out: every rule of every axis, choice and recipe is tried. Imports no torch."""
+"""Loading of valid cases from files, with every rule of every axis, choice and recipe. Imports no torch."""

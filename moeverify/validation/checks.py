@@ -1,4 +1,4 @@
-"""What must hold among the checks of a case: known names, reasons for differences, numbers that have an effect."""
+"""Rules for the checks of a case: known names, reasons for declared differences, and effective numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _OF_LAYERS = (CheckName.FORCED_BLOCKS, CheckName.GRADIENT_SUM)
 
 @reading("checks.skip", "checks.differs", "checks.also", "recipe.float8")
 def known_checks(case: Case) -> Iterator[Problem]:
-    """A check that is skipped, declared to differ, or asked for, is one; and only what is optional is asked for."""
-    # By itself it is made in float8 alone.
+    """Require that skipped, declared and requested checks exist, and that requested ones are optional."""
+    # The gradient sum runs by default only in float8.
     is_usual = case.recipe.float8 != "none"
     for field in ("skip", "differs", "also"):
         for name in getattr(case.checks, field):
@@ -29,7 +29,7 @@ def known_checks(case: Case) -> Iterator[Problem]:
 
 @reading("checks.differs", "checks.because", "checks.skip")
 def declared_differences(case: Case) -> Iterator[Problem]:
-    """Who declares that something differs says why."""
+    """Require a reason for declared differences, and no skip of a declared check."""
     if bool(case.checks.differs) != bool(case.checks.because):
         yield blame("checks.differs", "`differs` and `because` go together", "say what differs, and why")
     for name in case.checks.differs:
@@ -39,7 +39,7 @@ def declared_differences(case: Case) -> Iterator[Problem]:
 
 @reading("checks.also", "recipe.model.factory", "recipe.step", "layout.parallelize")
 def known_layers(case: Case) -> Iterator[Problem]:
-    """What the layers of a user's model, or of a user's layout of it, hand to each other, nobody else knows."""
+    """Reject checks of layers for a user's model or layout, because their interfaces are unknown."""
     path = next(iter(case.recipe.functions), "layout.parallelize" if case.layout.parallelize else "")
     for name in _OF_LAYERS:
         if path and name in case.checks.also:
@@ -48,7 +48,7 @@ def known_layers(case: Case) -> Iterator[Problem]:
 
 
 def _fixed_by(name: str) -> Rule:
-    """Return the rule that the number `name` belongs to a fixed tolerance, and is needed there."""
+    """Return the rule that a fixed tolerance, and no other, has the number `name`."""
 
     @reading(f"checks.tolerance.{name}", "checks.tolerance.kind")
     def rule(case: Case) -> Iterator[Problem]:
@@ -66,7 +66,7 @@ def _fixed_by(name: str) -> Rule:
 
 @reading("checks.tolerance.factor", "checks.tolerance.kind")
 def tolerance_factor(case: Case) -> Iterator[Problem]:
-    """Only measured noise is multiplied."""
+    """Reject a factor without a calibrated tolerance, because it multiplies only measured noise."""
     tolerance = case.checks.tolerance
     if tolerance.kind != "calibrated" and tolerance.factor != Tolerance().factor:
         message = f"`factor` has no effect on the tolerance `{tolerance.kind}`"

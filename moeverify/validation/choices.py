@@ -1,4 +1,4 @@
-"""All choices between implementations, one line each, with the rules that hold whatever is chosen."""
+"""All choices between implementations, one per line, and the rules that hold for every choice."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CHOICE_RULES: tuple[Rule, ...] = (
 
 
 def list_chosen(case: Case) -> Iterator[tuple[Choice[Any], Implementation]]:
-    """Yield each choice with the implementation that a case chooses, where there is one."""
+    """Yield each choice with the implementation that the case selects, if any."""
     for choice in CHOICES:
         option = chosen_option(case, choice)
         if choice.has(option):
@@ -63,7 +63,11 @@ def list_chosen(case: Case) -> Iterator[tuple[Choice[Any], Implementation]]:
 
 
 def find_obstacle(case: Case, device: str, backend: str) -> Obstacle | None:
-    """Return why a valid case cannot run on this device over this backend, or nothing."""
+    """Return the reason why a valid case cannot run on this device and backend, or None.
+
+    `device` is a device type such as `cpu` or `cuda`, and `backend` a backend of torch.distributed such as
+    `gloo`.
+    """
     for _, chosen in list_chosen(case):
         obstacle = chosen.find_obstacle(case, device, backend)
         if obstacle is not None:

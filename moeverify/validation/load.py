@@ -1,4 +1,4 @@
-"""Paths in, valid cases out, or one error that holds everything that is wrong with all of them."""
+"""Loading of cases from paths: all valid cases, or one error with every problem of all files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FIELDS = ("name", "description", "recipe", "layout", "checks", "checkpoint")
 
 @dataclass(frozen=True)
 class _Built:
-    """A case that was read, whether or not it is valid, with the tree that knows its lines."""
+    """A case from a file, valid or not, with the tree that has its line numbers."""
 
     case: Case
     tree: Entry
@@ -39,7 +39,7 @@ class _Built:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The chosen cases that are valid, and all that is wrong with other files: `refused` of them are left out."""
+    """The selected valid cases, the problems of all other files, and these `refused` files."""
 
     cases: list[Case]
     problems: list[Problem]
@@ -49,12 +49,14 @@ class Loaded:
 def load_cases(
     paths: Sequence[Path], *, overrides: Sequence[str] = (), pattern: str | None = None
 ) -> list[Case]:
-    """Return the cases of `paths`, in their order: files, and folders for all `*.yaml` directly in them.
+    """Return the cases of `paths` in order.
 
-    `overrides` are texts such as `layout.tp=2`, put over each chosen case; `pattern` chooses cases by words
-    in their names (`fsdp and not cp`). Files that are not chosen must be valid too, as they are written.
+    A path is a file, or a folder with `*.yaml` files directly in it. `overrides` are texts such as
+    `layout.tp=2`, applied to each selected case. `pattern` selects cases by words in their names (`fsdp and
+    not cp`). Files that are not selected must be valid too, without overrides. For example,
+    `load_cases([Path("cases")], overrides=["layout.tp=2"])`.
 
-    Raises: CaseError, with all problems of all files.
+    Raises: CaseError when any file or option has a problem; it has all problems of all files.
     """
     loaded = load_valid_cases(paths, overrides=overrides, pattern=pattern)
     if loaded.problems:
@@ -65,10 +67,10 @@ def load_cases(
 def load_valid_cases(
     paths: Sequence[Path], *, overrides: Sequence[str] = (), pattern: str | None = None
 ) -> Loaded:
-    """Return the cases of `paths` as `load_cases` does, less the files of folders that are refused.
+    """Return the cases of `paths` like `load_cases`, without refused files from folders.
 
-    Raises: CaseError, with all problems of all files, where a file that is named itself is refused, an option is
-        wrong, or no case is left.
+    Raises: CaseError with all problems of all files, when a file named in `paths` is refused, an option is
+        wrong, or no case remains.
     """
     ledger = Ledger()
     changes = parse_overrides(overrides, ledger.report)
@@ -97,7 +99,7 @@ def load_valid_cases(
 
 
 def _read_documents(files: Sequence[Path], ledger: Ledger) -> tuple[list[tuple[Path, Entry]], set[Path]]:
-    """Return what can be read of each file, and the files in which something is refused."""
+    """Return the readable tree of each file, and the files with problems."""
     trees: list[tuple[Path, Entry]] = []
     refused: set[Path] = set()
     for path in files:
@@ -113,9 +115,9 @@ def _read_documents(files: Sequence[Path], ledger: Ledger) -> tuple[list[tuple[P
 
 
 def build_case(fields: Mapping[str, Any]) -> Case:
-    """Return the case that a file with these fields would state; its `file` is empty.
+    """Return the case of a file with these fields; its `file` is empty.
 
-    Raises: CaseError, with all problems.
+    Raises: CaseError with all problems.
     """
     ledger = Ledger()
     built = _build_case(Path("case"), build_entry(dict(fields), Place()), [], ledger)
@@ -125,7 +127,10 @@ def build_case(fields: Mapping[str, Any]) -> Case:
 
 
 def find_files(paths: Sequence[Path], report: Report) -> list[Path]:
-    """Return the case files that `paths` mean, each once; a folder stands for the `*.yaml` directly in it."""
+    """Return the distinct case files of `paths`; a folder contributes the `*.yaml` files directly in it.
+
+    Empty folders, and empty `paths`, are reported as problems.
+    """
     files: dict[Path, Path] = {}
     for path in paths:
         found = sorted(path.glob("*.yaml"), key=lambda file: file.stem) if path.is_dir() else [path]
@@ -138,14 +143,14 @@ def find_files(paths: Sequence[Path], report: Report) -> list[Path]:
             )
             report(Problem("there is no case in this folder", str(path), remedy=remedy))
         for file in found:
-            files.setdefault(Path(os.path.realpath(file)), file)  # `resolve` raises on a circle of links
+            files.setdefault(Path(os.path.realpath(file)), file)  # `resolve` raises on circular links
     if not paths:
         report(Problem("no case was given", remedy="give files, or a folder such as `cases`"))
     return list(files.values())
 
 
 def _order(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems of each file together, in the order of its lines."""
+    """Return the problems grouped by file and sorted by line."""
     files = list(dict.fromkeys(problem.file for problem in problems))
     return sorted(problems, key=lambda problem: (files.index(problem.file), problem.line or 0))
 
@@ -167,13 +172,13 @@ def _read_pattern(pattern: str | None, report: Report) -> Match:
 
 
 def _name_of(path: Path, tree: Entry) -> str:
-    """Return the name of the case in `path`: its field `name`, or else the file's stem."""
+    """Return the name of the case in `path`: its field `name`, or else the stem of the file."""
     field = tree.fields.get("name")
     return field.content if field is not None and isinstance(field.content, str) else path.stem
 
 
 def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], ledger: Ledger) -> _Built:
-    """Return the case of one file, whose problems are put into `ledger`."""
+    """Return the case of one file, and report its problems to `ledger`."""
     own = Ledger()
     before = tree.fields.get("recipe")
     tree = _override(tree, overrides)
@@ -204,7 +209,7 @@ def _build_optional(section: type[S], name: str, tree: Entry, ledger: Ledger) ->
 
 
 def _read_files(layout: Layout, folder: Path, ledger: Ledger) -> Layout:
-    """Return the layout with the placements that files beside the case hold in place of the names of these."""
+    """Return the layout with placement matrices in place of the names of placement files."""
     exchange = {
         after: _read_file(given, folder, f"layout.exchange.{after}", ledger)
         for after, given in layout.exchange.items()
@@ -266,7 +271,7 @@ def _read_description(tree: Entry, ledger: Ledger) -> str:
 def _build_recipe(
     path: Path, tree: Entry, before: Entry | None, case_name: str, ledger: Ledger
 ) -> tuple[Recipe, Entry]:
-    """Return the recipe of the case, and its fields with their places."""
+    """Return the recipe of the case, and its fields with their source positions."""
     written = tree.fields.get("recipe")
     if written is None:
         remedy = "name a file of `recipes/`, or write the fields"
@@ -277,7 +282,7 @@ def _build_recipe(
 
 
 def _report_same_names(built: Sequence[_Built], ledger: Ledger) -> Iterator[_Built]:
-    """Report and yield each case whose name an earlier file has."""
+    """Report and yield each case whose name an earlier file already has."""
     first: dict[str, _Built] = {}
     for item in built:
         other = first.setdefault(item.case.name, item)
@@ -290,7 +295,7 @@ def _report_same_names(built: Sequence[_Built], ledger: Ledger) -> Iterator[_Bui
 
 
 def _report_same_recipes(built: Sequence[_Built], ledger: Ledger) -> Iterator[_Built]:
-    """Report each recipe that is called like another one: both would claim the same golden. Yield their cases."""
+    """Report different recipes with one name, which would share one golden, and yield their cases."""
     first: dict[str, _Built] = {}
     for item in built:
         recipe = item.case.recipe

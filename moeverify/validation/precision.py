@@ -1,4 +1,4 @@
-"""What the precision `mixed` needs, and which modules may be left out of it."""
+"""Rules for the precision `mixed`, and for modules that are excluded from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from moeverify.parallel.data_parallel import DATA_PARALLEL
     "recipe.precision",
 )
 def mixed_precision(case: Case) -> Iterator[Problem]:
-    """FSDP2 tells the dtype of the arithmetic from that of the parameters; your own function may too."""
+    """Require FSDP2 or a user's function for `mixed`, and no pipeline parallelism.
+
+    Only these can use one dtype for the arithmetic and another for the parameters.
+    """
     layout, path = case.layout, "recipe.precision"
     if case.recipe.precision != "mixed":
         return
@@ -31,7 +34,7 @@ def mixed_precision(case: Case) -> Iterator[Problem]:
 
 @reading("layout.in_float32", "layout.parallelize", "recipe.precision")
 def wide_modules(case: Case) -> Iterator[Problem]:
-    """Only a function of the user's may leave modules in float32, and only where the rest is narrower."""
+    """Require a user's function and the precision `mixed` for `layout.in_float32`."""
     path = "layout.in_float32"
     if not case.layout.in_float32:
         return

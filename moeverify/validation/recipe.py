@@ -1,4 +1,4 @@
-"""What must hold inside a recipe, and what of it no layout could keep."""
+"""Rules within a recipe, and for recipe options that no layout can preserve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOE = "recipe.model.moe"
 
 @reading("recipe.step", _MODEL)
 def step_of_own_model(case: Case) -> Iterator[Problem]:
-    """A user's step knows nothing of the reference model's router losses, and could not train it."""
+    """Require a user's model for a user's step, which ignores the reference model's router losses."""
     if case.recipe.step is not None and case.recipe.model.reference is not None:
         message = "`step` is for a model of your own, and this recipe trains the reference model"
         remedy = "name a model with `model: {factory: ...}`, or remove `step`"
@@ -25,7 +25,7 @@ def step_of_own_model(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MODEL}.weights")
 def weights_folder(case: Case) -> Iterator[Problem]:
-    """Weights must be there; whether they are those of the model is seen when they are read."""
+    """Require a readable weights folder. Reading the weights later checks that they fit the model."""
     weights = case.recipe.model.weights
     problem = "" if weights is None else find_problem(Path(weights))
     if problem:
@@ -37,7 +37,7 @@ def weights_folder(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MODEL}.head_dim")
 def head_width(case: Case) -> Iterator[Problem]:
-    """RoPE rotates pairs of a head's elements."""
+    """Require an even head dim, because RoPE rotates pairs of elements."""
     model = reference_model(case)
     if model is not None and model.head_dim % 2:
         remedy = f"write an even number, such as {model.head_dim + 1}"
@@ -46,7 +46,7 @@ def head_width(case: Case) -> Iterator[Problem]:
 
 @reading(*(f"{_MODEL}.{name}" for name in ("mla", "num_heads", "num_kv_heads", "head_dim")))
 def latent_heads(case: Case) -> Iterator[Problem]:
-    """Under latent attention every head has keys of its own, of the two widths that make a head."""
+    """Require that latent attention has one kv head per head, and a head dim of qk_nope + qk_rope."""
     model = reference_model(case)
     if model is None or model.mla is None:
         return
@@ -64,7 +64,7 @@ def latent_heads(case: Case) -> Iterator[Problem]:
 
 @reading(*(f"{_MODEL}.{name}" for name in ("mla", "qk_norm", "qk_norm_scope")))
 def query_norms(case: Case) -> Iterator[Problem]:
-    """Latent attention has norms of its own, and a scope of norms needs norms."""
+    """Reject query norms with latent attention, which has its own, and a norm scope without norms."""
     model = reference_model(case)
     if model is None:
         return
@@ -77,7 +77,7 @@ def query_norms(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MODEL}.attention_bias", f"{_MODEL}.attention_bias_scope")
 def attention_biases(case: Case) -> Iterator[Problem]:
-    """A scope of biases needs biases."""
+    """Require biases for a scope of biases."""
     model = reference_model(case)
     if model is not None and model.attention_bias_scope != "all" and not model.attention_bias:
         message = f"attention_bias_scope `{model.attention_bias_scope}` has no effect without attention_bias"
@@ -87,7 +87,10 @@ def attention_biases(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MODEL}.yarn.beta_fast", f"{_MODEL}.yarn.beta_slow")
 def yarn_turns(case: Case) -> Iterator[Problem]:
-    """Frequencies that turn often are kept and those that turn seldom are stretched, so the order is fixed."""
+    """Require beta_fast above beta_slow.
+
+    YaRN keeps frequencies above beta_fast rotations and stretches frequencies below beta_slow.
+    """
     model = reference_model(case)
     if model is not None and model.yarn is not None and model.yarn.beta_fast <= model.yarn.beta_slow:
         message = f"beta_fast {model.yarn.beta_fast:g} is not above beta_slow {model.yarn.beta_slow:g}"
@@ -96,7 +99,7 @@ def yarn_turns(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MODEL}.num_heads", f"{_MODEL}.num_kv_heads")
 def grouped_queries(case: Case) -> Iterator[Problem]:
-    """Each kv head serves the same number of heads."""
+    """Require that each kv head serves the same number of heads."""
     model = reference_model(case)
     if model is not None and model.num_heads % model.num_kv_heads:
         message = f"num_heads {model.num_heads} is not divisible by num_kv_heads {model.num_kv_heads}"
@@ -105,7 +108,7 @@ def grouped_queries(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MODEL}.num_dense_layers", f"{_MODEL}.num_layers")
 def dense_layers(case: Case) -> Iterator[Problem]:
-    """The dense layers are the first of all layers."""
+    """Require that the dense layers, which come first, are at most all layers."""
     model = reference_model(case)
     if model is not None and model.num_dense_layers > model.num_layers:
         message = f"num_dense_layers {model.num_dense_layers} is above num_layers {model.num_layers}"
@@ -114,7 +117,7 @@ def dense_layers(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MOE}.top_k", f"{_MOE}.num_experts", f"{_MOE}.idle_experts", _MODEL + ".num_layers")
 def reachable_experts(case: Case) -> Iterator[Problem]:
-    """A token needs top_k experts that may be chosen."""
+    """Require top_k experts that are not idle."""
     moe = experts(case)
     if moe is None or moe.top_k <= moe.num_experts - moe.idle_experts:
         return
@@ -128,7 +131,7 @@ def reachable_experts(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MOE}.num_groups", f"{_MOE}.top_groups", f"{_MOE}.num_experts")
 def expert_groups(case: Case) -> Iterator[Problem]:
-    """Groups are of one size, and at most all of them are kept."""
+    """Require expert groups of equal size, and at most all groups in top_groups."""
     moe = experts(case)
     if moe is None:
         return
@@ -142,7 +145,7 @@ def expert_groups(case: Case) -> Iterator[Problem]:
 
 @reading(*(f"{_MOE}.{name}" for name in ("num_groups", "top_groups", "num_experts", "top_k", "idle_experts")))
 def reachable_in_groups(case: Case) -> Iterator[Problem]:
-    """The kept groups hold top_k experts that may be chosen, even if all idle ones are among them."""
+    """Require top_k experts that are not idle in the kept groups, even if these contain all idle experts."""
     moe = experts(case)
     if moe is None or moe.num_experts % moe.num_groups or not 1 < moe.num_groups > moe.top_groups:
         return
@@ -157,7 +160,7 @@ def reachable_in_groups(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MOE}.group_score", f"{_MOE}.num_groups", f"{_MOE}.num_experts")
 def group_scores(case: Case) -> Iterator[Problem]:
-    """A sum of two scores needs two experts in a group."""
+    """Require two experts per group for a sum of two scores."""
     moe = experts(case)
     if moe is not None and moe.group_score == "top2_sum" and moe.num_groups > 1:
         size = moe.num_experts // moe.num_groups
@@ -168,7 +171,7 @@ def group_scores(case: Case) -> Iterator[Problem]:
 
 @reading(f"{_MOE}.shared_gate", f"{_MOE}.shared_hidden")
 def shared_gates(case: Case) -> Iterator[Problem]:
-    """A gate needs a shared expert behind it."""
+    """Require a shared expert for a shared gate."""
     moe = experts(case)
     if moe is not None and moe.shared_gate and not moe.shared_hidden:
         yield blame(
@@ -178,7 +181,7 @@ def shared_gates(case: Case) -> Iterator[Problem]:
 
 @reading("layout.micro_batches", "recipe.model.moe.balance_scope", "recipe.model.moe.balance_coef")
 def balance_of_parts(case: Case) -> Iterator[Problem]:
-    """A balancing loss over the batch is no sum over its micro-batches, so no layout could be right."""
+    """Reject micro-batches with a balance loss over the batch, which is not a sum over micro-batches."""
     moe = experts(case)
     if (
         moe is None

@@ -1,4 +1,4 @@
-"""The fields of a case file as a page for readers, and as a JSON schema for editors; both are made of the schema."""
+"""The fields of a case file as a reference page and as a JSON schema, generated from the pydantic schema."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ field of the model that its preset sets may be changed beside it.
 This page is made by `moeverify schema --page`.
 """
 
-# What the schema has and no user writes, and what only the reader of files knows.
+# Fields of the schema that no user writes, and a field that only the file reader knows.
 _UNWRITTEN = ("file",)
 _BASE = ("recipe.base", "text", "", "a recipe of `recipes/` that the other fields change")
 
 
 def render_page() -> str:
-    """Return docs/reference/case.md: a table for each section, and the options of each choice."""
+    """Return the text of docs/reference/case.md: a table per section, and the options of each choice."""
     parts = [_HEAD]
     for prefix, section in _list_sections("", Case):
         parts.append(_render_section(prefix, section))
@@ -48,7 +48,7 @@ def render_page() -> str:
 
 
 def _list_sections(prefix: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
-    """Yield the sections of a case with what stands before the names of their fields, each before those inside."""
+    """Yield each section of a case, before its inner sections, with the prefix of its field names."""
     yield prefix, section
     for name in section.model_fields:
         for inner in find_sections(section, name):
@@ -93,7 +93,7 @@ def _render_choices() -> str:
 
 
 def make_json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a case file: what may be written, for editors; rules across fields are not in it."""
+    """Return the JSON schema of a case file for editors. Rules across fields are not included."""
     schema = Case.model_json_schema()
     sections: dict[str, Any] = schema["$defs"]
     for name in _UNWRITTEN:
@@ -101,12 +101,12 @@ def make_json_schema() -> dict[str, Any]:
     schema["required"] = ["recipe"]
     recipe = schema["properties"]["recipe"]
     recipe["anyOf"] = [{"type": "string"}, {"$ref": recipe.pop("$ref")}]
-    # A base may give any field of a recipe, and a preset any of the reference model.
+    # A base may set any field of a recipe, and a preset any field of the reference model.
     sections["Recipe"]["properties"]["base"] = {"type": "string", "description": _BASE[3]}
     for name in ("Recipe", "ReferenceModel", "CustomModel"):
         sections[name].pop("required", None)
     sections["ReferenceModel"]["properties"]["preset"]["anyOf"][0]["enum"] = list(PRESETS)
-    # Sections of the model may change single fields of those of a preset.
+    # Sections of the model may override single fields of a preset.
     for name in ("MoE", "MLA", "Yarn"):
         sections[name].pop("required", None)
     for choice in CHOICES:
@@ -117,7 +117,7 @@ def make_json_schema() -> dict[str, Any]:
 
 
 def _explain_options(schema: dict[str, Any], path: str, texts: list[str]) -> None:
-    """Put what the options mean beside their names, as editors show them."""
+    """Add the description of each option next to its name, in the form that editors show."""
     *around, name = path.split(".")
     section = schema
     for part in around:

@@ -1,4 +1,4 @@
-"""All rules across fields, tried on a case."""
+"""All rules across fields, applied to a case."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RULES = (*SIZE_RULES, *RECIPE_RULES, *AXIS_RULES, *CHOICE_RULES, *PRECISION_RULE
 
 
 def validate(case: Case, *, is_broken: Callable[[str], bool] = lambda path: False) -> list[Problem]:
-    """Return how `case` breaks the rules across fields; each problem has a dotted path, and no file or line.
+    """Return the problems of `case` with the rules across fields.
 
-    A rule is left out where `is_broken` says of a field that it reads that this field could not be read, and where
-    the field chooses what nobody has implemented.
+    Each problem has a dotted path, without file or line. `is_broken` says whether a field could not be
+    read. A rule is skipped if it reads a broken field, or a field that selects an unknown implementation.
     """
     missing = {
         choice.path: problem
@@ -38,7 +38,7 @@ def validate(case: Case, *, is_broken: Callable[[str], bool] = lambda path: Fals
 
 
 def _list_rules(case: Case, is_unknown: Callable[[str], bool]) -> Iterator[Rule]:
-    """Yield the rules that hold for every case, and those of what this one chooses."""
+    """Yield the rules for every case, and the rules of the implementations that this case selects."""
     yield from RULES
     for choice, chosen in list_chosen(case):
         if not is_unknown(choice.path):

@@ -1,4 +1,4 @@
-"""Sizes beyond all that exist are refused before anything is computed for them."""
+"""Rules that reject sizes beyond any existing model before anything is computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMEDY = "write sizes of a model that one device can train: a verification need
 
 @reading("recipe.model")
 def size_of_model(case: Case) -> Iterator[Problem]:
-    """One device trains the whole model in float64."""
+    """Reject models that are too large, because one device trains the whole model in float64."""
     model = reference_model(case)
     if model is None:
         vocabulary = case.recipe.model.vocab_size
@@ -28,7 +28,7 @@ def size_of_model(case: Case) -> Iterator[Problem]:
 
 @reading("recipe.data.batch", "recipe.data.seq_len", "recipe.steps")
 def size_of_run(case: Case) -> Iterator[Problem]:
-    """One device trains on all tokens of every step."""
+    """Reject runs that are too large, because one device trains on all tokens of every step."""
     data, steps = case.recipe.data, case.recipe.steps
     if data.batch * data.seq_len > MOST_TOKENS:
         field = "batch" if data.batch > data.seq_len else "seq_len"

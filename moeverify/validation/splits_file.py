@@ -1,4 +1,4 @@
-"""The file of `moeverify comm --splits`: how many elements each part of a collective has."""
+"""The file of `moeverify comm --splits`: the number of elements of each part of a collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.case.entry import Entry, show
 from moeverify.errors import CaseError, Problem
 
 MOST_ELEMENTS = 64
-"""Elements of one part: all of them are printed."""
+"""The maximum number of elements in one part, because all of them are printed."""
 
 _FIELD = "splits"
 _EXAMPLES = {
@@ -20,9 +20,11 @@ _EXAMPLES = {
 
 
 def read_splits(path: Path, num_ranks: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of a file: a row for each rank where `num_dims` is 2, one row where it is 1.
+    """Return the sizes in a file: one row per rank if `num_dims` is 2, a single row if it is 1.
 
-    Raises: CaseError with everything that is wrong with the file.
+    Each row has `num_ranks` sizes.
+
+    Raises: CaseError with all problems of the file.
     """
     problems: list[Problem] = []
     example = _EXAMPLES[num_dims]

@@ -1,4 +1,4 @@
-"""`--sweep a.b=v,w`: each case once for every combination of the values of some fields."""
+"""`--sweep a.b=v,w`: each case once per combination of the values of some fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_COMBINATIONS = 1000
 
 @dataclass(frozen=True)
 class Combination:
-    """One value of each field, and the cases with it; `refused` says why there are none."""
+    """One value per field, and the cases with these values; `refused` is the reason if there are none."""
 
     values: dict[str, str]
     cases: tuple[Case, ...] = ()
@@ -26,7 +26,7 @@ class Combination:
 
     @property
     def label(self) -> str:
-        """Return what the name of a case gets."""
+        """Return the suffix that the names of the cases get."""
         return label_values(self.values)
 
 
@@ -37,13 +37,14 @@ def load_sweep(
     overrides: Sequence[str] = (),
     pattern: str | None = None,
 ) -> list[Combination]:
-    """Return the cases for each combination of values, the last field changing fastest; they are named by them.
+    """Return the cases for each combination of values, with the last field changing fastest.
 
-    `sweeps` are texts such as `layout.ep=1,2`. A combination that a case does not allow, as more ranks than there are
-    experts, is refused, and the others are kept. Without sweeps there is one combination, of no values.
+    The names of the cases contain the values. `sweeps` are texts such as `layout.ep=1,2`. A combination
+    that a case does not allow, such as more ranks than experts, is refused; the others are kept. Without
+    sweeps there is one combination without values.
 
-    Raises: CaseError where a text is no `path=value,value`, or where every combination is refused, with the problems
-        of the first.
+    Raises: CaseError when a text is not `path=value,value`, or with the problems of the first combination
+        when every combination is refused.
     """
     fields = _parse(sweeps)
     combinations, errors = [], []
@@ -65,7 +66,7 @@ def load_sweep(
 
 
 def _split(text: str) -> list[str]:
-    """Return the values between commas that stand in no list: `[1,2],[2,1]` are two."""
+    """Return the values between commas outside lists: `[1,2],[2,1]` are two values."""
     depth, values = 0, [""]
     for character in text:
         depth += (character in "[{") - (character in "]}")

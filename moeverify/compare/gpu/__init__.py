@@ -1,1 +1,1 @@
-"""Comparing on a GPU while training goes on."""
+"""Comparison on a GPU while training continues."""

@@ -1,17 +1,18 @@
-"""Asynchronous comparison: shards are copied on the device and compared on a side stream, so training never blocks.
+"""Asynchronous comparison: shards are copied on the device and compared on a side stream.
 
-The path of a shard, and who does each part of it:
+Training waits only if the copies exceed their memory limit. The path of a shard through the threads:
 
-1. training thread: copy it on the device, many in one launch, on the stream of the training (`add_all`);
-2. collector thread: put clones into batches of one pair of dtypes (`staging.Packing`);
-3. reader threads: copy the golden's values of a batch from the mapped file into pinned memory;
-4. collector thread: pinned memory to the device, then one launch for the whole batch, on a side stream.
+1. training thread: copy it on the device, many shards per launch, on the training stream (`add_all`);
+2. collector thread: put the copies into batches with one pair of dtypes (`staging.Packing`);
+3. reader threads: copy the golden values of a batch from the mapped file into pinned memory;
+4. collector thread: copy pinned memory to the device, then compare the batch in one launch, on a side stream.
 
-So the golden crosses the bus while the next step computes. Memory is bounded three times: clones by a share of the
-training's own peak, batches that are on their way by `_WAYS` slots of pinned memory, results by their size.
+The golden thus crosses the bus while the next step computes. Three limits bound the memory: a share of the
+training's own peak for copies, `_WAYS` slots of pinned memory for batches in flight, and the size of the
+results.
 
-Python's threads share the interpreter's lock, so what the side threads do must release it or be short: NumPy copies
-without it, and torch's own operations, each of which takes it again, are kept to a few for a batch.
+Python's threads share the interpreter lock, so the side threads must release it or be short. NumPy copies
+without the lock. Each torch operation acquires it again, so a batch uses only a few.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from moeverify.layout.observer import copy_all
 _HANDED, _ENOUGH = (
     64,
     1 << 22,
-)  # shards, or elements, that are handed over at once
-_READERS = 6  # threads; one alone reads 5 to 10 GB/s from the system's cache of files
-_WAYS = 8  # batches that are on their way at a time
-# Bytes that copies may take on the GPU before the training has to wait: of what its own peak has been, and at least.
+)  # number of shards or elements that are handed over at once
+_READERS = 6  # threads; a single one reads 5 to 10 GB/s from the page cache
+_WAYS = 8  # batches in flight
+# Limit on the GPU memory of copies before the training has to wait: a share of the training's own peak
+# memory, and a minimum in bytes.
 _SHARE, _LEAST = 0.05, 1 << 26
 
 
 class _Slot:
-    """Pinned memory for one batch on its way, as torch and as NumPy see it."""
+    """Pinned memory for one batch in flight, as a torch tensor and as a NumPy array."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.memory = torch.empty(ROOM, dtype=torch.uint8, pin_memory=pinned)
@@ -67,7 +69,8 @@ class _Running:
 class AsyncComparison:
     """Compares the shards of one device in the order of `add_all`; `results` waits for all of them.
 
-    Raises: what reading the golden raises, from `results` or a later `add_all`.
+    Raises: ValueError when a shape differs from the golden's, and any error from reading the golden. These
+        come from `results` or a later `add_all`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,23 +80,24 @@ class AsyncComparison:
         self._device = torch.device(device.type, index)
         self._stream = self._module.Stream()
         self._staging = torch.empty(ROOM, dtype=torch.uint8, device=self._device)
-        # A row of the tables, 32 bytes or more, leaves a row of results: as many as fit into a batch.
+        # Each row of the tables, of at least 32 bytes, produces one row of results; this is the maximum
+        # number in a batch.
         self._out = torch.empty(NUM_STATISTICS * TABLES // 32, dtype=torch.float64, device=self._device)
-        # A new thread's device is the first one, whatever that of its maker is.
+        # A new thread starts with device 0, whatever the device of its creator is.
         self._collector, self._readers = (
             ThreadPoolExecutor(count, name, self._module.set_device, (self._device,))
             for count, name in ((1, "collect"), (_READERS, "read"))
         )
-        # Touched by the training thread alone:
+        # Used only by the training thread:
         self._num_shards = 0
         self._gathered: list[StagedShard] = []
         self._num_gathered = 0
         self._jobs: deque[Future[None]] = deque()
         self._limit = _LEAST
-        # Touched by both, under the lock:
+        # Used by both threads, under the lock:
         self._lock = threading.Lock()
-        self._copied = 0  # bytes of copies that are not known to have been compared
-        # Touched by the collector's thread alone:
+        self._copied = 0  # bytes of copies whose comparison may be unfinished
+        # Used only by the collector thread:
         self._packing = Packing()
         self._slots: list[_Slot] = []
         self._num_slots = 0
@@ -104,9 +108,10 @@ class AsyncComparison:
         self._unknown: set[int] = set()
 
     def add_all(self, shards: Sequence[tuple[Read, Tensor]]) -> None:
-        """Take shards; `read` returns what is expected (of its shape, on the CPU), or None where nothing is.
+        """Add shards; `read` returns the expected values on the CPU, of the same shape, or None.
 
-        Later changes of the tensors do not matter. Waits only where copies would take more memory than they may.
+        Later changes of the tensors have no effect. The call blocks only if the copies exceed their memory
+        limit.
         """
         together: list[tuple[Read, Tensor]] = []
         num_elements = 0
@@ -120,7 +125,7 @@ class AsyncComparison:
             self._copy(together)
 
     def _copy(self, shards: Sequence[tuple[Read, Tensor]]) -> None:
-        """Copy shards, and give the collector what was gathered where that is enough."""
+        """Copy shards, and hand the gathered ones to the collector once there are enough."""
         known = [actual if is_known(actual.dtype) else actual.to(torch.float64) for _, actual in shards]
         num_bytes = 0
         for (read, _), copy in zip(shards, copy_all(known, contiguous=True), strict=True):
@@ -137,7 +142,7 @@ class AsyncComparison:
             self._wait_for_room()
 
     def results(self) -> Iterator[Measured]:
-        """Yield what came out, in the order of `add_all`."""
+        """Yield the results in the order of `add_all`."""
         self._hand_over()
         self._collector.submit(self._finish).result()
         for job in self._jobs:
@@ -147,18 +152,18 @@ class AsyncComparison:
             yield Measured(row, bits, number not in self._unknown)
 
     def _hand_over(self) -> None:
-        """Give the collector what was gathered."""
+        """Hand the gathered shards to the collector."""
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
         if self._gathered:
-            # The side stream must not read a clone before the training's stream has made it.
+            # The side stream must not read a copy before the training stream has made it.
             ready = self._module.Event()
             ready.record()
             self._jobs.append(self._collector.submit(self._collect, self._gathered, ready))
             self._gathered, self._num_gathered = [], 0
 
     def _wait_for_room(self) -> None:
-        """Let the training wait, once, if its own peak does not allow for more clones either."""
+        """Block the training until all copies are compared, unless its peak memory now allows more copies."""
         if self._on_gpu:
             self._limit = max(_LEAST, int(_SHARE * torch.cuda.max_memory_allocated(self._device)))
         with self._lock:
@@ -167,7 +172,7 @@ class AsyncComparison:
             self._collector.submit(self._finish).result()
 
     def _collect(self, shards: list[StagedShard], ready: Any) -> None:
-        """Put shards into batches, and send off those that are full."""
+        """Put shards into batches, and send the full ones."""
         for shard in shards:
             expected = shard.read()
             if expected is None:
@@ -179,7 +184,7 @@ class AsyncComparison:
                 self._send(batch)
 
     def _send(self, batch: Batch) -> None:
-        """Let the readers begin with a batch, and compare those that have been read."""
+        """Start the reads of a batch, and compare the batches whose reads are done."""
         while self._running and self._running[0].done.query():
             self._retire()
         while not self._slots and self._num_slots == _WAYS:
@@ -196,12 +201,10 @@ class AsyncComparison:
             self._compare()
 
     def _compare(self) -> None:
-        """Give the oldest batch that is read to the device."""
+        """Copy the oldest batch to the device and launch its comparison."""
         reading = self._reading.popleft()
         batch, slot = reading.batch, reading.slot
-        packed = batch.pack(
-            slot.array
-        )  # the tables lie behind the values, so this need not wait for the readers
+        packed = batch.pack(slot.array)  # the tables follow the values, so this need not wait for the readers
         reading.done.result()
         with self._module.stream(self._stream):
             for ready in batch.ready:
@@ -216,7 +219,7 @@ class AsyncComparison:
         self._running.append(_Running(batch, slot, done))
 
     def _make_event(self) -> Any:
-        """Return an event that a thread can wait for without keeping a core busy."""
+        """Return an event on which a thread can wait without busy polling."""
         if self._on_gpu:
             return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         return self._module.Event()
@@ -227,7 +230,7 @@ class AsyncComparison:
         return self._views[dtype]
 
     def _retire(self) -> None:
-        """Wait for the oldest batch on the device; its clones may then be freed and its slot be used again."""
+        """Wait for the oldest batch on the device, then release its copies and its slot."""
         running = self._running.popleft()
         running.done.synchronize()
         self._slots.append(running.slot)
@@ -235,7 +238,7 @@ class AsyncComparison:
             self._copied -= running.batch.num_elements * running.batch.dtype.itemsize
 
     def _finish(self) -> None:
-        """Compare all that was collected."""
+        """Compare everything that was collected."""
         for batch in self._packing.rest():
             self._send(batch)
         while self._reading:
@@ -245,7 +248,7 @@ class AsyncComparison:
 
 
 class _Results:
-    """Rows that launches left, on their way to the CPU, and the shard to which each row belongs."""
+    """Result rows on their way to the CPU, with the shard of each row."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -254,7 +257,7 @@ class _Results:
         self._room = torch.empty(0, dtype=torch.float64)
 
     def put(self, packed: Packed, out: Tensor) -> None:
-        if len(self._room) < len(out):  # pinned memory is dear to get, so many launches share it
+        if len(self._room) < len(out):  # pinned memory is slow to allocate, so many launches share a block
             self._room = torch.empty(max(len(out), 1 << 18), dtype=torch.float64, pin_memory=self._pinned)
         found, self._room = self._room[: len(out)], self._room[len(out) :]
         found.copy_(out, non_blocking=True)
@@ -262,7 +265,7 @@ class _Results:
         self._packed.append(packed)
 
     def merge(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return statistics (count, NUM_STATISTICS) and hashes (count,), when everything has arrived."""
+        """Return statistics (count, NUM_STATISTICS) and hashes (count,) after all copies to the CPU."""
         hashes = torch.zeros(count, dtype=torch.int64)
         if not self._found:
             return torch.zeros((count, NUM_STATISTICS), dtype=torch.float64), hashes

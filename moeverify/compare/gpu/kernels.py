@@ -1,12 +1,12 @@
-"""The work of `measure` and `fingerprint_bits` on a GPU, in one pass over many tensors (Triton).
+"""`measure` and `fingerprint_bits` on a GPU, in one pass over many tensors (Triton).
 
-Done with torch's operations, a comparison writes some ten temporaries in float64 for each element and launches some
-forty kernels for each tensor. Here a program reads a span of one tensor and leaves a row of numbers; tables say where
-the spans lie, so that one launch serves any number of tensors of one dtype. The rows of a tensor are merged by the
-caller.
+With torch operations, a comparison writes about ten float64 temporaries per element and launches about
+forty kernels per tensor. Here, each program reads a span of one tensor and writes a row of numbers. Tables
+give the addresses of the spans, so one launch serves any number of tensors of one dtype. The caller merges
+the rows of a tensor.
 
-Each lane of a program sums every `_LANES`-th element of its span, and the lanes are added at the end: sums are taken
-in an order that depends on shapes alone, so a comparison that is repeated gives the same bits.
+Each lane of a program sums every `_LANES`-th element of its span, and the lanes are added at the end. The
+order of summation depends only on shapes, so a repeated comparison gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from moeverify.compare.difference import NUM_STATISTICS, STRIDE
 from moeverify.hashing import FACTORS, GOLDEN_RATIO
 
-# Elements, and words of eight bytes, that a program reads: enough programs for a GPU in some megabytes.
+# Elements and eight-byte words per program: some megabytes give enough programs for a GPU.
 SPAN, WORDS = 1 << 13, 1 << 13
 _LANES = 1 << 9
 
@@ -44,23 +44,32 @@ _TYPES = {
     torch.uint8: tl.uint8,
     torch.bool: tl.uint8,
 }
-_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # as `as_words` takes a single element
+_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # as `as_words` reads a single element
 
 
 def is_known(dtype: torch.dtype) -> bool:
-    """Return whether tensors of this dtype can be read."""
+    """Return whether the kernels support this dtype."""
     return dtype in _TYPES
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Where tables lie in a tensor of int64, and how many rows each has.
+    """Offsets of the two tables in an int64 tensor, and their numbers of rows.
 
-    `measured` (N, 4): the address of a span's actual values, the place of the expected ones (-1: they are zero), how
-    many elements (1 to SPAN), and the row-major position of the first one in its tensor.
-    `hashed` (M, 5): the address of a span's first word, how many words (at most WORDS), the place of the first one
-    in its tensor, the address of elements that fill no word, and how many these are (fewer than 8): they are words
-    of their own behind the others, as `as_words` divides.
+    Columns of `measured` (N, 4):
+
+    - address of the actual values of a span
+    - offset of its expected values, or -1 for zeros
+    - number of elements (1 to SPAN)
+    - row-major position of the first element in its tensor
+
+    Columns of `hashed` (M, 5):
+
+    - address of the first word of a span
+    - number of words (at most WORDS)
+    - position of the first word in its tensor
+    - address of the remaining elements, which fill no word
+    - number of these elements (fewer than 8); each is a word of its own after the others, as in `as_words`
     """
 
     measured: int
@@ -70,16 +79,16 @@ class Tables:
 
     @property
     def num_results(self) -> int:
-        """Return how many numbers a launch leaves."""
+        """Return the number of float64 values that a launch writes."""
         return NUM_STATISTICS * self.num_measured + self.num_hashed
 
 
 def compare_spans(memory: Tensor, tables: Tables, expected: Tensor, dtype: torch.dtype, out: Tensor) -> None:
-    """Measure spans of tensors of a dtype against `expected`, and hash others; see `measure`, `fingerprint_bits`.
+    """Measure and hash spans of tensors of one dtype; see `measure` and `fingerprint_bits`.
 
-    Shapes: `memory` int64 with the tables, `expected` of any dtype that is known, `out` float64, all flat and on one
-    device. `out` begins with NUM_STATISTICS numbers for each measured span; behind them come the bits of the int64
-    that each hashed span adds to the hash of its tensor.
+    All tensors are flat and on one device: `memory` int64 with the tables, `expected` of any known dtype,
+    and `out` float64. `out` starts with NUM_STATISTICS numbers per measured span. These are followed by the
+    contribution of each hashed span to the hash of its tensor, as the bits of an int64.
     """
     _compare[(tables.num_measured + tables.num_hashed,)](
         memory,
@@ -124,7 +133,7 @@ def _compare(
 @triton.jit
 def _measure_span(entry, expected, row, dtype: tl.constexpr, span: tl.constexpr, num_lanes: tl.constexpr):
     actual = tl.load(entry).to(tl.pointer_type(dtype))
-    behind = tl.load(entry + 1)  # -1: the expected values are zero, and nothing is read for them
+    behind = tl.load(entry + 1)  # -1: the expected values are zero and are not read
     length = tl.load(entry + 2)
     num_expected = tl.where(behind >= 0, length, 0)
     first = tl.load(entry + 3)
@@ -134,7 +143,7 @@ def _measure_span(entry, expected, row, dtype: tl.constexpr, span: tl.constexpr,
     sum_product = tl.zeros((num_lanes,), dtype=tl.float64)
     sum_error2 = tl.zeros((num_lanes,), dtype=tl.float64)
     num_nonfinite = tl.zeros((num_lanes,), dtype=tl.float64)
-    largest = tl.full((num_lanes,), -1.0, dtype=tl.float64)  # below any error: a lane without elements
+    largest = tl.full((num_lanes,), -1.0, dtype=tl.float64)  # below any error, for lanes without elements
     place = tl.zeros((num_lanes,), dtype=tl.int64)
     e_worst = tl.zeros((num_lanes,), dtype=tl.float64)
     a_worst = tl.zeros((num_lanes,), dtype=tl.float64)
@@ -145,7 +154,7 @@ def _measure_span(entry, expected, row, dtype: tl.constexpr, span: tl.constexpr,
         e = tl.load(expected + behind + index, mask=index < num_expected, other=0).to(tl.float64)
         error = a - e
         size = tl.abs(error)
-        finite = size <= _LARGEST  # false for what is no number
+        finite = size <= _LARGEST  # false for NaN
         sum_expected2 += e * e
         sum_actual2 += a * a
         sum_product += e * a
@@ -157,9 +166,9 @@ def _measure_span(entry, expected, row, dtype: tl.constexpr, span: tl.constexpr,
         e_worst = tl.where(worse, e, e_worst)
         a_worst = tl.where(worse, a, a_worst)
         largest = tl.maximum(largest, rated)
-    # Of equal errors the first position counts, as in torch.argmax on the CPU.
+    # For equal errors the first position counts, as with torch.argmax on the CPU.
     worst = tl.min(tl.where(largest == tl.max(largest, axis=0), place, _FAR), axis=0)
-    is_worst = (place == worst) & (largest >= 0.0)  # one lane: those of other positions, and those with none
+    is_worst = (place == worst) & (largest >= 0.0)  # exactly one lane
     e_worst = tl.sum(tl.where(is_worst, e_worst, 0.0), axis=0)
     a_worst = tl.sum(tl.where(is_worst, a_worst, 0.0), axis=0)
     tl.store(row + 0, length.to(tl.float64))
@@ -195,7 +204,8 @@ def _hash_span(entry, out, bits: tl.constexpr, span: tl.constexpr, num_lanes: tl
 
 @triton.jit
 def _scramble(word, place):
-    # `moeverify.hashing.mix`: the finalizer of SplitMix64. Shifts are logical, so they are done unsigned.
+    # `moeverify.hashing.mix`: the finalizer of SplitMix64. Shifts must be logical, so they use unsigned
+    # integers.
     value = (word * _GOLDEN_RATIO + place * _STRIDE).to(tl.uint64, bitcast=True)
     value = (value ^ (value >> 30)).to(tl.int64, bitcast=True) * _FIRST_FACTOR
     value = value.to(tl.uint64, bitcast=True)

@@ -1,9 +1,9 @@
-"""Batches: the expected values of parts of many shards and their tables, in one block of memory for one launch.
+"""Batches: expected values of many shards and their tables, in one block of memory for one launch.
 
     | values of part 0 | values of part 1 | ... | padding to 8 bytes | rows of `measured` | rows of `hashed` |
 
-The block goes to the device as it is. All work on it is NumPy's: each of torch's operations in another thread than
-that of the training would take the interpreter's lock away from it.
+The block is copied to the device unchanged. All work on it uses NumPy, because torch operations in another
+thread would take the interpreter lock away from the training thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from moeverify.compare.gpu.kernels import SPAN, WORDS, Tables
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Values = np.ndarray[Any, Any]
 
-ROOM = 1 << 25  # bytes of a batch: values and tables
-TABLES = 1 << 18  # bytes that the tables fit into: a row for each full span and each part, twice
-_VALUES = ROOM - TABLES  # bytes of expected values; those that are zero count too
-_MOST = 512  # parts of a batch: the tables have room for their rows beside those of full spans
+ROOM = 1 << 25  # bytes of a batch, values and tables
+TABLES = 1 << 18  # bytes of the tables: one row per full span and one per part, in both tables
+_VALUES = ROOM - TABLES  # bytes of expected values; values that are zero count too
+_MOST = 512  # parts of a batch, whose table rows fit beside the rows of full spans
 
 
 @dataclass(frozen=True)
 class StagedShard:
-    """A copy of a shard on the device, and what reads its expected values (None: there are none)."""
+    """A copy of a shard on the device, and the function that reads its expected values."""
 
     number: int
     read: Read
@@ -41,7 +41,7 @@ class StagedShard:
 class _Part:
     """Elements [first, first + size) of a shard in row-major order, with the expected values (None: zeros).
 
-    The values may have any strides: they are views of the golden's mapped file.
+    The values may have any strides, because they are views of the golden's mapped file.
     """
 
     shard: StagedShard
@@ -52,9 +52,9 @@ class _Part:
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch in memory, `size` bytes, and the shard to which each row of its tables belongs.
+    """A batch of `size` bytes in memory, and the shard of each table row.
 
-    Shapes: `measured` and `hashed` (rows,), the numbers of shards.
+    Shapes: `measured` and `hashed` (rows,), the shard numbers.
     """
 
     tables: Tables
@@ -65,23 +65,23 @@ class Packed:
 
 @dataclass
 class Batch:
-    """Parts of shards of one pair of dtypes. The shards are complete after the events in `ready`."""
+    """Parts of shards with one pair of dtypes. The shards are complete after the events in `ready`."""
 
     dtype: torch.dtype
     expected_dtype: torch.dtype
     ready: set[Any] = field(default_factory=set)
     num_elements: int = 0
     _parts: list[_Part] = field(default_factory=list)
-    _places: list[int] = field(default_factory=list)  # of expected values behind each other; -1: nowhere
+    _places: list[int] = field(default_factory=list)  # offsets of the expected values; -1: zeros
     _num_expected: int = 0
 
     @property
     def room(self) -> int:
-        """Return how many elements it can still take."""
+        """Return how many more elements fit."""
         return _capacity(self.expected_dtype) - self.num_elements if len(self._parts) < _MOST else 0
 
     def add(self, shard: StagedShard, first: int, size: int, expected: Values | None, ready: Any) -> None:
-        """Take elements of a shard."""
+        """Add elements of a shard."""
         self._places.append(-1 if expected is None else self._num_expected)
         self._parts.append(_Part(shard, first, size, expected))
         self.ready.add(ready)
@@ -90,7 +90,7 @@ class Batch:
             self._num_expected += size
 
     def read(self, memory: Values) -> None:
-        """Write the expected values to the beginning of the memory (bytes)."""
+        """Write the expected values to the start of `memory` (bytes)."""
         for part, place in zip(self._parts, self._places, strict=True):
             if part.expected is not None and part.size:
                 size = part.expected.itemsize
@@ -98,7 +98,7 @@ class Batch:
                 np.copyto(room.reshape(part.expected.shape), part.expected)
 
     def pack(self, memory: Values) -> Packed:
-        """Write the tables behind the expected values."""
+        """Write the tables after the expected values."""
         measured, hashed = self._tabulate_values(), self._tabulate_words()
         start = -(-self._num_expected * self.expected_dtype.itemsize // 8)
         tables = Tables(start, len(measured), start + 4 * len(measured), len(hashed))
@@ -109,7 +109,7 @@ class Batch:
         return Packed(tables, 8 * stop, measured[:, 0], hashed[:, 0])
 
     def _tabulate_values(self) -> Integers:
-        """Return the spans of the elements: (N, 5), the number of the shard before what `Tables` says."""
+        """Return the spans of elements, (N, 5): the shard number, then the columns of `Tables.measured`."""
         number, start, first, size, _, place = self._describe_parts()
         part, offset = _divide_evenly(size, SPAN)
         behind = np.where(place[part] >= 0, place[part] + offset, -1)
@@ -118,17 +118,17 @@ class Batch:
         return np.stack([number[part], address, behind, length, first[part] + offset], axis=1)
 
     def _tabulate_words(self) -> Integers:
-        """Return the spans of the words of eight bytes, those that end in the parts: (M, 6), likewise.
+        """Return the spans of words that end in the parts, (M, 6): the shard number, then `Tables.hashed`.
 
-        Where a shard is cut between two batches, the word across the cut belongs to the later one. What is left of a
-        shard behind its last whole word goes into the last of its rows.
+        If a shard is split between two batches, a word across the split belongs to the later one. The
+        remaining elements after the last whole word belong to the last row of the shard.
         """
         number, start, first, size, numel, _ = self._describe_parts()
         per_word = max(8 // self.dtype.itemsize, 1)
         stop = first + size
         first, last = first // per_word, stop // per_word
         rest = np.where(stop == numel, stop - last * per_word, 0)
-        # What has a rest alone has a row too.
+        # A part with only remaining elements has a row too.
         part, offset = _divide_evenly(np.maximum(last - first, rest > 0), WORDS)
         offset = offset + first[part]
         is_last = np.append(part[1:] != part[:-1], True)[: len(part)]
@@ -138,9 +138,10 @@ class Batch:
         return np.stack(columns, axis=1)
 
     def _describe_parts(self) -> Integers:
-        """Return of each part, (6, parts): its shard's number, address and size, and its own first, size and place.
+        """Return shard number, address, first, size, shard size and place of each part, as (6, parts).
 
-        In one array: a call of NumPy for each part would take the interpreter's lock from the training.
+        One array holds all parts, because a NumPy call per part would take the interpreter lock from the
+        training.
         """
         parts = zip(self._parts, self._places, strict=True)
         rows = [
@@ -158,7 +159,7 @@ class Batch:
 
 
 def _divide_evenly(sizes: Integers, most: int) -> tuple[Integers, Integers]:
-    """Return of each span of `most` elements its part and its offset in that, for parts of these sizes: (N), (N)."""
+    """Return the part and the offset within it, (N) and (N), of each span of `most` elements."""
     counts = -(-sizes // most)
     part = np.repeat(np.arange(len(sizes)), counts)
     before = counts.cumsum() - counts
@@ -172,7 +173,7 @@ class Packing:
         self._open: dict[tuple[torch.dtype, torch.dtype], Batch] = {}
 
     def put(self, shard: StagedShard, expected: Tensor | None, ready: Any) -> Iterator[Batch]:
-        """Take a shard, in parts where it is large, and yield the batches that are full."""
+        """Add a shard, in parts if it is large, and yield the full batches."""
         if expected is None:
             yield from self._put(shard, 0, shard.copy.numel(), None, torch.float64, ready)
             return
@@ -191,7 +192,7 @@ class Packing:
         expected_dtype: torch.dtype,
         ready: Any,
     ) -> Iterator[Batch]:
-        """Put elements into the open batch, and into the next ones; values with gaps between them stay together."""
+        """Add elements to the open batch and the following ones; non-contiguous values stay together."""
         key = (shard.copy.dtype, expected_dtype)
         flat = expected.reshape(-1) if expected is not None and expected.flags.c_contiguous else None
         divisible = expected is None or flat is not None
@@ -216,22 +217,23 @@ class Packing:
 
 
 def _as_array(values: Tensor) -> tuple[Values, torch.dtype]:
-    """Return values as NumPy's, and the dtype that the device is to take them for."""
+    """Return the values as a NumPy array, and the dtype with which the device reads them."""
     if values.dtype is torch.bool:
         return values.view(torch.uint8).numpy(), torch.uint8
-    if values.dtype is torch.bfloat16:  # unknown to NumPy: its bits
+    if values.dtype is torch.bfloat16:  # NumPy has no bfloat16, so use the bits
         return values.view(torch.int16).numpy(), torch.bfloat16
     return values.numpy(), values.dtype
 
 
 def _capacity(dtype: torch.dtype) -> int:
-    """Return how many elements a batch takes whose expected values have this dtype."""
-    # A row for each SPAN of values and each WORDS of words: with less than 2 bytes a value tables would not fit.
+    """Return how many elements fit into a batch whose expected values have this dtype."""
+    # The tables have a row per SPAN values and per WORDS words. With less than 2 bytes per value they would
+    # not fit.
     return _VALUES // max(dtype.itemsize, 2)
 
 
 def _divide(values: Values, most: int) -> Iterator[Values]:
-    """Yield parts that have at most `most` elements or can be divided anywhere, in row-major order, as views."""
+    """Yield views in row-major order that are contiguous or have at most `most` elements."""
     if values.size <= most or values.flags.c_contiguous:
         yield values
         return
