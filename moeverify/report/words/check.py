@@ -64,7 +64,7 @@ _NOTES: Mapping[str, str] = {
 
 
 def word_check(result: CheckResult) -> CheckResult:
-    """Return the result of a check with its note, and the list of items that it did not verify."""
+    """Return the result of a check with its note, and with a text on the items it did not verify."""
     note, unseen = _NOTES.get(result.name, ""), ""
     if isinstance(result.facts, NumCollectives):
         note = f"up to {result.facts.most} collectives of a rank"

@@ -10,7 +10,7 @@ from moeverify.results.factor import Factor, Product
 AMBIGUOUS = "(ambiguous in this layout)"
 NO_COUNT = "which is no count of this layout"
 _MOST_DIGITS = 17
-# Roots of integers up to this (a width, a number of layers) do not match by chance to the digits below.
+# Roots of integers up to this (a width, a number of layers) do not match by chance to within `_KNOWN`.
 _LARGEST_ROOT = 1 << 14
 _KNOWN = 1e-9
 
