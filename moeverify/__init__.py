@@ -12,7 +12,7 @@ __all__ = ["Verification", "verify", "watch"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return what this package offers; it is imported when it is first used, since every module passes here."""
+    """Return a public attribute, imported on first use, since every submodule import passes through here."""
     if name == "watch":
         from moeverify.capture import api as recording
 

@@ -1,4 +1,4 @@
-"""`python -m moeverify` is `moeverify`."""
+"""Entry point of `python -m moeverify`."""
 
 from moeverify.cli import main
 

@@ -1,4 +1,4 @@
-"""Folders of a process that was killed are removed by the next one; a lock says which are still in use."""
+"""Removal of folders left by killed processes; a file lock marks the folders in use."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ _OLD = 86400.0  # seconds
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Lock a file in the folder; the kernel takes the lock back when this process ends, however it ends."""
+    """Hold a lock in the folder while the context is open.
+
+    The kernel releases the lock when this process ends in any way.
+    """
     with (folder / _NOT_YET).open("w") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Under its name only now: nobody sees the file without its lock.
+            # Rename only after locking, so that nobody sees the file without its lock.
             (folder / _NOT_YET).rename(folder / LOCK)
         yield
 
 
 def release(folder: Path) -> None:
-    """Remove the lock from a folder that is to stay."""
+    """Remove the lock from a folder that is to be kept."""
     for name in (LOCK, _NOT_YET):
         (folder / name).unlink(missing_ok=True)
 
 
 def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove the folders of this user whose process is no more."""
+    """Remove this user's folders whose process has ended."""
     for folder in folders:
-        with suppress(OSError):  # another user's, or gone by now, or locked
+        with suppress(OSError):  # owned by another user, already removed, or locked
             if folder.lstat().st_uid != os.getuid():
                 continue
             if not (folder / LOCK).exists():
-                # Killed before it had its lock, or on a file system without: nobody writes for so long.
+                # The process was killed before it held its lock, or the file system has no locks. After
+                # this long without a write, it is abandoned.
                 if time.time() - folder.stat().st_mtime > _OLD:
                     shutil.rmtree(folder, ignore_errors=True)
                 continue

@@ -1,4 +1,4 @@
-"""The names that safetensors gives to dtypes."""
+"""The names of dtypes in safetensors."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""Every error that moeverify raises on purpose, with what the reader should do about it."""
+"""The exceptions that moeverify raises deliberately, with remedies for the user."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MOST_PROBLEMS = 20
-"""How many problems of one file are listed: a checkpoint of another model has thousands."""
+"""Maximum number of problems listed for one file; a checkpoint of another model has thousands."""
 
 
 class MoeverifyError(Exception):
-    """The root of all errors that moeverify raises on purpose."""
+    """The base class of all exceptions that moeverify raises deliberately."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with what a user wrote.
+    """One problem with the user's input.
 
-    `file` and `line` (counted from 1) say where, `path` is the dotted path of the field, `message` says what
-    is wrong, `remedy` what to write instead.
+    `file` and `line` (counted from 1) are its location, and `path` is the dotted path of the field.
+    `message` describes the problem, and `remedy` how to fix it.
     """
 
     message: str
@@ -27,14 +27,14 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        """Return `file:line: path: message; remedy`, leaving out what is unknown."""
+        """Return `file:line: path: message; remedy`, omitting unknown parts."""
         place = self.file + (f":{self.line}" if self.line is not None else "")
         head = ": ".join(part for part in (place, self.path, self.message) if part)
         return head + (f"; {self.remedy}" if self.remedy else "")
 
 
 class CaseError(MoeverifyError):
-    """What a user wrote cannot be run; `problems` holds everything that is wrong, not only the first."""
+    """The user's input cannot be run; `problems` lists everything that is wrong."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
@@ -42,9 +42,9 @@ class CaseError(MoeverifyError):
 
 
 class FormatError(MoeverifyError):
-    """A file of ours (a golden, a run, a cache) is unreadable, truncated or of another version.
+    """A file written by moeverify (a golden, a run, a cache) is unreadable, truncated or of another version.
 
-    `problem` says what is wrong with it, `remedy` what to do about it, where it is known.
+    `problem` describes the defect, and `remedy` how to fix it, if known.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -54,15 +54,15 @@ class FormatError(MoeverifyError):
 
 
 def join_problems(problems: list[str]) -> str:
-    """Return several problems as the text of one error, a line each; of very many the first."""
+    """Return several problems as the text of one error, one per line, at most `MOST_PROBLEMS`."""
     shown = problems[:MOST_PROBLEMS]
     more = len(problems) - len(shown)
     return "\n".join([*shown, f"and {more} more"] if more else shown)
 
 
 class MachineError(MoeverifyError):
-    """This machine cannot run what was asked: too few GPUs, a backend or a package that is not there."""
+    """This machine cannot run the request: too few GPUs, or a missing backend or package."""
 
 
 class RankFailure(MoeverifyError):
-    """A rank crashed, was killed or hung; the report holds its traceback or stack and its last collective."""
+    """A rank crashed, was killed or hung; the message contains its stack and its last collective."""

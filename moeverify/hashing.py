@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 GOLDEN_RATIO = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
-FACTORS = (-4658895280553007687, -7723592293110705685)  # of splitmix64's finalizer, likewise
+FACTORS = (-4658895280553007687, -7723592293110705685)  # from splitmix64's finalizer, as signed numbers
 
-# Elements at a time: on a CPU few enough that the dozen temporaries of a hash stay in the cache of a core (70 ns an
-# element, and 480 at once with 2**22), elsewhere enough to fill the device.
+# Elements per chunk. On a CPU, the dozen temporaries of a hash then fit into the cache of a core: 70 ns per
+# element, against 480 ns with 2**22 elements. Elsewhere a chunk is large enough to fill the device.
 CHUNK, CHUNK_OF_DEVICE = 2**15, 2**22
 
 
 def mix(values: Tensor) -> Tensor:
-    """Return a bijective scrambling of int64 values.
+    """Return a bijective scrambling of int64 values (any shape).
 
     Source: the finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
     2014), in wrapping signed arithmetic.
@@ -33,7 +33,7 @@ def hash_counter(key: int, counter: Tensor) -> Tensor:
 
 
 def in_chunks(compute: Callable[[Tensor], Tensor], counter: Tensor) -> Tensor:
-    """Return what an elementwise function makes of a counter, computed in chunks. Shapes: any, and the same."""
+    """Return an elementwise function of a counter, computed in chunks; the shape is that of `counter`."""
     size = CHUNK if counter.device.type == "cpu" else CHUNK_OF_DEVICE
     if counter.numel() <= size:
         return compute(counter)

@@ -1,4 +1,4 @@
-"""Reading of files that a user names: never a pipe or a device, and never more than is sane to hold in memory."""
+"""Reading of files named by a user: regular files only, with a limit on their size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MOST_BYTES = 1 << 28
-"""The most that a file of ours holds: results of runs with thousands of cases are a tenth of it."""
+"""Maximum size in bytes; results of runs with thousands of cases are a tenth of it."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -26,11 +26,11 @@ _KINDS = {
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Return a regular file, open for reading.
+    """Return a regular file, opened for reading.
 
-    Raises: OSError, also where it is a folder, a pipe, a socket or a device.
+    Raises: OSError, also if the path is a folder, a pipe, a socket or a device.
     """
-    # Opening a pipe waits for whoever writes to it, unless it is asked not to.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = stat.S_IFMT(os.fstat(number).st_mode)
     if kind == stat.S_IFREG:
@@ -40,11 +40,9 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return what a regular file holds.
+    """Return the content of a regular file of at most `most` bytes.
 
-    Units: `most` in bytes.
-
-    Raises: OSError, also where it is none, or larger than `most`.
+    Raises: OSError, also if it is not a regular file or is larger than `most`.
     """
     with open_input(path) as file:
         content = file.read(most + 1)
@@ -54,9 +52,9 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_sources(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Yield the Python files below a folder, sorted, with what they hold.
+    """Yield the Python files below a folder, sorted, with their contents.
 
-    What cannot be imported is left out: links to nowhere (editors leave some as locks), pipes, folders.
+    Unreadable entries are skipped: dangling links (some editors use them as locks), pipes, folders.
     """
     for path in sorted(folder.rglob("*.py")):
         try:
@@ -67,10 +65,10 @@ def read_sources(folder: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON text holds.
+    """Return the value of a JSON text.
 
-    Raises: json.JSONDecodeError, also for what is nested too deeply and for numbers of thousands of digits;
-        UnicodeDecodeError.
+    Raises: json.JSONDecodeError, also for excessive nesting and for numbers with thousands of digits;
+    UnicodeDecodeError.
     """
     doc = text if isinstance(text, str) else text.decode("utf-8", "replace")
     try:
@@ -84,6 +82,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_problem(error: ValidationError) -> tuple[str, str]:
-    """Return the dotted path of the first wrong field of a file's content, and what is wrong with it."""
+    """Return the dotted path of the first invalid field of a file, and the validation message."""
     first = error.errors()[0]
     return ".".join(map(str, first["loc"])), first["msg"]

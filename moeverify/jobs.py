@@ -1,7 +1,7 @@
-"""What the controller asks of the ranks, and what rank 0 answers: all that crosses the border of processes. No torch.
+"""The jobs that the controller sends to the ranks, and the results of rank 0. Imports no torch.
 
-A job travels as JSON in the payload of `moeverify.launch.plan.Job`, its result as JSON in the outcome. Rank 0 answers
-with the result of the job's kind, or refuses for a reason that the user can mend.
+A job travels as JSON in the payload of `moeverify.launch.plan.Job`, its result as JSON in the outcome. Rank
+0 returns the result type of the job, or a `Refusal` whose reason the user can fix.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from moeverify.results.route import RouteResult
 from moeverify.results.timeline import Timeline
 
 WORKER = "moeverify.worker.main"
-"""The module that the ranks of all of these jobs run."""
+"""The module that the ranks run for all jobs except the two kinds below."""
 
 PROBE_WORKER = "moeverify.worker.probes.main"
-"""The module that the ranks of `ProbeJob` run: it imports as little as it can, since it looks for what is broken."""
+"""The module that the ranks run for a `ProbeJob`. It imports little, since it looks for broken parts."""
 
 COLLECTIVE_WORKER = "moeverify.worker.collective"
-"""The module that the ranks of `CollectiveJob` run: it imports as little as it can, since somebody waits for it."""
+"""The module that the ranks run for a `CollectiveJob`. It imports little, since a user is waiting for it."""
 
 
 class GoldenOrder(Record):
-    """One full golden to have: of a recipe, with what optional checks look at.
+    """A request for one full golden: a recipe, and the optional checks that need additional tensors.
 
-    `folder` is where it is kept, without the class of device, which only a rank knows; `fresh` makes it anew.
-    Units: `timeout` in seconds, for this golden alone; None leaves it to the limit of the job.
+    `folder` is where it is stored, without the device class, which only a rank knows. `fresh` recomputes an
+    existing one. `timeout` is in seconds for this golden alone; None leaves it to the limit of the job.
     """
 
     recipe: Recipe
@@ -52,18 +52,18 @@ class GoldenOrder(Record):
 
 
 class GoldenJob(Record):
-    """Make the goldens that are not kept yet, side by side on the ranks."""
+    """Compute the goldens that are not stored yet, distributed over the ranks."""
 
     kind: Literal["goldens"] = "goldens"
     orders: tuple[GoldenOrder, ...]
 
 
 class CaseFields(Record):
-    """The fields of every job that runs a case on the ranks of its layout; `golden` is the folder of its order.
+    """The fields of every job that runs a case on the ranks of its layout; `golden` is its golden's folder.
 
-    `operators` is the file for the operators of both sides in the step where something differs first, if they are to
-    be kept. Hypotheses of the names `without` are not tried. Units: `explain_seconds` in seconds, for the search for
-    what makes results wrong; 0 leaves it out.
+    If `operators` is set, the operators of both sides in the first differing step are written to this file.
+    The hypotheses named in `without` are not tested. `explain_seconds` limits the search for the first
+    wrong operation, in seconds; 0 disables it.
     """
 
     case: Case
@@ -82,7 +82,7 @@ class VerifyJob(CaseFields):
 
     @property
     def builds_all_meshes(self) -> bool:
-        """Return whether our code and torch's eager one alone use meshes: no user's, no fault's, no compiler's."""
+        """Return whether only moeverify and eager torch use meshes (no user code, fault or compiler)."""
         recipe, layout = self.case.recipe, self.case.layout
         is_eager = layout.compile == "none" and layout.graphs == "none"
         is_ours = recipe.model.reference is not None and layout.parallelize is None and recipe.step is None
@@ -90,21 +90,21 @@ class VerifyJob(CaseFields):
 
 
 class SaveJob(CaseFields):
-    """Train the case, and save its state to a folder on the way."""
+    """Train the case, and save its state to a folder in the middle of training."""
 
     kind: Literal["save"] = "save"
     checkpoint: Path
 
 
 class LoadJob(CaseFields):
-    """Load what another case has saved, compare it, and train on."""
+    """Load the state saved by another case, compare it, and continue training."""
 
     kind: Literal["load"] = "load"
     checkpoint: Path
 
 
 class CoverageJob(CaseFields):
-    """Verify the case, and write what of these files each rank has executed to a folder that is there."""
+    """Verify the case, and write the executed spans of these files, per rank, to an existing folder."""
 
     kind: Literal["coverage"] = "coverage"
     files: tuple[str, ...]
@@ -114,9 +114,10 @@ class CoverageJob(CaseFields):
 class BlamedPlace(Record):
     """The place that the cause of a finding names: a collective, or the call of a module.
 
-    With `site`, where a collective is issued (`file:line in function`). Else inside `module`, forward or backward, in
-    one micro-batch: where its output is complete, or with `inner` where that module takes its input or gets its
-    gradient. `module` is also what the collective is issued for, where that is known.
+    `site` is the call site of a collective (`file:line in function`). Without it, the place is inside
+    `module`, in the forward or backward pass of one micro-batch. There it is where the module's output is
+    complete or, with `inner`, where that inner module receives its input or its gradient. For a collective,
+    `module` is the module it belongs to, if known.
     """
 
     about: str
@@ -128,27 +129,27 @@ class BlamedPlace(Record):
 
     @property
     def reading(self) -> str:
-        """Return the module at whose end ranks first differ from one device, or nothing."""
+        """Return the module at whose end ranks first differ from one device, or an empty string."""
         return self.inner or self.module
 
     @property
     def end(self) -> End:
-        """Return the end of that module: what it makes, or what comes to an inner one."""
+        """Return the end of that module: its output, or the input of an inner module."""
         return "output" if (self.direction == "forward") == (not self.inner) else "input"
 
 
 class DifferingCollective(Record):
-    """The first collective that the ranks of a group do not issue alike, as a case has issued it before."""
+    """The first collective that the ranks of a group issue differently, as seen in an earlier run."""
 
     about: str
     facts: CollectiveFacts
 
 
 class StopPoint(Record):
-    """Where ranks stop in the debugger: when they have made a logical tensor, named as a finding names it.
+    """The point where ranks stop in the debugger: when they have computed a logical tensor of a finding.
 
-    A rank that comes to the `place` that the cause names stops there instead. Where ranks issue different collectives
-    they stop before the first of them, and there is no tensor.
+    A rank that reaches `place` stops there instead. If ranks issue different collectives, they stop before
+    the first of them, and no tensor is involved.
     """
 
     kind: str
@@ -160,7 +161,7 @@ class StopPoint(Record):
 
 
 class DebugJob(CaseFields):
-    """Train the case as far as a finding, and stop the ranks there in `multiprocessing_pdb`."""
+    """Train the case up to a finding, and stop the ranks there in `multiprocessing_pdb`."""
 
     kind: Literal["debug"] = "debug"
     at: StopPoint
@@ -170,7 +171,7 @@ CaseJob = VerifyJob | SaveJob | LoadJob | CoverageJob | DebugJob
 
 
 class BenchJob(Record):
-    """Measure what a step of the case costs; `profile` keeps the traces of a step."""
+    """Measure the cost of a step of the case; `profile` is the folder for traces of a step."""
 
     kind: Literal["bench"] = "bench"
     case: Case
@@ -181,14 +182,14 @@ class BenchJob(Record):
 
 
 class ProbeJob(Record):
-    """Try one thing that a machine may get wrong."""
+    """Test one feature that may be broken on a machine."""
 
     kind: Literal["probe"] = "probe"
     probe: str
 
 
 class CollectiveJob(Record):
-    """Run one collective, and its backward where that is asked for, with the inputs that `transfer` has."""
+    """Run one collective on the inputs in `transfer`, and its backward pass if requested."""
 
     kind: Literal["collective"] = "collective"
     transfer: Transfer
@@ -196,7 +197,7 @@ class CollectiveJob(Record):
 
 
 class RouteJob(Record):
-    """Follow the tokens of one batch through a MoE layer of the case, and show `num_shown` of each rank."""
+    """Follow the tokens of one batch through a MoE layer of the case, and show `num_shown` per rank."""
 
     kind: Literal["route"] = "route"
     case: Case
@@ -223,19 +224,19 @@ RankJob = Annotated[
 
 
 class Refusal(Record):
-    """Why there is no result: something that the user can mend, known on every rank."""
+    """The reason why there is no result; it is known on every rank, and the user can fix it."""
 
     kind: Literal["refusal"] = "refusal"
     error: str
 
 
 class VerifyResult(Record):
-    """What the checks of a case say.
+    """The results of a case's checks.
 
-    `losses` has (golden, layout) total loss of each step, `gradient_norms` the norms of all gradients and
-    `learning_rates` the optimizer's rates likewise, and `load` what each expert has computed. Where something
-    differs, `errors` are those of all tensors, `timeline` has the collectives of the step where it began, and
-    `operators` is the file with the operators of that step, if they were to be kept.
+    `losses`, `gradient_norms` and `learning_rates` hold (golden, layout) pairs for each step; losses are
+    total losses. `load` counts the token copies per expert. If something differs, `errors` are the errors
+    of all tensors, and `timeline` has the collectives of the first differing step. `operators` is the file
+    with that step's operators, if requested.
     """
 
     kind: Literal["verify"] = "verify"
@@ -251,10 +252,10 @@ class VerifyResult(Record):
 
 
 class GoldenSummary(Record):
-    """What the file in git holds of a golden: losses and norms of every step, fingerprints of logical tensors.
+    """The part of a golden that is stored in git: losses and norms of every step, tensor fingerprints.
 
-    `damage` says what was wrong with the full golden in the cache that this one replaces. `seconds` is how long it
-    took to make, with its noise; None where it was kept from an earlier run.
+    `damage` describes the defect of the cached golden that this one replaces. `seconds` is the time to
+    compute it and its noise; None if it was kept from an earlier run.
     """
 
     losses: dict[str, float]
@@ -264,7 +265,7 @@ class GoldenSummary(Record):
 
 
 class GoldenResult(Record):
-    """The summary of each golden in the order of the job, or why it could not be made; on which class of device."""
+    """The summaries of goldens in the order of the job, or refusals; `device_class` says where they ran."""
 
     kind: Literal["goldens"] = "goldens"
     device_class: str
@@ -272,35 +273,35 @@ class GoldenResult(Record):
 
 
 class BenchResult(Record):
-    """What a step of the case costs."""
+    """The cost of a step of the case."""
 
     kind: Literal["bench"] = "bench"
     measurement: Measurement
 
 
 class DebugResult(Record):
-    """Which ranks have stopped in the debugger."""
+    """The ranks that have stopped in the debugger."""
 
     kind: Literal["debug"] = "debug"
     ranks: tuple[int, ...]
 
 
 class ProbeResult(Record):
-    """What a probe has seen."""
+    """The observation of a probe."""
 
     kind: Literal["probe"] = "probe"
     answer: Answer
 
 
 class CollectiveResult(Record):
-    """What each rank got of a collective, in the order of the ranks."""
+    """The output of a collective on each rank, in rank order."""
 
     kind: Literal["collective"] = "collective"
     values: tuple[RankValues, ...]
 
 
 class RouteAnswer(Record):
-    """What one batch did in a MoE layer."""
+    """The path of one batch through a MoE layer."""
 
     kind: Literal["route"] = "route"
     result: RouteResult
@@ -329,20 +330,20 @@ def write_job(job: RankJob) -> dict[str, Any]:
 
 def read_job(payload: Mapping[str, Any]) -> RankJob:
     """Return the job of a payload."""
-    # As JSON text: a case is strict about types, and its tuples are lists in JSON alone.
+    # Validated as JSON text: cases are strict about types, and accept lists as tuples only in JSON mode.
     return _JOBS.validate_json(json.dumps(payload))
 
 
 def write_result(result: RankResult | None) -> dict[str, Any] | None:
-    """Return a result as JSON data; None on the ranks that have none."""
+    """Return a result as JSON data; None on ranks without a result."""
     return None if result is None else result.model_dump(mode="json")
 
 
 def read_result(content: Mapping[str, Any]) -> RankResult:
-    """Return the result that rank 0 gave."""
+    """Return the result of rank 0."""
     return _RESULTS.validate_python(content)
 
 
 def read_report(text: str) -> RankResult:
-    """Return what rank 0 knew of its result before the job was over."""
+    """Return the preliminary result that rank 0 reported before the job was over."""
     return _RESULTS.validate_json(text)

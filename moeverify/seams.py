@@ -1,7 +1,7 @@
-"""Seams: the functions and methods of the code under test that faults wrap.
+"""Seams: functions and methods of the code under test that faults wrap.
 
-The mark changes nothing: a seam runs as it would without it. It says to who changes the function that faults import
-it by its name and are held to its arguments (tests/unit/faults), and to who writes a fault where to begin.
+The decorator does not change behaviour. It tells readers that faults import the function by its name and
+depend on its arguments (tests/unit/faults). It also shows where a new fault can be injected.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ SEAMS: dict[str, Callable[..., Any]] = {}
 
 
 def seam(function: F) -> F:
-    """Mark a function or method as a seam and return it as it is."""
+    """Register a function or method as a seam and return it unchanged."""
     SEAMS[f"{function.__module__}.{function.__qualname__}"] = function
     return function

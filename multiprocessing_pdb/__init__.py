@@ -1,10 +1,10 @@
-"""A debugger for many Python ranks: stop any of them, ask all of them, from one console.
+"""A debugger for many Python ranks: one console stops and queries any of them.
 
     from multiprocessing_pdb import MultiprocessingPdb
     Tra = MultiprocessingPdb().set_trace
 
-and, in any terminal of the same user, `python -m multiprocessing_pdb`. Importing this opens no socket, starts
-no thread and imports neither readline nor torch.
+Then, in any terminal of the same user, run `python -m multiprocessing_pdb`. Importing this package opens no
+socket, starts no thread and imports neither readline nor torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from multiprocessing_pdb.rank.trigger import MultiprocessingPdb
 
 if TYPE_CHECKING:
-    # Only the names are needed, and importing this package is to cost nothing.
+    # Only the names are needed; importing this package must be cheap.
     from collections.abc import Mapping
     from datetime import timedelta
     from types import FrameType
@@ -46,9 +46,11 @@ def set_trace(*arguments: Any, header: str | None = None) -> None:
 
 
 def post_mortem(error: BaseException | None = None) -> None:
-    """Stop this rank where `error`, the exception being handled, or the last uncaught one was raised.
+    """Stop this rank at the point where an exception was raised.
 
-    Raises ValueError when there is no such exception.
+    The exception is `error`, else the one being handled, else the last uncaught one.
+
+    Raises: ValueError if there is no such exception.
     """
     from multiprocessing_pdb.rank.exception_hooks import stop_after_exception
 
@@ -56,7 +58,7 @@ def post_mortem(error: BaseException | None = None) -> None:
 
 
 def install() -> None:
-    """Stop on uncaught exceptions, also of threads and child processes, and take over breakpoint()."""
+    """Stop on uncaught exceptions, also in threads and child processes, and replace breakpoint()."""
     from multiprocessing_pdb.rank.exception_hooks import install as install_hooks
 
     install_hooks()
@@ -65,12 +67,12 @@ def install() -> None:
 def stop(
     header: str = "stop()", *, frame: FrameType | None = None, frame_locals: Mapping[str, Any] | None = None
 ) -> None:
-    """Stop this rank where it is: in `frame`, or in the caller. No collective.
+    """Stop this rank immediately, in `frame` or in the caller. No collective is issued.
 
         stop("layers.3.moe differs", frame_locals={"expected": expected, "actual": actual})
 
-    The prompt knows the names of `frame_locals` besides the frame's own; one that the frame has itself gets a
-    leading underscore. They are gone when the rank goes on.
+    The names of `frame_locals` are available at the prompt in addition to the frame's own. A name that the
+    frame also defines gets a leading underscore. They are removed when the rank continues.
     """
     from multiprocessing_pdb.rank.session import Stop
     from multiprocessing_pdb.rank.stop import stop_at
@@ -81,7 +83,8 @@ def stop(
 def stop_all(reason: str = "stop_all()") -> int:
     """Ask every other armed rank of this job to stop at its next line; return how many here were asked.
 
-    No collective: the others need not expect it. A rank that waits inside a collective stops once that ends.
+    No collective is issued, so the others need not expect it. A rank that waits inside a collective stops
+    when that collective ends.
     """
     from multiprocessing_pdb.rank.peers import ask_peers_to_stop
 
@@ -89,11 +92,12 @@ def stop_all(reason: str = "stop_all()") -> int:
 
 
 def set_reference(reference: Reference | None) -> None:
-    """Compare with this at `diff --golden`; None ends that. No collective.
+    """Set the object that `diff --golden` compares with; None removes it. No collective is issued.
 
-        set_reference(golden)  # golden.compare(value, check) returns rows, see multiprocessing_pdb.rank.reference
+        set_reference(golden)  # golden.compare(value, check) returns rows
 
-    For programs that know what their tensors should be; the ranks of `moeverify run --debug` do.
+    For programs that know the expected values of their tensors, such as the ranks of `moeverify run
+    --debug`. `multiprocessing_pdb.rank.reference` defines the interface.
     """
     from multiprocessing_pdb.rank.reference import register_reference
 
@@ -101,10 +105,10 @@ def set_reference(reference: Reference | None) -> None:
 
 
 def on_nan(model: Any) -> NanHooks:
-    """Arm this rank, and stop it where an output or a gradient of a module of `model` first goes bad.
+    """Arm this rank, and stop it where an output or gradient of a module of `model` first goes bad.
 
-    Returns the hooks; `remove()` takes them away. The prompt knows bad_module, bad_inputs, bad_output,
-    bad_gradient or bad_parameter.
+    Return the hooks; call `remove()` on them to uninstall. The prompt has the names bad_module, bad_inputs,
+    bad_output, bad_gradient or bad_parameter.
     """
     from multiprocessing_pdb.rank.nan_hooks import watch_model
 
@@ -112,10 +116,11 @@ def on_nan(model: Any) -> NanHooks:
 
 
 def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
-    """Monitor for stopped ranks from now on, and raise this process's collective timeouts meanwhile.
+    """Watch for stopped ranks from now on; while one is stopped, raise this process's collective timeouts.
 
-    `hold` raises them at once and until `disarm()`: the only way to save a collective that will be in flight
-    when another rank stops. `limit` is what they are raised to, 7 days by default. No collective.
+    `hold` raises the timeouts at once and until `disarm()`. Only this saves a collective that is already in
+    flight when another rank stops. `limit` is the raised timeout, 7 days by default. No collective is
+    issued.
     """
     from multiprocessing_pdb.rank.monitor import arm as start
 

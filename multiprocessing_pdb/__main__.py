@@ -1,4 +1,4 @@
-"""python -m multiprocessing_pdb: the console."""
+"""Entry point of the console: `python -m multiprocessing_pdb`."""
 
 import sys
 

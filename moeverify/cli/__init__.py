@@ -1,4 +1,4 @@
-"""The command line: one thin file a command; what a command needs is imported when it runs."""
+"""The command line, one thin module per command; a command imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ COMMANDS = (
     "compare",
     "faults",
 )
-"""In the order of `--help`. The function, or the group of commands, has the name of its module."""
+"""The commands in the order of `--help`. The function or typer app of each has the name of its module."""
 
 
 def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
-    """Return the command line with these commands; only their modules are imported."""
+    """Return the typer app with these commands; only their modules are imported."""
     app = typer.Typer(
         help="Verify that a distributed Mixture-of-Experts training run computes what a single device computes.",
         epilog="Exit codes: 0 pass, 1 mismatch, 2 bad case or usage, 3 a rank failed or hung.",
@@ -62,7 +62,8 @@ def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
 
 def main() -> None:
     """Run the command line; the process ends with the exit code of the command."""
-    # What is imported stays: to look for cycles in it again and again takes a tenth of the shorter commands.
+    # Imported modules stay alive. Repeated searches for cycles in them take a tenth of the shorter
+    # commands.
     gc.set_threshold(_FEW_COLLECTIONS)
     with standard_streams():
         asked = tuple(name for name in sys.argv[1:2] if name in COMMANDS)
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def _show_version(is_asked: bool) -> None:
-    """Print the version and end, when it was asked for."""
+    """Print the version and exit, if requested."""
     if is_asked:
         from importlib.metadata import PackageNotFoundError, version
 
@@ -91,7 +92,7 @@ def _main(
 
 
 def _list_checks() -> str:
-    """Return what `checks.skip`, `checks.differs` and `checks.also` of a case may name, a line each."""
+    """Return one line per check that `checks.skip`, `checks.differs` and `checks.also` accept."""
     from moeverify.results.checks import CheckName
 
     lines = (f"{name}: {name.description}{' (optional)' if name.is_optional else ''}" for name in CheckName)

@@ -1,4 +1,4 @@
-"""The arguments and options that several commands take."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Device(StrEnum):
-    """On what the ranks compute; `auto` takes CUDA when there is a GPU."""
+    """Device of the ranks; `auto` uses CUDA if there is a GPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -29,7 +29,7 @@ class Device(StrEnum):
 
 
 class Backend(StrEnum):
-    """What carries the collectives of GPUs; `auto` takes NCCL where each rank has one, else gloo."""
+    """Collective backend for GPUs; `auto` uses NCCL if each rank has its own GPU, else gloo."""
 
     auto = "auto"
     gloo = "gloo"
@@ -95,7 +95,7 @@ Escalate = Annotated[
         help="Where a finding below float64 has no cause or only a place, run the case in wider precisions.",
     ),
 ]
-# For commands that ask what passes as well.
+# For commands in which passing cases are rerun as well.
 EscalateAll = Annotated[
     bool,
     typer.Option(
@@ -109,16 +109,16 @@ DEFAULT_GOLDENS = Path("golden")
 
 @dataclass(frozen=True)
 class CaseSelection(OptionGroup):
-    """Which cases, and what to change in them."""
+    """The selected cases, and overrides of their fields."""
 
     cases: Cases
     overrides: Overrides = None
     pattern: Pattern = None
 
     def load(self) -> list[Case]:
-        """Return the cases.
+        """Return the selected cases.
 
-        Raises: CaseError with everything that is wrong with them.
+        Raises: CaseError listing all problems of the cases.
         """
         from moeverify.validation.load import load_cases
 
@@ -126,9 +126,9 @@ class CaseSelection(OptionGroup):
             return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
 
     def load_sweep(self, sweeps: Sequence[str]) -> list[Combination]:
-        """Return the cases for each combination of values of `--sweep`; without one as they are.
+        """Return the cases for each combination of `--sweep` values; unchanged without a sweep.
 
-        Raises: CaseError with what is wrong with the options, or with the first combination if none is left.
+        Raises: CaseError with the problems of the options, or of the first combination if none is valid.
         """
         from moeverify.validation.sweep import load_sweep
 
@@ -136,9 +136,9 @@ class CaseSelection(OptionGroup):
             return load_sweep(self.cases, sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern)
 
     def load_valid(self) -> Loaded:
-        """Return the valid cases; files of a folder that are refused do not keep the others from running.
+        """Return the valid cases; an invalid file in a folder does not prevent the others from running.
 
-        Raises: CaseError where a file that is named itself is refused, or an option, or where no case is left.
+        Raises: CaseError if an explicitly named file or an option is invalid, or if no case is left.
         """
         from moeverify.validation.load import load_valid_cases
 
@@ -148,7 +148,7 @@ class CaseSelection(OptionGroup):
 
 @dataclass(frozen=True)
 class RunSettings(OptionGroup):
-    """How cases run on their ranks."""
+    """Settings of how cases run on their ranks."""
 
     device: DeviceOption = Device.auto
     backend: BackendOption = Backend.auto
@@ -160,9 +160,9 @@ class RunSettings(OptionGroup):
     goldens: GoldenFolder = DEFAULT_GOLDENS
 
     def make_options(self, cases: list[Case], folder: Path | None) -> RunOptions:
-        """Return the options of a run of these cases; `folder` keeps everything.
+        """Return the options for running these cases; `folder` keeps the complete run.
 
-        Raises: CaseError where the function to call on every rank is not there, before any rank starts.
+        Raises: CaseError, before any rank starts, if the `--fault` function does not exist.
         """
         from moeverify.controller.options import RunOptions
 

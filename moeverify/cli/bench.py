@@ -1,4 +1,4 @@
-"""`moeverify bench`: what a step of each case costs, side by side, without any golden."""
+"""`moeverify bench`: the cost of a step of each case, side by side; needs no golden."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchFiles(OptionGroup):
-    """What is written beside the tables."""
+    """Files written in addition to the tables."""
 
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
@@ -41,16 +41,16 @@ class BenchFiles(OptionGroup):
     ] = None
 
     def check(self) -> None:
-        """Make sure, before minutes of measuring, that everything can be written.
+        """Check, before minutes of measuring, that all files can be written.
 
-        Raises: CaseError with what cannot.
+        Raises: CaseError listing the paths that cannot.
         """
         from moeverify.report.files import check_writable
 
         check_writable([] if self.json is None else [self.json], self.plots, self.profile)
 
     def name_folders(self, cases: Sequence[Case]) -> dict[str, Path]:
-        """Return the folder of each case below that of --profile."""
+        """Return the folder of each case below the folder of `--profile`."""
         if self.profile is None:
             return {}
         from moeverify.report.formats.plots import make_stem
@@ -59,7 +59,7 @@ class BenchFiles(OptionGroup):
         return {case.name: self.profile.resolve() / make_stem(case.name, used) for case in cases}
 
     def write(self, result: BenchRun, folders: dict[str, Path]) -> None:
-        """Write the results and the pictures; the ranks have written their traces."""
+        """Write the results and the pictures; the ranks have already written their traces."""
         from moeverify.report.files import write_atomically
 
         if self.json is not None:
@@ -123,13 +123,13 @@ def bench(
         try:
             with open_progress(context.out, quiet=quiet) as progress:
                 bench.run(progress.on_event)
-        finally:  # Ctrl-C leaves what is known
+        finally:  # results measured before a Ctrl-C are kept
             result = bench.result
             if result is not None:
                 result = _complete(mark_swept(result, combinations))
                 files.write(result, folders)
                 render_bench(result, context.out)
-        if result is None:  # one of several ranks; the first one reports
+        if result is None:  # only the first of several ranks reports
             return
         is_tracked = tracking.write(list_bench_figures(result), context)
         if any(case.step is None for case in result.cases):

@@ -1,4 +1,4 @@
-"""`moeverify check`: what the case files say, without running anything."""
+"""`moeverify check`: validation of case files, without running anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeverify comm`: one collective on real ranks, with what each gives and gets."""
+"""`moeverify comm`: one collective on real ranks, with the inputs and outputs of each rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def comm(
             device=device.value,
             backend=backend.value,
         )
-        if found is None:  # one of several ranks; the first one reports
+        if found is None:  # only the first of several ranks reports
             return
         render_collective(found, context.out)
         if json_file is not None:
@@ -72,9 +72,9 @@ def comm(
 def _choose_sizes(
     collective: Collective, ranks: int, size: int, splits: Path | None, source: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of all parts, see `define_transfer`.
+    """Return the sizes of all parts in the form that `define_transfer` expects.
 
-    Raises: CaseError with everything that is wrong with the options, or with the file.
+    Raises: CaseError listing all problems of the options, or of the file.
     """
     from moeverify.collectives.definition import TAKES_SPLITS
     from moeverify.errors import CaseError, Problem

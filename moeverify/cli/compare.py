@@ -1,4 +1,4 @@
-"""`moeverify compare`: two runs that `moeverify watch` has recorded, one of one device and one of many."""
+"""`moeverify compare`: comparison of two runs recorded by `moeverify watch`, one of them on one device."""
 
 from __future__ import annotations
 

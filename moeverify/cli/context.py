@@ -1,4 +1,4 @@
-"""What every command shares: where it prints, and how errors become exit codes."""
+"""The context shared by all commands: consoles, and the mapping of errors to exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXIT_CODES = {"pass": 0, "mismatch": 1, "error": 3}
 BAD_INPUT = 2
 FAILED = 3
 INTERRUPTED = 130
-READER_GONE = 141  # what a shell shows for a process that SIGPIPE has ended
+READER_GONE = 141  # the code that a shell reports for a process ended by SIGPIPE
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
@@ -32,7 +32,7 @@ _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torch
 
 
 class Ended(KeyboardInterrupt):
-    """A signal other than that of Ctrl-C asks the command to end, and it cleans up in the same way."""
+    """A signal other than SIGINT that ends the command; it gets the same cleanup as Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -41,7 +41,7 @@ class Ended(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class CommandContext:
-    """Where a command prints: results to `out`, errors to `err`. Only the first of several ranks prints."""
+    """The consoles of a command: results to `out`, errors to `err`; only the first rank prints."""
 
     out: Console
     err: Console
@@ -50,7 +50,7 @@ class CommandContext:
 
 @contextmanager
 def open_context() -> Iterator[CommandContext]:
-    """Give a command its consoles and turn what it raises into a message and an exit code.
+    """Yield the consoles of a command, and turn exceptions into a message and an exit code.
 
     Raises: typer.Exit.
     """
@@ -93,16 +93,16 @@ def open_context() -> Iterator[CommandContext]:
         _print_error(context, "this machine has no memory left for it; try smaller sizes, or fewer ranks")
         raise typer.Exit(FAILED) from None
     except Exception:
-        # Python would exit with 1, which here means that a layout computes something else.
+        # Python would exit with code 1, which here means a mismatch.
         _print_error(context, _report_fault())
         raise typer.Exit(FAILED) from None
 
 
 @contextmanager
 def own_sections() -> Iterator[None]:
-    """Have pydantic build the sections of cases without its search for plugins, as typer builds its parameters.
+    """Disable pydantic's search for plugins while the sections of cases are built.
 
-    The search opens a file of every distribution that is installed: a tenth of the time of `moeverify check`.
+    The search opens a file of every installed distribution, a tenth of the time of `moeverify check`.
     """
     before = os.environ.get(_PLUGINS)
     os.environ[_PLUGINS] = "__all__"
@@ -116,22 +116,23 @@ def own_sections() -> Iterator[None]:
 
 
 def _report_fault() -> str:
-    """Print the traceback of the error that is being handled, and return what to make of it."""
+    """Print the traceback of the current exception, and return the text of the error message."""
     with suppress(OSError):
         traceback.print_exc()
     return "this is a fault of moeverify itself, or of the code that a case names"
 
 
 def _print_error(context: CommandContext, text: str) -> None:
-    with suppress(OSError):  # the disk that is full may be that of the log
+    with suppress(OSError):  # the log may be on the full disk
         context.err.print(f"error: {text}", soft_wrap=True, markup=False, highlight=False)
 
 
 @contextmanager
 def _ends_on_signals() -> Iterator[None]:
-    """Raise `Ended` where SIGTERM or SIGHUP would end the process at once, without its files and with its folders.
+    """Raise `Ended` on SIGTERM or SIGHUP, whose default actions would skip cleanup and reports.
 
-    Ranks of another launcher are left to that launcher, and a signal that is ignored (`nohup`) to be ignored.
+    Ranks of an external launcher are left to that launcher. A signal that is ignored (`nohup`) stays
+    ignored.
     """
     numbers = [
         number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL
@@ -141,7 +142,7 @@ def _ends_on_signals() -> Iterator[None]:
 
     def end(number: int, frame: Any) -> None:
         for each in numbers:
-            signal.signal(each, lambda *_: None)  # one is enough: do not end the cleaning up
+            signal.signal(each, lambda *_: None)  # a second signal must not stop the cleanup
         raise Ended(number)
 
     for number in numbers:
@@ -154,7 +155,7 @@ def _ends_on_signals() -> Iterator[None]:
 
 
 def find_rank() -> int:
-    """Return this process's rank where torchrun or srun started several, else 0."""
+    """Return this process's rank if torchrun or srun started several, else 0."""
     return next((_read_integer(rank) for rank, size in _LAUNCHERS if _has_launched(rank, size)), 0)
 
 
@@ -167,23 +168,23 @@ def _has_launched(rank: str, size: str) -> bool:
 
 
 def is_continuous_integration() -> bool:
-    """Return whether a CI server runs this, by the variable that all of them set."""
+    """Return whether a CI server runs this process, according to the variable `CI`."""
     return os.environ.get("CI", "").strip().lower() in ("1", "true", "yes")
 
 
 def _read_integer(name: str) -> int:
-    """Return an environment variable as a number, 0 when it is none."""
+    """Return an environment variable as an integer, 0 if it is not one."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else 0
 
 
 def _find_width() -> int | None:
-    """Return the width that the user asks for by COLUMNS, which holds for logs too."""
+    """Return the width that the user set by COLUMNS, which applies to logs too."""
     return _read_integer("COLUMNS") or None
 
 
 def _print_anything(stream: TextIO) -> None:
-    """Let a stream of a narrow encoding print what it cannot write as an escape, instead of failing."""
+    """Make a stream with a narrow encoding escape unsupported characters instead of raising."""
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""`moeverify convert`: weights from one format into another."""
+"""`moeverify convert`: conversion of weights between formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """The formats of weights."""
+    """Formats of weights."""
 
     hf = "hf"
     dcp = "dcp"
@@ -80,7 +80,7 @@ def convert(
 
 
 def _describe(preset: str | None, config: Path | None) -> Description | None:
-    """Return the model that the options name, None for that of the source."""
+    """Return the model named by the options, or None to use the description in the source."""
     from moeverify.case.presets import PRESETS
     from moeverify.case.suggest import suggest
     from moeverify.errors import CaseError, Problem

@@ -1,4 +1,4 @@
-"""`moeverify run --debug`: after the report, the ranks of the first case that failed stop in multiprocessing_pdb."""
+"""`moeverify run --debug`: stops the ranks of the first failed case in multiprocessing_pdb."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moeverify.controller.options import RunOptions
     from moeverify.results.run import RunResult
 
-_JOB = "MPDB_JOB"  # by which name a console finds the ranks; they inherit it
+_JOB = "MPDB_JOB"  # consoles find the ranks by this job name, which the ranks inherit
 _AT_TENSOR = "`diff --golden actual`; at a prompt: expected, actual, region"
 _AT_COLLECTIVE = (
     "`diff issued`; at a prompt: issued, operands, and peers, which has what each rank issued before"
@@ -23,9 +23,9 @@ _AT_COLLECTIVE = (
 def debug_first(
     cases: Sequence[Case], result: RunResult, options: RunOptions, context: CommandContext
 ) -> None:
-    """Train the first case that failed again until its ranks have stopped and gone on.
+    """Train the first failed case again until its ranks have stopped and continued.
 
-    Raises: RankFailure where a rank is lost.
+    Raises: RankFailure if a rank is lost.
     """
     from moeverify.controller.debug import debug_case, find_stop
     from moeverify.launch.world import external_world

@@ -1,4 +1,4 @@
-"""`moeverify diff`: what changed from one run to another."""
+"""`moeverify diff`: the changes from one run to another."""
 
 from __future__ import annotations
 

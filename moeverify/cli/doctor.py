@@ -1,4 +1,4 @@
-"""`moeverify doctor`: what this machine can do, and what that means for verification."""
+"""`moeverify doctor`: the capabilities of this machine, and their consequences for verification."""
 
 from __future__ import annotations
 

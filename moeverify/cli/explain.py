@@ -1,4 +1,4 @@
-"""`moeverify explain`: the evidence behind a finding of a run that was kept."""
+"""`moeverify explain`: the evidence behind a finding of a kept run."""
 
 from __future__ import annotations
 

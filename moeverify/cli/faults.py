@@ -1,4 +1,4 @@
-"""`moeverify faults`: real bugs, bugs made by machine, and clean runs that must raise no alarm."""
+"""`moeverify faults`: real bugs, mutants, and clean runs that must not raise an alarm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clea
 
 
 class Precision(StrEnum):
-    """In which precision the ranks compute."""
+    """Precision in which the ranks compute."""
 
     float64 = "float64"
     float32 = "float32"
@@ -172,7 +172,7 @@ def run(
             from moeverify.report.formats.plots import write_faults as write_fault_plots
 
             write_fault_plots(rows, plots)
-        missed = {"pass": "mismatch"}  # what is missed shows nothing wrong
+        missed = {"pass": "mismatch"}  # a missed fault has the verdict pass
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
         raise typer.Exit(_conclude(verdicts))
 
@@ -180,7 +180,7 @@ def run(
 def _run_all(
     chosen: Sequence[Fault], options: RunOptions, context: CommandContext, *, escalates: bool, quiet: bool
 ) -> list[FaultRow]:
-    """Return the rows of all faults; when the run ends early, the table has those that are over."""
+    """Return the rows of all faults; if the run ends early, print the rows of the finished ones."""
     from moeverify.cli.keeper import Keeper
     from moeverify.controller.fault_benchmark import count_unasked, run_faults, score_finished
     from moeverify.report.faults import render_faults
@@ -316,7 +316,7 @@ def mutate(
 
 
 def _print_rates(console: Console, ran: RanMutants, precision: Precision | None) -> None:
-    """Print what came of mutants in numbers, and what a precision has left out."""
+    """Print the counts and rates of mutants, and the omissions of a precision."""
     from moeverify.report.mutation import describe_left_out, describe_rates, summarize_mutants
 
     lines = [*summarize_mutants(ran.rows), "", *describe_rates(ran.rows)]
@@ -327,14 +327,14 @@ def _print_rates(console: Console, ran: RanMutants, precision: Precision | None)
 
 
 def _name_command(how: MutationOptions) -> str:
-    """Return the command that makes the same rows."""
+    """Return the command that reproduces the rows."""
     words = ["moeverify faults mutate", *(how.names or [f"--number {how.number} --seed {how.seed}"])]
     words += [] if how.precision is None else [f"--precision {how.precision}"]
     return " ".join(words if how.escalates else [*words, "--no-escalate"])
 
 
 def _print_mutants(console: Console, seed: int) -> None:
-    """Print all mutants of the code, one a line, with their halves."""
+    """Print all mutants, one per line, with their halves."""
     from moeverify.faults.mutation.mutant import list_mutants
 
     for mutant in list_mutants():
@@ -344,7 +344,7 @@ def _print_mutants(console: Console, seed: int) -> None:
 
 
 def _conclude(verdicts: Sequence[str]) -> int:
-    """Return the exit code of runs that all should pass; one that was skipped says nothing."""
+    """Return the exit code of runs that should all pass; skipped runs are ignored."""
     codes = [EXIT_CODES.get(verdict, 0) for verdict in verdicts]
     return max(codes, default=0)
 

@@ -1,4 +1,4 @@
-"""What a run leaves on GitHub besides its files: annotations in the log, and a summary of the job."""
+"""GitHub output of a run: annotations in the log, and the job summary."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def is_github() -> bool:
-    """Return whether this is a step of a workflow of GitHub."""
+    """Return whether this process runs in a GitHub workflow."""
     return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
 def publish_run(run: RunResult, console: Console) -> str:
-    """Print annotations and append to the job summary, where there is one; return why that was not possible."""
+    """Print annotations and append to the job summary, if any; return the reason for a failure."""
     from moeverify.report.formats.markdown import format_markdown
     from moeverify.report.github import annotate_run
 
@@ -36,7 +36,7 @@ def publish_run(run: RunResult, console: Console) -> str:
 
 
 def publish_error(error: MoeverifyError, console: Console) -> None:
-    """Print an annotation for each problem of bad cases, on GitHub."""
+    """Print an annotation for each problem of invalid cases, if on GitHub."""
     from moeverify.errors import CaseError
     from moeverify.report.github import annotate_problems
 

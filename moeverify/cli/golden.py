@@ -1,4 +1,4 @@
-"""`moeverify golden`: the only way a golden changes."""
+"""`moeverify golden`: records and refreshes goldens; no other command changes them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def golden(
         from moeverify.report.goldens import is_stale, render_goldens
         from moeverify.report.progress import open_progress
 
-        if not check:  # before the goldens take their time
+        if not check:  # check before the long computation
             check_writable((), goldens)
         options = RunOptions(device=device.value, golden_folder=goldens, cache_folder=cache, timeout=timeout)
         with open_progress(context.out, quiet=quiet) as progress:

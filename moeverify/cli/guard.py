@@ -1,4 +1,4 @@
-"""`moeverify watch --guard`: one run of a script, checked while it trains."""
+"""`moeverify watch --guard`: checks one run of a script while it trains."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def run_guarded(
     command: list[str], context: CommandContext, out: Path | None, every: int, *, stops: bool, debug: bool
 ) -> int:
-    """Run a command under guard, print findings as they come, and return the exit code.
+    """Run a command under guard, print findings as they occur, and return the exit code.
 
-    That is the command's own. Where a finding has ended it, it is the code of a mismatch.
+    It is the command's own exit code, or the code of a mismatch if a finding ended the command.
     """
     from moeverify.errors import CaseError, Problem
     from moeverify.guard.command import GuardedCommand

@@ -1,4 +1,4 @@
-"""`moeverify history`: kept runs in the order of their times."""
+"""`moeverify history`: kept runs in chronological order."""
 
 from __future__ import annotations
 

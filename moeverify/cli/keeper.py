@@ -1,4 +1,4 @@
-"""Keeps the results of finished cases while a run goes on, so that an early end loses none."""
+"""Storage for the results of finished cases during a run, so that an early end loses none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Keeper:
-    """Sees every event on its way to the screen; `results` are those of the cases that are over."""
+    """An observer of a run's events; `results` maps finished cases to their results."""
 
     def __init__(self, finished: Mapping[str, CaseResult] | None = None) -> None:
         self.results: dict[str, CaseResult] = dict(finished or {})
@@ -25,7 +25,7 @@ class Keeper:
         self._clock = time.monotonic()
 
     def watch(self, show: Callable[[Event], None]) -> Callable[[Event], None]:
-        """Return a function that takes an event in and passes it on."""
+        """Return a callback that records an event and passes it on to `show`."""
         from moeverify.controller.run import pass_results
 
         def note(event: Event) -> None:
@@ -41,7 +41,7 @@ class Keeper:
         self.results[result.name] = result
 
     def make_partial(self, cases: Sequence[Case], error: BaseException) -> RunResult:
-        """Return the run as far as it came; the cases that did not finish are skipped, with the reason."""
+        """Return the partial run; unfinished cases are marked as skipped, with the reason."""
         from moeverify.axes.describe import describe_layout
 
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -61,7 +61,7 @@ class Keeper:
             for case in cases
         ]
         names = {case.name for case in cases}
-        results += [  # such as the save for several loads
+        results += [  # e.g. a save that several loads need
             result
             for name, result in self.results.items()
             if name not in names and result.verdict not in ("pass", "skipped")

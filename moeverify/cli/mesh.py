@@ -1,4 +1,4 @@
-"""`moeverify mesh`: the device mesh of a case, its groups, and each rank's place and data."""
+"""`moeverify mesh`: the device mesh of a case, its groups, and the place and data of each rank."""
 
 from __future__ import annotations
 

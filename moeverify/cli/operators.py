@@ -1,4 +1,4 @@
-"""`moeverify operators`: the operators of both sides of a run that was kept, on a page."""
+"""`moeverify operators`: a page with the operators of both sides of a kept run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def operators(
 def _compare(run: Path, other: Path, case: str | None) -> OperatorTable:
     """Return the operators of two recorded runs.
 
-    Raises: FormatError where one has none, CaseError where a case is named.
+    Raises: FormatError if one of them has none; CaseError if a case is named.
     """
     from moeverify.captured.operators import compare_operators
     from moeverify.errors import CaseError, Problem
@@ -76,7 +76,7 @@ def _compare(run: Path, other: Path, case: str | None) -> OperatorTable:
 def _read_kept(run: Path, name: str | None) -> OperatorTable:
     """Return the operators of a case of a kept run.
 
-    Raises: FormatError where there are none, CaseError where several cases have some and none is named.
+    Raises: FormatError if there are none; CaseError if the case is ambiguous or unknown.
     """
     from moeverify.capture.settings import RANK_FILE
     from moeverify.errors import CaseError, FormatError, Problem

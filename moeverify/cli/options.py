@@ -1,4 +1,4 @@
-"""Groups of options: a command that takes a group has all of its options, and gets them as one value."""
+"""Option groups: a command that takes a group has all of its options and receives them as one value."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Self, get_type_hints
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """Options that belong together: the fields of a dataclass, annotated as parameters of a command are."""
+    """A group of options: a dataclass whose fields are annotated like the parameters of a command."""
 
     @classmethod
     def list_options(cls) -> Sequence[Parameter]:
-        """Return the parameters that stand for the group in a command."""
+        """Return the parameters that replace the group in a command's signature."""
         hints = get_type_hints(cls, include_extras=True)
         return [
             Parameter(
@@ -30,12 +30,12 @@ class OptionGroup:
 
     @classmethod
     def gather(cls, values: Mapping[str, Any]) -> Self:
-        """Return the group with what the user has written."""
+        """Return the group built from the values of its options."""
         return cls(**values)
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command in which the options of its groups stand in place of the groups, in the same order."""
+    """Return a command whose signature has the options of its groups in place of the groups."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, type[OptionGroup]] = {}
     parameters: list[Parameter] = []

@@ -1,4 +1,4 @@
-"""The files that a command was asked to write: checked before the work, written after it."""
+"""The output files of a command: checked before the work, written after it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outputs(OptionGroup):
-    """Where a run is to be written: a file for each format that was asked for, and the folder of all, if any.
+    """The outputs of a run: one file per requested format, and the folder that keeps everything, if any.
 
-    `github` says whether a run is annotated there too; by itself it is, in a step of a workflow.
+    `github` enables or disables annotations; None enables them in GitHub workflows only.
     """
 
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Outputs(OptionGroup):
 
     @classmethod
     def list_options(cls) -> Sequence[Parameter]:
-        """Return an option for each format; see `OptionGroup`."""
+        """Return one option per format, and `--github`; see `OptionGroup`."""
         github = Parameter(
             "github",
             Parameter.KEYWORD_ONLY,
@@ -63,18 +63,18 @@ class Outputs(OptionGroup):
 
     @classmethod
     def gather(cls, values: Mapping[str, Any]) -> Self:
-        """Return the files that were asked for; see `OptionGroup`."""
+        """Return the outputs that the options request; see `OptionGroup`."""
         files = {each.name: values[each.name] for each in FORMATS if values[each.name] is not None}
         return cls(files, github=values["github"])
 
     def keeping(self, folder: Path | None) -> Outputs:
-        """Return the same outputs with the folder in which everything is kept."""
+        """Return the same outputs with the folder that keeps everything."""
         return replace(self, folder=folder)
 
     def check(self) -> None:
-        """Make sure that all can be written, and make their folders.
+        """Check that all outputs can be written, and create their folders.
 
-        Raises: CaseError with every path that cannot be written.
+        Raises: CaseError listing every path that cannot be written.
         """
         from moeverify.report.files import check_writable
 
@@ -84,26 +84,26 @@ class Outputs(OptionGroup):
         check_writable(files, *folders, self.folder)
 
     def write(self, run: RunResult) -> list[str]:
-        """Write everything that was asked for and return what could not be written, with the reason."""
+        """Write all requested files, and return the failures with their reasons."""
         failures = []
         for name, path in self._list_files():
             try:
                 write_run(name, run, path)
             except OSError as error:
                 failures.append(f"{path} was not written: {error.strerror or error}")
-            except Exception as error:  # of what draws or renders: the verdict and the other files do without
+            except Exception as error:  # while drawing or rendering; the rest is still written
                 failures.append(f"{path} was not written: {type(error).__name__}: {error}")
         return failures
 
     def publish(self, run: RunResult, context: CommandContext) -> list[str]:
-        """Annotate the run on GitHub where that is wanted, and return what could not be written there."""
+        """Annotate the run on GitHub if enabled, and return the failures."""
         if not context.is_first or not (is_github() if self.github is None else self.github):
             return []
         failure = publish_run(run, context.out)
         return [failure] if failure else []
 
     def _list_files(self) -> Iterator[tuple[str, Path]]:
-        """Yield the format and the path of each file; what is kept can be read again, so it is JSON."""
+        """Yield the format and path of each file; the kept copy is JSON, which can be read again."""
         if self.folder is not None:
             from moeverify.report.formats.json import RUN_FILE
 

@@ -1,4 +1,4 @@
-"""`moeverify place`: from a load trace to a placement of experts on ranks."""
+"""`moeverify place`: computes a placement of experts on ranks from a load trace."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def place(
 
 
 def _write_files(plan: Plan, out: Path | None, svg: Path | None, json_file: Path | None) -> None:
-    """Write the files that were asked for."""
+    """Write the requested files."""
     import json
 
     from moeverify.placement.picture import draw_plan

@@ -1,4 +1,4 @@
-"""What the machine of a user refuses, which is no fault of moeverify: disks that are full, places without rights."""
+"""Errors of the operating system that are no bugs of moeverify, such as a full disk or missing rights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFUSALS = {
 
 
 def describe_refusal(error: OSError) -> str:
-    """Return what the machine refuses and what to do about it; nothing where it may be a fault of ours."""
+    """Return the error and its remedy; empty if it may be a bug of moeverify."""
     if error.errno is None or error.errno not in _REFUSALS:
         return ""
     if not _has_current_folder():

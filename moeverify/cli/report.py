@@ -1,4 +1,4 @@
-"""`moeverify report`: a run that was kept, rendered again."""
+"""`moeverify report`: renders a kept run again."""
 
 from __future__ import annotations
 

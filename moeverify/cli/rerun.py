@@ -1,4 +1,4 @@
-"""`moeverify run --watch`: after a change of files, run again the cases that it touches, and report all of them."""
+"""`moeverify run --watch`: reruns the cases affected by a change of files, and reports all cases."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _PAUSE = 2000  # milliseconds
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of the cases of a command: the exit code, the results by name, and the key of what each case says.
+    """The outcome of a command's cases: exit code, results by name, and keys by name.
 
-    A key is that of all that decides a verdict: the fields of the case and its recipe, and code beside its file.
+    A key identifies everything that decides a verdict: the fields of the case and its recipe, and the code
+    beside its file.
     """
 
     code: int
@@ -35,13 +36,13 @@ class Verified:
 
 
 Verify = Callable[["Loaded", Mapping[str, "CaseResult"]], Verified]
-"""Runs the cases that are not among the known results, and reports all."""
+"""Function that runs the cases missing from the known results, and reports all cases."""
 
 
 def check_watch() -> None:
-    """Make sure that files can be watched here.
+    """Check that `--watch` can work here.
 
-    Raises: CaseError where the package is missing, or where the ranks belong to another launcher.
+    Raises: CaseError if the package is missing, or if an external launcher started the ranks.
     """
     from moeverify.launch.world import external_world
 
@@ -63,7 +64,7 @@ def rerun_on_changes(
     last: Verified,
     context: CommandContext,
 ) -> int:
-    """Wait for changes and run again what they touch until Ctrl-C; return the exit code of the last run."""
+    """Wait for changes and rerun the affected cases until Ctrl-C; return the last exit code."""
     from moeverify.report.problems import render_error
 
     refusal = ""
@@ -71,7 +72,7 @@ def rerun_on_changes(
         try:
             loaded = _load(selection, last)
         except CaseError as error:
-            if str(error) != refusal:  # an editor saves more than once
+            if str(error) != refusal:  # an editor may save a file more than once
                 render_error(error, context.err)
             refusal = str(error)
             continue
@@ -89,9 +90,9 @@ def rerun_on_changes(
 
 
 def _load(selection: CaseSelection, last: Verified) -> Loaded:
-    """Return the valid cases; a file of a folder may be refused if it was before.
+    """Return the valid cases; a file may only be invalid if it had no case in the last run.
 
-    Raises: CaseError with all that is wrong.
+    Raises: CaseError listing all problems.
     """
     loaded = selection.load_valid()
     if not {Path(case.file) for case in last.cases}.isdisjoint(loaded.refused):
@@ -102,7 +103,7 @@ def _load(selection: CaseSelection, last: Verified) -> Loaded:
 def _wait(cases: Sequence[Case], context: CommandContext) -> Iterator[None]:
     """Yield after each change in the folders of the cases, and every few seconds; end at Ctrl-C.
 
-    Without the pauses a change would be lost that comes before the watcher stands, or on a disk that tells of none.
+    The timeout catches changes made before the watcher is ready, and on file systems without notifications.
     """
     from watchfiles import watch
 
@@ -117,7 +118,7 @@ def _wait(cases: Sequence[Case], context: CommandContext) -> Iterator[None]:
 
 
 def list_folders(cases: Sequence[Case]) -> list[Path]:
-    """Return the folders that hold the cases, their recipes and code of their own; none is inside another."""
+    """Return the folders of the cases, their recipes and their own code; none contains another."""
     from moeverify.controller.finished import has_own_code
     from moeverify.controller.search_path import search_path
 

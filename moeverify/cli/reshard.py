@@ -1,4 +1,4 @@
-"""`moeverify reshard`: save under every layout, load under every layout, compare bit for bit, and train on."""
+"""`moeverify reshard`: saves under every layout, loads under every layout, compares, and trains on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeverify route`: one batch of a case through router, dispatch, experts and combine, with real numbers."""
+"""`moeverify route`: follows one batch of a case through router, dispatch, experts and combine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def route(
             backend=backend.value,
             timeout=timeout,
         )
-        if found is None:  # one of several ranks; the first one reports
+        if found is None:  # only the first of several ranks reports
             return
         for position, report in enumerate(found):
             if position:

@@ -1,4 +1,4 @@
-"""`moeverify run`: the golden on one device, the layout on real ranks, the comparison, a verdict."""
+"""`moeverify run`: golden on one device, layout on real ranks, comparison, verdict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Diagnosis(OptionGroup):
-    """What is done about findings beside reporting them."""
+    """Options for the diagnosis of findings."""
 
     follow_up: Annotated[
         bool,
@@ -61,7 +61,7 @@ class Diagnosis(OptionGroup):
     ] = False
 
     def complete(self, options: RunOptions) -> RunOptions:
-        """Return the options of a run with what it does about its findings."""
+        """Return the run options with the settings of the diagnosis."""
         return replace(options, explain_seconds=self.explain_seconds)
 
 
@@ -109,7 +109,7 @@ def run(
                 context,
                 quiet=quiet,
                 refused=loaded,
-                # A fault may make a case hang, or end at once.
+                # A fault may make a case hang or end early, so its duration is not representative.
                 durations=Durations.of(options) if settings.fault is None else None,
                 finished=verification.finished.results,
             )
@@ -128,7 +128,7 @@ def run(
 
 
 def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -> Mapping[str, str]:
-    """Return the key of each case, which changes with all that decides its verdict."""
+    """Return the key of each case, which changes with anything that decides its verdict."""
     from moeverify.controller.finished import make_key
 
     options = settings.make_options(list(cases), out)
@@ -137,7 +137,7 @@ def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -
 
 @dataclass
 class _Verification:
-    """The cases of one command, which of them earlier runs have finished, and the result when there is one."""
+    """The cases of one command, the results known from earlier runs, and the result of this run."""
 
     cases: Sequence[Case]
     options: RunOptions
@@ -147,7 +147,7 @@ class _Verification:
 
     @property
     def results(self) -> Mapping[str, CaseResult]:
-        """Return what came of the cases, by name."""
+        """Return the results of the cases, by name."""
         return {} if self.result is None else {case.name: case for case in self.result.cases}
 
     @classmethod
@@ -160,7 +160,7 @@ class _Verification:
         known: Mapping[str, CaseResult],
         context: CommandContext,
     ) -> _Verification:
-        """Return what is to run: neither what is known nor what the file of --keep has."""
+        """Return a verification that runs only cases that are neither known nor in the `--keep` file."""
         from moeverify.controller.finished import FinishedCases
 
         finished = FinishedCases.open(keep, cases, options)
@@ -178,7 +178,8 @@ class _Verification:
 
         left = self.finished.list_left(self.cases)
         asks = self.diagnosis.escalate
-        # Below float64 neither a pass nor what has no cause is final until the run in a wider precision is over.
+        # Below float64, a pass and an unexplained finding are final only after the run in a wider
+        # precision.
         confirming = find_confirming(left, self.cases) if asks else {}
         escalated = {case.name for case in left if asks and WIDER[case.recipe.precision]}
         noting = note_unasked(left, confirming, on_event) if asks else on_event
@@ -196,7 +197,7 @@ class _Verification:
         return result
 
     def follow(self, tracking: Tracking, context: CommandContext) -> int:
-        """Do what comes after the report, and return the exit code of that: nothing here costs a verdict."""
+        """Do the work that follows the report, and return its exit code; it cannot change a verdict."""
         if self.result is None:
             return 0
         from moeverify.report.trackers.figures import list_run_figures
@@ -210,7 +211,7 @@ class _Verification:
 
 
 def render_refused(loaded: Loaded, context: CommandContext) -> None:
-    """Print all that is wrong with the files of a folder that are left out, before the others take their time."""
+    """Print the problems of the files that are left out, before the other cases run."""
     if not loaded.problems:
         return
     from moeverify.errors import CaseError
@@ -234,11 +235,12 @@ def run_and_report(
     durations: Durations | None = None,
     finished: Mapping[str, CaseResult] | None = None,
 ) -> int:
-    """Run, write and print what came of the cases, and return the exit code.
+    """Run cases, write and print their results, and return the exit code.
 
-    `go` gets what hears of the events whose results count, and what only shows them. When the run ends early, what
-    is there is written and printed before the reason is raised again. The files that are `refused` are skipped cases.
-    `durations` are those of earlier runs, and get those of this one. `finished` are results that are known before.
+    `go` receives two event callbacks: one for events whose results count, and one for display only. If the
+    run ends early, the results so far are written and printed before the exception is raised again. Files
+    in `refused` are reported as skipped cases. `durations` are read for the progress estimate and updated
+    afterwards. `finished` are results known before the run.
     """
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
@@ -253,7 +255,7 @@ def run_and_report(
             partial = _add_refused(keeper.make_partial(cases, error), refused)
             deliver(partial, outputs, context, quiet=quiet or not keeper.results)
         raise
-    if result is None:  # one of several ranks; the first one reports
+    if result is None:  # only the first of several ranks reports
         return 0
     if durations is not None:
         durations.keep(result.cases)
@@ -261,7 +263,7 @@ def run_and_report(
 
 
 def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
-    """Return the run with a skipped case for each file that was refused, so that its reports lose none."""
+    """Return the run with a skipped case for each refused file, so that reports mention them."""
     if refused is None or not refused.refused:
         return result
     from moeverify.results.run import CaseResult
@@ -277,13 +279,16 @@ def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
 
 
 def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool) -> int:
-    """Write the files first, since a reader of the console may hang up, then print; return the exit code."""
+    """Write the files, then print, and return the exit code.
+
+    The files come first, since the reader of the console may close the pipe.
+    """
     from moeverify.report.text import render_run
 
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
-    with suppress(BrokenPipeError):  # the verdict stands, whether or not somebody reads all of it
+    with suppress(BrokenPipeError):  # the verdict does not depend on the reader
         render_run(result, context.out, folder=outputs.folder, file=outputs.files.get("json"), quiet=quiet)
         failures += outputs.publish(result, context)
     for failure in failures:

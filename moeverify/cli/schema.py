@@ -1,4 +1,4 @@
-"""`moeverify schema`: the fields of a case file, for editors and for readers."""
+"""`moeverify schema`: the fields of a case file, for editors and readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or read by nobody: what they do to the exit code of a command."""
+"""Handling of standard streams that are closed, full or unread, and their effect on the exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.cli.context import FAILED, READER_GONE
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Run a command line whose standard streams may be closed, or full, without an exit code that says a verdict.
+    """Run a command line such that broken standard streams never produce the exit code of a verdict.
 
     Raises: SystemExit.
     """
@@ -23,25 +23,25 @@ def standard_streams() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        # Click ends with 1 where the reader of --help or --version is gone, and leaves a stream of its own.
+        # Click exits with code 1 and replaces stdout if the reader of --help or --version is gone.
         code = end.code if sys.stdout is stdout else READER_GONE
-    except OSError:  # of a stream that takes not even the words on why it does not
+    except OSError:  # from a stream to which not even the error message can be written
         code = FAILED
-    is_written = _can_write(stdout) & _can_write(sys.stderr)  # both, whatever the first one says
+    is_written = _can_write(stdout) & _can_write(sys.stderr)  # flush both, whatever the first returns
     raise SystemExit(code or (0 if is_written else FAILED))
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of standard streams that are closed (`>&-`).
+    """Open the null device in place of closed standard streams (`>&-`).
 
-    Python has no stream then, and the next file that is opened would take the number and whatever is printed.
+    Otherwise the next opened file would get the descriptor, and everything that is printed.
     """
     for number, mode in enumerate(("r", "w", "w")):
         try:
             os.fstat(number)
         except OSError:
             opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
-            assert opened == number  # the lowest free one
+            assert opened == number  # the lowest free descriptor
             os.set_inheritable(number, True)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - as long as the process
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
@@ -49,9 +49,9 @@ def _open_standard_streams() -> None:
 
 
 def _can_write(stream: TextIO) -> bool:
-    """Return whether a stream takes what is waiting in it; one that does not is put out of the way.
+    """Flush a stream and return whether that worked; on failure redirect it to the null device.
 
-    Python flushes its streams once more at the end, and would make an exit code of its own of a failure.
+    Python flushes its streams again at exit, and would change the exit code after a failure.
     """
     try:
         stream.flush()

@@ -1,4 +1,4 @@
-"""`--track`: figures of a run for a service that draws them over commits."""
+"""`--track`: writes figures of a run for a tracking service, by commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tracking(OptionGroup):
-    """Which services get the figures, and where they write."""
+    """The services that receive the figures, and the folder they write to."""
 
     track: Annotated[
         list[Tracker] | None,
@@ -33,9 +33,9 @@ class Tracking(OptionGroup):
     ] = Path("moeverify-tracking")
 
     def check(self) -> None:
-        """Make sure, before the work, that all services are installed and can write.
+        """Check, before the work, that all services are installed and can write.
 
-        Raises: MachineError where a package is missing; CaseError where the folder cannot be written.
+        Raises: MachineError if a package is missing; CaseError if the folder cannot be written.
         """
         from moeverify.report.files import check_writable
         from moeverify.report.trackers.registry import check_tracker
@@ -46,7 +46,7 @@ class Tracking(OptionGroup):
             check_writable([], self.track_dir)
 
     def write(self, figures: Figures, context: CommandContext) -> bool:
-        """Give the figures to all services and return whether all took them; the verdict does not depend on it."""
+        """Log the figures to all services, and return whether all succeeded; the verdict is unaffected."""
         from moeverify.report.trackers.registry import log_figures
 
         if not self.track or not context.is_first:
@@ -55,7 +55,7 @@ class Tracking(OptionGroup):
         for tracker in self.track:
             try:
                 log_figures(tracker, figures, commit, self.track_dir / tracker.value)
-            except Exception as error:  # whatever a service raises
+            except Exception as error:  # services may raise anything
                 text = f"error: --track {tracker} wrote nothing: {type(error).__name__}: {error}"
                 context.err.print(text, soft_wrap=True)
                 is_written = False
@@ -63,7 +63,10 @@ class Tracking(OptionGroup):
 
 
 def find_commit(folder: Path | None = None) -> Commit:
-    """Return the commit of a folder, by default the current one; outside of git one numbered by time."""
+    """Return the checked-out commit of a folder (default: the current one).
+
+    Outside of git its name is empty and its number is the current time in seconds.
+    """
     from moeverify.report.trackers.figures import Commit
 
     def ask(*words: str) -> str:

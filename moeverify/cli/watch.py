@@ -1,4 +1,4 @@
-"""`moeverify watch`: a training script as it is, with what its optimizer gets and does recorded."""
+"""`moeverify watch`: records the optimizer's inputs and effects in an unmodified training script."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MEBIBYTE = 2**20
 
 
 class NudgeDtype(StrEnum):
-    """The dtypes by whose rounding weights can be moved that are wider."""
+    """Narrow dtypes whose rounding unit `--nudge` may apply to wider weights."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
 
 
 class OnFinding(StrEnum):
-    """What `--guard` does when it finds something."""
+    """Reaction of `--guard` to a finding."""
 
     WARN = "warn"
     STOP = "stop"
@@ -156,9 +156,9 @@ def _make_settings(
     outputs: bool,
     operators: int | None,
 ) -> Settings:
-    """Return the settings.
+    """Return the settings of the recording.
 
-    Raises: CaseError with everything that is wrong with the options.
+    Raises: CaseError listing all problems of the options.
     """
     from moeverify.capture.settings import Settings
     from moeverify.errors import CaseError, Problem
@@ -194,7 +194,7 @@ def _make_settings(
 
 
 def _find_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield what is wrong with folders, and with options that need others."""
+    """Yield the problems of the folders and of options that depend on others."""
     from moeverify.capture.settings import RANK_FILE
     from moeverify.errors import Problem
 
@@ -221,6 +221,6 @@ def _find_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def _read_range(steps: str) -> tuple[int, int]:
-    """Return first and last step; the last is below the first where this is no range."""
+    """Return the first and last step; the last is below the first if the text is not a range."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps.strip())
     return (int(match[1]), int(match[2] or match[1])) if match else (0, -1)

@@ -1,7 +1,7 @@
-"""`pytest cases/`: every case file is a test, and one launch of ranks serves all of them.
+"""pytest plugin for `pytest cases/`: each case file is a test, and one launch of ranks serves all of them.
 
-pytest loads this module in every session of an environment that has moeverify. So it imports nothing of
-weight: what a session without cases pays is one regular expression for each `*.yaml` below what it was given.
+pytest loads this module in every session of an environment with moeverify, so its imports are light. A
+session without cases only pays one regular expression search per `*.yaml` file below its arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GOLDEN_LINES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of a session with cases."""
+    """Add the command-line options for sessions with cases."""
     group = parser.getgroup("moeverify", "cases of moeverify (`*.yaml` with `recipe:` and `layout:`)")
     group.addoption(
         "--update-golden",
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile | None:
-    """Collect a file that looks like a case, below a folder that was asked for."""
+    """Collect a file that looks like a case, unless pytest was started without any path to collect."""
     if file_path.suffix != ".yaml" or not is_asked_for(parent.config) or not looks_like_case(file_path):
         return None
     from moeverify.pytest_plugin.item import CaseFile
@@ -73,7 +73,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile |
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of pytest-xdist where it meets the others: one of them runs the cases for all."""
+    """Give a pytest-xdist worker the folder shared by all workers; one worker runs the cases for all."""
     stash = node.config.stash
     if _SHARED not in stash:
         stash[_SHARED] = Path(tempfile.mkdtemp(prefix="moeverify-pytest-"))
@@ -82,13 +82,13 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take what a worker has to say in the summary."""
+    """Collect the summary lines of a worker."""
     lines = (getattr(node, "workeroutput", None) or {}).get("moeverify_goldens", [])
     node.config.stash.setdefault(_GOLDEN_LINES, []).extend(lines)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print what became of the goldens under `--update-golden`."""
+    """Print the status of the goldens under `--update-golden`."""
     own = config.pluginmanager.get_plugin("moeverify-session")
     lines = [*config.stash.get(_GOLDEN_LINES, []), *(own.golden_lines if own is not None else [])]
     if lines:
@@ -98,6 +98,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what the workers shared."""
+    """Remove the folder shared by the workers."""
     if _SHARED in config.stash:
         shutil.rmtree(config.stash[_SHARED], ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A case file as a collector, and its case as a test that fails with the findings."""
+"""A case file as a collector, and its case as a test that fails with its findings."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from moeverify.results.run import CaseResult, RunResult
 
 
 class CaseFile(pytest.File):
-    """A case file; broken ones fail while they are collected, with all their problems."""
+    """A case file; an invalid one fails during collection with all of its problems."""
 
     def collect(self) -> Iterator[CaseItem]:
         """Yield the case.
 
-        Raises: CollectError with everything that is wrong with the file.
+        Raises: CollectError listing all problems of the file.
         """
         session = CaseSession.of(self.config)
         try:
@@ -42,7 +42,7 @@ class CaseFile(pytest.File):
 
 
 class CaseItem(pytest.Item):
-    """One case. The first one that runs starts the launch that serves all of the session."""
+    """One case. The first one that runs starts the launch for the whole session."""
 
     def __init__(self, *, case: Case, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -57,9 +57,9 @@ class CaseItem(pytest.Item):
             self.add_marker(pytest.mark.xdist_group("moeverify"))
 
     def runtest(self) -> None:
-        """Await the verdict of the case.
+        """Wait for the verdict of the case.
 
-        Raises: CaseFailure where it is neither a pass nor a skip.
+        Raises: CaseFailure unless the case passes or is skipped.
         """
         wanted = [item.case for item in self.session.items if isinstance(item, CaseItem)]
         result = CaseSession.of(self.config).result(self.case, wanted)
@@ -73,7 +73,7 @@ class CaseItem(pytest.Item):
             raise CaseFailure(result)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        """Return the findings as the console shows them, after a line that names file and line."""
+        """Return the findings as the console shows them, after a line with file and line number."""
         if isinstance(excinfo.value, CaseFailure):
             result = excinfo.value.result
             line = self.find_line(result.reason)
@@ -83,11 +83,11 @@ class CaseItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Return the place of the layout, counted from 0."""
+        """Return the location of `layout:`, with lines counted from 0."""
         return self.path, self.find_line("") - 1, f"case {self.case.name}"
 
     def find_line(self, text: str) -> int:
-        """Return the line of the first field that a text names and this file has, else that of `layout:`."""
+        """Return the line of the first field of this file that the text mentions, else of `layout:`."""
         return find_line(self._tree, text)
 
     def _render(self, result: CaseResult) -> str:
@@ -95,7 +95,7 @@ class CaseItem(pytest.Item):
         run = RunResult(verdict="error", environment={}, command=command, cases=(result,))
         text = io.StringIO()
         render_run(run, open_console(text), quiet=True)
-        return text.getvalue().rpartition("\n\n")[0]  # without the line that sums up all cases
+        return text.getvalue().rpartition("\n\n")[0]  # without the summary line of all cases
 
 
 class CaseFailure(Exception):
@@ -108,22 +108,22 @@ class CaseFailure(Exception):
 
 @dataclass(frozen=True)
 class FailureText:
-    """What pytest prints of a failure: `message` also stands in its summary of one line a test."""
+    """The text that pytest prints for a failure; `message` also appears in its one-line summary."""
 
     message: str
     text: str
 
     @property
     def reprcrash(self) -> FailureText:
-        """Return what has the `message` of the summary."""
+        """Return the object whose `message` pytest puts into the summary."""
         return self
 
     def __str__(self) -> str:
-        """Return all of it."""
+        """Return the complete text."""
         return f"{self.message}\n\n{self.text}" if self.text else self.message
 
     def toterminal(self, writer: Any) -> None:
-        """Print all of it, the first line in red."""
+        """Print the complete text, the first line in red."""
         head, _, rest = str(self).partition("\n")
         writer.line(head, red=True, bold=True)
         writer.line(rest)
@@ -138,7 +138,7 @@ def _summarize(result: CaseResult) -> str:
 
 
 def _list_checks(result: CaseResult) -> str:
-    """Return a line for each check: how many tensors, and the worst of them."""
+    """Return one line per check: verdict, number of tensors, and the worst of them."""
     lines = []
     for check in result.checks:
         line = f"{check.verdict:<8} {check.name}: {check.tensors} tensors"

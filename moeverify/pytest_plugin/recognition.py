@@ -1,4 +1,4 @@
-"""Which YAML files of a pytest session are cases. Imports nothing but pytest."""
+"""Recognition of case files among the YAML files of a pytest session; imports only pytest."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from pathlib import Path
 
 import pytest
 
-# A field `recipe`, or a field `layout` that is no single word, at the top level of a mapping in either style.
+# A field `recipe`, or a field `layout` whose value is not a plain scalar, at the top level of a block or
+# flow mapping.
 _CASE = re.compile(
     rb"""^(?:\xef\xbb\xbf)?(?:\{\s*)?["']?(?:recipe["']?\s*:|layout["']?\s*:\s*(?:\{|\#|$))""", re.MULTILINE
 )
 
 
 def is_asked_for(config: pytest.Config) -> bool:
-    """Return whether the user named what to collect, on the command line or by `testpaths`.
+    """Return whether the user named paths to collect, on the command line or by `testpaths`.
 
-    A bare `pytest` in a repository without `testpaths` looks everywhere, and must not find what is no test.
+    A bare `pytest` without `testpaths` collects everything, and must not pick up files that are not meant
+    as tests.
     """
     return config.args_source is not pytest.Config.ArgsSource.INVOCATION_DIR
 
 
 def looks_like_case(path: Path) -> bool:
-    """Return whether a file has a field at its top level that every case has."""
-    from moeverify.input_file import read_input  # here: sessions without cases pay for nothing
+    """Return whether a file has a top-level field that is typical of cases."""
+    from moeverify.input_file import read_input  # local, so that sessions without cases do not pay for it
 
     try:
         return _CASE.search(read_input(path)) is not None

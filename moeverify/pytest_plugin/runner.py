@@ -1,4 +1,4 @@
-"""Runs the cases of a pytest session in one launch, and once for all workers of pytest-xdist."""
+"""Runs the cases of a pytest session in one launch, once for all workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moeverify.results.run import CaseResult, Event
 
 
 class CaseRunner:
-    """Gives the verdict of each case.
+    """Provider of the verdict of each case.
 
-    Alone, it reads the verdicts from the launch as the tests ask for them. As one of several workers
-    (`shared` is a folder that all of them have) the first that asks runs everything while the others wait,
-    whichever tests each of them was given: the machine never has the ranks of two cases at once. `rows` says
-    what became of the goldens where `update` is set. With `escalates`, results of which wider precisions are asked
-    come last, as `moeverify run` would have them.
+    A single process streams the verdicts from the launch as tests request them. With several workers,
+    `shared` is a folder that all of them can access. The first worker that needs a verdict then runs all
+    cases while the others wait. The machine thus never runs the ranks of two cases at once. If `update` is
+    set, `rows` contains the status of the goldens. If `escalates` is set, results that need runs in wider
+    precisions come last, with the same content as in `moeverify run`.
     """
 
     def __init__(self, options: RunOptions, *, update: bool, escalates: bool, shared: Path | None) -> None:
@@ -40,9 +40,9 @@ class CaseRunner:
         self._error: MoeverifyError | None = None
 
     def result(self, case: Case, wanted: Sequence[Case]) -> CaseResult:
-        """Return the verdict of a case; the first call starts the launch that runs all that are wanted.
+        """Return the verdict of a case; the first call starts the launch that runs all wanted cases.
 
-        Raises: MoeverifyError where nothing can be run at all, for every case.
+        Raises: MoeverifyError, for every case, if nothing can be run.
         """
         if self._stream is None and self._error is None:
             self._stream = (
@@ -60,7 +60,7 @@ class CaseRunner:
         return self._results[case.name]
 
     def close(self) -> None:
-        """End all ranks."""
+        """Stop all ranks."""
         if self._stream is not None:
             self._stream.close()
 
@@ -74,9 +74,9 @@ class CaseRunner:
             yield from results
 
     def _run_shared(self, wanted: Sequence[Case], folder: Path) -> Generator[CaseResult]:
-        """Yield what the first worker found out, which may be this one.
+        """Yield the results of the first worker, which may be this one.
 
-        Raises: MoeverifyError with the text of what ended the run of the first worker.
+        Raises: MoeverifyError with the message of the error that ended the first worker's run.
         """
         path = folder / "cases.json"
         with _locked(folder / "lock"):
@@ -101,11 +101,11 @@ class CaseRunner:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file; the kernel lets go of it when this process ends, however it does."""
+    """Hold the lock of a file; the kernel releases it when this process ends in any way."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _ignore(event: Event) -> None:
-    """Take an event: pytest shows how far it is by its tests."""
+    """Ignore an event: pytest reports progress by its tests."""

@@ -1,4 +1,4 @@
-"""The cases of one pytest session: which there are, how they run, and the goldens beside them."""
+"""The cases of one pytest session, the launch that runs them, and their goldens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAME = "moeverify-session"
 
 
 class CaseSession:
-    """A plugin that is registered with the first case, so that other sessions have none of its hooks."""
+    """A plugin that is registered with the first case, so that other sessions do not run its hooks."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -43,7 +43,7 @@ class CaseSession:
 
     @classmethod
     def of(cls, config: pytest.Config) -> CaseSession:
-        """Return the one of this pytest session."""
+        """Return the instance of this pytest session; create it if necessary."""
         plugin = config.pluginmanager.get_plugin(_NAME)
         if plugin is None:
             plugin = cls(config)
@@ -53,7 +53,7 @@ class CaseSession:
 
     @property
     def command(self) -> str:
-        """Return the command line that does what this session does, without the cases."""
+        """Return the `moeverify run` command that corresponds to this session, without the cases."""
         words = ["moeverify", "run"]
         for option, name in (("--device", "moeverify_device"), ("--timeout", "moeverify_timeout")):
             if self._config.getoption(name) not in (None, "auto"):
@@ -68,13 +68,13 @@ class CaseSession:
 
     @property
     def golden_lines(self) -> list[str]:
-        """Return what became of the goldens, a line each; nothing where none was to be refreshed."""
+        """Return the status of the goldens, one line each; empty unless goldens were to be updated."""
         return [f"{row.status:<10}{row.name}  {describe_row(row)}".rstrip() for row in self._runner.rows]
 
     def load(self, collector: pytest.File) -> Case:
         """Return the case of a collected file.
 
-        Raises: CaseError with everything that is wrong with it, beside the cases collected before it too.
+        Raises: CaseError listing all problems, including conflicts with the cases collected before.
         """
         if external_world() is not None:
             message = "pytest cannot be a rank of torchrun or srun"
@@ -90,12 +90,12 @@ class CaseSession:
         return case
 
     def result(self, case: Case, wanted: Sequence[Case]) -> CaseResult:
-        """Return the verdict of a case; the first call runs all that are wanted."""
+        """Return the verdict of a case; the first call runs all wanted cases."""
         return self._runner.result(case, wanted)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Add a failing test for goldens that nobody uses, where whole folders were collected and selected."""
+        """Add a failing test for unused goldens, if whole folders were collected and selected."""
         selected = {item.path for item in items} & self._cases.keys()
         is_whole = bool(selected) and all(
             path in selected
@@ -112,7 +112,7 @@ class CaseSession:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Let a case that is skipped say so at its own place and not at that of this plugin."""
+        """Report a skipped case at its own location instead of this plugin's."""
         report = yield
         if item.path in self._cases and report.skipped and isinstance(report.longrepr, tuple):
             path, line, _ = item.reportinfo()
@@ -120,7 +120,7 @@ class CaseSession:
         return report
 
     def pytest_sessionfinish(self) -> None:
-        """End the ranks, and leave for the controller of pytest-xdist what it is to print."""
+        """Stop the ranks, and pass the lines to print to the controller of pytest-xdist."""
         self._runner.close()
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
@@ -128,20 +128,20 @@ class CaseSession:
 
 
 class UnusedGoldens(pytest.Item):
-    """Fails, since a golden without a case looks like something that is verified."""
+    """A test that always fails: a golden without a case looks verified but is not."""
 
     def __init__(self, *, rows: Sequence[GoldenRow], **keywords: Any) -> None:
         super().__init__(**keywords)
         self._rows = rows
 
     def runtest(self) -> None:
-        """Fail, with the goldens."""
+        """Fail with the list of unused goldens."""
         lines = [f"{row.name}: unused: {describe_row(row)}" for row in self._rows]
         pytest.fail("\n".join(lines), pytrace=False)
 
 
 def _collide(one: Case, other: Case) -> bool:
-    """Return whether two cases have the name in common, or that of recipes that differ."""
+    """Return whether two cases share a name, or share a recipe name with different recipes."""
     same_recipe = one.recipe.fingerprint() == other.recipe.fingerprint()
     return one.name == other.name or (one.recipe.name == other.recipe.name and not same_recipe)
 
@@ -158,6 +158,6 @@ def _read_options(config: pytest.Config) -> RunOptions:
 
 
 def _shorten(path: Path, config: pytest.Config) -> Path:
-    """Return a path as a user would type it where pytest was started."""
+    """Return a path relative to the folder where pytest was started, if it is inside."""
     start = config.invocation_params.dir
     return path.relative_to(start) if path.is_relative_to(start) else path

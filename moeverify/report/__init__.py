@@ -1,1 +1,1 @@
-"""Verdicts in, text, JSON, JUnit and HTML out; no torch."""
+"""Rendering of verdicts as text, JSON, JUnit XML and HTML; imports no torch."""

@@ -1,4 +1,4 @@
-"""The text of `moeverify bench`: a line a case, then what the parts of the machine do alone."""
+"""Console output of `moeverify bench`: one row per case, then the rates of the machine's parts alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GIB = 2.0**30
 
 
 def render_bench(result: BenchRun, console: Console) -> None:
-    """Print everything that was measured; what the work of a step was for only where a profile was asked for."""
+    """Print all measurements; the table of operator kinds is printed only if a profile was requested."""
     measured = [case for case in result.cases if case.step is not None]
     if measured:
         print_table(_make_table(measured, console), console)
@@ -115,7 +115,7 @@ def _make_work_table(cases: list[Measurement], console: Console) -> Table:
 
 
 def _find_floors(case: Measurement) -> list[tuple[str, float, str]]:
-    """Return the least times of a step, and the rates at which they are taken: as far as both are known."""
+    """Return (name, seconds, rate) of each lower bound on a step's time whose inputs are known."""
     roofline, step = case.roofline, case.step
     if roofline is None or step is None:
         return []
@@ -137,7 +137,7 @@ def _find_floors(case: Measurement) -> list[tuple[str, float, str]]:
 
 
 def _count_work(case: Measurement) -> list[tuple[str, int]]:
-    """Return what bounds a host, in a step: operations that it dispatches, and waits for what it must know."""
+    """Return per-step counts that bound the host: dispatched operations, and waits for device results."""
     if case.in_micro_batches is None or case.in_update is None:
         return []
     passes, update = case.in_micro_batches, case.in_update

@@ -1,4 +1,4 @@
-"""The cases that were read, on the console, before anything runs."""
+"""Console table of the cases that were read, printed before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeverify.report.sanitize import clean
 
 @dataclass(frozen=True)
 class CaseLine:
-    """One valid case in words."""
+    """One valid case, described in words."""
 
     name: str
     ranks: int
@@ -25,7 +25,7 @@ class CaseLine:
 
 
 def render_catalog(lines: Sequence[CaseLine], console: Console) -> None:
-    """Print name, ranks, layout and recipe of each case, and how many there are."""
+    """Print the name, number of ranks, layout and recipe of each case, and the total counts."""
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )

@@ -1,4 +1,4 @@
-"""Changes from one run to another: cases, verdicts, coverage, how close each check comes, times."""
+"""Differences between two runs: cases, verdicts, coverage, margins of each check, times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.report.numbers import excess, format_bound, format_number, format
 from moeverify.results.finding import CheckResult
 from moeverify.results.run import CaseResult, RunResult
 
-# Errors that use less of their bound than this are noise to each other: 1e-16 against 0 is no news.
+# Errors below this share of their bound are treated as equal: 1e-16 against 0 is not a change.
 _FLOOR = 1e-4
 _SECONDS_FACTOR = 1.5
 _MIN_SECONDS = 1.0
@@ -20,7 +20,7 @@ Kind = Literal["verdict", "case", "check", "coverage", "recipe", "error", "bound
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not as it was: what it is about, and its two states in words."""
+    """One difference between two runs: its subject, and the state before and after, in words."""
 
     kind: Kind
     subject: str
@@ -29,10 +29,11 @@ class Change:
 
 
 def compare_runs(before: RunResult, after: RunResult, *, factor: float = 10.0) -> list[Change]:
-    """Return all changes, verdicts first; errors and bounds count when they change by more than `factor`.
+    """Return all changes between two runs, verdicts first.
 
-    Errors are compared as the share of their bound that they use, so that a change of recipe or precision
-    does not look like one of the layout.
+    An error or bound is reported if it changed by more than `factor`. Errors are compared as a share of
+    their bound. A change of recipe or precision, which moves bounds too, therefore does not look like a
+    change of error.
     """
     olds = {case.name: case for case in before.cases}
     news = {case.name: case for case in after.cases}
@@ -60,7 +61,7 @@ def same_verdicts(changes: list[Change]) -> bool:
 
 
 def _compare_cases(old: CaseResult, new: CaseResult, factor: float) -> Iterator[Change]:
-    """Yield what changed within one case."""
+    """Yield the changes within one case."""
     for label in ("recipe", "layout"):
         if getattr(old, label) != getattr(new, label):
             yield Change("recipe", f"{old.name} {label}", getattr(old, label), getattr(new, label))
@@ -84,7 +85,7 @@ def _compare_cases(old: CaseResult, new: CaseResult, factor: float) -> Iterator[
 
 
 def _compare_checks(subject: str, old: CheckResult, new: CheckResult, factor: float) -> Iterator[Change]:
-    """Yield what changed in one check: verdict, number of tensors, share of the bound, the bound itself."""
+    """Yield the changes in one check: verdict, number of tensors, share of the bound, the bound itself."""
     if old.verdict != new.verdict:
         yield Change("check", subject, old.verdict, new.verdict)
     if old.tensors != new.tensors:
@@ -107,7 +108,7 @@ def _differ(old: float, new: float, factor: float) -> bool:
 
 
 def _compare_environments(old: dict[str, str], new: dict[str, str]) -> Iterator[Change]:
-    """Yield what the two machines do not share."""
+    """Yield the entries in which the two environments differ."""
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             yield Change("environment", key, old.get(key, "not known"), new.get(key, "not known"))

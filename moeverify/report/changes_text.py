@@ -1,4 +1,4 @@
-"""The changes between two runs, on the console."""
+"""Console output of the changes between two runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TITLES: dict[Kind, str] = {
 
 
 def render_changes(changes: list[Change], before: RunResult, after: RunResult, console: Console) -> None:
-    """Print the changes by kind, what matters most first, and whether the verdicts are the same."""
+    """Print the changes by kind, most important first, and whether the verdicts are the same."""
     for kind, title in _TITLES.items():
         members = [change for change in changes if change.kind == kind]
         if not members:

@@ -1,4 +1,4 @@
-"""One collective on the console: what each rank gives, its sizes, what it gets, and whether that is right."""
+"""Console output of one collective: inputs, split sizes, outputs and correctness of each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SUM = "bold"
 
 
 def render_collective(run: CollectiveRun, console: Console) -> None:
-    """Print the forward, the backward where it ran, and a last line with the verdict."""
+    """Print the forward pass, the backward pass if it ran, and a last line with the verdict."""
     transfer = run.transfer
     words = describe_collective(transfer)
     num_ranks = len(transfer.ranks)
@@ -68,7 +68,7 @@ def _print_all(console: Console, *lines: str) -> None:
 
 
 _Row = tuple[Parts, Sequence[int], Sequence[int], Parts, Sequence[float]]
-"""Parts that are given, sizes sent and received, parts that should come, and the elements that came."""
+"""Input parts, sizes sent, sizes received, expected output parts, and the elements that were received."""
 
 
 def _print_rows(console: Console, run: CollectiveRun, headers: Sequence[str], rows: Sequence[_Row]) -> None:
@@ -99,13 +99,13 @@ def _join(parts: Iterator[Text]) -> Text:
 
 
 def _show_part(part: Part) -> Text:
-    """Return the numbers in the colour of the rank that they come from; an empty part is a dash."""
+    """Return the numbers in the colour of their rank of origin; an empty part is a dash."""
     text = " ".join(f"{value:.0f}" for value in part.values) or "-"
     return Text(text, style=_SUM if part.origin is None else find_colour(part.origin))
 
 
 def _show_actual(expected: Parts, actual: Sequence[float]) -> Iterator[Text]:
-    """Yield what came, cut as what should have come; a wrong number has the right one behind it."""
+    """Yield the received elements, split as the expected parts; the expected value follows each wrong one."""
     ends = accumulate((len(part.values) for part in expected), initial=0)
     for part, (start, stop) in zip(expected, pairwise(ends), strict=True):
         came = [*actual[start:stop], *[None] * (stop - start)][: stop - start]

@@ -1,4 +1,4 @@
-"""The console that every report is printed on, and the few styles it uses."""
+"""The console that all reports print to, and its styles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from moeverify.results.finding import Verdict
 
-# A log has no width of its own; this holds a row of the table without breaking a name.
+# A log has no width of its own; at this width a table row fits without breaking a name.
 LOG_WIDTH = 120
 LABEL_WIDTH = 10
 
@@ -23,10 +23,10 @@ STYLES = {"pass": "green", "mismatch": "bold red", "error": "bold magenta", "ski
 
 
 class _Console(Console):
-    """A console that says when nobody reads it any more; rich would end the process with the code 1."""
+    """A console that raises when its reader is gone, where rich would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
-        """Raise what the operating system raised.
+        """Raise the error of the closed pipe.
 
         Raises: BrokenPipeError.
         """
@@ -34,10 +34,11 @@ class _Console(Console):
 
 
 def open_console(file: TextIO, *, width: int | None = None, quiet: bool = False) -> Console:
-    """Return a console on a stream; one that is no terminal gets no colour and lines of `LOG_WIDTH`.
+    """Return a console on a stream; without a terminal it has no colour and lines of `LOG_WIDTH`.
 
-    Text is printed as it is: tensor names and stacks hold brackets, which are no markup. Printing raises
-    BrokenPipeError when nobody reads any more.
+    Text is printed verbatim: brackets in tensor names and stacks are not parsed as markup.
+
+    Raises: BrokenPipeError on a later print if the reader is gone.
     """
     if width is None and not file.isatty():
         width = LOG_WIDTH
@@ -45,22 +46,22 @@ def open_console(file: TextIO, *, width: int | None = None, quiet: bool = False)
 
 
 def choose_box(console: Console) -> box.Box:
-    """Return the lines of a table: drawn in a terminal that can, ASCII everywhere else."""
+    """Return the box style of a table: drawn lines in a UTF terminal, ASCII everywhere else."""
     can_draw = console.is_terminal and (console.encoding or "").lower().startswith("utf")
     return box.SIMPLE_HEAD if can_draw else _ASCII_HEAD
 
 
-# A rule below the header and nothing else: survives grep, cut and copy.
+# A single rule below the header: the output stays easy to grep, cut and copy.
 _ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def style_verdict(verdict: Verdict) -> Text:
-    """Return the verdict in its colour; the word says it without colour too."""
+    """Return the verdict in its colour; failures are in upper case and so readable without colour."""
     return Text(verdict.upper() if verdict in ("mismatch", "error") else verdict, style=STYLES[verdict])
 
 
 def print_fact(console: Console, label: str, text: str, *, indent: int, style: str = "") -> None:
-    """Print a label and its text; in a terminal the lines of a long text stand below each other."""
+    """Print a label and its text; continuation lines are aligned with the first one."""
     start = f"{'':{indent}}{label:<{LABEL_WIDTH}}"
     body = Text(clean(text), style=style)
     if not console.is_terminal:
@@ -74,7 +75,7 @@ def print_fact(console: Console, label: str, text: str, *, indent: int, style: s
 
 
 def print_lines(console: Console, text: Text) -> None:
-    """Print text; a terminal wraps it, a log keeps every line whole so that it can be searched."""
+    """Print text: wrapped in a terminal, one unbroken line each in a log, for searching."""
     if console.is_terminal:
         console.print(text, overflow="fold")
     else:
@@ -82,7 +83,7 @@ def print_lines(console: Console, text: Text) -> None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table; in a log without the spaces at the ends of its lines."""
+    """Print a table; in a log without trailing spaces."""
     if console.is_terminal:
         console.print(table)
         return

@@ -1,4 +1,4 @@
-"""One finding with all of its evidence: the tests that were made, what each said, and where it acts."""
+"""One finding with all of its evidence: the hypotheses tested, their results, and the place of the cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STYLES = {"yes": "bold yellow", "no": "", "untried": "dim"}
 
 @dataclass(frozen=True)
 class Numbered:
-    """A finding, its case, and its number among those of the run that follow from none."""
+    """A root finding (one that follows from no other), its case, and its number in the run."""
 
     number: int
     case: CaseResult
@@ -41,7 +41,7 @@ class Numbered:
 
 
 def number_findings(run: RunResult) -> list[Numbered]:
-    """Return the findings of all cases that follow from none, in the order of the report, counted from 1."""
+    """Return the root findings of all cases in report order, numbered from 1."""
     pairs = [
         (case, finding)
         for case in run.cases
@@ -52,9 +52,9 @@ def number_findings(run: RunResult) -> list[Numbered]:
 
 
 def choose_finding(run: RunResult, wanted: str) -> Numbered:
-    """Return the finding with a number, or the one whose `check: tensor` has all of these words.
+    """Return the finding with this number, or the only one whose `check: tensor` contains all of these words.
 
-    Raises: CaseError where there is none, or more than one.
+    Raises: CaseError if no finding matches, or more than one.
     """
     numbered = number_findings(run)
     if wanted.strip().isdecimal():
@@ -75,7 +75,7 @@ def choose_finding(run: RunResult, wanted: str) -> Numbered:
 
 
 def _advise(run: RunResult, wanted: str) -> str:
-    """Return what a finding that is not there may have been meant to be."""
+    """Return a suggestion for a finding that was not found."""
     for case in run.cases:
         for finding in case.findings:
             if finding.follows and _matches(finding, wanted):
@@ -95,7 +95,7 @@ def _name(item: Numbered) -> str:
 
 
 def render_list(run: RunResult, console: Console, path: Path) -> None:
-    """Print every finding that follows from none, with its number and its cause."""
+    """Print every root finding with its number, cause and place; `path` is the run to name in the hint."""
     numbered = number_findings(run)
     if not numbered:
         print_lines(console, Text("nothing differs: there is no finding to explain"))
@@ -117,7 +117,7 @@ def render_list(run: RunResult, console: Console, path: Path) -> None:
 
 
 def render_explanation(item: Numbered, num_findings: int, console: Console) -> None:
-    """Print one finding with everything that is known of it."""
+    """Print one finding with all known facts and the tests of its diagnosis."""
     finding = item.finding
     title = Text(f"finding {item.number} of {num_findings}, {clean(item.case.name)}: ", style="dim")
     print_lines(console, title.append(clean(_name(item)), style="bold not dim"))
@@ -152,7 +152,7 @@ def _describe_place(place: Place, facts: Facts | None) -> list[tuple[str, str]]:
 
 
 def _render_trials(trials: Sequence[Trial], console: Console) -> None:
-    """Print each test: yes, no, or not made; and below it the coefficients, to ten digits."""
+    """Print each test as yes, no or not made, followed by its coefficients to ten digits."""
     if not trials:
         print_lines(console, Text("  no tests were made: the check itself says all that there is"))
         return

@@ -1,4 +1,4 @@
-"""A case that failed in a few words: the cause, since when, where, how much, and why."""
+"""A short description of a failed case: cause, first step, place, size and evidence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_GROUPS = 2
 
 
 def name_failure(case: CaseResult) -> str:
-    """Return the cause of the first finding, or else what is known instead of it."""
+    """Return the cause of the first finding, or the best available substitute."""
     first = next(iter(order_findings(case.findings)), None)
     if first is None:
         return case.reason or "A rank failed."
@@ -24,7 +24,7 @@ def name_failure(case: CaseResult) -> str:
 
 
 def describe_failure(case: CaseResult) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of the first finding, or of the ranks of a case that has none."""
+    """Yield (label, text) pairs of the first finding, or of the failed ranks if there is no finding."""
     if not case.findings:
         for group in group_ranks(case.rank_reports)[:_MOST_GROUPS]:
             said = "; ".join(text for text, _ in group.summaries)

@@ -1,4 +1,4 @@
-"""The fault benchmark as one HTML page: the rates, the picture of all classes, and a row for each fault."""
+"""HTML page of the fault benchmark: rates, a picture of all fault classes, and one row per fault."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moeverify.results.benchmark_rows import FaultRow
 
 
 def write(rows: Sequence[FaultRow], path: Path, environment: Mapping[str, str], command: str) -> None:
-    """Write the page of a fault benchmark to `path`, completely or not at all.
+    """Write the page of a fault benchmark to `path` atomically.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     with drawing():
         picture = fault_matrix.draw(rows)

@@ -1,4 +1,4 @@
-"""The tables of the fault benchmark and of the clean matrix, on the console and as Markdown."""
+"""Tables of the fault benchmark and of the clean matrix, for the console and as Markdown."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moeverify.report.words.cause import describe_cause, describe_where
 from moeverify.results.benchmark_rows import CleanRow, FaultRow, lower_bound, upper_bound
 
 _OWN = "in its precision"
-"""The column of what was detected without a wider precision, shown where one has shown more."""
+"""Column: detected without a wider precision. Shown only if some fault needed a wider one."""
 _MARKS = {True: "yes", False: "NO"}
 
 
 def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
-    """Print one line a fault and the rates."""
+    """Print one row per fault, then the rates."""
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )
@@ -44,7 +44,7 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
 
 
 def _call(row: FaultRow) -> str:
-    """Return what became of a fault that was not detected."""
+    """Return the outcome of a fault that was not detected."""
     return "missed" if row.verdict == "pass" else row.verdict
 
 
@@ -53,7 +53,7 @@ def _mark(value: bool) -> Text:
 
 
 def summarize_faults(rows: Sequence[FaultRow]) -> list[str]:
-    """Return the rates in words, with the exact one-sided 95 % bounds that such counts allow."""
+    """Return the rates in words, with exact one-sided 95 % bounds."""
     lines = []
     num_skipped = sum(row.verdict == "skipped" for row in rows)
     rows = [row for row in rows if row.verdict != "skipped"]
@@ -111,7 +111,7 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
 
 
 def name_finding_place(row: FaultRow) -> str:
-    """Return the tensor of the first finding, and where its cause acts."""
+    """Return the tensor of the first finding and the place of its cause."""
     if row.finding is None:
         return ""
     where = describe_where(row.finding)
@@ -119,7 +119,7 @@ def name_finding_place(row: FaultRow) -> str:
 
 
 def quote(row: FaultRow, mark: str = "") -> str:
-    """Return what was said of a fault, or what became of it; its place stands between two marks."""
+    """Return the diagnosis of a fault, or its outcome if undetected; `mark` encloses the place."""
     if row.detected and row.finding is not None:
         place = f"{mark}{name_finding_place(row)}{mark}" + (f" in {row.found_in}" if row.found_in else "")
         return f"{place}: {describe_cause(row.finding)}"
@@ -127,14 +127,14 @@ def quote(row: FaultRow, mark: str = "") -> str:
 
 
 def name_step(row: FaultRow) -> str:
-    """Return at which step a fault was first seen."""
+    """Return the step at which a fault was first detected, `init` before the first step."""
     if row.finding is None:
         return ""
     return "init" if row.finding.step < 0 else str(row.finding.step)
 
 
 def write_clean(rows: Sequence[CleanRow], environment: dict[str, str], command: str) -> str:
-    """Return the clean matrix as a Markdown page: counts by group, and every run that cried wolf."""
+    """Return the clean matrix as a Markdown page: counts by group, and every run that did not pass."""
     lines = ["# The clean matrix", "", _made(environment, command), ""]
     lines += [f"- {line}" for line in summarize_clean(rows)]
     headers = (
@@ -166,7 +166,7 @@ def write_clean(rows: Sequence[CleanRow], environment: dict[str, str], command: 
 
 
 def summarize_clean(rows: Sequence[CleanRow]) -> list[str]:
-    """Return the false positives in words, with the exact one-sided 95 % bound that such a count allows."""
+    """Return the false-positive rate in words, with an exact one-sided 95 % bound."""
     ended = [row for row in rows if row.verdict in ("pass", "mismatch")]
     other = Counter(row.verdict for row in rows if row.verdict not in ("pass", "mismatch"))
     wrong, total = sum(row.verdict == "mismatch" for row in ended), max(len(ended), 1)

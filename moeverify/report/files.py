@@ -1,4 +1,4 @@
-"""Writing a report's files: checked before the run, complete or absent after it."""
+"""Writing of report files: paths are checked before a run, and files are written atomically after it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moeverify.errors import CaseError, Problem
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, so that a reader sees the old content or the new one, never a part.
+    """Write a file atomically (text as UTF-8): a reader sees the old content or the new, never a part.
 
-    Missing folders are made. What is no regular file (a pipe, a device) is written in place.
+    Missing folders are created. A path that is not a regular file (a pipe, a device) is written in place.
 
-    Raises: OSError when the disk refuses; the old content is then still there.
+    Raises: OSError when writing fails; the old content is kept.
     """
     raw = content.encode("utf-8") if isinstance(content, str) else content
-    target = path.resolve()  # replacing a symbolic link would leave its target behind
+    target = path.resolve()  # replacing a symbolic link itself would leave its target unchanged
     if target.exists() and not target.is_file():
         target.write_bytes(raw)
         return
@@ -41,9 +41,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(files: Iterable[Path], *folders: Path | None) -> None:
-    """Make sure before a run that its files and folders can be written after it; missing folders are made.
+    """Check before a run that its files and folders can be written; create missing folders.
 
-    Raises: CaseError with every path that cannot be written.
+    Raises: CaseError listing every path that cannot be written.
     """
     problems = [problem for path in files if (problem := _try_file(path)) is not None]
     wanted = [folder for folder in folders if folder is not None]
@@ -53,7 +53,7 @@ def check_writable(files: Iterable[Path], *folders: Path | None) -> None:
 
 
 def _try_file(path: Path) -> Problem | None:
-    """Return what keeps a file from being written, without touching its content."""
+    """Return the problem that prevents writing a file, without touching its content."""
     if path.is_dir():
         return Problem(f"{path} is a folder", remedy="name a file")
     if path.exists() and not path.is_file():
@@ -62,7 +62,7 @@ def _try_file(path: Path) -> Problem | None:
 
 
 def _try_folder(folder: Path, wanted: Path) -> Problem | None:
-    """Return what keeps a folder from taking a new file."""
+    """Return the problem that prevents creating a file in a folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".moeverify-"):

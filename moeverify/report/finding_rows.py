@@ -1,4 +1,4 @@
-"""One finding as labelled lines, the same in the terminal, in JUnit and on the page."""
+"""One finding as labelled lines, shared by the terminal, JUnit and the HTML page."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ _COUNTED = {CheckName.PRECISION, ScriptCheck.BATCH, ScriptCheck.PARAMETERS, Scri
 
 
 def name_tensor(check: str, tensor: str) -> str:
-    """Return `check: tensor`, and only one of them where a check compares a single thing of the same name."""
+    """Return `check: tensor`, or only the name if both are the same."""
     return tensor if check == tensor else f"{check}: {tensor}"
 
 
 def name_finding(finding: Finding) -> str:
-    """Return `check: tensor, step n`; a finding outside the steps has step -1 and names none."""
+    """Return `check: tensor, step n`, without the step for a finding outside the steps (step -1)."""
     step = f", step {finding.step}" if finding.step >= 0 else ""
     return name_tensor(finding.check, finding.tensor) + step
 
 
 def describe_finding(finding: Finding) -> list[tuple[str, str]]:
-    """Return (label, text) for everything that the finding knows, the numbers first."""
-    # Of a dtype, or of a call that is out of order, there is nothing to measure.
+    """Return (label, text) pairs of all facts of a finding, numbers first."""
+    # These checks report discrete facts, such as a wrong dtype or call order; they have no error to
+    # measure.
     is_counted = finding.check in _COUNTED
     measured = [] if is_counted else [("error", format_excess(finding.error, finding.bound))]
     facts = [*measured, ("rank", _describe_rank(finding))]
@@ -52,7 +53,7 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _describe_rank(finding: Finding) -> str:
-    """Return the worst rank with its coordinates, and which ranks differ at all."""
+    """Return the worst rank with its coordinates, and the range of ranks that differ."""
     text = f"{finding.rank}" + (
         f" ({describe_coordinates(finding.coordinates)})" if finding.coordinates else ""
     )
@@ -62,12 +63,12 @@ def _describe_rank(finding: Finding) -> str:
 
 
 def describe_coordinates(coordinates: dict[str, int]) -> str:
-    """Return `dp_shard 1, ep 3`."""
+    """Return mesh coordinates as text: `dp_shard 1, ep 3`."""
     return ", ".join(f"{axis} {position}" for axis, position in coordinates.items())
 
 
 def _describe_scale(finding: Finding) -> str:
-    """Return factor and cosine to nine digits: a wrong divisor gives a round number."""
+    """Return scale and cosine to nine digits: a wrong divisor shows up as a round number."""
     parts = []
     if finding.scale is not None:
         parts.append(f"actual is {finding.scale:.9g} times expected")
@@ -77,7 +78,7 @@ def _describe_scale(finding: Finding) -> str:
 
 
 def _describe_place(finding: Finding) -> str:
-    """Return the global index of the largest difference and the two values there, in full."""
+    """Return the global index of the largest difference, and both values there in full precision."""
     index = "[" + ", ".join(str(number) for number in finding.index) + "]" if finding.index else "the value"
     values = []
     if finding.expected is not None:

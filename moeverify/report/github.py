@@ -1,4 +1,4 @@
-"""Annotations of GitHub: workflow commands that put a failure at its line of a case file."""
+"""GitHub annotations: workflow commands that attach a failure to its line of a case file."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from moeverify.report.numbers import format_count
 from moeverify.report.sanitize import clean
 from moeverify.results.run import RunResult
 
-# GitHub shows ten of each step, and says nothing of the others.
+# GitHub shows ten annotations per step and drops the others silently.
 _MOST = 10
 
 
 def annotate_run(run: RunResult, root: Path | None = None) -> Iterator[str]:
-    """Yield a workflow command for each case that failed; `root` is the folder that paths are relative to."""
+    """Yield a workflow command for each failed case; paths are made relative to `root`."""
     failed = [case for case in run.cases if case.has_failed]
     for number, case in enumerate(failed[:_MOST], start=1):
         lines = [name_failure(case), *(f"{label}: {text}" for label, text in describe_failure(case))]
         if number == _MOST and len(failed) > _MOST:
             lines.append(f"and {format_count(len(failed) - _MOST, 'more case')} failed")
-        # A file that is gone, or that was never there, has no line.
+        # No line is known if the file is gone, or if the case did not come from a file.
         tree = read_document(Path(case.file), lambda problem: None) if case.file else None
         line = find_line(tree, case.reason) if tree is not None else None
         yield _format("\n".join(lines), f"moeverify: {case.name} {case.verdict}", case.file, line, root)
 
 
 def annotate_problems(problems: Iterable[Problem], root: Path | None = None) -> Iterator[str]:
-    """Yield a workflow command for each thing that is wrong with what a user wrote."""
+    """Yield a workflow command for each problem in the user's input."""
     for problem in list(problems)[:_MOST]:
         text = ": ".join(part for part in (problem.path, problem.message) if part)
         text += f"; {problem.remedy}" if problem.remedy else ""
@@ -47,7 +47,7 @@ def _format(text: str, title: str, file: str, line: int | None, root: Path | Non
 
 
 def _relate(file: str, root: Path | None) -> str:
-    """Return a path as the repository has it, where it is inside of it."""
+    """Return the path relative to `root`, or unchanged if it is outside."""
     path = Path(file).resolve()
     return (
         path.relative_to(root.resolve()).as_posix() if root and path.is_relative_to(root.resolve()) else file
@@ -55,7 +55,7 @@ def _relate(file: str, root: Path | None) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return a text as one line, in the way of `@actions/core`: nothing in it can begin another command."""
+    """Return the text escaped as `@actions/core` does, on one line: it cannot start another command."""
     return clean(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

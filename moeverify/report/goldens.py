@@ -1,4 +1,4 @@
-"""The outcome for each golden, on the console."""
+"""Console output of the status of each golden."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _STYLES = {
 
 
 def is_stale(rows: Sequence[GoldenRow]) -> bool:
-    """Return whether a golden is missing, is not what this machine computes, or belongs to no case."""
+    """Return whether a golden is missing, differs from this machine's result, or belongs to no case."""
     return any(row.status in ("missing", "differs", "unused") for row in rows)
 
 
 def render_goldens(rows: Sequence[GoldenRow], console: Console) -> None:
-    """Print a line for each golden and a last line with the counts."""
+    """Print one line per golden, and a last line with the counts."""
     width = max((len(row.name) for row in rows), default=0)
     for row in rows:
         line = Text.assemble((f"{row.status:<10}", _STYLES[row.status]), f"{clean(row.name):<{width}}")

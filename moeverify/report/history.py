@@ -1,4 +1,4 @@
-"""Kept runs beside each other, in the order of their times: verdicts, and how near errors came to bounds."""
+"""Kept runs in chronological order: verdicts, and the largest error relative to its bound."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_NAME = 24
 
 @dataclass(frozen=True)
 class KeptRun:
-    """One run of a history, or the part of it that was asked for; `share` is its largest error over its bound."""
+    """One kept run, restricted to the selected cases; `share` is its largest error over its bound."""
 
     name: str
     started: str
@@ -39,9 +39,9 @@ class KeptRun:
 
 
 def list_runs(folder: Path, pattern: str = "") -> tuple[list[KeptRun], list[str]]:
-    """Return the runs that `--out` and `--json` have left in a folder, the oldest first, and why others are left out.
+    """Return the runs that `--out` and `--json` left in a folder, oldest first, and why others were skipped.
 
-    `pattern` keeps the cases with this text in their names, and the runs that have some.
+    `pattern` selects the cases with this text in their names; runs without such a case are left out.
     """
     runs: list[KeptRun] = []
     problems: list[str] = []
@@ -88,7 +88,7 @@ def _summarize(name: str, run: RunResult, cases: Sequence[CaseResult]) -> KeptRu
 
 
 def render_history(runs: Sequence[KeptRun], console: Console) -> None:
-    """Print a row a run."""
+    """Print one row per run."""
     rows = [
         (
             clean(kept.started),

@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from tabulate import tabulate
 
 
 def make_markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; what a cell holds stays in it: bars are escaped, and lines of one cell are joined.
+    """Return a Markdown table; bars are escaped, and the lines of a cell are joined.
 
-    Cells are not padded: one long sentence would widen every row, and change all of them with it.
+    Cells are not padded. Otherwise one long cell would widen, and so change, every row of a page under
+    version control.
     """
     return tabulate(
         [[_escape(cell) for cell in row] for row in rows],

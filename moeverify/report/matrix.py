@@ -1,4 +1,4 @@
-"""The picture of `moeverify reshard`: a row for each layout that saved, a column for each that loaded."""
+"""Result matrix of `moeverify reshard`: a row per layout that saved, a column per layout that loaded."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Matrix:
-    """The pairs of one recipe, by (saved by, loaded by); `names` are in the order of the rows and columns."""
+    """The pairs of one recipe, keyed by (saved by, loaded by); `names` are in row and column order."""
 
     recipe: str
     names: tuple[str, ...]
     cells: dict[tuple[str, str], CaseResult]
 
     def ranks(self, name: str) -> int:
-        """Return on how many ranks a case loads; 0 where it only saves."""
+        """Return on how many ranks a case loads; 0 if it only saves."""
         return next((case.ranks for (_, loader), case in self.cells.items() if loader == name), 0)
 
 
 def find_matrices(cases: Sequence[CaseResult]) -> list[Matrix]:
-    """Return a matrix for each recipe among the pairs; none where there are no pairs."""
+    """Return one matrix per recipe among the pairs; empty if there are no pairs."""
     by_recipe: dict[str, dict[tuple[str, str], CaseResult]] = {}
     for case in cases:
         if case.saved_by:
@@ -43,7 +43,7 @@ def find_matrices(cases: Sequence[CaseResult]) -> list[Matrix]:
 
 
 def describe_cell(case: CaseResult | None) -> str:
-    """Return a pair's verdict, `-` if it was skipped, or the checks that failed in their order."""
+    """Return a pair's verdict, `-` if skipped, or the first failed check and the number of others."""
     if case is None:
         return ""
     if case.verdict == "skipped":
@@ -57,7 +57,7 @@ def describe_cell(case: CaseResult | None) -> str:
 def render_matrices(cases: Sequence[CaseResult], console: Console) -> Iterator[Text | Table]:
     """Yield a headline and a table for each recipe.
 
-    Columns have the names of the layouts, or their numbers where the names take more room than there is.
+    Column headers are the names of the layouts, or their row numbers if the names do not fit.
     """
     for matrix in find_matrices(cases):
         yield Text(f"{clean(matrix.recipe)}: rows saved, columns loaded and trained on", style="bold")
@@ -83,7 +83,7 @@ def render_matrices(cases: Sequence[CaseResult], console: Console) -> Iterator[T
 
 
 def _head(matrix: Matrix, name: str) -> str:
-    # A single device has the recipe in its name where there are several.
+    # If there are several recipes, the name of a single device includes the recipe.
     return f"{clean(name.removesuffix(f' {matrix.recipe}'))}, {format_count(matrix.ranks(name), 'rank')}"
 
 

@@ -1,4 +1,4 @@
-"""The collectives of several ranks in one order: those in which ranks meet stand in one column."""
+"""Alignment of the collectives of several ranks into one order, one column per collective."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Meeting:
-    """A collective: the record of each rank that issued it, and the ranks that others still wait for."""
+    """One collective: the records of the ranks that issued it, and the ranks they still wait for."""
 
     records: Mapping[int, CollectiveRecord]
     missing: frozenset[int] = frozenset()
 
     @property
     def open_ranks(self) -> list[int]:
-        """Return the ranks that did not see its end."""
+        """Return the ranks on which it did not finish."""
         return [rank for rank, record in self.records.items() if record.state != "finished"]
 
     @property
     def disagrees(self) -> bool:
-        """Return whether its ranks issued what cannot meet."""
+        """Return whether the ranks issued different signatures (point-to-point records do not count)."""
         records = self.records.values()
         return len({record.signature for record in records if not record.is_point_to_point}) > 1
 
 
 def align_records(traces: Mapping[int, Sequence[CollectiveRecord]]) -> list[Meeting]:
-    """Return the collectives of all ranks so that each rank's own stand in its order.
+    """Return the collectives of all ranks in one order that preserves the order of each rank.
 
-    A collective comes when all ranks that have issued it have come to it. Where they wait for each other in a circle,
-    the one that the lowest rank waits in comes next, and what others have of it comes later on its own.
+    A collective is emitted once all ranks that issued it have reached it. If ranks wait for each other in a
+    cycle, the collective at the head of the lowest rank is emitted first. The other ranks' records of it
+    follow later, as a meeting of their own.
     """
     queues = {rank: deque(trace) for rank, trace in traces.items()}
-    ahead: dict[Key, int] = {}  # how many ranks still have to come to each collective
+    ahead: dict[Key, int] = {}  # per collective: how many ranks have not reached it yet
     for rank, trace in traces.items():
         for record in trace:
             key = _identify(rank, record)
@@ -57,14 +58,14 @@ def align_records(traces: Mapping[int, Sequence[CollectiveRecord]]) -> list[Meet
 
 
 def _identify(rank: int, record: CollectiveRecord) -> Key:
-    """Return what ranks that meet have in common: they may issue different operations there."""
+    """Return the key that all ranks of one collective share, even if they issued different operations."""
     if not record.is_point_to_point:
         return record.group_name, record.group, record.sequence
     return record.group_name, record.group, record.sequence, frozenset((rank, *_list_members(record)))
 
 
 def _list_members(record: CollectiveRecord) -> tuple[int, ...]:
-    """Return the global ranks that a record needs; of a message from anybody, none."""
+    """Return the global ranks that a record needs; empty for a receive from any source."""
     if not record.is_point_to_point:
         return record.group
     return (record.group[record.peer],) if 0 <= record.peer < len(record.group) else ()
@@ -73,7 +74,7 @@ def _list_members(record: CollectiveRecord) -> tuple[int, ...]:
 def _find_missing(
     records: Mapping[int, CollectiveRecord], traces: Mapping[int, Sequence[CollectiveRecord]]
 ) -> frozenset[int]:
-    """Return the ranks that have not come to a collective which a rank is still in."""
+    """Return the ranks that have not reached a collective in which another rank is still waiting."""
     waiting = [(rank, record) for rank, record in records.items() if record.state == "started"]
     return frozenset(
         member
@@ -86,7 +87,7 @@ def _find_missing(
 def _has_passed(
     rank: int, record: CollectiveRecord, member: int, traces: Mapping[int, Sequence[CollectiveRecord]]
 ) -> bool:
-    """Return whether a member is known to have issued this collective of its group, or a later one."""
+    """Return whether `member` has issued this collective of its group, or a later one."""
     own = _identify(rank, record)
     for other in traces.get(member, ()):
         theirs = _identify(member, other)

@@ -1,4 +1,4 @@
-"""A device mesh on the console: its axes, each rank's place and data, the groups of every axis."""
+"""Console output of a device mesh: axes, the coordinates and data of each rank, groups of each axis."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from moeverify.report.numbers import format_count, format_range
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank stands and what it works on.
+    """The place of one rank in the mesh and its data.
 
-    `coordinates` holds its position on each axis, `rows` and `positions` the global rows of the batch and
-    the global token positions that it sees, `holds` further things it holds, such as experts.
+    `coordinates` maps each axis to the rank's position. `rows` are the global rows of the batch that the
+    rank sees, and `positions` the global token positions. `holds` maps other kinds of things, such as
+    experts, to their numbers.
     """
 
     rank: int
@@ -30,10 +31,10 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class MeshPicture:
-    """What is shown of a mesh: axes with their sizes, outermost first, ranks, and the ranks of each group.
+    """The contents of a mesh picture: axis sizes (outermost first), ranks, and the groups of each axis.
 
-    `borrowed` holds axes that reuse the ranks of others, such as ep. `per_node` is how many ranks a node has, from
-    rank 0 on; 0 where that is not known.
+    `borrowed` holds axes that reuse the ranks of others, such as ep. `per_node` is the number of ranks per
+    node, counted from rank 0; 0 if unknown.
     """
 
     name: str
@@ -44,12 +45,12 @@ class MeshPicture:
     per_node: int = 0
 
     def find_nodes(self, group: tuple[int, ...]) -> list[int]:
-        """Return the nodes that the ranks of a group are on."""
+        """Return the indices of the nodes that host the ranks of a group."""
         return sorted({rank // self.per_node for rank in group})
 
 
 def render(picture: MeshPicture, console: Console) -> None:
-    """Print the mesh: a line for the axes, a table of the ranks, a line for each axis with its groups."""
+    """Print the axes, a table of the ranks, and one line per axis with its groups."""
     sizes = " x ".join(f"{axis} {size}" for axis, size in picture.axes.items()) or "one device"
     title = Text.assemble((picture.name, "bold"), f"  {format_count(len(picture.ranks), 'rank')}: {sizes}")
     if picture.borrowed:
@@ -68,7 +69,7 @@ def render(picture: MeshPicture, console: Console) -> None:
 
 
 def _describe_links(picture: MeshPicture, groups: tuple[tuple[int, ...], ...]) -> str:
-    """Return whether the collectives of an axis stay inside nodes, which is where links are fast."""
+    """Return whether the groups of an axis stay inside a node, where links are fast."""
     spans = [len(picture.find_nodes(group)) for group in groups]
     num_across = sum(span > 1 for span in spans)
     if not num_across:
@@ -78,7 +79,7 @@ def _describe_links(picture: MeshPicture, groups: tuple[tuple[int, ...], ...]) -
 
 
 def _make_table(picture: MeshPicture, console: Console) -> Table:
-    """Return a line for each rank, with a column only for what some rank has."""
+    """Return a table with one row per rank; optional columns appear only if some rank has a value."""
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )

@@ -1,4 +1,4 @@
-"""The table of mutants: on the console a line each as they come, and a Markdown page at the end."""
+"""Results of mutation testing: counts and rates for the console, a Markdown page and JSON."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHOWN = {
 
 
 def name_half(row: MutantRow) -> str:
-    """Return to which half a mutant belongs."""
+    """Return the half to which a mutant belongs."""
     return "counted" if row.counted_only else "looked at"
 
 
 def summarize_mutants(rows: Sequence[MutantRow]) -> list[str]:
-    """Return a table of the counts, as lines of text: the two halves, and both together."""
+    """Return a Markdown table of the counts as lines: each half, and both together."""
     causes = (f"cause {_SHOWN[each].strip('*')}" for each in _CAUSES)
     headers = ("half", "mutants", *_OTHERS, *_KILLED, "survived", "located", *causes)
     table = [
@@ -52,7 +52,7 @@ def _count(name: str, rows: Sequence[MutantRow]) -> tuple[str, ...]:
 
 
 def describe_rates(rows: Sequence[MutantRow]) -> list[str]:
-    """Return what share of mutants was killed and how true the causes were, in sentences."""
+    """Return sentences on the share of mutants killed and the accuracy of the named causes."""
     ran = [row for row in rows if row.outcome in (*_KILLED, "survived")]
     seen = [row for row in ran if row.outcome == "detected"]
     judged = [row for row in seen if row.judgement.cause != "open"]
@@ -73,14 +73,14 @@ def describe_rates(rows: Sequence[MutantRow]) -> list[str]:
 
 
 def describe_left_out(rows: Sequence[MutantRow], precision: str, layouts: Sequence[str]) -> list[str]:
-    """Return what a precision leaves out, in sentences: mutants that are no bugs in it, and layouts."""
+    """Return sentences on omissions in a precision: mutants that are no bugs in it, and layouts."""
     mutants = [row.name for row in rows if row.outcome == "no bug"]
     lines = [f"no bug in {precision}, and not run: {', '.join(mutants)}"] if mutants else []
     return [*lines, *([f"layouts that {precision} does not know: {', '.join(layouts)}"] if layouts else [])]
 
 
 def write_json(rows: Sequence[MutantRow], environment: Mapping[str, str], command: str) -> str:
-    """Return the rows as JSON, with what made them."""
+    """Return the rows as JSON, with the command and environment that produced them."""
     content = {
         "command": command,
         "environment": dict(environment),
@@ -97,9 +97,10 @@ def _rate(name: str, hits: int, total: int, of: str) -> str:
 def write_mutants(
     rows: Sequence[MutantRow], environment: Mapping[str, str], command: str, counts: tuple[int, int]
 ) -> str:
-    """Return the page: counts, rates of each half, and a row for each mutant, survivors and wrong causes first.
+    """Return the Markdown page: counts, rates of each half, and one row per mutant.
 
-    `counts` are those of all mutants, and of those that no layout reaches.
+    Survivors and wrong causes come first. `counts` are the number of all mutants, and of the mutants that
+    no layout executes.
     """
     known = ", ".join(f"{name} {environment[name]}" for name in ("torch", "python", "device", "cores"))
     lines = [
@@ -155,7 +156,7 @@ def _make_row(row: MutantRow) -> tuple[str, ...]:
 
 
 def describe_result(row: MutantRow) -> str:
-    """Return what was said of a mutant, or how its ranks ended."""
+    """Return the diagnosis of a mutant, or how its ranks ended."""
     if row.outcome == "detected" and row.finding is not None:
         where = describe_where(row.finding)
         place = f"{row.finding.tensor} | {where}" if where else row.finding.tensor

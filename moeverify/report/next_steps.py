@@ -1,4 +1,4 @@
-"""The next command to type after a case that did not pass."""
+"""Suggested commands after a case that did not pass."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from pathlib import Path
 from moeverify.report.words.follow_up import name_candidates
 from moeverify.results.run import CaseResult
 
-# Options of the run that change what the case does, so that a repeat must keep them.
+# Options that change the behaviour of a case; a repeated run must keep them.
 _KEPT = ("--set", "--fault", "--device", "--ranks", "--timeout", "--goldens", "--cache")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Where a run is kept, if it is: the folder of `--out`, or else the file of `--json`."""
+    """Where a run is stored, if anywhere: the folder of `--out`, or the file of `--json`."""
 
     folder: Path | None = None
     file: Path | None = None
 
     @property
     def run(self) -> Path | None:
-        """Return what later commands take as RUN."""
+        """Return the path to pass as RUN to later commands."""
         return self.folder or self.file
 
     @property
     def json(self) -> Path | None:
-        """Return the file that has everything."""
+        """Return the JSON file with the complete result."""
         return self.folder / "result.json" if self.folder else self.file
 
 
 def name_rest(case: CaseResult, kept: Kept, field: str = "`findings`") -> str:
-    """Return where the part of a case is that a report leaves out; a Python caller holds it in a field."""
+    """Return where to find the omitted part of a case; `field` is the attribute for Python callers."""
     if kept.json is not None:
         return f"all are in {kept.json}"
     return "--out DIR or --json FILE keeps all" if case.file else f"{field} of the result has all"
 
 
 def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[tuple[str, str]]:
-    """Return (command, purpose) pairs for what to do next; `number` is that of the first finding."""
+    """Return (command, purpose) pairs to try next; `number` is the number of the case's first finding."""
     select = f"{shlex.quote(case.file)} -k {shlex.quote(case.name)}"
     steps: list[tuple[str, str]] = []
     if case.verdict == "skipped":
         return steps
     if case.saver_file or case.saved_by:
         return _advise_pair(case, command, kept.folder)
-    if not case.file:  # it came from Python: there is no command that repeats it
+    if not case.file:  # created from Python: no command repeats it
         return [("moeverify doctor", "what this machine can do")] if case.verdict == "error" else steps
     if kept.run is not None and case.verdict == "mismatch":
         explain = f"moeverify explain {shlex.quote(str(kept.run))} {number}"
@@ -78,7 +78,7 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
 
 
 def _advise_pair(case: CaseResult, command: str, folder: Path | None) -> list[tuple[str, str]]:
-    """Return the command that repeats the pair, with the few others of its cases."""
+    """Return the command that repeats a reshard pair with only the cases it needs."""
     files = list(dict.fromkeys(file for file in (case.saver_file, case.file) if file))
     if not files:
         return []
@@ -89,10 +89,10 @@ def _advise_pair(case: CaseResult, command: str, folder: Path | None) -> list[tu
 
 
 def _keep_options(command: str, names: tuple[str, ...]) -> str:
-    """Return the named options of a command line with their values, each with a space before it."""
+    """Return the named options of a command line with their values, each preceded by a space."""
     try:
         words = shlex.split(command)
-    except ValueError:  # a quote without its end: the command was not written by a shell
+    except ValueError:  # an unbalanced quote: the command was not written by a shell
         return ""
     kept: list[str] = []
     for position, word in enumerate(words):

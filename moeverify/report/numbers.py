@@ -1,4 +1,4 @@
-"""How numbers, ranks and times are written in every report."""
+"""Formatting of numbers, ranks and times, shared by all reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 
 def excess(error: float, bound: float) -> float:
-    """Return how many times its bound an error is; infinite for a NaN, and for any error over bound 0."""
+    """Return error / bound; infinite for a NaN, and for a nonzero error with bound 0."""
     if math.isnan(error) or math.isnan(bound):
         return math.inf
     if error == 0.0:
@@ -19,7 +19,7 @@ def excess(error: float, bound: float) -> float:
 
 
 def format_number(value: float) -> str:
-    """Return two or three significant digits: `3.1e-15`, `1e-10`, `0.25`, `nan`."""
+    """Return the number to two or three significant digits: `3.1e-15`, `1e-10`, `0.25`, `nan`."""
     if value == 0.0:
         return "0"
     if not math.isfinite(value):
@@ -31,12 +31,12 @@ def format_number(value: float) -> str:
 
 
 def format_bound(bound: float) -> str:
-    """Return a bound as a number, and a bound of zero as the word for it."""
+    """Return a bound as text; `exact` for zero."""
     return "exact" if bound == 0.0 else format_number(bound)
 
 
 def format_excess(error: float, bound: float) -> str:
-    """Return in words how an error stands to its bound."""
+    """Return an error in words, relative to its bound."""
     if bound == 0.0:
         return f"{format_number(error)}, and must be bitwise equal"
     if not math.isfinite(error):
@@ -46,7 +46,7 @@ def format_excess(error: float, bound: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time for a sentence: `3.2 s`, `2 min 05 s`, `1 h 02 min`."""
+    """Return a duration as text: `3.2 s`, `2 min 05 s`, `1 h 02 min`."""
     if seconds < 99.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -57,7 +57,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_range(numbers: Iterable[int]) -> str:
-    """Return a set of integers in short: `0-3, 6`, and `0-6 by 2` for four or more at one distance."""
+    """Return a set of integers in short form: `0-3, 6`, or `0-6 by 2` for four or more equally spaced."""
     ordered = sorted(set(numbers))
     if len(ordered) >= 4:
         step = ordered[1] - ordered[0]

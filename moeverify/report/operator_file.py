@@ -1,4 +1,4 @@
-"""The operators of one step on both sides, as a file: gzipped JSON that the ranks write and the page is made from."""
+"""The operator table of one step (both sides) as gzipped JSON; ranks write it, the page reads it."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _AGAIN = "run the case again with --out"
 
 
 def name_file(folder: Path, case: str) -> Path:
-    """Return where the operators of a case of a kept run are."""
+    """Return the path of a case's operator file in the folder of a kept run."""
     return folder / OPERATORS_FOLDER / f"{case.replace('/', '-')}{_SUFFIX}"
 
 
 def write(table: OperatorTable, path: Path) -> None:
-    """Write a table, gzipped where the name ends in `.gz`, completely or not at all.
+    """Write a table atomically, gzipped if the name ends in `.gz`.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     raw = table.model_dump_json(exclude_defaults=True).encode() + b"\n"
     write_atomically(path, gzip.compress(raw, 6, mtime=0) if path.suffix == ".gz" else raw)
 
 
 def read(path: Path) -> OperatorTable:
-    """Return the table in a file.
+    """Return the table stored in a file.
 
-    Raises: FormatError where it is not there, damaged, of another version, or something else.
+    Raises: FormatError if the file is missing, damaged, of another version, or not an operator table.
     """
     content = read_content(path, _AGAIN)
     if not isinstance(content, dict) or "version" not in content:
@@ -59,9 +59,9 @@ def read(path: Path) -> OperatorTable:
 
 
 def read_content(path: Path, remedy: str) -> Any:
-    """Return the JSON in a file, which may be gzipped; `remedy` says what to do where it cannot be read.
+    """Return the JSON content of a file, which may be gzipped; `remedy` is appended to errors.
 
-    Raises: FormatError where it is not there, or damaged.
+    Raises: FormatError if the file is missing or damaged.
     """
     try:
         raw = read_input(path)
@@ -77,9 +77,9 @@ def read_content(path: Path, remedy: str) -> Any:
 
 
 def _unzip(raw: bytes) -> bytes:
-    """Return what was zipped.
+    """Return the decompressed content.
 
-    Raises: OSError, EOFError or zlib.error where it is damaged, or more than is sane to hold in memory.
+    Raises: OSError, EOFError or zlib.error if the data is damaged or larger than `MOST_BYTES`.
     """
     with gzip.GzipFile(fileobj=BytesIO(raw)) as file:
         content = file.read(MOST_BYTES + 1)
@@ -89,7 +89,7 @@ def _unzip(raw: bytes) -> bytes:
 
 
 def _find_problem(table: OperatorTable) -> str:
-    """Return which field names an operator, a rank or a call site that is not there; nothing if all are."""
+    """Return the first reference to an operator, rank or call site that does not exist; empty if valid."""
     lists = [
         (f"{side}.{rank}", each)
         for side in ("expected", "actual")
@@ -111,7 +111,7 @@ def _find_problem(table: OperatorTable) -> str:
 
 
 def check_list(name: str, listed: OperatorList) -> str:
-    """Return which field of a list names an operator or a call site that is not there; nothing if all are."""
+    """Return the first field of a list that refers to a missing operator or call site; empty if valid."""
     for place, op in enumerate(listed.operators):
         inputs = (each for each in op.inputs if isinstance(each, int))
         for field, numbers, size in (
@@ -126,7 +126,7 @@ def check_list(name: str, listed: OperatorList) -> str:
 
 
 def find_table(case: CaseResult, run: Path) -> Path | None:
-    """Return the file with the operators of a case, if it is there: in the kept `run`, which may have been moved."""
+    """Return the operator file of a case if it exists, also if the kept `run` has been moved."""
     if not case.operators:
         return None
     path = Path(case.operators)

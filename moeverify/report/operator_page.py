@@ -1,4 +1,4 @@
-"""The operators of both sides as one HTML page, in which a script draws the lines that are in sight."""
+"""The operators of both sides as an HTML page, whose script renders only the visible rows."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ WORDS: Mapping[Outcome, str] = {
 
 
 def write(table: OperatorTable, path: Path) -> None:
-    """Write the page to `path`, completely or not at all.
+    """Write the page to `path` atomically.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     write_atomically(path, format_page(table))
 
 
 def format_page(table: OperatorTable) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     text = json.dumps(pack(table), separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     counts = count_outcomes(table)
     return render_page(
@@ -55,7 +55,7 @@ def format_page(table: OperatorTable) -> str:
 
 
 def count_outcomes(table: OperatorTable, phase: Phase | None = None) -> Counter[Outcome]:
-    """Return how many operators of all ranks have each outcome, those of a part of the step or all."""
+    """Return how many operators have each outcome, over all ranks; `phase` restricts to one phase."""
     return Counter(
         each.outcome
         for listed, compared in zip(table.actual, table.compared, strict=True)
@@ -65,7 +65,7 @@ def count_outcomes(table: OperatorTable, phase: Phase | None = None) -> Counter[
 
 
 def describe_table(table: OperatorTable) -> Iterator[str]:
-    """Yield what a terminal shows of a table: the outcomes of each part of the step, the first wrong operators."""
+    """Yield the lines of a terminal summary: outcomes per phase, and the first wrong operators."""
     for phase in PHASES:
         counts = count_outcomes(table, phase)
         if counts:
@@ -84,11 +84,11 @@ def _has_phase(table: OperatorTable, phase: Phase) -> Iterator[bool]:
 
 
 def pack(table: OperatorTable) -> dict[str, Any]:
-    """Return the table for the script of the page: rows of numbers, and each string once.
+    """Return the table in compact form for the page's script: rows of numbers, each string stored once.
 
-    An operator is [name, phase, module, sites, results, inputs, origin, ranks, axis], where a site is [file, line,
-    function, expression], a result [shape, dtype], and an input an operator or [name]. A comparison is [outcome,
-    other, other rank, place, factor, error].
+    An operator is [name, phase, module, sites, results, inputs, origin, ranks, axis]. A site is [file,
+    line, function, expression], a result [shape, dtype], and an input an operator index or [name]. A
+    comparison is [outcome, other, other rank, place, factor, error].
     """
     strings: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""A page that needs nothing else: no font, image or script from anywhere. Its contents are a template each."""
+"""Self-contained HTML pages: no external fonts, images or scripts. Each page has its own template."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def render_page(
 ) -> str:
     """Render a template as an HTML page with the shared style.
 
-    `script` names the page's own script and style sheet. The page names the hash of that script, so that a browser
-    runs no other one, such as one hidden in the name of a case.
+    `script` names the page's script and style sheet. The page contains the script's hash, so that a browser
+    runs no other script, such as one injected by the name of a case.
     """
     code = (_TEMPLATES / f"{script}.js").read_text(encoding="ascii")
     styles = dict.fromkeys(("page", script))
@@ -85,10 +85,10 @@ def _make_environment() -> Environment:
 
 
 def _format_share(error: float, bound: float) -> str:
-    """Return how much of its bound an error uses."""
+    """Return error / bound as text."""
     return format_number(excess(error, bound))
 
 
 def _clean_value(value: object) -> object:
-    """Return strings without control characters; escaping comes after."""
+    """Return strings without control characters; escaping happens later."""
     return clean(value) if type(value) is str else value

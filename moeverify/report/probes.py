@@ -1,4 +1,4 @@
-"""The probes of `moeverify doctor`, on the console: while they run, and what they have found."""
+"""Console output of `moeverify doctor`: progress of the probes and their results."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _NUM_RECENT = 8
 
 
 class ProbeProgress(AbstractContextManager["ProbeProgress"]):
-    """Shows the row of a probe as soon as it is known: in a log in a line of its own.
+    """Progress display that shows each probe's result as soon as it is known.
 
-    A terminal shows the last ones above what runs now and since when, until the table says all.
+    A log gets one line per result. A terminal shows the latest results above the running probes and their
+    elapsed times. The view disappears at the end, when the full table is printed.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ProbeProgress(AbstractContextManager["ProbeProgress"]):
         self._is_live = console.is_terminal and not console.is_dumb_terminal and not console.quiet
 
     def __enter__(self) -> Self:
-        """Begin to show what runs."""
+        """Start the live view, if there is one."""
         if self._is_live:
             live = Live(
                 console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True
@@ -53,11 +54,11 @@ class ProbeProgress(AbstractContextManager["ProbeProgress"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the lines of a log, and nothing in a terminal."""
+        """Remove the live view; lines printed to a log stay."""
         self._stack.close()
 
     def on_event(self, event: ProbeEvent) -> None:
-        """Take in that a probe begins, or what it has found."""
+        """Handle the start or the result of a probe."""
         if event.row is None:
             self._running[event.name] = self._clock()
             return
@@ -73,7 +74,7 @@ class ProbeProgress(AbstractContextManager["ProbeProgress"]):
             print_lines(self._console, line)
 
     def render(self) -> RenderableType:
-        """Return the view of a terminal as it is now, each of its lines as short as the terminal is wide."""
+        """Return the current terminal view, each line cut to the width of the terminal."""
         now = self._clock()
         running = [f"{clean(name)} {format_seconds(now - since)}" for name, since in self._running.items()]
         lines = [*self._recent, Text(f"probing {', '.join(running)}" if running else "starting ranks")]
@@ -84,9 +85,9 @@ class ProbeProgress(AbstractContextManager["ProbeProgress"]):
 
 
 def render_probes(probes: Sequence[ProbeRow], console: Console, *, missing: Sequence[str] = ()) -> None:
-    """Print a line for each probe, in a terminal as a table, in a log with one line each, and a last line.
+    """Print a table of the probes and a last line with the counts.
 
-    `missing` are probes without a row, which an interrupt has cut off; the last line names them.
+    `missing` names probes without a result because of an interrupt; the last line lists them.
     """
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)

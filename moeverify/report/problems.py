@@ -1,4 +1,4 @@
-"""An error on the console: every problem on its own line, what to do about it below."""
+"""Console output of an error: each problem on its own line, the remedy below it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.report.sanitize import clean
 
 
 def render_error(error: MoeverifyError, console: Console) -> None:
-    """Print an error without its traceback; each problem as `file:line: path: message`, its remedy below."""
+    """Print an error without traceback; each problem as `file:line: path: message`, its remedy below."""
     if not isinstance(error, CaseError):
         print_lines(console, Text.assemble(("error: ", "bold red"), clean(str(error))))
         return
@@ -23,7 +23,7 @@ def render_error(error: MoeverifyError, console: Console) -> None:
 
 
 def _render_problem(problem: Problem, console: Console) -> None:
-    """Print one problem; the place first and unbroken, so that an editor can jump to it."""
+    """Print one problem; the location comes first and unbroken, so that editors can jump to it."""
     line = Text()
     if problem.file:
         place = problem.file + (f":{problem.line}" if problem.line is not None else "")

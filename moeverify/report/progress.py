@@ -1,4 +1,4 @@
-"""Progress of a run: a live view in a terminal, a line for each event anywhere else."""
+"""Progress of a run: a live view in a terminal, one line per event elsewhere."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from moeverify.results.run import CaseResult, Event
 _NUM_RECENT = 8
 _BAR_WIDTH = 30
 _NUM_NAMES = 3
-_VERDICT = 9  # the column of verdicts
+_VERDICT = 9  # width of the verdict column
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A view that shows nothing; the base of the two that do. `on_event` takes the events of a run."""
+    """A view that shows nothing, the base class of the others; `on_event` receives the events of a run."""
 
     def on_event(self, event: Event) -> None:
-        """Take in one event."""
+        """Handle one event."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave nothing on the screen."""
+        """Remove the view."""
 
 
 def open_progress(
     console: Console, *, quiet: bool = False, durations: Mapping[str, float] | None = None
 ) -> Progress:
-    """Return the view that fits: none, live in a terminal that can move its cursor, lines otherwise.
+    """Return the suitable view: none if quiet, live in a capable terminal, otherwise lines.
 
-    `durations` are the seconds that cases took in earlier runs, by their names.
+    `durations` maps the names of cases to their seconds in earlier runs.
     """
     if quiet or console.quiet:
         return Progress()
@@ -55,7 +55,7 @@ def open_progress(
 
 
 class LineProgress(Progress):
-    """A line for each event, complete in itself, so that a log can be read while it grows."""
+    """One self-contained line per event, so that a growing log is readable."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -63,7 +63,7 @@ class LineProgress(Progress):
     def on_event(self, event: Event) -> None:
         """Print one line."""
         if event.kind in ("up", "lost"):
-            return  # a case that lost its ranks says so itself
+            return  # the case that lost its ranks reports it
         if event.kind == "case-end":
             count = f"[{event.num_done}/{event.num_total}]"
             line = Text.assemble(count, " ", describe_end(event))
@@ -73,7 +73,7 @@ class LineProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """The last verdicts, a bar, and what runs now since when; gone at the end, when the table says more."""
+    """Live view: the latest verdicts, a bar, and the running case with its time; removed at the end."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class LiveProgress(Progress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the view away, and give the cursor back, also after an error."""
+        """Remove the view and restore the cursor, also after an error."""
         self._live.stop()
 
     def on_event(self, event: Event) -> None:
-        """Take in one event; the screen follows at its own pace."""
+        """Update the state; the screen refreshes at its own rate."""
         self._num_done = max(self._num_done, event.num_done)
         self._num_total = max(self._num_total, event.num_total)
         if event.kind == "case-end":
@@ -129,7 +129,7 @@ class LiveProgress(Progress):
         self._since = self._clock()
 
     def render(self) -> RenderableType:
-        """Return the view as it is now."""
+        """Return the current view."""
         width = self._console.width
         now = self._clock()
         count = Text(f"{self._num_done} of {self._num_total} cases")
@@ -138,7 +138,7 @@ class LiveProgress(Progress):
         count.append(f", {format_seconds(now - self._started)}")
         left = self._estimate(now)
         if left is not None:
-            # An estimate has no tenths of seconds.
+            # Tenths of a second would suggest a precision that the estimate does not have.
             about = f"{max(1.0, left):.0f} s" if left < 99.5 else format_seconds(left)
             count.append(f", about {about} left")
         room = max(1, min(_BAR_WIDTH, width - len(count) - 2))
@@ -152,9 +152,9 @@ class LiveProgress(Progress):
         return Group(*lines, state, Text(running, no_wrap=True, overflow="crop"))
 
     def _estimate(self, now: float) -> float | None:
-        """Return the seconds that are left by earlier runs; None where those tell too little.
+        """Return the estimated remaining seconds; None if too few of the remaining cases have a known time.
 
-        Cases that never ran take as long as the others do on average.
+        At least half of them must be known. Each of the others is assumed to take the mean time.
         """
         num_left = self._num_total - self._num_done
         known = {name: seconds for name, seconds in self._durations.items() if name not in self._done}
@@ -168,14 +168,14 @@ class LiveProgress(Progress):
 
 
 def _fit(line: Text, width: int) -> Text:
-    """Return a copy of the line that stays one line: a live view that wraps leaves rests on the screen."""
+    """Return a copy cut to one line; lines that wrap would leave remnants of a live view on the screen."""
     copy = line.copy()
     copy.truncate(max(width - 1, 1), overflow="crop")
     return copy
 
 
 def describe_event(event: Event) -> str:
-    """Return what begins with an event, in one line."""
+    """Return a one-line description of an event."""
     verbs = {
         "launch": "starting ranks",
         "up": "ranks up",
@@ -195,9 +195,9 @@ def describe_event(event: Event) -> str:
 
 
 def describe_end(event: Event, width: int | None = None) -> Text:
-    """Return the verdict of a case, with its numbers or its reason, in one line.
+    """Return one line with the verdict of a case and its numbers or reason.
 
-    A name that is wider than that loses letters from its middle, so that both of its ends are seen.
+    A name that does not fit into `width` is shortened in the middle, so that both ends stay visible.
     """
     if event.measured is not None:
         return Text(_describe_measured(event.measured))
@@ -211,7 +211,7 @@ def describe_end(event: Event, width: int | None = None) -> Text:
 
 
 def _describe_result(result: CaseResult) -> str:
-    """Return why a case was skipped or failed, or what was compared and how close it came."""
+    """Return why a case was skipped or failed, or how much was compared and the worst error."""
     if result.verdict in ("skipped", "error"):
         return clean(result.reason).split("\n", 1)[0] or format_ranks(r.rank for r in result.rank_reports)
     parts = [f"{count_tensors(result)} tensors"]
@@ -223,7 +223,7 @@ def _describe_result(result: CaseResult) -> str:
 
 
 def _describe_measured(measured: Measurement) -> str:
-    """Return the time of a step and the memory, or why there is none."""
+    """Return the time of a step and the peak memory, or why there is none."""
     if measured.step is None:
         return clean(f"{measured.name}: not measured: {measured.reason}").split("\n", 1)[0]
     memory = "" if measured.peak_memory is None else f", {measured.peak_memory / 2**30:.1f} GiB"

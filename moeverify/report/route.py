@@ -1,4 +1,4 @@
-"""One batch on its way through a MoE layer, on the console: router, dispatch, experts, combine."""
+"""Console output of one batch passing through a MoE layer: router, dispatch, experts, combine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moeverify.report.numbers import format_count, format_number
 from moeverify.report.sanitize import clean
 from moeverify.results.route import Choice, RouteReport, RouteResult, TokenRoute
 
-_WIDE = 80  # in a narrower terminal what a token chose takes the place of its id and norms
+_WIDE = 80  # narrower terminals show only the chosen experts, without token ids and norms
 
 
 def render_route(report: RouteReport, console: Console) -> None:
-    """Print what became of one case."""
+    """Print the routing of one case."""
     found = report.result
     head = Text.assemble(
         (clean(report.case), "bold"), f"  {format_count(report.ranks, 'rank')}, {report.layout}"
@@ -97,7 +97,7 @@ def _print_sent(found: RouteResult, console: Console) -> None:
 
 
 def _print_computed(found: RouteResult, console: Console) -> None:
-    """Print the load of each rank, and how it stands to the mean of all that compute anything."""
+    """Print the load of each rank, and its ratio to the mean over all ranks with load."""
     totals = [sum(by_expert.values()) for by_expert in found.computed]
     busy = [total for total in totals if total]
     mean = sum(busy) / len(busy) if busy else 1.0

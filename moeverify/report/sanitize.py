@@ -1,22 +1,22 @@
-"""Text from ranks made safe for a terminal and for XML: it can hold anything."""
+"""Sanitizing of text from ranks, which may contain anything, for terminals and XML."""
 
 from __future__ import annotations
 
 import re
 
-# What XML 1.0 forbids, and what would move the cursor or change the colours of a terminal.
+# Terminal escape sequences (cursor, colours), and characters that XML 1.0 forbids.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(text: str) -> str:
-    """Return the text without terminal escape sequences and control characters; newlines and tabs stay."""
+    """Return the text without terminal escape sequences and control characters; keep newlines and tabs."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return _FORBIDDEN.sub("", _ESCAPES.sub("", text))
 
 
 def elide(text: str, width: int) -> str:
-    """Return the text in at most `width` characters, its middle replaced by dots: both ends name a tensor."""
+    """Return the text in at most `width` characters; dots replace the middle of a longer one."""
     if len(text) <= width:
         return text
     if width <= 5:

@@ -1,4 +1,4 @@
-"""The order of reports: the worst check of a case, and findings by step, those with a known cause first."""
+"""Orders of reports: the worst check of a case; findings by step, explained ones first."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from moeverify.results.comparable import comparable
 from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
 
-# As a reader wants them in a summary, the best news first.
+# Order of verdicts in a summary.
 VERDICTS: tuple[Verdict, ...] = ("pass", "mismatch", "error", "skipped")
 
 
 def find_worst_check(case: CaseResult) -> CheckResult | None:
-    """Return the check whose worst tensor uses most of its bound, a failed check before any other."""
+    """Return the check whose worst tensor uses most of its bound; failed checks take precedence."""
     measured = [check for check in case.checks if check.worst is not None]
     return max(measured, key=_rank_check, default=None)
 
 
 def _rank_check(check: CheckResult) -> tuple[bool, float, float]:
-    """Return the sort key of a check; among checks with nothing to separate them the larger error wins."""
+    """Return the sort key of a check: failed, then share of the bound, then error."""
     if check.worst is None:
         return (False, 0.0, 0.0)
     share = excess(check.worst.error, check.worst.bound)
@@ -29,10 +29,11 @@ def _rank_check(check: CheckResult) -> tuple[bool, float, float]:
 
 
 def order_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, what began it before what follows from it.
+    """Return the findings in report order: roots first, then findings that follow from others.
 
-    Then by step, the earliest first; in a step those whose cause is known: the one that the diagnosis has put first,
-    since it may be what makes the others, then by excess.
+    Within these, findings are ordered by step. Within a step, findings with a known cause come first. Among
+    them the finding that the diagnosis put first leads, since it may cause the others. The rest is ordered
+    by error / bound, largest first.
     """
     lead = next((finding for finding in findings if not finding.follows), None)
 
@@ -45,18 +46,18 @@ def order_findings(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def count_tensors(case: CaseResult) -> int:
-    """Return how many logical tensors were compared, summed over the checks."""
+    """Return the number of compared logical tensors, summed over the checks."""
     return sum(check.tensors for check in case.checks)
 
 
 def count_verdicts(run: RunResult) -> dict[Verdict, int]:
-    """Return the number of cases of each verdict, without the verdicts that no case has."""
+    """Return the number of cases per verdict, omitting verdicts without cases."""
     counts = Counter(case.verdict for case in run.cases)
     return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
 
 
 def group_texts(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Return (text, names) from (name, text), in order of appearance: what many cases say is said once."""
+    """Return (text, names) groups from (name, text) pairs, in order of first appearance."""
     groups: dict[str, list[str]] = {}
     for name, text in pairs:
         groups.setdefault(text, []).append(name)

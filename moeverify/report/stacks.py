@@ -1,4 +1,4 @@
-"""Reports of failed ranks, folded: ranks that stand in the same place are listed once."""
+"""Reports of failed ranks, folded: ranks with the same state and stack are listed once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moeverify.results.run import RankReport
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _INNERMOST_FIRST = re.compile(r"most recent call first|^ *File \".*\", line \d+ in ", re.MULTILINE)
-_REFUSED = "\nmoeverify.errors.CaseError: "  # the last line of a traceback, and the problems
+_REFUSED = "\nmoeverify.errors.CaseError: "  # starts the last line of a traceback; the problems follow it
 _PREFIX = re.compile(r"\[rank\d+\]:?\s?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks in one state with one stack; `summaries` and `collectives` hold (text, ranks), each text once."""
+    """Ranks with one state and one stack; `summaries` and `collectives` hold (text, ranks) pairs."""
 
     state: str
     ranks: tuple[int, ...]
@@ -26,7 +26,7 @@ class RankGroup:
 
 
 def group_ranks(reports: Sequence[RankReport]) -> list[RankGroup]:
-    """Return the reports by state and stack: what failed by itself first, the odd one before the crowd."""
+    """Group reports by state and stack: original failures first, then small groups before large ones."""
     groups: dict[tuple[str, str], list[RankReport]] = {}
     for report in sorted(reports, key=lambda report: report.rank):
         groups.setdefault((report.state, _normalize(report.stack)), []).append(report)
@@ -44,18 +44,18 @@ def group_ranks(reports: Sequence[RankReport]) -> list[RankGroup]:
 
 
 def _order_state(state: str) -> int:
-    """Return the place of a state: what failed by itself stands before what only waited or was stopped."""
+    """Return the sort key of a state: ranks that failed by themselves precede ranks that waited."""
     order = ("raised", "killed", "lost", "hung", "stopped")
     return order.index(state) if state in order else len(order)
 
 
 def _normalize(stack: str) -> str:
-    """Return the stack without what differs from rank to rank though the place is the same."""
+    """Return the stack without details that vary between ranks, such as addresses and rank prefixes."""
     return _PREFIX.sub("", _ADDRESS.sub("0x", stack)).strip()
 
 
 def _fold(pairs: list[tuple[int, str]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return each text once with the ranks that say it; nothing for empty texts."""
+    """Return each nonempty text once, with the ranks that reported it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in pairs:
         if text.strip():
@@ -64,7 +64,7 @@ def _fold(pairs: list[tuple[int, str]]) -> tuple[tuple[str, tuple[int, ...]], ..
 
 
 def find_problems(reports: Sequence[RankReport]) -> list[str]:
-    """Return what is wrong with a case that the ranks have refused: none where they failed in another way."""
+    """Return the problems of a case that the ranks rejected; empty if they failed in another way."""
     for report in sorted(reports, key=lambda report: report.rank):
         _, marked, problems = report.stack.rpartition(_REFUSED)
         if marked and report.state == "raised":
@@ -73,10 +73,10 @@ def find_problems(reports: Sequence[RankReport]) -> list[str]:
 
 
 def cut_stack(stack: str, num_lines: int) -> tuple[str, int]:
-    """Return the end of a stack where the rank stopped, and how many lines were left out.
+    """Return the innermost part of a stack, and the number of omitted lines.
 
-    Python's tracebacks have it last, stacks that faulthandler wrote have it first. A line or two more than
-    asked for are kept, since saying that they are left out takes as much room.
+    Python's tracebacks have the innermost frame last; stacks written by faulthandler have it first. Up to
+    two lines beyond `num_lines` are kept, because the note about their omission takes as much room.
     """
     lines = stack.splitlines()
     left_out = len(lines) - num_lines

@@ -1,4 +1,4 @@
-"""The table of a run: a line for each case."""
+"""Table of a run: one row per case."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from moeverify.report.sanitize import clean, elide
 from moeverify.report.sorting import count_tensors, find_worst_check
 from moeverify.results.run import CaseResult
 
-# Below this a tensor's name says nothing any more, and the findings hold it in full.
+# Shorter tensor names would be unreadable; the findings show them in full.
 _MIN_TENSOR_WIDTH = 16
-# A name of a case that is longer may be folded; one that is not stands in one line, whatever must go for it.
+# Longer case names may be folded. Shorter ones stay on one line, and other columns are dropped if
+# necessary.
 _MIN_CASE_WIDTH = 24
 _GAP = 2
 _HEADERS = ("case", "ranks", "compared", "worst / bound", "s", "verdict")
@@ -25,10 +26,11 @@ _LEFT_OUT_FIRST = ("s", "compared", "ranks", "worst / bound")
 
 
 def make_table(cases: Sequence[CaseResult], console: Console) -> Table:
-    """Return a line a case: ranks, tensors compared in so many checks, worst error, tensor, time, verdict.
+    """Return the table of a run, one row per case.
 
-    The tensor's name takes the width that is left. In a narrow terminal it goes, and numbers after it: the case and
-    its verdict always have room.
+    Columns: ranks, tensors compared and number of checks, worst error, its tensor, time, verdict. The
+    tensor's name takes the remaining width. In a narrow terminal it is dropped first, then the numbers; the
+    case and its verdict are always shown.
     """
     rows = [dict(zip(_HEADERS, _make_row(case), strict=True)) for case in cases]
     widths = {header: max(len(header), *(len(row[header]) for row in rows)) for header in _HEADERS}
@@ -59,7 +61,7 @@ def make_table(cases: Sequence[CaseResult], console: Console) -> Table:
 
 
 def _choose_columns(widths: Mapping[str, int], width: int) -> list[str]:
-    """Return the columns beside which a case's name has room."""
+    """Return the columns that leave enough room for the case name."""
     headers = list(_HEADERS)
     for header in _LEFT_OUT_FIRST:
         others = sum(widths[other] + _GAP for other in headers if other != "case")
@@ -70,7 +72,7 @@ def _choose_columns(widths: Mapping[str, int], width: int) -> list[str]:
 
 
 def _make_row(case: CaseResult) -> tuple[str, ...]:
-    """Return the cells of one case as plain text, in the order of the headers."""
+    """Return the cells of one case as plain text, in header order."""
     compared = f"{count_tensors(case)} in {len(case.checks)}" if case.checks else "-"
     worst = find_worst_check(case)
     numbers = "-"
@@ -82,7 +84,7 @@ def _make_row(case: CaseResult) -> tuple[str, ...]:
 
 
 def _name_worst(case: CaseResult) -> str:
-    """Return check and tensor of the worst error, the reason of a case without one."""
+    """Return check and tensor of the worst error, or the reason of a case that has none."""
     worst = find_worst_check(case)
     if worst is None or worst.worst is None:
         return clean(case.reason).split("\n", 1)[0]

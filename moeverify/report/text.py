@@ -1,4 +1,4 @@
-"""A run on the console: the table, then what each case that did not pass has found, then one line for all."""
+"""Console output of a run: the table, details of each failed case, and a summary line."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def render_run(
     file: Path | None = None,
     quiet: bool = False,
 ) -> None:
-    """Print a run. `quiet` leaves out the table and what passed.
+    """Print a run. `quiet` omits the table, skipped cases, notes and environment.
 
-    `folder` is where all of it is kept, `file` where its JSON is, if they are anywhere.
+    `folder` is where the complete run is kept, and `file` its JSON file, if any.
     """
     kept = Kept(folder, file)
     if not quiet and run.cases:
@@ -51,7 +51,7 @@ def render_run(
 
 
 def _render_overview(run: RunResult, console: Console) -> None:
-    """Print a line a case; pairs of a reshard are a picture instead."""
+    """Print the tables: matrices for reshard pairs, one row per case for the others."""
     for part in render_matrices(run.cases, console):
         if isinstance(part, Text):
             print_lines(console, part)
@@ -65,8 +65,8 @@ def _render_overview(run: RunResult, console: Console) -> None:
 
 
 def summarize_run(run: RunResult) -> Text:
-    """Return the last line: the verdict, the cases of each verdict, how much was compared, the time."""
-    # Where nothing ran, nothing has passed.
+    """Return the summary line: verdict, cases per verdict, tensors compared, time."""
+    # If every case was skipped, the run must not be reported as passed.
     idle = run.verdict == "pass" and run.cases and all(case.verdict == "skipped" for case in run.cases)
     verdict: Verdict = "skipped" if idle else run.verdict
     line = Text.assemble(style_verdict(verdict), f"  {format_count(len(run.cases), 'case')}")
@@ -79,7 +79,7 @@ def summarize_run(run: RunResult) -> Text:
 
 
 def _render_case(case: CaseResult, run: RunResult, console: Console, kept: Kept) -> None:
-    """Print one case that did not pass: its findings or its ranks, and what to type next."""
+    """Print one failed case: its findings or failed ranks, and suggested commands."""
     title = Text.assemble((clean(case.name), "bold"), "  ", style_verdict(case.verdict))
     title.append(f"  {format_count(case.ranks, 'rank')}, {format_seconds(case.seconds)}  {clean(case.file)}")
     print_lines(console, title)
@@ -89,7 +89,7 @@ def _render_case(case: CaseResult, run: RunResult, console: Console, kept: Kept)
     if case.findings:
         _render_findings(case, console, kept)
     problems = find_problems(case.rank_reports)
-    # What a case gets wrong is said by the problems; where the ranks noticed it, or waited, is of no use.
+    # The problems describe the error in the case; the stacks of the ranks that noticed it add nothing.
     for problem in problems[1:]:
         print_fact(console, "also", problem, indent=2)
     for group in group_ranks(case.rank_reports) if not problems else ():
@@ -98,7 +98,7 @@ def _render_case(case: CaseResult, run: RunResult, console: Console, kept: Kept)
     before = [finding for other in run.cases[: run.cases.index(case)] for finding in other.findings]
     number = 1 + sum(not finding.follows for finding in before)
     for command, purpose in advise(case, run.command, kept, number):
-        # Never wrapped, so that it can be copied.
+        # Never wrapped, so that the command can be copied.
         console.print(
             Text.assemble((f"  next, {purpose}:\n", "dim"), "    ", (command, "cyan")), soft_wrap=True
         )
@@ -106,7 +106,7 @@ def _render_case(case: CaseResult, run: RunResult, console: Console, kept: Kept)
 
 
 def _render_findings(case: CaseResult, console: Console, kept: Kept) -> None:
-    """Print the first findings in full and say how many more there are, and where."""
+    """Print the first findings in full, and how many more there are and where."""
     findings = order_findings(case.findings)
     per_check = Counter(finding.check for finding in findings)
     counts = ", ".join(f"{number} of {check}" for check, number in per_check.most_common())
@@ -128,13 +128,13 @@ def _render_findings(case: CaseResult, console: Console, kept: Kept) -> None:
 
 
 def _count_checks(case: CaseResult) -> str:
-    """Return how many checks failed among those made."""
+    """Return how many of the checks failed."""
     failed = sum(check.verdict != "pass" for check in case.checks)
     return f"{failed} of {format_count(len(case.checks), 'check')} failed"
 
 
 def _fold_facts(facts: list[tuple[str, str]], before: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the facts, with `as above` for a cause, place or evidence that the finding before has, too."""
+    """Return the facts, with `as above` for a cause, place or evidence equal to the previous finding's."""
     folded: list[tuple[str, str]] = []
     for label in dict(facts):
         own = [fact for fact in facts if fact[0] == label]
@@ -146,7 +146,7 @@ def _fold_facts(facts: list[tuple[str, str]], before: list[tuple[str, str]]) -> 
 
 
 def _render_finding(finding: Finding, facts: list[tuple[str, str]], console: Console) -> None:
-    """Print one finding, its name first."""
+    """Print one finding, starting with its name."""
     console.print()
     print_lines(console, Text(f"  {clean(name_finding(finding))}", style="bold"))
     previous = ""
@@ -157,7 +157,7 @@ def _render_finding(finding: Finding, facts: list[tuple[str, str]], console: Con
 
 
 def _render_group(group: RankGroup, case: CaseResult, console: Console, kept: Kept) -> None:
-    """Print what is known of ranks that stand in one place: state, last collective, end of the stack."""
+    """Print the ranks of one group: state, last collective, end of the stack."""
     console.print()
     same = ": same stack" if len(group.ranks) > 1 and group.stack else ""
     print_lines(console, Text(f"  {format_ranks(group.ranks)} {group.state}{same}", style="bold"))
@@ -166,7 +166,7 @@ def _render_group(group: RankGroup, case: CaseResult, console: Console, kept: Ke
             who = "" if ranks == group.ranks else f"{format_ranks(ranks)}: "
             print_fact(console, label or "what", who + text, indent=4)
     if group.stack:
-        # Ranks that were stopped because others failed say little.
+        # Ranks stopped because of other failures are less informative.
         num_lines = _MAX_STACK_LINES if group.state != "stopped" else _MAX_STACK_LINES // 3
         text, left_out = cut_stack(clean(group.stack), num_lines)
         for line in text.splitlines():
@@ -177,7 +177,7 @@ def _render_group(group: RankGroup, case: CaseResult, console: Console, kept: Ke
 
 
 def _render_groups(label: str, pairs: list[tuple[str, str]], console: Console) -> None:
-    """Print each reason or note once, with the cases that it holds for."""
+    """Print each distinct reason or note once, with the cases to which it applies."""
     for text, names in group_texts(pairs):
         cases = ", ".join(names)
         print_fact(console, label, f"{cases}: {text}" if text else cases, indent=0)
@@ -186,7 +186,7 @@ def _render_groups(label: str, pairs: list[tuple[str, str]], console: Console) -
 
 
 def _render_environment(run: RunResult, console: Console) -> None:
-    """Print on what the run was made, in one paragraph, and the goldens that had to be made for it."""
+    """Print the goldens that had to be recorded, and the environment of the run."""
     if made := describe_goldens(run.goldens):
         print_fact(console, "goldens", made, indent=0)
         console.print()

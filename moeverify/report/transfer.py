@@ -1,4 +1,4 @@
-"""Progress of a conversion of weights: a bar with bytes, speed and time left, in a terminal only."""
+"""Progress bar of a weight conversion: bytes, speed and remaining time; terminals only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME_WIDTH = 32
 
 @contextmanager
 def open_transfer(console: Console, *, quiet: bool = False) -> Iterator[OnProgress]:
-    """Give a function that takes what is transferred now, bytes done and bytes in all; the bar is gone at the end."""
+    """Yield a callback (current name, bytes done, total bytes); the bar disappears at the end."""
     if quiet or console.quiet or not console.is_terminal or console.is_dumb_terminal:
         yield lambda name, done, total: None
         return
@@ -47,7 +47,7 @@ def open_transfer(console: Console, *, quiet: bool = False) -> Iterator[OnProgre
 
 
 def describe_transfer(num_tensors: int, num_bytes: int, num_files: int, seconds: float) -> str:
-    """Return what was transferred, in one line."""
+    """Return a one-line summary of a transfer."""
     files = "1 file" if num_files == 1 else f"{num_files} files"
     speed = num_bytes / max(seconds, 1e-9) / 1e6
     return f"{num_tensors} tensors, {_describe_size(num_bytes)} in {files}, {seconds:.1f} s, {speed:.0f} MB/s"

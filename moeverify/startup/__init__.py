@@ -1,1 +1,1 @@
-"""The folder that `moeverify watch` puts on PYTHONPATH: every interpreter of the script imports `sitecustomize`."""
+"""The folder that `moeverify watch` puts on PYTHONPATH, with the module `sitecustomize`."""

@@ -1,6 +1,6 @@
-"""Starts the recording, or the guard, in each process of a watched script, as soon as it has imported torch.
+"""Starts recording or guarding in each process of a watched script, after its import of torch.
 
-Python imports a module of this name when it starts. Another one that is further behind on the path still runs.
+Python imports a module of this name at startup. A `sitecustomize` further down the path still runs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# moeverify is imported after torch only: most processes never need it.
+# moeverify is imported only after torch, since most processes never need it.
 _RECORDS, _GUARDS = "MOEVERIFY_WATCH", "MOEVERIFY_GUARD"
 
 
 class _AfterTorch:
-    """Finds torch as everybody else does, and starts to watch after its import.
+    """An import hook that finds torch as usual, and starts watching after its import.
 
-    Whoever asks whether torch is there, as transformers does before it imports it, gets a spec that it never loads.
-    So it stays until torch is really imported.
+    Some packages, such as transformers, request a spec of torch before importing it, and never load that
+    spec. The hook therefore stays until torch is actually executed.
     """
 
     def __init__(self) -> None:
@@ -59,12 +59,12 @@ def _start() -> None:
             from moeverify.capture.start import start
 
             start(os.environ[_RECORDS], *rank)
-    except Exception as error:  # the script must not notice
+    except Exception as error:  # the script must not fail because of this
         sys.stderr.write(f"moeverify watch: nothing is watched: {type(error).__name__}: {error}\n")
 
 
 def _run_next() -> None:
-    """Run the `sitecustomize` that this one hides, if there is one."""
+    """Run the `sitecustomize` that this one shadows, if any."""
     here = Path(__file__).resolve().parent
     others = [folder for folder in sys.path if Path(folder or ".").resolve() != here]
     spec = PathFinder.find_spec("sitecustomize", others)

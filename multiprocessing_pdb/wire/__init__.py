@@ -1,1 +1,1 @@
-"""The protocol between ranks and consoles, and who may speak it: frames, handshake, peers, runtime directory."""
+"""The protocol between ranks and consoles: frames, handshake, peer checks, runtime directory."""

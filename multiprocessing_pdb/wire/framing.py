@@ -1,4 +1,4 @@
-"""Frames: a length of four bytes, then one JSON object. Nothing received is ever unpickled."""
+"""Frames: a length of four bytes, then one JSON object. Received data is never unpickled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HEADER = struct.Struct("!I")
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame; the connection they came from must be closed."""
+    """Bytes that are not a valid frame; the connection they came from must be closed."""
 
 
 def encode(frame: Frame, seal: Transform | None = None) -> bytes:
     """Return the bytes of one frame, sealed if the connection has a seal.
 
-    Raises FrameError when the frame is longer than what the other side accepts.
+    Raises: FrameError if the frame is longer than the receiver's limit.
     """
     payload = json.dumps(frame, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
     if seal is not None:
@@ -36,7 +36,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def decode(payload: bytes) -> Frame:
-    """Return the object in `payload`. Raises FrameError for anything but one JSON object."""
+    """Return the object in `payload`.
+
+    Raises: FrameError unless it is exactly one JSON object.
+    """
     try:
         frame = json.loads(payload, parse_constant=_refuse_constant)
     except FrameError:
@@ -49,9 +52,9 @@ def decode(payload: bytes) -> Frame:
 
 
 class Decoder:
-    """Cuts a stream of bytes into frames, and holds at most one unfinished frame.
+    """A decoder that splits a byte stream into frames and holds at most one unfinished frame.
 
-    `limit` is lowered before a peer has proved who it is, so that nobody else can fill the memory.
+    `limit` is lowered until the peer is authenticated, so that nobody else can exhaust the memory.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -60,7 +63,10 @@ class Decoder:
         self._held = bytearray()
 
     def feed(self, received: bytes) -> Iterator[Frame]:
-        """Yield each frame that `received` completes. Raises FrameError on the first bad one."""
+        """Yield each frame that `received` completes.
+
+        Raises: FrameError on the first invalid frame.
+        """
         self._held += received
         while len(self._held) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._held)

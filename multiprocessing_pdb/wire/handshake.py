@@ -1,8 +1,8 @@
-"""The proof asked of every TCP peer: a token of 256 bits, never sent, and nonces that never repeat.
+"""Authentication of TCP peers: a 256-bit token that is never sent, and nonces that never repeat.
 
-The rank sends a fresh nonce. The console answers with its own nonce and an HMAC over both; the rank checks
-it and proves itself the same way. Both then derive one key per direction, and every later frame carries an
-HMAC over its place in the stream, so that recorded or inserted bytes are refused. Nothing is encrypted.
+The rank sends a fresh nonce. The console answers with its own nonce and an HMAC over both. The rank checks
+it and proves itself in the same way. Both then derive one key per direction. Every later frame carries an
+HMAC over its position in the stream, so that replayed or inserted bytes are rejected. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "MPDB_TOKEN_FILE"
 
 
 class TokenError(PermissionError):
-    """The token file is missing, open to others, or holds no token of 256 bits."""
+    """The token file is missing, accessible to others, or does not hold a 256-bit token."""
 
 
 def token_path() -> Path:
@@ -30,14 +30,20 @@ def token_path() -> Path:
 
 
 def create_token(path: Path) -> None:
-    """Write a new token into a new file of mode 0600. Raises FileExistsError when there is a file."""
+    """Write a new token into a new file of mode 0600.
+
+    Raises: FileExistsError if the file exists.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as stream:
         stream.write(secrets.token_hex(TOKEN_BYTES) + "\n")
 
 
 def read_token(path: Path) -> bytes:
-    """Return the token. Raises TokenError unless the file is regular, ours, and closed to everybody else."""
+    """Return the token.
+
+    Raises: TokenError unless the file is regular, owned by this user, and inaccessible to others.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -59,7 +65,7 @@ def read_token(path: Path) -> bytes:
 
 
 def _prove(token: bytes, role: bytes, rank_nonce: bytes, console_nonce: bytes) -> bytes:
-    # Nonces have one length, so the parts cannot be cut elsewhere; the role stops a reflected proof.
+    # Nonces have a fixed length, so the parts are unambiguous; the role prevents reflection of a proof.
     return hmac.digest(token, b"mpdb1 " + role + rank_nonce + console_nonce, "sha256")
 
 
@@ -74,7 +80,7 @@ def _read_hex(frame: Frame, name: str) -> bytes:
 
 
 class FrameMac:
-    """One direction of one connection: adds or checks the HMAC of each frame in turn."""
+    """One direction of one connection: adds or checks the HMAC of consecutive frames."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -85,11 +91,14 @@ class FrameMac:
         return hmac.digest(self._key, self._count.to_bytes(8, "big") + payload, hashlib.sha256)
 
     def close(self, payload: bytes) -> bytes:
-        """Return the payload behind its HMAC."""
+        """Return the payload preceded by its HMAC."""
         return self._sign(payload) + payload
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the payload. Raises FrameError when it was altered, repeated or moved."""
+        """Return the payload of a sealed frame.
+
+        Raises: FrameError if the frame was altered, repeated or reordered.
+        """
         mark, payload = sealed[:32], sealed[32:]
         if not hmac.compare_digest(mark, self._sign(payload)):
             raise FrameError("a frame with a wrong seal")
@@ -97,7 +106,7 @@ class FrameMac:
 
 
 def _derive_macs(token: bytes, rank_nonce: bytes, console_nonce: bytes) -> tuple[FrameMac, FrameMac]:
-    """Return the seal of what goes to the rank and the seal of what goes to the console."""
+    """Return the MACs of frames to the rank and of frames to the console."""
     return (
         FrameMac(_prove(token, b"key to rank", rank_nonce, console_nonce)),
         FrameMac(_prove(token, b"key to console", rank_nonce, console_nonce)),
@@ -105,7 +114,7 @@ def _derive_macs(token: bytes, rank_nonce: bytes, console_nonce: bytes) -> tuple
 
 
 class Challenge:
-    """The rank's side of one connection."""
+    """The rank's side of the handshake of one connection."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -116,9 +125,9 @@ class Challenge:
         return {"challenge": self._nonce.hex()}
 
     def verify(self, frame: Frame) -> tuple[Frame, Transform, Transform]:
-        """Return our own proof, the seal of what we send, and the check of what we receive.
+        """Return our proof, the function that seals frames to send, and the one that checks received ones.
 
-        Raises FrameError when the console's proof is wrong.
+        Raises: FrameError if the console's proof is wrong.
         """
         console_nonce, proof = _read_hex(frame, "nonce"), _read_hex(frame, "proof")
         if not hmac.compare_digest(proof, _prove(self._token, b"console", self._nonce, console_nonce)):
@@ -129,7 +138,7 @@ class Challenge:
 
 
 class Response:
-    """The console's side of one connection."""
+    """The console's side of the handshake of one connection."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -143,9 +152,9 @@ class Response:
         return {"nonce": self._nonce.hex(), "proof": proof.hex()}
 
     def verify(self, frame: Frame) -> tuple[Transform, Transform]:
-        """Return the seal of what we send and the check of what we receive.
+        """Return the function that seals frames to send, and the one that checks received ones.
 
-        Raises FrameError when the rank does not know the token.
+        Raises: FrameError if the rank does not know the token.
         """
         if not hmac.compare_digest(
             _read_hex(frame, "proof"), _prove(self._token, b"rank", self._rank_nonce, self._nonce)

@@ -1,4 +1,4 @@
-"""The identity of a rank: job, label, host and process, and what a launcher's environment says of them."""
+"""The identity of a rank: job, label, host and process, partly read from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 class RankIdentity:
     """One stopped thread of one process of a job.
 
-    `label` is unique in a job: "3" for rank 3, "3.p71" for a child process of rank 3, "p71" for a process
-    that has no rank, and ".t72" is added in any thread but the main one.
+    `label` is unique in a job: "3" for rank 3, "3.p71" for a child process of rank 3, and "p71" for a
+    process without a rank. In any thread but the main one, ".t72" is appended.
     """
 
     job: str
@@ -23,16 +23,16 @@ class RankIdentity:
     world: int | None
     host: str
     pid: int
-    start: int  # of the process, in clock ticks since boot: a pid alone may be another process's later
+    start: int  # start of the process in clock ticks since boot, because pids are reused
 
     def file_stem(self) -> str:
-        """Return the beginning of the names of this rank's files in the runtime directory."""
+        """Return the prefix of the names of this rank's files in the runtime directory."""
         return f"{self.job}+{self.label}+{self.pid}-{self.start}"
 
 
 @dataclass(frozen=True)
 class FileOwner:
-    """What the name of a file in the runtime directory says of the process that wrote it."""
+    """The process that wrote a file in the runtime directory, parsed from the file's name."""
 
     job: str
     label: str
@@ -41,7 +41,7 @@ class FileOwner:
 
     @classmethod
     def parse(cls, stem: str) -> FileOwner:
-        """Return the owner; pid 0 for a name that no rank has given."""
+        """Return the owner; pid 0 if the name was not written by a rank."""
         job, _, rest = stem.partition("+")
         label, _, process = rest.rpartition("+")
         pid, _, start = process.partition("-")
@@ -50,7 +50,7 @@ class FileOwner:
 
 
 def name_job(environ: Mapping[str, str], process_group: int) -> str:
-    """Return the name that all processes of one run share, from their launcher's environment."""
+    """Return the name that all processes of one run share, derived from the launcher's environment."""
     run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
     if environ.get("MPDB_JOB"):
         name = environ["MPDB_JOB"]
@@ -73,7 +73,7 @@ def _parse(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def read_rank(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Return rank and world size as the environment tells them, None where it does not."""
+    """Return rank and world size from the environment, None where unknown."""
     return (
         _parse(environ, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
         _parse(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),

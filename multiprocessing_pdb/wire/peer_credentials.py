@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket: the kernel says, the peer cannot lie."""
+"""The user at the other end of a unix socket, reported by the kernel and so not forgeable."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
 
 
 class UnauthenticatedPeerError(PermissionError):
-    """The peer is not this user."""
+    """The peer belongs to another user, or its user is unknown."""
 
 
 def check_peer(connection: socket.socket) -> int:
-    """Return the peer's pid when its user is ours. Raises UnauthenticatedPeerError when it is not or is unknown."""
+    """Return the peer's pid if it belongs to this user.
+
+    Raises: UnauthenticatedPeerError if the user is another one or unknown.
+    """
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         raise UnauthenticatedPeerError("this system cannot name the user at the other end of a unix socket")

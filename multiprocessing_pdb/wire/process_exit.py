@@ -1,4 +1,4 @@
-"""How a process that is not our child has ended: by which signal, or with which exit code."""
+"""The exit status of a process that is not our child: the signal, or the exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import struct
 from pathlib import Path
 
-# Of linux/pidfd.h, since Linux 6.15: PIDFD_GET_INFO with PIDFD_INFO_EXIT, for a process that has been waited for.
+# From linux/pidfd.h, since Linux 6.15: PIDFD_GET_INFO with PIDFD_INFO_EXIT, for a reaped process.
 _GET_INFO = 0xC040FF0B
 _INFO_EXIT = 1 << 3
 _INFO_SIZE = 64
@@ -17,7 +17,7 @@ _EXIT_CODE_AT = 60
 
 
 class ProcessExit:
-    """A handle on a process, opened while it lives, that says afterwards how it ended."""
+    """A handle on a process, opened while it runs, that later returns its exit status."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -26,9 +26,10 @@ class ProcessExit:
             self._descriptor = os.pidfd_open(pid)
 
     def read_status(self) -> int | None:
-        """Return the wait status (as of os.waitpid), None where it cannot be known.
+        """Return the wait status (as of os.waitpid), or None if unknown.
 
-        Before its parent has waited for it any Linux says it, afterwards Linux 6.15 and later.
+        Any Linux reports it until the parent has reaped the process; after that, Linux 6.15 or later is
+        required.
         """
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Facts from /proc about processes and threads: environment, ancestry, and whether one is still what it was."""
+"""Facts about processes and threads from /proc: environment, ancestors, and whether they are alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def _read_status(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on, empty when there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -16,36 +16,36 @@ def _read_status(pid: int) -> list[str]:
 
 
 def read_start(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 when there is none.
+    """Return the start time of a process in clock ticks since boot; 0 if there is no such process.
 
-    A pid is used again for other processes. Pid and start together never are.
+    Pids are reused, but the pair of pid and start time is unique.
     """
     status = _read_status(pid)
     return int(status[19]) if len(status) > 19 else 0
 
 
 def read_parent(pid: int) -> int:
-    """Return the pid of a process's parent; 0 when there is none."""
+    """Return the pid of a process's parent; 0 if there is none."""
     status = _read_status(pid)
     return int(status[1]) if len(status) > 1 else 0
 
 
 def is_alive(pid: int, start: int) -> bool:
-    """Return whether the process runs; one that has ended and was not waited for by its parent does not."""
+    """Return whether the process is running; a zombie is not."""
     status = _read_status(pid)
     return len(status) > 19 and status[0] not in "ZX" and int(status[19]) == start
 
 
 def is_thread_alive(native_id: int) -> bool:
-    """Return whether a thread of this process runs; True where there is no /proc to say so."""
+    """Return whether a thread of this process is running; True if there is no /proc."""
     tasks = Path("/proc/self/task")
     return (tasks / str(native_id)).exists() or not tasks.exists()
 
 
 def send_signal(pid: int, start: int, number: int) -> bool:
-    """Send a signal to the process that started then, and to no other; return whether it was there."""
+    """Send a signal to the process with this start time only; return whether it existed."""
     try:
-        descriptor = os.pidfd_open(pid)  # from here on the pid cannot become another process's
+        descriptor = os.pidfd_open(pid)  # from here on, the pid cannot be reused
     except OSError:
         return False
     try:
@@ -60,7 +60,7 @@ def send_signal(pid: int, start: int, number: int) -> bool:
 
 
 def read_environ(pid: int) -> dict[str, str]:
-    """Return the environment a process was started with; empty where it cannot be read."""
+    """Return the environment with which a process was started; empty if it cannot be read."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -70,7 +70,7 @@ def read_environ(pid: int) -> dict[str, str]:
 
 
 def find_ancestors() -> set[int]:
-    """Return the pids this process descends from: a job is never killed together with who asked for it."""
+    """Return the pids of this process and its ancestors, which must not be killed together with a job."""
     found, pid = set(), os.getpid()
     while pid > 1:
         found.add(pid)

@@ -1,4 +1,4 @@
-"""The runtime directory: one per user and machine, mode 0700, where stopped ranks put their sockets."""
+"""The runtime directory, one per user and machine, mode 0700: stopped ranks create their sockets there."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from multiprocessing_pdb.wire.peer_credentials import check_peer
 
 VARIABLE = "MPDB_DIR"
 SOCKET_SUFFIX = ".sock"
-ARMED_SUFFIX = ".armed"  # what an armed process says of itself, written by it
-CONTROL_SUFFIX = ".control"  # the socket of an armed process that runs
-STACKS_SUFFIX = ".stacks"  # what faulthandler wrote
-SCRIPT_SUFFIX = ".py"  # what a process is asked to run that has not called arm()
+ARMED_SUFFIX = ".armed"  # the record that an armed process writes about itself
+CONTROL_SUFFIX = ".control"  # the socket of a running armed process
+STACKS_SUFFIX = ".stacks"  # the output of faulthandler
+SCRIPT_SUFFIX = ".py"  # code injected into a process that has not called arm()
 _RECORD_LIMIT = 64 * 1024
-_PATH_LIMIT = 104  # of sun_path: 108 bytes on Linux, 104 elsewhere, the final zero included
+_PATH_LIMIT = 104  # of sun_path: 108 bytes on Linux, 104 elsewhere, including the final zero
 
 
 class DirectoryRefusedError(PermissionError):
-    """The runtime directory cannot be trusted; the message says why and what to do."""
+    """The runtime directory cannot be trusted; the message gives the reason and the remedy."""
 
 
 def runtime_path() -> Path:
-    """Return where the runtime directory is: MPDB_DIR, or a directory of this user in /tmp.
+    """Return the path of the runtime directory: MPDB_DIR, or a directory of this user in /tmp.
 
-    Not TMPDIR and not XDG_RUNTIME_DIR: a batch job and the shell of the same user often disagree on them.
+    TMPDIR and XDG_RUNTIME_DIR are not used: a batch job and a shell of the same user often disagree on
+    them.
     """
     return Path(os.environ.get(VARIABLE) or f"/tmp/mpdb-{os.geteuid()}")
 
 
 class RuntimeDirectory:
-    """An open, checked runtime directory. All access is through its descriptor: it cannot be swapped."""
+    """An open, checked runtime directory, accessed only through its descriptor: it cannot be swapped."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -48,8 +49,8 @@ class RuntimeDirectory:
     def open(cls, path: Path | None = None, *, create: bool = False) -> RuntimeDirectory:
         """Return the checked directory.
 
-        Raises DirectoryRefusedError for a symbolic link, another owner or a mode that lets others in, and
-        FileNotFoundError where it is absent and `create` is false.
+        Raises: DirectoryRefusedError for a symbolic link, another owner or a mode that gives others access;
+        FileNotFoundError if it is missing and `create` is false.
         """
         path = path or runtime_path()
         if create:
@@ -92,12 +93,12 @@ class RuntimeDirectory:
             self._descriptor = -1
 
     def names(self, suffix: str) -> list[str]:
-        """Return the finished file names that end with `suffix`, sorted."""
+        """Return the names of finished files that end with `suffix`, sorted."""
         names = os.listdir(self._descriptor)  # noqa: PTH208  # pathlib cannot list a descriptor
         return sorted(name for name in names if name.endswith(suffix) and not name.startswith("."))
 
     def address(self, name: str) -> str:
-        """Return a socket address for `name`: short however long the path is, and not to be redirected."""
+        """Return a socket address for `name` that is short for any path and cannot be redirected."""
         short = f"/proc/self/fd/{self._descriptor}/{name}"
         if Path(f"/proc/self/fd/{self._descriptor}").exists():
             return short
@@ -109,7 +110,8 @@ class RuntimeDirectory:
     def listen(self, name: str) -> socket.socket:
         """Return a listening socket whose file `name` has mode 0600.
 
-        It appears under its name only once it listens: whatever refuses a connection is therefore dead.
+        The file appears under its name only once the socket listens. A socket that refuses connections is
+        therefore dead.
         """
         unfinished = f".{name}"
         self.remove(unfinished)
@@ -127,10 +129,10 @@ class RuntimeDirectory:
         return listener
 
     def connect(self, name: str, seconds: float = 2.0) -> socket.socket:
-        """Return a connection to the process that listens at `name`, which the kernel says is this user's.
+        """Return a connection to the process that listens at `name`, after checking that it is this user's.
 
-        Raises ConnectionRefusedError when nobody listens any more, UnauthenticatedPeerError when another user
-        does, and OSError otherwise.
+        Raises: ConnectionRefusedError if nobody listens any more; UnauthenticatedPeerError if another user
+        does; OSError otherwise.
         """
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -143,7 +145,7 @@ class RuntimeDirectory:
         return stream
 
     def has(self, name: str) -> bool:
-        """Return whether `name` is there, in a directory that still has its path."""
+        """Return whether `name` exists and the directory is still reachable at its path."""
         try:
             here = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
             reached = (self.path / name).lstat()
@@ -152,7 +154,7 @@ class RuntimeDirectory:
         return (here.st_dev, here.st_ino) == (reached.st_dev, reached.st_ino)
 
     def remove(self, name: str) -> None:
-        """Remove `name` if it is there."""
+        """Remove `name` if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
 
@@ -162,7 +164,7 @@ class RuntimeDirectory:
         return os.open(name, flags, 0o600, dir_fd=self._descriptor)
 
     def write_record(self, name: str, record: dict[str, Any]) -> None:
-        """Write a small JSON file of mode 0600 that readers see whole or not at all."""
+        """Write a small JSON file of mode 0600 atomically."""
         unfinished = f".{name}"
         self.remove(unfinished)
         with os.fdopen(self.create(unfinished), "w", encoding="ascii") as stream:
@@ -170,7 +172,10 @@ class RuntimeDirectory:
         os.rename(unfinished, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def read_text(self, name: str, limit: int) -> str:
-        """Return the text of a regular file of ours, `limit` bytes at most. Raises OSError otherwise."""
+        """Return the text of a regular file of this user, at most `limit` bytes.
+
+        Raises: OSError otherwise.
+        """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(name, flags, dir_fd=self._descriptor), "rb") as stream:
             status = os.fstat(stream.fileno())
@@ -179,7 +184,7 @@ class RuntimeDirectory:
             return stream.read(limit).decode("utf-8", "replace")
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each readable record with its name; anything else is passed over."""
+        """Yield each readable record with its name; skip everything else."""
         for name in self.names(ARMED_SUFFIX):
             try:
                 record = json.loads(self.read_text(name, _RECORD_LIMIT))

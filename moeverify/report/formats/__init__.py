@@ -1,1 +1,1 @@
-"""One file a format of the results."""
+"""File formats of results, one module each."""

@@ -1,4 +1,4 @@
-"""A run as CSV, for a spreadsheet or a data frame: a row for each check of each case."""
+"""A run as CSV: one row per check of each case."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ COLUMNS = (
 
 
 def write(run: RunResult, path: Path) -> None:
-    """Write the run's CSV to `path`, completely or not at all.
+    """Write the run's CSV to `path` atomically.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     write_atomically(path, format_csv(run))
 
 
 def format_csv(run: RunResult) -> str:
-    """Return a header and the rows of all cases; a case without checks has one row. Numbers are in full precision."""
+    """Return a header and the rows of all cases; a case without checks has one row.
+
+    Numbers are written in full precision.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()

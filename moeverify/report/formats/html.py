@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: no font, image or script from anywhere."""
+"""A run as one self-contained HTML page: no external fonts, images or scripts."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from moeverify.report.stacks import group_ranks
 from moeverify.results.finding import MAX_CONCLUSIVE, Finding
 from moeverify.results.run import CaseResult, RunResult
 
-# What bounds the page of a huge run; the JSON has everything.
+# Limits on the page size of large runs; the JSON contains everything.
 _MOST_STATIC_CASES = 300
 _MOST_FAILURES = 20
 _MOST_SECTIONS = 60
-_MOST_PICTURED = 5  # cases: their pictures take about a second and 200 kB each
+_MOST_PICTURED = 5  # cases: the pictures of one take about a second and 200 kB
 _MOST_ORIGINS = 20
-_MOST_ROWS = 2000  # findings of a case
+_MOST_ROWS = 2000  # findings per case
 
 
 def write(run: RunResult, path: Path) -> None:
-    """Write the run's page to `path`, completely or not at all, and beside it the pages of operators that there are.
+    """Write the run's page to `path` atomically, and existing operator tables as pages beside it.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     write_atomically(path, format_page(run, _write_operators(run, path)))
 
 
 def _write_operators(run: RunResult, path: Path) -> dict[str, str]:
-    """Write the page of the operators of each case that is pictured, and return their names by that of the case."""
+    """Write the operator page of each pictured case; return the file names by case name."""
     names: dict[str, str] = {}
     if path.exists() and not path.is_file():
         return names
@@ -53,16 +53,16 @@ def _write_operators(run: RunResult, path: Path) -> dict[str, str]:
         table = find_table(case, path)
         if table is not None:
             page = path.with_name(f"{path.stem}.{table.name.partition('.')[0]}.operators.html")
-            with suppress(FormatError):  # a damaged file of operators costs its link
+            with suppress(FormatError):  # a damaged operator file only loses its link
                 operator_page.write(read(table), page)
                 names[case.name] = page.name
     return names
 
 
 def format_page(run: RunResult, operators: Mapping[str, str] | None = None) -> str:
-    """Return the page: the failures, the table of all cases, then cases with pictures, findings, ranks and checks.
+    """Return the page: failures, a table of all cases, then details of cases.
 
-    `operators` has the file with the page of operators by the name of the case.
+    `operators` maps the names of cases to the files of their operator pages.
     """
     entries = _make_entries(run, operators or {})
     failed = [entry for entry in entries if entry.case.has_failed]
@@ -86,12 +86,12 @@ def format_page(run: RunResult, operators: Mapping[str, str] | None = None) -> s
 
 
 def _make_entries(run: RunResult, operators: Mapping[str, str]) -> list[_Entry]:
-    """Return all cases in their order. Those that failed are shown in detail, then others while there is room."""
+    """Return all cases in order. Failed cases get a detailed section, then others up to a limit."""
     positions = sorted(range(len(run.cases)), key=lambda at: not run.cases[at].has_failed)
     numbers: dict[int, int] = {}
     for item in reversed(number_findings(run)):
         numbers[id(item.case)] = item.number
-    # With many cases, those that passed have nothing to say beyond their row.
+    # If there are many cases, the passed ones are covered by their rows.
     with_section = set(positions[:_MOST_SECTIONS])
     pictured = set(positions[:_MOST_PICTURED])
     return [
@@ -109,9 +109,9 @@ def _make_entries(run: RunResult, operators: Mapping[str, str]) -> list[_Entry]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A case with what the templates show of it; `anchor` is the place of its section, if it has one.
+    """One case with the values shown by the templates; `anchor` is the id of its section, if any.
 
-    `operators` is the address of the page of its operators, if it has one.
+    `operators` is the address of its operator page, if any.
     """
 
     case: CaseResult
@@ -139,12 +139,12 @@ class _Entry:
 
     @cached_property
     def origins(self) -> list[Finding]:
-        """Return the findings that are shown in full: those that follow from no other."""
+        """Return the findings shown in full: the first ones that follow from no other."""
         return [finding for finding in self.findings if not finding.follows][:_MOST_ORIGINS]
 
     @cached_property
     def others(self) -> list[Finding]:
-        """Return the findings that are a row each."""
+        """Return the findings shown as one row each."""
         return self._rest[:_MOST_ROWS]
 
     @property
@@ -167,7 +167,7 @@ class _Entry:
 
     @cached_property
     def pictures(self) -> list[tuple[str, Picture, Markup]]:
-        """Return (name, picture, SVG) of what there is to draw; the SVG is markup that matplotlib has escaped."""
+        """Return (name, picture, SVG) triples; matplotlib has escaped the text inside the SVG."""
         if not self.is_pictured:
             return []
         drawn = draw_case(self.case)

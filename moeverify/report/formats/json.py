@@ -1,4 +1,4 @@
-"""The JSON form of a run: what `--json` writes and every later command reads."""
+"""A run as JSON, written by `--json` and read by later commands."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ RUN_FILE = "result.json"
 
 
 def format_json(run: RunResult) -> str:
-    """Return the run, with its words, as indented JSON; not finite numbers are "NaN", "Infinity", "-Infinity"."""
+    """Return the run, including its words, as indented JSON.
+
+    Non-finite numbers are the strings "NaN", "Infinity" and "-Infinity".
+    """
     return word_run(run).model_dump_json(indent=2) + "\n"
 
 
 def write(run: RunResult, path: Path) -> None:
-    """Write the run's JSON to `path`, completely or not at all.
+    """Write the run's JSON to `path` atomically.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     write_atomically(path, format_json(run))
 
 
 def find_run_file(path: Path) -> Path:
-    """Return the JSON file that a user means with a run folder or a file."""
+    """Return the JSON file of a run, given its folder or the file itself."""
     return path / RUN_FILE if path.is_dir() else path
 
 
 def read_run(path: Path) -> RunResult:
-    """Return the run in a folder that `--out` made, or in a file that `--json` wrote.
+    """Return the run stored in a folder made by `--out`, or in a file written by `--json`.
 
-    Raises: FormatError when it is not there, not complete, of another version, or something else.
+    Raises: FormatError if the file is missing, incomplete, of another version, or not a run.
     """
     file = find_run_file(path)
     if path.is_dir() and not file.exists():
@@ -59,7 +62,7 @@ def read_run(path: Path) -> RunResult:
         raise FormatError(f"{file} is {what} ({place}: {error.msg}); run the cases again") from error
     _check_version(content, file)
     try:
-        # Of version 1 findings have words and no data behind them, which every report can do with.
+        # Findings of version 1 contain words without data, which all reports can handle.
         return RunResult.model_validate({**content, "schema_version": SCHEMA_VERSION})
     except ValidationError as error:
         wrong = f"{format_count(error.error_count(), 'wrong field')}, first {': '.join(read_problem(error))}"
@@ -67,7 +70,7 @@ def read_run(path: Path) -> RunResult:
 
 
 def _check_version(content: object, file: Path) -> None:
-    """Raise FormatError unless the content is a run of a version that this program reads."""
+    """Raise FormatError unless the content is a run of a supported version."""
     if not isinstance(content, dict) or "schema_version" not in content:
         raise FormatError(f"{file} is JSON but no run of moeverify; name what `moeverify run --json` wrote")
     version = content["schema_version"]

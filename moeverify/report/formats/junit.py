@@ -1,4 +1,4 @@
-"""A run as JUnit XML, for the test view of a continuous integration server."""
+"""A run as JUnit XML, for the test view of a CI server."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from moeverify.report.words.cause import describe_cause
 from moeverify.report.words.run import list_notes
 from moeverify.results.run import CaseResult, RunResult
 
-# CI servers keep a failure's text in memory and cut it anywhere; the JSON has all of it.
+# CI servers keep the text of a failure in memory and may cut it anywhere; the JSON contains everything.
 _MAX_FINDINGS = 50
 
 
 def write(run: RunResult, path: Path) -> None:
-    """Write the run's JUnit XML to `path`, completely or not at all.
+    """Write the run's JUnit XML to `path` atomically.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     write_atomically(path, format_junit(run))
 
 
 def format_junit(run: RunResult) -> str:
-    """Return one test suite with a test case for each case.
+    """Return one test suite with one test case per case.
 
-    Source: `junit-10.xsd` of Jenkins' xunit plugin, the strictest schema in use.
+    Schema: `junit-10.xsd` of Jenkins' xunit plugin, the strictest one in use.
     """
     verdicts = [case.verdict for case in run.cases]
     counts = {
@@ -57,7 +57,7 @@ def format_junit(run: RunResult) -> str:
 
 
 def _format_timestamp(started: str) -> str | None:
-    """Return the start as the schema wants it, without a zone, or None when it is not known."""
+    """Return the start time as the schema requires, without time zone; None if unknown."""
     try:
         return datetime.fromisoformat(started).replace(tzinfo=None).isoformat(timespec="seconds")
     except ValueError:
@@ -65,7 +65,7 @@ def _format_timestamp(started: str) -> str | None:
 
 
 def _add_case(suite: ET.Element, case: CaseResult) -> None:
-    """Append one test case with its failure, error or reason to be skipped."""
+    """Append one test case with its failure, error or reason for skipping."""
     group = Path(case.file).with_suffix("").as_posix().strip("./").replace("/", ".") or "moeverify"
     attributes = {"classname": clean(group), "name": clean(case.name), "time": f"{case.seconds:.3f}"}
     element = ET.SubElement(suite, "testcase", attributes)
@@ -82,14 +82,14 @@ def _add_case(suite: ET.Element, case: CaseResult) -> None:
 
 
 def _add_failure(element: ET.Element, tag: str, message: str, text: str) -> None:
-    """Append a failure or an error; its type is the verdict, which servers show beside the message."""
+    """Append a failure or an error; its type is shown by CI servers beside the message."""
     kind = "mismatch" if tag == "failure" else "rank-failure"
     failure = ET.SubElement(element, tag, {"message": clean(message), "type": kind})
     failure.text = clean(text)
 
 
 def _summarize_mismatch(case: CaseResult) -> str:
-    """Return one line: the first finding, and how many there are."""
+    """Return one line: the first finding, and the number of others."""
     findings = order_findings(case.findings)
     if not findings:
         return case.reason or "the layout does not compute what its golden says"
@@ -101,7 +101,7 @@ def _summarize_mismatch(case: CaseResult) -> str:
 
 
 def _describe_findings(case: CaseResult) -> str:
-    """Return the findings as text, the earliest and worst first."""
+    """Return the findings as text, in report order."""
     findings = order_findings(case.findings)
     blocks = [
         "\n".join(
@@ -115,7 +115,7 @@ def _describe_findings(case: CaseResult) -> str:
 
 
 def _describe_ranks(case: CaseResult) -> str:
-    """Return what is known of the ranks of a failed launch, equal stacks once."""
+    """Return the reports of the ranks of a failed launch; equal stacks appear once."""
     blocks = []
     for group in group_ranks(case.rank_reports):
         lines = [f"{format_ranks(group.ranks)} {group.state}"]
@@ -127,7 +127,7 @@ def _describe_ranks(case: CaseResult) -> str:
 
 
 def _describe_output(case: CaseResult) -> str:
-    """Return what a passing case has to say too: recipe, layout, each check's worst error, notes."""
+    """Return details that apply to passing cases too: recipe, layout, worst error of each check, notes."""
     lines = [f"file: {case.file}"] if case.file else []
     lines += [f"{key}: {value}" for key, value in (("recipe", case.recipe), ("layout", case.layout)) if value]
     for check in case.checks:

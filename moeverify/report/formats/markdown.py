@@ -1,4 +1,4 @@
-"""A run as Markdown: the failures, then a table of all cases, for the job summary of a CI server or a comment."""
+"""A run as Markdown: failures and a table of all cases, for a CI job summary or a comment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeverify.report.sanitize import clean
 from moeverify.report.sorting import count_tensors, count_verdicts, find_worst_check
 from moeverify.results.run import CaseResult, RunResult
 
-# GitHub takes a megabyte a step.
+# GitHub accepts one megabyte per step.
 _MOST_FAILURES = 20
 _MOST_ROWS = 1000
 _MOST_TEXT = 2000
@@ -24,15 +24,15 @@ _SPECIAL = re.compile(r"([\\`*_\[\]~#])")
 
 
 def write(run: RunResult, path: Path) -> None:
-    """Write the run's summary to `path`, completely or not at all.
+    """Write the run's summary to `path` atomically.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     write_atomically(path, format_markdown(run))
 
 
 def format_markdown(run: RunResult) -> str:
-    """Return the summary. Names stay text, whatever is in them."""
+    """Return the summary; special characters in names are escaped."""
     counts = ", ".join(f"{number} {verdict}" for verdict, number in count_verdicts(run).items())
     tensors = sum(map(count_tensors, run.cases))
     failed = [case for case in run.cases if case.has_failed]
@@ -84,6 +84,6 @@ def _make_row(case: CaseResult) -> tuple[str, ...]:
 
 
 def _escape(text: str) -> str:
-    """Return a text of one line that Markdown and HTML take for nothing else; bars are left to the table."""
+    """Return the text on one line, escaped for Markdown and HTML; the table escapes bars."""
     line = " ".join(clean(text)[:_MOST_TEXT].split())
     return _SPECIAL.sub(r"\\\1", html.escape(line, quote=False))

@@ -1,4 +1,4 @@
-"""The pictures of the page as PNG files in a folder."""
+"""The pictures of the HTML page as PNG files in a folder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from moeverify.results.benchmark_rows import FaultRow
 from moeverify.results.measurement import BenchRun, Measurement
 from moeverify.results.run import RunResult
 
-# A picture takes up to a second. Of a large run the first cases say most.
+# A picture takes up to a second, so large runs are limited to their first cases.
 _MOST_CASES = 100
 
 
 def write(run: RunResult, folder: Path) -> None:
-    """Write `CASE.PICTURE.png` for each case that failed, or where none failed for each, at most for 100 cases.
+    """Write `CASE.PICTURE.png` for each failed case, or for all cases if none failed.
 
-    Pictures of all cases together are `PICTURE.png`.
+    At most 100 cases are drawn. Pictures of the whole run are named `PICTURE.png`. Each file is written
+    atomically.
 
-    Raises: OSError when the disk refuses; each picture is there completely or not at all.
+    Raises: OSError when writing fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed = [case for case in run.cases if case.has_failed]
@@ -39,7 +40,7 @@ def write(run: RunResult, folder: Path) -> None:
 def write_faults(rows: Sequence[FaultRow], folder: Path) -> None:
     """Write the fault benchmark as `faults.png`.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     with drawing():
         picture = fault_matrix.draw(rows)
@@ -50,7 +51,7 @@ def write_faults(rows: Sequence[FaultRow], folder: Path) -> None:
 def write_sweep(result: BenchRun, folder: Path) -> None:
     """Write a sweep of `moeverify bench` as `sweep.png`.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     with drawing():
         picture = sweep.draw(result.cases)
@@ -61,7 +62,7 @@ def write_sweep(result: BenchRun, folder: Path) -> None:
 def write_step(case: Measurement, folder: Path) -> None:
     """Write the profiled step of a case as `step.png`.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     with drawing():
         picture = step.draw(case)
@@ -70,7 +71,7 @@ def write_step(case: Measurement, folder: Path) -> None:
 
 
 def make_stem(name: str, used: set[str]) -> str:
-    """Return a case's name as every file system takes it, with a number where another case has the same."""
+    """Return a portable file name for a case, made unique within `used`."""
     plain = re.sub(r"[^A-Za-z0-9_.=+-]", "_", name)[:100].lstrip(".") or "case"
     stem = plain
     while stem.lower() in used:

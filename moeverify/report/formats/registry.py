@@ -1,6 +1,6 @@
-"""The formats in which a run can be written. A format is a line here and a file of its name with `write`.
+"""Registry of the formats of a run. A format is a line here and a module of its name with `write`.
 
-Nothing is imported before something is written: every command lists the formats among its options.
+Modules are imported only when something is written, since every command lists the formats as options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Format(NamedTuple):
-    """A format: the name of its option and of its file, what `--help` says of it, and whether it fills a folder."""
+    """A format: the name of its option and module, its help text, and whether it fills a folder."""
 
     name: str
     help: str
@@ -33,8 +33,8 @@ FORMATS = (
 
 
 def write_run(name: str, run: RunResult, path: Path) -> None:
-    """Write a run in the format of this name, completely or not at all.
+    """Write a run in the format of this name, atomically.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     import_module(f"moeverify.report.formats.{name}").write(run, path)

@@ -1,4 +1,4 @@
-"""The load of the experts as a trace that `moeverify place` reads."""
+"""Expert load as a trace file for `moeverify place`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moeverify.results.run import RunResult
 
 
 def write(run: RunResult, path: Path) -> None:
-    """Write the load of the only case that has one, completely or not at all.
+    """Write the load of the only case that has one, atomically.
 
-    Raises: OSError where no case or several have one, or when the disk refuses.
+    Raises: OSError if no case or several cases have one, or when writing fails.
     """
     import numpy as np
 

@@ -1,1 +1,1 @@
-"""One file a picture of a case, drawn by matplotlib. Nothing of this is imported before a picture is written."""
+"""Pictures of cases drawn with matplotlib, one module each; imported only when a picture is written."""

@@ -1,4 +1,4 @@
-"""Loss, gradient norm and learning rate of golden and layout over the steps, with their relative difference."""
+"""Loss, gradient norm and learning rate of golden and layout over the steps, and their difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Pairs = Sequence[tuple[float, float]]
 
 
 def draw(case: CaseResult) -> Picture | None:
-    """Return the curves; None where no step was trained."""
+    """Return the curves; None if no step was trained."""
     known = [
         (name, pairs)
         for name, pairs in (
@@ -60,7 +60,7 @@ def _draw_values(axes: Axes, name: str, pairs: _Pairs) -> None:
 
 
 def _draw_difference(axes: Axes, pairs: _Pairs) -> None:
-    """Draw relative differences on a scale of powers of ten; what is equal has none, and stands on the axis."""
+    """Draw relative differences on a logarithmic scale; equal values are omitted."""
     found = {step: difference for step, pair in enumerate(pairs) if (difference := _differ(pair)) > 0.0}
     finite = {step: value for step, value in found.items() if math.isfinite(value)}
     if finite:
@@ -100,7 +100,7 @@ def _describe(case: CaseResult, name: str, pairs: _Pairs) -> str:
     difference = _differ(pairs[worst])
     if difference == 0.0:
         return f"The {name} of golden and layout is equal at all {len(pairs)} steps."
-    if name == _RATE:  # of which no check is made: the optimizer step is
+    if name == _RATE:  # no check covers it directly; the optimizer step is checked
         return f"The {name} differs; its largest relative difference is {format_number(difference)}, at step {worst}."
     over = [finding.step for finding in case.findings if finding.check == name and finding.tensor == "total"]
     verdict = f"is over its bound from step {min(over)} on" if over else "is within its bound"

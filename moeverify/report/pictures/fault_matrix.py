@@ -1,4 +1,4 @@
-"""The fault benchmark at a glance: a row for each class of bugs, a cell for each, coloured by what was said of it."""
+"""Overview of the fault benchmark: one row per class of bugs, one cell per fault, coloured by outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeverify.results.benchmark_rows import FaultRow
 TITLE = "Faults by class"
 _CELL = (0.5, 0.34)  # inches
 _MOST_MISSED = 12
-# From what says most: its name in the legend, its colour, and whether text on it is that of the background.
+# Best outcome first: legend label, colour, and whether text on it has the background colour.
 _LEVELS = (
     ("cause named", "heat-0", False),
     ("located, no cause", "heat-2", False),
@@ -27,7 +27,7 @@ _LEVELS = (
 
 
 def draw(rows: Sequence[FaultRow]) -> Picture | None:
-    """Return the faults in their classes; None without any."""
+    """Return the picture of the faults by class; None if there are none."""
     if not rows:
         return None
     classes: dict[str, list[FaultRow]] = {}
@@ -55,7 +55,7 @@ def draw(rows: Sequence[FaultRow]) -> Picture | None:
 
 
 def find_level(row: FaultRow) -> int:
-    """Return the position in the legend of what was said of a fault."""
+    """Return the legend position of a fault's outcome."""
     if row.verdict == "skipped":
         return 4
     if not row.detected:

@@ -1,4 +1,4 @@
-"""Errors over bounds of all tensors, by family, layer, check and step, with the first finding marked."""
+"""Heat map of error / bound of all tensors, by family, layer, check and step; marks the first finding."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _MOST_COLUMNS = 120
 _MOST_LAYERS = 16
 _MOST_ROWS = 48
 _MOST_NUMBERS = 300
-_OUTSIDE = ""  # the layer of what is in no layer
+_OUTSIDE = ""  # the layer name of tensors outside of layers
 _CELL = 0.19  # inches
-_DARK_LEVELS = (4, 5, 6)  # on which text has the colour of the background
+_DARK_LEVELS = (4, 5, 6)  # on these, text has the background colour
 _LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
@@ -52,7 +52,7 @@ _Cells = Mapping[tuple[_Column, str], float]
 
 
 def draw(case: CaseResult) -> Picture | None:
-    """Return the map; None where nothing differs, or the result is of a version that kept no errors of tensors."""
+    """Return the heat map; None if nothing differs, or if an old result has no errors of tensors."""
     shown = _choose_checks(case)
     if not shown:
         return None
@@ -80,7 +80,7 @@ def draw(case: CaseResult) -> Picture | None:
 
 
 def _choose_checks(case: CaseResult) -> list[ErrorMap]:
-    """Return the checks to show: those of parameters, and of others those in which something differs."""
+    """Return the checks to show: checks of parameters, and other checks with findings."""
     differing = {finding.check for finding in case.findings}
     parameters = {"gradient", "update", "optimizer state"}
     shown = [each for each in case.errors if each.check in differing | parameters]
@@ -88,7 +88,7 @@ def _choose_checks(case: CaseResult) -> list[ErrorMap]:
 
 
 def split_name(tensor: str) -> tuple[str, str]:
-    """Return the layer (the first number in the name, or nothing) and the name without it."""
+    """Return the layer (first number in the name, or empty) and the name without it."""
     match = _LAYER.search(tensor)
     if match is None:
         return _OUTSIDE, tensor
@@ -97,7 +97,7 @@ def split_name(tensor: str) -> tuple[str, str]:
 
 
 def _bin_layers(shown: Sequence[ErrorMap]) -> dict[str, str]:
-    """Return the column of each layer: its number, or in a deep model the range of layers that it is shown with."""
+    """Return the column label of each layer: its number, or a range of layers in a deep model."""
     numbers = {split_name(tensor)[0] for each in shown for tensor in each.tensors} - {_OUTSIDE}
     ordered = sorted(numbers, key=int)
     size = math.ceil(len(ordered) / _MOST_LAYERS)
@@ -110,7 +110,7 @@ def _bin_layers(shown: Sequence[ErrorMap]) -> dict[str, str]:
 
 
 def _choose_steps(shown: Sequence[ErrorMap], case: CaseResult, layers: Mapping[str, str]) -> list[int]:
-    """Return the steps that have room, from the first one at which something differs."""
+    """Return the steps that fit, starting at the first one with a finding."""
     first = min(finding.step for finding in case.findings)
     steps = sorted({step for each in shown for step in each.steps if step >= first})
     per_step = max(1, sum(len(_list_layers(each, layers)) for each in shown))
@@ -118,14 +118,14 @@ def _choose_steps(shown: Sequence[ErrorMap], case: CaseResult, layers: Mapping[s
 
 
 def _list_layers(each: ErrorMap, layers: Mapping[str, str]) -> list[str]:
-    """Return the columns of a check: the layers in their order, then what is outside of them."""
+    """Return the columns of a check: the layers in order, then tensors outside of layers."""
     found = {layers[split_name(tensor)[0]] for tensor in each.tensors}
     inner = [name for name in dict.fromkeys(layers.values()) if name in found and name != _OUTSIDE]
     return inner + [_OUTSIDE] * (_OUTSIDE in found)
 
 
 def _fill(shown: Sequence[ErrorMap], steps: Sequence[int], layers: Mapping[str, str]) -> _Cells:
-    """Return the worst share of a bound in each cell."""
+    """Return the largest error / bound in each cell."""
     cells: dict[tuple[_Column, str], float] = {}
     for each in shown:
         for tensor, row in zip(each.tensors, each.shares, strict=True):
@@ -151,7 +151,7 @@ def _list_columns(
 
 
 def _list_rows(cells: _Cells) -> tuple[list[str], int]:
-    """Return the families in the order of the model, the worst of too many, and how many are left out."""
+    """Return the worst families in model order, limited in number, and how many were left out."""
     worst: dict[str, float] = {}
     for (_, family), share in cells.items():
         worst[family] = max(share, worst.get(family, 0.0))
@@ -160,7 +160,7 @@ def _list_rows(cells: _Cells) -> tuple[list[str], int]:
 
 
 def find_level(share: float) -> int:
-    """Return the number of the colour for a share of a bound."""
+    """Return the colour level for a value of error / bound."""
     if not math.isfinite(share):
         return len(_LEVELS)
     return next(number for number, (most, _) in enumerate(_LEVELS) if share <= most)
@@ -174,7 +174,7 @@ def _list_labels(cells: _Cells) -> Iterator[tuple[int, str]]:
 
 
 def _draw_cells(axes: Axes, cells: _Cells, columns: Sequence[_Column], rows: Sequence[str]) -> None:
-    """Draw one path for each colour, which keeps a page of many cells small, and powers of ten where they fit."""
+    """Draw one path per colour, which keeps the SVG small, and powers of ten if there are few."""
     at_column, at_row = ({item: at for at, item in enumerate(items)} for items in (columns, rows))
     boxes: dict[int, list[Path]] = {}
     num_over = sum(share > 1.0 for share in cells.values())
@@ -200,7 +200,7 @@ def _label_rows(axes: Axes, rows: Sequence[str]) -> None:
 
 
 def _label_columns(axes: Axes, columns: Sequence[_Column], num_rows: int) -> None:
-    """Write the layers below, the checks above in their angle, and the steps above those, with lines between."""
+    """Label the layers below, the checks above at an angle, and the steps above the checks."""
     names = [column.layer or "-" for column in columns]
     turned = 90 if any(len(name) > 2 for name in names) else 0
     axes.set_xticks([at + 0.5 for at in range(len(columns))], names, rotation=turned, fontsize=7)
@@ -228,7 +228,7 @@ def _mark_first(
     """Draw a frame around the cell of the first finding; return whether it is in the picture."""
     if first is None:
         return False
-    for tensor in (first.tensor, first.tensor.rpartition(".")[0]):  # moments stand with their parameter
+    for tensor in (first.tensor, first.tensor.rpartition(".")[0]):  # moments are drawn with their parameter
         layer, family = split_name(tensor)
         column = _Column(first.step, first.check, layers.get(layer, layer))
         if (column, family) in cells and family in rows:

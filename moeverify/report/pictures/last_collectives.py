@@ -1,4 +1,4 @@
-"""What each rank issued last before a failure: a row for each rank, a column for each collective where ranks meet."""
+"""The last collectives before a failure: one row per rank, one column per collective."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MOST_COLUMNS = 12
 _MOST_SENTENCES = 3
 _NUM_COLORS = 8
 _ROW, _COLUMN = 0.5, 0.7  # inches
-_LABEL = 0.9  # inches, for the names of the ranks
+_LABEL = 0.9  # inches, for the rank labels
 _MIN_COLUMNS = 8  # the width of the legend
 _INSET = 0.05
 
 
 def draw(case: CaseResult) -> Picture | None:
-    """Return the last collectives by rank; None for a case whose ranks did not fail, or issued none."""
-    # The first reports are those where the failure began.
+    """Return the picture; None if the ranks did not fail, or issued no collective."""
+    # The first reports are from the ranks where the failure began.
     reports = sorted(case.rank_reports[:_MOST_RANKS], key=lambda report: report.rank)
     columns = align_records({report.rank: report.recent for report in reports})[-_MOST_COLUMNS:]
     if not columns:
@@ -57,7 +57,7 @@ def draw(case: CaseResult) -> Picture | None:
 
 
 def _choose_colors(columns: Sequence[Meeting]) -> Mapping[str, str]:
-    """Return the colour of each mesh axis, the most used one first."""
+    """Return the colour of each mesh axis, the most used axis first."""
     used = Counter(record.axis for meeting in columns for record in meeting.records.values())
     return {
         axis: COLORS[f"part-{position % _NUM_COLORS}"]
@@ -66,7 +66,7 @@ def _choose_colors(columns: Sequence[Meeting]) -> Mapping[str, str]:
 
 
 def _draw_record(axes: Axes, column: int, row: int, record: CollectiveRecord, color: str) -> None:
-    """Draw a collective: filled when it is over, framed when the rank did not see its end."""
+    """Draw a collective: filled if it finished, framed otherwise."""
     text = clean(record.op).replace("_", "\n")
     if record.state == "finished":
         _draw_cell(axes, column, row, text, color, color, COLORS["back"])
@@ -75,7 +75,7 @@ def _draw_record(axes: Axes, column: int, row: int, record: CollectiveRecord, co
 
 
 def _draw_missing(axes: Axes, column: int, row: int) -> None:
-    """Draw the place of a rank that its peers wait for."""
+    """Draw the cell of a rank that its peers are waiting for."""
     _draw_cell(axes, column, row, "missing", COLORS["mismatch"], COLORS["mismatch"], COLORS["back"])
 
 
@@ -86,7 +86,7 @@ def _draw_cell(axes: Axes, column: int, row: int, text: str, face: str, edge: st
         1 - 2 * _INSET,
         facecolor=face,
         edgecolor=edge,
-        linewidth=0.5 if face == edge else 1.6,  # a frame is to be seen
+        linewidth=0.5 if face == edge else 1.6,  # frames must be visible
     )
     axes.add_patch(rectangle)
     center: dict[str, Any] = {"ha": "center", "va": "center"}

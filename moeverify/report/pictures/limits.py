@@ -15,11 +15,11 @@ from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult
 from moeverify.results.run import CaseResult
 
 TITLE = "Bounds and detection limits"
-_LEAST = 1e-18  # where an error of zero stands
+_LEAST = 1e-18  # position of an error of zero
 
 
 def draw(case: CaseResult) -> Picture | None:
-    """Return a line for each check with a bound above zero; None where no check has one."""
+    """Return one line per check with a positive bound; None if no check has one."""
     measured = [
         check
         for check in case.checks

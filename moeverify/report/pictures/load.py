@@ -1,4 +1,4 @@
-"""Token copies of every expert, by layer and by the rank that sent them."""
+"""Token copies of each expert, by layer and by sending rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moeverify.results.run import CaseResult
 
 TITLE = "Expert load"
 _MOST_LAYERS = 6
-_MOST_SOURCES = 8  # as many colours as there are
+_MOST_SOURCES = 8  # the number of available colours
 
 
 def draw(case: CaseResult) -> Picture | None:
-    """Return a row of bars for each MoE layer, summed over the steps; None where no router was seen."""
+    """Return one bar chart per MoE layer, summed over steps; None if no router was seen."""
     load = case.load
     if load is None or not load.copies or not load.layers:
         return None
@@ -42,7 +42,7 @@ def draw(case: CaseResult) -> Picture | None:
 
 
 def _sum_steps(load: ExpertLoad, layer: int) -> list[list[int]]:
-    """Return the copies of all steps. Shape: (experts, sources)."""
+    """Return the copies summed over all steps. Shape: (experts, sources)."""
     return [
         [sum(step[layer][expert][source] for step in load.copies) for source in range(load.num_sources)]
         for expert in range(load.num_experts)
@@ -50,7 +50,7 @@ def _sum_steps(load: ExpertLoad, layer: int) -> list[list[int]]:
 
 
 def _measure_imbalance(copies: Sequence[Sequence[int]]) -> float:
-    """Return the most loaded expert over the mean."""
+    """Return the largest load of an expert over the mean load."""
     totals = [sum(row) for row in copies]
     return max(totals) * len(totals) / sum(totals) if sum(totals) else 0.0
 

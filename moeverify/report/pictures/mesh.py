@@ -1,4 +1,4 @@
-"""The device mesh with the ranks coloured by what differs on them, and the groups of the axes at fault."""
+"""The device mesh: ranks coloured by their number of wrong tensors, with the groups of suspected axes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOX = (1.15, 0.62)  # inches
 
 
 def draw(case: CaseResult) -> Picture | None:
-    """Return the mesh, once for each axis at fault; None for one device or a mesh too large to read."""
+    """Return one panel per suspected axis; None for one device or a mesh too large to read."""
     if case.mesh is None or not 1 < case.ranks <= _MOST_RANKS or not (case.findings or case.rank_reports):
         return None
     first = next(iter(order_findings(case.findings)), None)
@@ -55,7 +55,7 @@ def _list_guilty(first: Finding | None) -> Sequence[str]:
 
 
 def _count_by_rank(case: CaseResult, first: Finding | None) -> tuple[list[int], int]:
-    """Return how many tensors of the first finding's check and step differ on each rank, and how many in all."""
+    """Return how many tensors of the first finding's check and step differ per rank, and in total."""
     if first is None:
         return [0] * case.ranks, 0
     alike = [each for each in case.findings if (each.check, each.step) == (first.check, first.step)]
@@ -64,7 +64,7 @@ def _count_by_rank(case: CaseResult, first: Finding | None) -> tuple[list[int], 
 
 
 def _find_width(mesh: MeshShape, num_ranks: int) -> int:
-    """Return how many ranks stand in a row: those of the innermost axes, as many as fit."""
+    """Return the number of ranks in a row: the product of the innermost axes that fit."""
     width = 1
     for size in reversed(list(mesh.axes.values())):
         if width * size > 8:
@@ -104,19 +104,19 @@ def _draw_ranks(
 
 
 def _draw_groups(axes: Axes, groups: Sequence[Sequence[int]], width: int) -> None:
-    """Number the group of each rank in its box, and join the ranks of a group that stand in one row or column."""
+    """Colour the box of each rank by its group, and connect groups that lie in one row or column."""
     for number, group in enumerate(groups):
         color = COLORS[f"part-{number % _NUM_COLORS}"]
         places = [_locate(rank, width) for rank in group]
         for x, y in places:
             axes.add_patch(Rectangle((x - 0.36, y + 0.17), 0.72, 0.055, facecolor=color, edgecolor="none"))
         (x_first, y_first), shift = places[0], 0.05 * (number % _NUM_COLORS)
-        if all(y == y_first for _, y in places):  # a bracket over the boxes
+        if all(y == y_first for _, y in places):  # a bracket above the boxes
             line = y_first - 0.33 - shift / 1.2
             for x, y in places:
                 axes.plot([x, x], [y - 0.27, line], color=color, linewidth=1.8, clip_on=False)
             axes.plot([x_first, places[-1][0]], [line, line], color=color, linewidth=1.8, clip_on=False)
-        elif all(x == x_first for x, _ in places):  # and to the left of them
+        elif all(x == x_first for x, _ in places):  # a bracket to the left of the boxes
             line = x_first - 0.43 - 0.05 * (number % 2)
             for x, y in places:
                 axes.plot([x - 0.38, line], [y, y], color=color, linewidth=1.8, clip_on=False)

@@ -1,4 +1,4 @@
-"""A picture, and its two forms: SVG as a part of a page, and PNG."""
+"""A picture, and its output as an SVG element of a page or as PNG."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
 _STYLE: Any = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # the only one that comes with matplotlib
+    "font.sans-serif": ["DejaVu Sans"],  # the only font that ships with matplotlib
     "font.size": 9,
     "text.color": COLORS["text"],
-    "text.parse_math": False,  # a name with two dollars is no formula
+    "text.parse_math": False,  # a name with two dollar signs is not a formula
     "axes.edgecolor": COLORS["line"],
     "axes.labelcolor": COLORS["dim"],
     "axes.titlecolor": COLORS["text"],
@@ -48,8 +48,8 @@ _STYLE: Any = {
     "legend.fontsize": 8,
     "figure.facecolor": COLORS["back"],
     "savefig.facecolor": COLORS["back"],
-    "svg.fonttype": "none",  # text stays text: it is searched, read aloud and scaled
-    "svg.hashsalt": "moeverify",  # the same picture has the same bytes
+    "svg.fonttype": "none",  # keep text as text: searchable, accessible and scalable
+    "svg.hashsalt": "moeverify",  # makes the output deterministic
 }
 _MOST_PIXELS = 4000
 _DPI = 150
@@ -57,7 +57,7 @@ _DPI = 150
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with its title and the sentence below it, which says the same to those who do not see it."""
+    """A figure with its title and a caption that gives its content to readers who cannot see it."""
 
     title: str
     caption: str
@@ -66,7 +66,7 @@ class Picture:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Draw in the style of the reports, whatever matplotlibrc says, and without warnings on glyphs of odd names."""
+    """Apply the style of reports regardless of matplotlibrc, and suppress warnings about missing glyphs."""
     with mpl.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mpl.rcdefaults()
@@ -75,14 +75,14 @@ def drawing() -> Iterator[None]:
 
 
 def make_figure(width: float, height: float) -> Figure:
-    """Return an empty figure. Units: inches, as matplotlib has them."""
+    """Return an empty figure; the sizes are in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def clear_frame(axes: Axes) -> None:
-    """Take away the lines and ticks around a drawing that is no graph."""
+    """Remove ticks and lines around a drawing that is not a graph."""
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
@@ -90,7 +90,7 @@ def clear_frame(axes: Axes) -> None:
 
 
 def scale_by_powers(axes: Axes, name: Literal["x", "y"]) -> None:
-    """Give one axis a scale of powers of ten, with a tick and a number for some of them and nothing between."""
+    """Make one axis logarithmic, with labelled major ticks and no minor ticks."""
     axes.set(**{f"{name}scale": "log"})
     axis = axes.xaxis if name == "x" else axes.yaxis
     axis.set_major_formatter(format_power)
@@ -98,12 +98,12 @@ def scale_by_powers(axes: Axes, name: Literal["x", "y"]) -> None:
 
 
 def format_power(value: float, _position: float | None = None) -> str:
-    """Return a tick of a scale of powers of ten."""
+    """Return the label of a tick on a logarithmic axis."""
     return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("1e0", "1")
 
 
 def format_png(picture: Picture) -> bytes:
-    """Return the picture as PNG on a white background, with its title and caption as metadata."""
+    """Return the picture as PNG on a white background, with title and caption as metadata."""
     data = io.BytesIO()
     dpi = min(_DPI, _MOST_PIXELS / max(*picture.figure.get_size_inches()))
     about = {"Title": _to_latin(picture.title), "Description": _to_latin(picture.caption), "Software": None}
@@ -117,9 +117,9 @@ def _to_latin(text: str) -> str:
 
 
 def format_svg(picture: Picture, name: str) -> str:
-    """Return the picture as an `svg` element of a page, whose ids all begin with `name`.
+    """Return the picture as an `svg` element for a page; all of its ids begin with `name`.
 
-    Its colours are the variables of the page. It has no size of its own and fills the width that it is given.
+    It uses the colour variables of the page. It has no fixed size and fills the available width.
     """
     data = io.BytesIO()
     absent = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -140,7 +140,7 @@ def format_svg(picture: Picture, name: str) -> str:
 
 
 def _name_colors(text: str) -> str:
-    """Return an SVG with the variables of the page in its styles, and with coordinates to a hundredth of a point."""
+    """Return an SVG with the page's colour variables in its styles, and rounded coordinates."""
     names = {value: name for name, value in COLORS.items()}
     styles = re.compile(r'(?<= style=")[^"]*')
 
@@ -158,7 +158,7 @@ def _name_colors(text: str) -> str:
 
 
 def _name_ids(text: str, name: str) -> str:
-    """Return an SVG that shares no id with another one of the page, and has none that nothing refers to."""
+    """Return an SVG whose ids are unique within the page; unreferenced ids are removed."""
     used = set(re.findall(r'(?:url\(#|xlink:href="#)([^)"]+)', text)) | {f"{name}-title", f"{name}-desc"}
 
     def rename(match: re.Match[str]) -> str:

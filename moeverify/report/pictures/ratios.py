@@ -1,4 +1,4 @@
-"""A histogram of actual over expected: a factor of 2 stands apart from the tensors that are right."""
+"""A histogram of actual over expected: wrong factors stand apart from the correct tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult
 
 TITLE = "Actual over expected"
-_REACH = 4.0  # powers of 2 to both sides
-_BINS_EACH = 8  # bins for a factor of 2
+_REACH = 4.0  # powers of 2 to either side
+_BINS_EACH = 8  # bins per factor of 2
 _NOT_POSITIVE = -_REACH - 1.0
 
 
 def draw(case: CaseResult) -> Picture | None:
-    """Return the histogram of the tensors of the first finding's check and step; None where no factor was fitted."""
+    """Return the histogram for the first finding's check and step; None if no factor was fitted."""
     first = next(iter(order_findings(case.findings)), None)
     if first is None:
         return None
@@ -41,7 +41,7 @@ def draw(case: CaseResult) -> Picture | None:
 
 
 def _place(finding: Finding) -> float:
-    """Return where a factor stands: its power of 2 within reach, or left of all for one that is not positive."""
+    """Return the position of a factor: its clamped power of 2; nonpositive factors go to the far left."""
     assert finding.scale is not None
     if finding.scale <= 0.0:
         return _NOT_POSITIVE

@@ -1,4 +1,4 @@
-"""The pictures of a case and of a run, in the order of a page. Each is a name here and a file with `draw`."""
+"""The pictures of a case and of a run, in page order. Each is a name here and a module with `draw`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PICTURES = {
 
 
 def draw_case(case: CaseResult) -> Iterator[tuple[str, Picture]]:
-    """Yield the name and the picture of all that the result of a case has data for."""
+    """Yield the name and picture of everything the result of a case has data for."""
     with drawing():
         drawn = [(name, draw(case)) for name, draw in _PICTURES.items()]
     for name, picture in drawn:
@@ -41,7 +41,7 @@ def draw_case(case: CaseResult) -> Iterator[tuple[str, Picture]]:
 
 
 def draw_run(run: RunResult) -> Iterator[tuple[str, Picture]]:
-    """Yield the name and the picture of what cases of a run say together: the pairs of `moeverify reshard`."""
+    """Yield the name and picture of the matrices of `moeverify reshard`."""
     with drawing():
         drawn = [reshard_matrix.draw(matrix) for matrix in find_matrices(run.cases)]
     for number, picture in enumerate(drawn, start=1):

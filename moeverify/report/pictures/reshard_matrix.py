@@ -1,4 +1,4 @@
-"""The pairs of `moeverify reshard`: a row for each layout that saved, a column for each that loaded."""
+"""The pairs of `moeverify reshard`: a row per layout that saved, a column per layout that loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DARK = ("mismatch", "error")
 
 
 def draw(matrix: Matrix) -> Picture:
-    """Return the matrix of one recipe; of a very large one the first rows and columns."""
+    """Return the matrix of one recipe, limited to its first rows and columns."""
     names = matrix.names[:_MOST_NAMES]
     labels = [elide(clean(name.removesuffix(f" {matrix.recipe}")), _LABEL) for name in names]
     figure = make_figure(2.6 + _CELL[0] * len(names), 2.2 + _CELL[1] * len(names))
@@ -58,7 +58,7 @@ def draw(matrix: Matrix) -> Picture:
 
 
 def _draw_cell(axes: Axes, matrix: Matrix, saver: str, loader: str, row: int, column: int) -> str:
-    """Draw a pair and return its verdict; nothing for names that are no pair."""
+    """Draw a pair and return its verdict; empty if there is no such pair."""
     case = matrix.cells.get((saver, loader))
     verdict = case.verdict if case is not None else ""
     face = COLORS[_FACES.get(verdict, _NO_PAIR)]

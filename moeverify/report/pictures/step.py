@@ -1,4 +1,4 @@
-"""One profiled step: when each rank computed, ran collectives, and did neither."""
+"""One profiled step: the times at which each rank computed, ran collectives, or was idle."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MOST_RANKS = 16
 _ROW = 0.62  # inches
 _KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send and receive")
 _COMPUTING = "part-0"
-_THINNEST = 0.0006  # of the width
+_THINNEST = 0.0006  # smallest bar, as a share of the width
 
 
 def draw(case: Measurement) -> Picture | None:
-    """Return the picture; None where no profile was kept.
+    """Return the picture of a profiled step; None if no profile was kept.
 
-    Each rank has two lanes, what it computes above its collectives, so that what hides behind computation is seen
-    below it; where both are empty, nothing ran.
+    Each rank has two lanes: computation above, collectives below. This shows which collectives overlap with
+    computation. Where both lanes are empty, nothing ran.
     """
     if not case.profile:
         return None
@@ -56,7 +56,7 @@ def draw(case: Measurement) -> Picture | None:
 
 
 def _draw_lane(axes: Axes, intervals: Sequence[Interval], top: float, color: str, end: float) -> None:
-    """Draw the bars of a lane as one collection: a step of a large model has thousands."""
+    """Draw the bars of a lane as one collection, since a step of a large model has thousands."""
     bars = []
     for start, seconds in intervals:
         stop = start + max(seconds, _THINNEST * end)

@@ -1,4 +1,4 @@
-"""A sweep of `moeverify bench`: tokens a second and memory over one field, a line for each value of the others."""
+"""A sweep of `moeverify bench`: tokens per second and memory over one field, a line per other values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_COLORS = 8
 
 
 def draw(cases: Sequence[Measurement]) -> Picture | None:
-    """Return the curves over the last field that was swept; None without a sweep, or where nothing was measured."""
+    """Return the curves over the last swept field; None without a sweep or measurements."""
     measured = [case for case in cases if case.swept and case.step is not None]
     if not measured:
         return None
@@ -40,7 +40,7 @@ def draw(cases: Sequence[Measurement]) -> Picture | None:
 
 
 def _name_line(case: Measurement, field: str) -> str:
-    """Return the name of the case with the values of all fields but the one along the axis."""
+    """Return the case's name with the values of all fields except the one on the x axis."""
     plain = case.name.removesuffix(f" {label_values(case.swept)}")
     others = label_values({path: value for path, value in case.swept.items() if path != field})
     return f"{plain} {others}".rstrip()

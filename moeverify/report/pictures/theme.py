@@ -1,4 +1,4 @@
-"""The colours of pages and pictures, each for a light and for a dark background."""
+"""The colours of pages and pictures, each as a (light, dark) pair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PALETTE: dict[str, tuple[str, str]] = {
     "expected": ("#b98a1d", "#d8b255"),
     "actual": ("#1f5fbf", "#74aaff"),
     "guilty": ("#6b2fb5", "#bf95ff"),
-    # Errors over bounds, from within the bound to not finite. Text is legible on the first four.
+    # Levels of error / bound, from within the bound to not finite. Text is legible on the first four.
     "heat-0": ("#d9ecdd", "#1d3626"),
     "heat-1": ("#fdf0c4", "#453a17"),
     "heat-2": ("#fcd382", "#664812"),
@@ -23,7 +23,7 @@ PALETTE: dict[str, tuple[str, str]] = {
     "heat-4": ("#dc5b47", "#dd6a57"),
     "heat-5": ("#a91d3a", "#f78c98"),
     "heat-6": ("#4a0f3d", "#f3c6ee"),
-    # Ranks side by side.
+    # Series shown side by side, such as ranks.
     "part-0": ("#3b74c4", "#6ea3ee"),
     "part-1": ("#e0a03a", "#e9b55f"),
     "part-2": ("#4c9f70", "#72c596"),
@@ -35,11 +35,11 @@ PALETTE: dict[str, tuple[str, str]] = {
 }
 
 COLORS: dict[str, str] = {name: light for name, (light, _) in PALETTE.items()}
-"""The colours in which pictures are drawn; in a page, variables stand in their place."""
+"""The colours of drawn pictures; in pages, CSS variables replace them."""
 
 
 def format_variables() -> str:
-    """Return the colours as custom properties of CSS, for both backgrounds."""
+    """Return the colours as CSS custom properties, for light and dark backgrounds."""
     light, dark = (
         " ".join(f"--{name}: {pair[number]};" for name, pair in PALETTE.items()) for number in (0, 1)
     )

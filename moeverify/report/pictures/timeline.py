@@ -1,4 +1,4 @@
-"""The collectives of the step where the first difference is: a row for each rank, a bar for each collective."""
+"""The collectives of the step with the first difference: one row per rank, one bar per collective."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TITLE = "Collectives by rank"
 _MOST_RANKS = 16
 _MOST_OPS = 6
 _NUM_COLORS = 8
-_THINNEST = 0.0035  # of the width: what is shorter would not be seen
+_THINNEST = 0.0035  # smallest bar, as a share of the width: shorter ones would be invisible
 _ROW = 0.34  # inches
 
 
 def draw(case: CaseResult) -> Picture | None:
-    """Return the timeline; None where no rank has issued a collective, or the result kept none."""
+    """Return the timeline; None if no rank issued a collective, or the result kept none."""
     timeline = case.timeline
     if timeline is None or not any(timeline.ranks):
         return None
@@ -54,7 +54,10 @@ def draw(case: CaseResult) -> Picture | None:
 
 
 def _find_suspects(case: CaseResult, timeline: Timeline) -> set[int]:
-    """Return the kinds of collectives in the module of the first finding, or else in one around it in its layer."""
+    """Return the kinds of collectives in the first finding's module, or in the nearest enclosing one.
+
+    The search stays inside the layer if the module is in one.
+    """
     first = next(iter(order_findings(case.findings)), None)
     if first is None:
         return set()
@@ -78,7 +81,7 @@ def _is_in_layer(module: str) -> bool:
 
 
 def _order_axes(timeline: Timeline) -> list[str]:
-    """Return the axes of the collectives, the most used one first."""
+    """Return the axes of the collectives, the most used first."""
     used = Counter(timeline.kinds[each.kind].axis for row in timeline.ranks for each in row)
     return [axis for axis, _ in used.most_common()]
 

@@ -1,1 +1,1 @@
-"""Figures of runs for services that draw them over time: one file a service, none of them needed to run anything."""
+"""Export of figures to tracking services, one module each; all of them are optional."""

@@ -1,4 +1,4 @@
-"""A run, or a measurement, as named numbers that can be followed over commits."""
+"""Named numbers of a run or a measurement, for tracking over commits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _ODD = re.compile(r"[^\w.-]+")
 
 
 class Commit(Record):
-    """The commit that was checked out: how many there are up to it, which is the step of a curve. Units: seconds."""
+    """The checked-out commit.
+
+    `number` counts the commits up to it and is the step of a curve. `time` is its commit time in seconds.
+    """
 
     name: str
     number: int
@@ -23,7 +26,7 @@ class Commit(Record):
 
 
 class Figures(Record):
-    """Numbers by their names, `group/case`, and what they are of."""
+    """Numbers keyed by `group/case`, with the tags of their run."""
 
     numbers: dict[str, float]
     tags: dict[str, str]
@@ -31,9 +34,9 @@ class Figures(Record):
 
 
 def list_run_figures(run: RunResult) -> Figures:
-    """Return, by case, the largest error over its bound, whether it passed, and its seconds; and the sums.
+    """Return for each case error / bound, whether it passed, and its seconds; and totals of the run.
 
-    An error over bound that is infinite, or of a rank that was lost, is left out: `passed` says it.
+    A non-finite error / bound is left out; `passed` shows the failure.
     """
     numbers: dict[str, float] = {}
     ran = [case for case in run.cases if case.verdict != "skipped"]
@@ -56,7 +59,7 @@ def list_run_figures(run: RunResult) -> Figures:
 
 
 def list_bench_figures(run: BenchRun) -> Figures:
-    """Return, by case, seconds of a step, tokens a second, operations a second, and bytes of memory."""
+    """Return for each case the seconds per step, tokens and operations per second, and bytes of memory."""
     numbers: dict[str, float] = {}
     for case in run.cases:
         name = make_name(case.name)
@@ -71,5 +74,5 @@ def list_bench_figures(run: BenchRun) -> Figures:
 
 
 def make_name(case: str) -> str:
-    """Return the name of a case with what services refuse in the names of numbers as `_`."""
+    """Return the name of a case with unsupported characters replaced by `_`."""
     return _ODD.sub("_", case) or "_"

@@ -1,4 +1,4 @@
-"""MLflow in a file of SQLite: `mlflow ui --backend-store-uri sqlite:///DIR/mlflow.db` shows it."""
+"""MLflow with a local SQLite file; view with `mlflow ui --backend-store-uri sqlite:///DIR/mlflow.db`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXPERIMENT = "moeverify"
 
 
 def log(figures: Figures, commit: Commit, folder: Path) -> None:
-    """Write the figures as metrics of a run, at the commit's number and time."""
+    """Write the figures as metrics of a run, with the commit's number and time."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
 
@@ -23,7 +23,7 @@ def log(figures: Figures, commit: Commit, folder: Path) -> None:
     metrics = [Metric(name, value, milliseconds, commit.number) for name, value in figures.numbers.items()]
     parameters = [Param(name, value) for name, value in figures.tags.items()]
     tags = [RunTag("commit", commit.name), RunTag("verdict", figures.verdict)]
-    for start in range(0, len(metrics), 1000):  # as many as one call takes
+    for start in range(0, len(metrics), 1000):  # the largest batch that one call accepts
         client.log_batch(run.info.run_id, metrics=metrics[start : start + 1000])
     client.log_batch(run.info.run_id, params=parameters, tags=tags)
     client.set_terminated(run.info.run_id)

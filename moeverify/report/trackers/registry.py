@@ -1,6 +1,6 @@
-"""The services that figures can be given to. A service is a line here and a file of its name with `log`.
+"""Registry of tracking services. A service is a line here and a module of its name with `log`.
 
-`log(figures, commit, folder)` writes into a folder, without any network.
+`log(figures, commit, folder)` writes into a folder and uses no network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tracker(StrEnum):
-    """A service, by the name of its package."""
+    """A tracking service, named after its package."""
 
     tensorboard = "tensorboard"
     wandb = "wandb"
@@ -27,9 +27,9 @@ class Tracker(StrEnum):
 
 
 def check_tracker(tracker: Tracker) -> None:
-    """Make sure that the package of a service is installed, before the work.
+    """Check, before a run, that the package of a service is installed.
 
-    Raises: MachineError where it is not.
+    Raises: MachineError if it is not.
     """
     if find_spec(tracker.value) is None:
         raise MachineError(
@@ -38,8 +38,8 @@ def check_tracker(tracker: Tracker) -> None:
 
 
 def log_figures(tracker: Tracker, figures: Figures, commit: Commit, folder: Path) -> None:
-    """Give the figures of a commit to a service, which writes them below a folder.
+    """Write the figures of a commit for a service, below a folder.
 
-    Raises: OSError where the disk refuses.
+    Raises: OSError when writing fails.
     """
     import_module(f"moeverify.report.trackers.{tracker.value}").log(figures, commit, folder)

@@ -1,4 +1,4 @@
-"""TensorBoard: one event file a run. `tensorboard --logdir DIR` draws each number over the commits."""
+"""TensorBoard: one event file per run; view with `tensorboard --logdir DIR`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeverify.report.trackers.figures import Commit, Figures
 
 
 def log(figures: Figures, commit: Commit, folder: Path) -> None:
-    """Write the figures as scalars, at the commit's number and time."""
+    """Write the figures as scalars, with the commit's number and time."""
     from tensorboard.summary import Writer
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline: a folder a run, which `wandb sync DIR/wandb/offline-*` uploads where that is wanted."""
+"""Weights & Biases, offline: one folder per run; upload with `wandb sync DIR/wandb/offline-*`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeverify.report.trackers.figures import Commit, Figures
 
 
 def log(figures: Figures, commit: Commit, folder: Path) -> None:
-    """Write the figures at the commit's number, with the environment as the run's configuration."""
+    """Write the figures at the commit's number; the environment becomes the run's configuration."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -23,4 +23,4 @@ def log(figures: Figures, commit: Commit, folder: Path) -> None:
     run.log(figures.numbers, step=commit.number)
     run.summary["verdict"] = figures.verdict
     run.finish()
-    wandb.teardown()  # finish may return before the file has everything
+    wandb.teardown()  # finish may return before the file is complete

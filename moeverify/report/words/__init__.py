@@ -1,1 +1,1 @@
-"""Sentences: made here alone, from results that are data."""
+"""Sentences of reports, built from results that are plain data; no other package builds them."""

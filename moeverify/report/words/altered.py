@@ -1,4 +1,4 @@
-"""What comes out otherwise without anybody knowing how, in words: a place, and no cause."""
+"""Words for a divergence with a known place but no known cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.operation import Altered
 
 
 def describe_altered(operation: Altered, explanation: Explanation) -> str:
-    """Return where something is computed otherwise, of which nobody knows how."""
+    """Return where a computation diverges, for an operation whose formula is unknown."""
     subject = explanation.subject
     names = {
         "module": name_culprit(subject),

@@ -1,4 +1,4 @@
-"""The cause of a finding as one sentence, its place, and its evidence, a line each."""
+"""The cause of a finding as one sentence, its place, and its evidence, one line each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def leads_with_culprit(finding: Finding) -> bool:
 
 
 def describe_cause(finding: Finding) -> str:
-    """Return why a finding is there; nothing where nobody looked, or where another finding explains it."""
+    """Return the cause of a finding; empty if not diagnosed, or if another finding explains it."""
     explanation = finding.explanation
     if leads_with_culprit(finding):
         assert finding.culprit is not None
@@ -62,12 +62,12 @@ def describe_cause(finding: Finding) -> str:
     doubts = [describe_observation(seen) for seen in finding.observations if isinstance(seen, RightAlike)]
     sentence = describe_explanation(explanation)
     sentence += f"; {describe_part(finding.part)}" if finding.part is not None else ""
-    # An axis whose other gradients match may have the size of the factor by chance: the reader is told.
+    # An axis whose other gradients match may equal the factor by coincidence; the sentence mentions that.
     return f"{sentence}; not confirmed, {doubts[0]}" if doubts else sentence
 
 
 def describe_where(finding: Finding) -> str:
-    """Return where the cause of a finding acts."""
+    """Return the place where the cause of a finding acts."""
     if finding.culprit is not None and leads_with_culprit(finding):
         return describe_culprit_place(finding.culprit)
     place = describe_place(finding.explanation) if finding.explanation is not None else ""
@@ -75,8 +75,8 @@ def describe_where(finding: Finding) -> str:
 
 
 def describe_evidence(finding: Finding) -> tuple[str, ...]:
-    """Return what was measured, a line each; what the check itself found comes first."""
-    # That rounding may hide a cause is no news where wider precisions were asked.
+    """Return the measurements behind a finding, one line each, starting with the check's own evidence."""
+    # A note that rounding may hide causes is redundant if the case also ran in wider precisions.
     left_out = (DiagnosisFailed, HiddenByRounding) if finding.wider else (DiagnosisFailed,)
     beside = finding.culprit is not None and not leads_with_culprit(finding)
     lines = [
@@ -91,12 +91,12 @@ def describe_evidence(finding: Finding) -> tuple[str, ...]:
             for trial in finding.trials
             if trial.verdict == "no" and trial.contributions and trial.residual is not None
         ]
-    # A finding that was read from a file has these lines already.
+    # A finding read from a file already has these lines.
     return (*(line for line in finding.evidence if line not in lines), *lines)
 
 
 def describe_failures(findings: tuple[Finding, ...]) -> tuple[str, ...]:
-    """Return a line for each diagnosis that failed."""
+    """Return one line for each diagnosis that failed."""
     return tuple(
         describe_observation(seen)
         for finding in findings

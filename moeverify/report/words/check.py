@@ -1,4 +1,4 @@
-"""Sentences on what a check found: where, why as far as the check itself knows it, and the evidence."""
+"""Sentences about the result of a check: the place, the cause if the check knows it, and the evidence."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from moeverify.results.facts import (
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.step_facts import RecomputedFacts
 
-_MOST_NAMED = 3  # parameters of one finding
+_MOST_NAMED = 3  # parameters per finding
 _MOST_EXPERTS = 4
-_WIDE_LIMIT = 1e-4  # a wider limit is told: what is lost below it is more than the rounding of float32
+_WIDE_LIMIT = 1e-4  # wider limits are reported: errors lost below them exceed the rounding of float32
 
 _PARTS = {"all": "", "experts": " of experts", "others": " of what is no expert"}
 _DTYPE_CAUSES: Mapping[Use, str] = {
@@ -53,7 +53,7 @@ _DTYPE_CAUSES: Mapping[Use, str] = {
     Use.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
     Use.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
 }
-# Checks whose findings have no more to say than their name and kind.
+# Checks whose findings have no facts beyond name and kind.
 _EVIDENCE: Mapping[str, str] = {
     CheckName.REPEAT: "{kind}: other bits when the same layout ran a second time",
     CheckName.RESUMED: "{kind}: other bits than the same layout without a checkpoint, bit for bit",
@@ -64,7 +64,7 @@ _NOTES: Mapping[str, str] = {
 
 
 def word_check(result: CheckResult) -> CheckResult:
-    """Return the result of a check with its note, and with what it says was not looked at."""
+    """Return the result of a check with its note, and with a text on the items it did not verify."""
     note, unseen = _NOTES.get(result.name, ""), ""
     if isinstance(result.facts, NumCollectives):
         note = f"up to {result.facts.most} collectives of a rank"
@@ -93,7 +93,7 @@ def _describe_use(use: AxisUse) -> str:
 
 
 class Words(NamedTuple):
-    """What facts say of a finding; each of them empty where its check has no more to say."""
+    """Words derived from the facts of a finding; empty fields if the check knows nothing more."""
 
     cause: str = ""
     where: str = ""
@@ -102,7 +102,7 @@ class Words(NamedTuple):
 
 @singledispatch
 def describe_facts(facts: object, finding: Finding) -> Words:
-    """Return what the facts of a check say of its finding."""
+    """Return the words for the facts that a check attached to a finding."""
     text = _EVIDENCE.get(finding.check)
     return Words(evidence=(text.format(kind=finding.kind),) if text else ())
 
@@ -311,7 +311,7 @@ def _(facts: ObjectiveFacts, finding: Finding) -> Words:
 
 
 def _count_by_rank(factors: Mapping[int, float | None]) -> str:
-    """Return how often something counts on each rank, where that differs."""
+    """Return how often a term counts on each rank, if the ranks differ."""
     if None in factors.values() or len(factors) > _MOST_FACTORS:
         return "another number of times on each rank"
     return " and ".join(f"{value:.4g} times on rank {rank}" for rank, value in factors.items())
@@ -418,13 +418,13 @@ def _(facts: CollectiveFacts, finding: Finding) -> Words:
 
 
 def name_differing(facts: CollectiveFacts) -> str:
-    """Return which collective it is in which ranks differ first."""
+    """Return the name of the first collective in which the ranks differ."""
     axis = f"{facts.axis} " if facts.axis else ""
     return f"collective #{facts.number} of {axis}group ({_join(facts.ranks, ',')})"
 
 
 def list_issues(facts: CollectiveFacts) -> tuple[str, ...]:
-    """Return one line for each group of ranks that issued the same collective."""
+    """Return one line per group of ranks that issued the same collective."""
     if not facts.issues:
         counts = ", ".join(f"rank {rank} issued {count}" for rank, count in facts.counts.items())
         return (f"they agree in the first {facts.number - 1}, and no more is kept; {counts}",)
@@ -441,7 +441,7 @@ def _describe_issue(issue: Issue) -> str:
 
 
 def _describe_unseen(facts: Dtypes) -> str:
-    """Return what is not known of parameters whose modules are compiled, or are never called themselves."""
+    """Return a note on parameters that could not be observed, e.g. because their modules are compiled."""
     if not facts.num_unseen:
         return ""
     return (
@@ -451,7 +451,7 @@ def _describe_unseen(facts: Dtypes) -> str:
 
 
 def describe_inconclusive(check: CheckResult, most: float) -> str:
-    """Return a note where a check could not really verify some of its tensors, else nothing.
+    """Return a note if a check could not conclusively verify some of its tensors, else an empty string.
 
     `most` is the relative bound above which a comparison is inconclusive.
     """
@@ -467,9 +467,9 @@ def describe_inconclusive(check: CheckResult, most: float) -> str:
 
 
 def describe_limits(checks: Sequence[CheckResult]) -> str:
-    """Return which relative errors the checks would have seen; nothing where all of them see any error.
+    """Return the smallest relative errors that the checks can detect; empty if all limits are small.
 
-    Float64 cases have limits of 1e-10 and so: there a pass needs no note.
+    The limits of float64 cases are around 1e-10; a pass in float64 needs no note.
     """
     wide = [check for check in checks if check.limits is not None and check.limits.worst > _WIDE_LIMIT]
     if not wide:

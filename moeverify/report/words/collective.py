@@ -1,4 +1,4 @@
-"""Sentences on collectives: which one, where it was called, who waits in it, and where ranks disagree."""
+"""Sentences about collectives: names, call sites, waiting ranks, and disagreements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATES = {"started": "not seen to finish", "finished": "finished", "failed": "b
 
 
 def name_collective(record: CollectiveRecord) -> str:
-    """Return which collective a record is: operation, number and group."""
+    """Return the name of a collective: operation, number and group."""
     peer = f" with peer {record.peer}" if record.is_point_to_point else ""
     return f"{record.op} #{record.sequence}{peer} of {_name_group(record)}"
 
@@ -27,7 +27,7 @@ def _name_group(record: CollectiveRecord) -> str:
 
 
 def describe_record(record: CollectiveRecord) -> str:
-    """Return one line on a collective: which, on what, from where, and whether it is over."""
+    """Return one line about a collective: name, tensors, call site, state."""
     line = name_collective(record)
     if record.num_tensors:
         line += f" on {record.dtype}{list(record.shape)}"
@@ -37,7 +37,7 @@ def describe_record(record: CollectiveRecord) -> str:
 
 
 def describe_disagreement(disagreement: Disagreement) -> str:
-    """Return which collective the ranks of a group disagree on, and what each issued there."""
+    """Return the collective on which the ranks of a group disagree, and the operation each rank issued."""
     issued = "; ".join(
         f"rank {rank} {record.signature}, called at {record.site}"
         for rank, record in disagreement.by_rank.items()
@@ -47,7 +47,7 @@ def describe_disagreement(disagreement: Disagreement) -> str:
 
 
 def describe_hang(hang: Hang) -> str:
-    """Return who waits in which collective, and why the others are not there."""
+    """Return which ranks wait in which collective, and why their peers are absent."""
     if not hang.waits:
         which = "; ".join(
             f"rank {rank} {describe_waiting(Waiting(place=place))}" for rank, place in hang.places.items()
@@ -64,7 +64,7 @@ def describe_hang(hang: Hang) -> str:
 
 
 def describe_waiting(waiting: Waiting) -> str:
-    """Return what one rank does: `waits in ...`."""
+    """Return the activity of one rank: `waits in ...`."""
     if waiting.collective is not None:
         return f"waits in {_name_with_site(waiting.collective)}"
     return f"waits in no collective, {_name_place(waiting.place)}"

@@ -1,4 +1,4 @@
-"""Sentences on what a collective does, and how torch.distributed is called for it."""
+"""Descriptions of collectives, and of the calls of torch.distributed that run them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.collective_run import Transfer
 
 
 class Words(NamedTuple):
-    """What the collective does, its backward, and the calls that were made for both."""
+    """Description of a collective and its backward pass, and the calls used for both."""
 
     meaning: str
     call: str
@@ -58,12 +58,12 @@ _WORDS: Mapping[Collective, Words] = {
 
 
 def describe_collective(transfer: Transfer) -> Words:
-    """Return the words for a collective."""
+    """Return the description of a transfer's collective."""
     return Words(*(text.format(source=transfer.source) for text in _WORDS[transfer.collective]))
 
 
 def describe_padding(transfer: Transfer) -> str:
-    """Return that parts were padded, or nothing."""
+    """Return a note if parts were padded, else an empty string."""
     if not transfer.padded_to:
         return ""
     return (

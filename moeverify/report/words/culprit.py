@@ -1,4 +1,4 @@
-"""The first wrong operation in words: what it does, what one device does, and what was executed to prove it."""
+"""The first wrong operation in words: its code, the single-device counterpart, and the proof."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe_culprit(culprit: Culprit) -> str:
 
 
 def describe_culprit_place(culprit: Culprit) -> str:
-    """Return module, phase and step of the operation, and the calls that it was made from."""
+    """Return module, phase and step of the operation, and its call sites."""
     here = culprit.here
     where = [f"module {here.module}"] if here.module else []
     where.append(
@@ -40,7 +40,7 @@ def describe_culprit_place(culprit: Culprit) -> str:
 
 
 def list_source(culprit: Culprit) -> list[str]:
-    """Return the lines of code around the operation, then around that of one device."""
+    """Return the source lines around the operation, then around its single-device counterpart."""
     found = _show_lines("", culprit.here.line)
     there = culprit.there.line if culprit.there is not None else None
     if there is not None and (culprit.here.line is None or there.lines != culprit.here.line.lines):
@@ -49,7 +49,7 @@ def list_source(culprit: Culprit) -> list[str]:
 
 
 _KNOWN = frozenset({"scale", "reduction", "moved"})
-"""Mechanisms that say how a wrong result is a value of one device."""
+"""Mechanisms that describe a wrong result in terms of a single-device value."""
 
 _PHASES = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer step"}
 
@@ -73,7 +73,7 @@ def _show_lines(title: str, line: CodeLine | None) -> list[str]:
 
 
 def _name_operation(operation: Operation) -> str:
-    """Return the expression and the line of an operation; its name and module where there is no line."""
+    """Return expression and line of an operation; without a line its name and module."""
     if operation.operator == "unseen" and operation.line is not None:
         return f"a write that no recorded operator made, seen at {_name_line(operation.line)}"
     if operation.line is None:
@@ -86,7 +86,7 @@ def _name_operation(operation: Operation) -> str:
 
 
 def _name_first_caller(operation: Operation) -> str:
-    """Return the call of the function that an operation is in."""
+    """Return the call site of the function that contains an operation."""
     return f", called from {_name_line(operation.callers[0])}" if operation.callers else ""
 
 
@@ -97,7 +97,7 @@ def _name_line(line: CodeLine) -> str:
 
 
 def _name_source(source: Source | None) -> str:
-    """Return what a value is."""
+    """Return the origin of a value in words."""
     if source is None:
         return "a value that one device does not have"
     if source.label:

@@ -1,4 +1,4 @@
-"""Sentences on what ranks read in place of their own batch; `describe_facts` knows all others too."""
+"""Sentences about data that ranks read instead of their own batch. Importing it extends `describe_facts`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.finding import Finding
 
 __all__ = ["describe_facts"]
 
-MOST_POSITIONS = 4  # that are named
+MOST_POSITIONS = 4  # largest number of positions to list
 _MASKS = (Batch.MASK, Batch.LOSS_MASK)
 
 
@@ -34,7 +34,7 @@ def _(facts: DataFacts, finding: Finding) -> Words:
 
 
 def _strip(source: ReadSource) -> ReadSource:
-    """Return a source without rows in which micro-batches differ although one mistake was made."""
+    """Return the source without rows if they may differ between micro-batches with the same mistake."""
     return source.model_copy(update={"rows": ()}) if source.kind is SourceKind.ORDER else source
 
 
@@ -54,7 +54,7 @@ def _describe_misread(read: MisreadOnRank) -> str:
 
 
 def _describe_source(read: MisreadOnRank, noun: str | None) -> str:
-    """Return what was read, as `the tokens of step 0`."""
+    """Return the data that were read, such as `the tokens of step 0`."""
     misread, source = read.misread, read.misread.source
     what = noun or misread.batch.value
     article = "a " if misread.batch in _MASKS else ""
@@ -79,7 +79,7 @@ def _describe_source(read: MisreadOnRank, noun: str | None) -> str:
 
 
 def _describe_left_out(source: ReadSource) -> str:
-    """Return the positions that a mask leaves out, as `position 7 of every row`."""
+    """Return the positions that a mask leaves out, such as `position 7 of every row`."""
     first = ", ".join(map(str, source.positions[:MOST_POSITIONS]))
     more = ", ..." if len(source.positions) > MOST_POSITIONS else ""
     noun = "position" if len(source.positions) == 1 else "positions"

@@ -16,12 +16,12 @@ _SHARES: Mapping[str, str] = {
 
 
 def describe_expected(places: Sequence[At], causes: Sequence[Cause]) -> str:
-    """Return `scale at *.moe.experts* or axis tp`."""
+    """Return the expected cause and place in words: `scale at *.moe.experts* or axis tp`."""
     return f"{' or '.join(causes)} at {' or '.join(map(describe_place, places))}"
 
 
 def describe_place(place: At) -> str:
-    """Return one place that is right: `*.moe.experts*, axis tp`."""
+    """Return one accepted place in words: `*.moe.experts*, axis tp`."""
     words = [
         place.name,
         name_sources([place.axis]) if place.axis else "",

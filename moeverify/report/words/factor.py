@@ -10,7 +10,8 @@ from moeverify.results.factor import Factor, Product
 AMBIGUOUS = "(ambiguous in this layout)"
 NO_COUNT = "which is no count of this layout"
 _MOST_DIGITS = 17
-_LARGEST_ROOT = 1 << 14  # no chance to the digits below: a width, or a number of layers
+# Roots of integers up to this (a width, a number of layers) do not match by chance to within `_KNOWN`.
+_LARGEST_ROOT = 1 << 14
 _KNOWN = 1e-9
 
 _OF_RECIPE = (
@@ -41,7 +42,7 @@ _OF_RECIPE = (
     "z_coef",
 )
 
-# What a factor may come from and is no mesh axis: groups of ranks, counts of what the ranks compute, options.
+# Origins of a factor that are not mesh axes: groups of ranks, counts, recipe options.
 _NO_AXES: Mapping[str, str] = {
     "all ranks": "all ranks",
     "ranks": "all ranks",
@@ -78,7 +79,7 @@ _NUMBERS: Mapping[str, str] = {
 
 
 def format_factor(value: float) -> str:
-    """Return a factor to six digits, and to as many more as tell it from 1: a wrong factor is never printed as 1."""
+    """Return a factor to six digits, or more if necessary to distinguish it from 1."""
     text = f"{value:.6g}"
     digits = 6
     while float(text) == 1.0 and value != 1.0 and digits < _MOST_DIGITS:
@@ -88,7 +89,7 @@ def format_factor(value: float) -> str:
 
 
 def name_number(value: float) -> str:
-    """Return what a number is that is no count: `the root of 32`, `1/0.9`, `log(2)`; nothing where not known."""
+    """Return a closed form of a number that is not a count: `the root of 32`, `1/0.9`; empty if unknown."""
     square = value * value
     for text, number in (("the root of {}", square), ("1/root of {}", 1.0 / square if square else 0.0)):
         whole = round(number)
@@ -108,13 +109,13 @@ def _is_known(value: float, number: float) -> bool:
 
 
 def describe_no_count(value: float) -> str:
-    """Return that a number is no count of the layout, and what it is otherwise, where that is known."""
+    """Return a note that a number is not a count of the layout, with its closed form if known."""
     name = name_number(value)
     return f"{name}, {NO_COUNT}" if name else NO_COUNT
 
 
 def name_product(product: Product) -> str:
-    """Return `ep`, `1/ep`, `ep * cp`, `ep/cp`, `1/(ep * cp)`."""
+    """Return a product in words: `ep`, `1/ep`, `ep * cp`, `ep/cp`, `1/(ep * cp)`."""
     times = " * ".join(product.times)
     if not product.over:
         return times
@@ -124,25 +125,25 @@ def name_product(product: Product) -> str:
 
 
 def name_products(products: Sequence[Product]) -> str:
-    """Return one product, or all of several that cannot be told apart: `tp or ep (ambiguous in this layout)`."""
+    """Return the products joined by `or`: `tp or ep (ambiguous in this layout)`."""
     names = " or ".join(name_product(product) for product in products)
     return names if len(products) < 2 else f"{names} {AMBIGUOUS}"
 
 
 def part_sources(sources: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the mesh axes of what a factor may come from, and the names of all else."""
+    """Return the mesh axes among the sources of a factor, and the names of the other sources."""
     axes = [source for source in sources if source not in _NO_AXES]
     return axes, [_NO_AXES[source] for source in sources if source in _NO_AXES]
 
 
 def name_sources(sources: Sequence[str]) -> str:
-    """Return what a factor may come from, mesh axes first: `axis pp, ep, number of micro-batches`."""
+    """Return the possible sources of a factor, mesh axes first: `axis pp, ep, number of micro-batches`."""
     axes, others = part_sources(sources)
     return ", ".join([f"axis {', '.join(axes)}", *others] if axes else others)
 
 
 def describe_amount(factor: Factor) -> str:
-    """Return how much something is: `2x too large`, `0.5x the expected value`, `missing`, `no number`."""
+    """Return the size of an error in words: `2x too large`, `0.5x the expected value`, `missing`."""
     if not math.isfinite(factor.value):
         return "no number"
     if factor.is_zero:
@@ -153,7 +154,7 @@ def describe_amount(factor: Factor) -> str:
 
 
 def describe_sources(factor: Factor) -> str:
-    """Return what the factor equals, `2 = ep`, or nothing where it is that of no product."""
+    """Return the products that the factor equals, such as `2 = ep`; empty if there is none."""
     if factor.rounded is not None:
         what = _NUMBERS[factor.rounded.name]
         return f"{what} is rounded to {' or '.join(factor.rounded.dtypes)}"
@@ -166,7 +167,7 @@ def describe_sources(factor: Factor) -> str:
 
 
 def describe_factor(factor: Factor, *, is_estimate: bool = False) -> str:
-    """Return the amount and what it equals: `2x too large; 2 = ep`; of an estimate that equals nothing two digits."""
+    """Return the amount and its sources: `2x too large; 2 = ep`; estimates without sources get two digits."""
     if is_estimate and not factor.equals and not factor.is_zero:
         return f"about {factor.value:.2g}x the expected value"
     sources = describe_sources(factor)

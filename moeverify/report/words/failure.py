@@ -1,4 +1,4 @@
-"""Sentences on ranks that ended and on jobs that have no result."""
+"""Sentences about ranks that ended and jobs without a result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def word_report(report: RankReport) -> RankReport:
 
 
 def describe_end(end: RankEnd) -> str:
-    """Return how a rank ended; what it waits for, where it hangs."""
+    """Return how a rank ended and, for a hang, the collective in which it waits."""
     text = _ENDS[end.how].format(
         error=end.error,
         signal=_name_signal(end.signal),
@@ -58,7 +58,7 @@ def describe_end(end: RankEnd) -> str:
 
 
 def describe_failure(failure: JobFailure | None) -> str:
-    """Return why a job has no result; nothing for one that has."""
+    """Return why a job has no result; empty if it has one."""
     if failure is None:
         return ""
     text = _describe_cause(failure)
@@ -88,7 +88,7 @@ def _describe_not_up(places: Mapping[int, str]) -> str:
 
 
 def _describe_origin(failure: JobFailure) -> str:
-    """Return on which rank it began and how; of a hang who waits for whom; and what ranks disagree on."""
+    """Return the rank on which the failure began, how, and any hang or disagreement of the ranks."""
     sentences = []
     if failure.hang is not None:
         sentences.append(describe_hang(failure.hang))
@@ -102,7 +102,7 @@ def _describe_origin(failure: JobFailure) -> str:
 
 
 def _describe_status(status: int | None) -> str:
-    """Return the exit status of a process in words; below 0 it is minus the number of a signal."""
+    """Return the exit status of a process in words; a negative status is minus a signal number."""
     if status is None:
         return "still runs"
     if status >= 0:

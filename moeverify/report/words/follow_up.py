@@ -1,4 +1,4 @@
-"""Ambiguities in words: the layout that would end one, and what was found under it."""
+"""Ambiguities in words: the layout that would resolve one, and the result under that layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeverify.results.finding import FollowUp
 
 
 def describe_follow_up(question: FollowUp) -> str:
-    """Return which layout would end an ambiguity, or what was found under it."""
+    """Return the layout that would resolve an ambiguity, or the result under it."""
     layout = "{" + ", ".join(f"{name}: {value}" for name, value in question.layout.items()) + "}"
     names = [name_product(product) for product in question.candidates] or list(question.axes)
     seen = describe_explanation(question.seen) if question.seen is not None else "nothing differs"

@@ -1,4 +1,4 @@
-"""Sentences on what a guarded run finds; `describe_facts` knows those of comparisons and of cases too."""
+"""Sentences about the findings of a guarded run. Importing it extends `describe_facts`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _(facts: NonfiniteFacts, finding: Finding) -> Words:
 
 
 def describe_missing_ranks(number: int) -> str:
-    """Return that ranks have left nothing, and what helps."""
+    """Return a note that some ranks left no results, with a remedy."""
     ranks = format_count(number, "rank")
     return f"{ranks} left nothing to compare: on several nodes, give --out a folder that all of them share"
 

@@ -10,14 +10,14 @@ from moeverify.results.place import Place
 
 
 def describe_issued(place: Place, facts: Facts | None = None) -> tuple[str, ...]:
-    """Return one line for each kind of collective inside the place's module, or in the nearest one around it.
+    """Return one line per kind of collective issued in the place's module, or the nearest enclosing one.
 
-    Where ranks disagree on a collective, `facts` say what each of them issued instead.
+    If ranks disagree on a collective, `facts` determine the lines: one per group of ranks.
     """
     if isinstance(facts, CollectiveFacts):
         return list_issues(facts)
     if place.issued is None:
-        return place.collectives  # of a file of an older version
+        return place.collectives  # from a file of an older version
     if not place.issued:
         return ("none in this module, nor in one around it",)
     where = "" if place.issued_in == place.module else f"in {place.issued_in or MODEL}, "
@@ -25,7 +25,7 @@ def describe_issued(place: Place, facts: Facts | None = None) -> tuple[str, ...]
 
 
 def describe_collective(collective: IssuedCollective) -> str:
-    """Return operation, group, dtype and shape, how often, and from where."""
+    """Return direction, operation, group, dtype and shape, count, and call site."""
     group = ",".join(map(str, collective.group))
     shape = list(collective.shapes[0]) if len(collective.shapes) == 1 else " of several shapes"
     what = f" on {collective.dtype}{shape}" if collective.shapes else ""

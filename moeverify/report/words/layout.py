@@ -1,4 +1,4 @@
-"""Words for values that stand in the order of another layout, and for tokens that have the values of others."""
+"""Words for values stored in the order of another layout, and for tokens with values of other tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_RUNS = 2
 
 
 def describe_reordered(operation: Reordered, explanation: Explanation) -> str:
-    """Return which layout right values were read in, or in which order parts of them stand."""
+    """Return the layout in which correct values were read, or the order in which their parts are stored."""
     subject = name_subject(explanation.subject)
     texts = [_describe_order(order, subject) for order in operation.orders]
     text = f"{subject} {texts[0]}"
@@ -54,7 +54,7 @@ def _describe_order(order: Order, subject: Phrase) -> str:
 
 
 def _describe_turn(order: Order) -> str:
-    """Return the order in which the parts along one dim stand."""
+    """Return the order of the parts along one dim."""
     (dim,) = order.dims
     at = order.right.index(dim) if dim in order.right else 0
     outer = order.right[at - 1] if at else None
@@ -94,7 +94,7 @@ def _describe_parts(order: Order, what: str) -> str:
 
 
 def _leave_out_fixed(dims: Sequence[Dim], right: Sequence[Dim]) -> tuple[Sequence[Dim], Sequence[Dim]]:
-    """Return two orders of dims without what is first, or last, in both."""
+    """Return two orders of dims without their common prefix and suffix."""
     start, stop = 0, len(dims)
     while dims[start] == right[start]:
         start += 1
@@ -104,7 +104,7 @@ def _leave_out_fixed(dims: Sequence[Dim], right: Sequence[Dim]) -> tuple[Sequenc
 
 
 def _is_interleaved(dims: Sequence[Dim], right: Sequence[Dim]) -> bool:
-    """Return whether the two dims that change places are parts of one dim and what is in each of them."""
+    """Return whether the two swapped dims are a division of a dim into parts, and the part's contents."""
     return len(dims) == 2 and right[0].of is not None and right[1].name in (right[0].of, "width")
 
 
@@ -117,7 +117,7 @@ def _name_dims(dims: Sequence[Dim]) -> str:
 
 
 def _name_parts(dim: Dim) -> str:
-    """Return what runs along a dim: `ranks of cp`, `chunks of the sequence`, `heads`."""
+    """Return the noun for the entries along a dim: `ranks of cp`, `chunks of the sequence`, `heads`."""
     if dim.name == "ranks":
         return f"ranks of {dim.axis}"
     if dim.name in ("chunks", "parts", "groups"):
@@ -126,14 +126,14 @@ def _name_parts(dim: Dim) -> str:
 
 
 def _name_one(dim: Dim, number: int) -> str:
-    """Return one part along a dim, by its number."""
+    """Return one entry along a dim, by its number."""
     if dim.name == "ranks":
         return f"rank {number} of {dim.axis}"
     return f"number {number}"
 
 
 def describe_token_values(operation: TokenValues, explanation: Explanation) -> str:
-    """Return which tokens have which other values."""
+    """Return which tokens have wrong values, and the source of these values."""
     subject = name_subject(explanation.subject)
     one = operation.num_tokens == 1
     which = f"{format_count(operation.num_tokens, 'token')} of {subject}{_name_places(operation.places)}"
@@ -158,7 +158,7 @@ def describe_token_values(operation: TokenValues, explanation: Explanation) -> s
 
 
 def _describe_offset(rows: int, positions: int) -> str:
-    """Return `1 position before them`, `2 rows after them`."""
+    """Return an offset in words: `1 position before them`, `2 rows after them`."""
     words = [
         f"{format_count(abs(number), noun)} {'after' if number > 0 else 'before'} them"
         for number, noun in ((rows, "row"), (positions, "position"))
@@ -179,7 +179,7 @@ def _describe_run(run: Run) -> str:
 
 
 def _name_places(places: TokenPlaces | None) -> str:
-    """Return where tokens are: `, at positions 6-7 of the 8 of each rank`."""
+    """Return the location of tokens: `, at positions 6-7 of the 8 of each rank`."""
     if places is None:
         return ""
     words = []
@@ -198,7 +198,7 @@ def _name_places(places: TokenPlaces | None) -> str:
 
 
 def _name_spans(noun: str, spans: Sequence[Span]) -> str:
-    """Return `row 3`, `positions 0-3, 8-11`."""
+    """Return spans in words: `row 3`, `positions 0-3, 8-11`."""
     is_one = len(spans) == 1 and spans[0].stop == spans[0].start + 1
     return f"{noun}{'' if is_one else 's'} {', '.join(_name_span(each.start, each.stop) for each in spans)}"
 

@@ -1,4 +1,4 @@
-"""Sentences on gradient norms, and on the clip that is made of them."""
+"""Sentences about gradient norms and the clip coefficients computed from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeverify.results.part import Part
 
 
 def describe_norm_of_norms(operation: NormOfNorms, explanation: Explanation) -> str:
-    """Return of which norms a norm is made."""
+    """Return the groups whose norms were combined into a norm of norms."""
     groups = [name_part(Part(group=group)) for group in operation.groups]
     parts = f"the norms of {' and of '.join(groups)}" if groups else "the norms of all parameters"
     value = "sum" if operation.combination == "sum" else "largest"
@@ -45,7 +45,7 @@ _ORDERS: Mapping[NormOrder, str] = {
 
 
 def describe_norm_of_order(operation: NormOfOrder, explanation: Explanation) -> str:
-    """Return which other number of the gradients a norm is."""
+    """Return the other statistic of the gradients that was reported as the norm."""
     return f"the gradients match, and the gradient norm is {_ORDERS[operation.order]}"
 
 
@@ -86,7 +86,7 @@ _PARTS: Mapping[NormPart, str] = {
 
 
 def describe_norm_of_powers(operation: NormOfPowers, explanation: Explanation) -> str:
-    """Return of which numbers of which parts a norm is made, and by which powers and roots."""
+    """Return the parts and statistics that a wrong norm combines, with their powers and roots."""
     if operation.part == "all":
         made = f"{_POWER[1.0 / operation.root]}{_OF_ALL[operation.number]}"
     else:
@@ -103,7 +103,7 @@ def describe_norm_of_powers(operation: NormOfPowers, explanation: Explanation) -
 
 
 def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -> str:
-    """Return over which axis squares are not summed, of what, and how the norms of ranks are combined instead."""
+    """Return the axis over which squares are not summed, and how the ranks' norms are combined instead."""
     over = name_products(operation.axes)
     squares = "the squares" + (
         f" of {name_part(Part(group=operation.group))}" if operation.group is not None else ""
@@ -132,7 +132,7 @@ def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -
 
 
 def describe_norm_of_partials(operation: NormOfPartials, explanation: Explanation) -> str:
-    """Return which gradients a norm counts as they were before their sum, and how."""
+    """Return which gradients a norm counts before their reduction, and how."""
     count, over = len(operation.tensors), name_products(operation.axes)
     gradients = f"the gradient of {operation.tensors[0]}" if count == 1 else f"{count} gradients"
     how = {
@@ -145,7 +145,7 @@ def describe_norm_of_partials(operation: NormOfPartials, explanation: Explanatio
 
 
 def describe_loss_scale(operation: Scaled) -> str:
-    """Return that a norm is of gradients with a scale of the loss, or of such as were divided by one twice."""
+    """Return that a norm was computed from gradients that still contain, or lack, a loss scale."""
     scale = 2 ** abs(operation.loss_scale)
     if operation.loss_scale > 0:
         how = f"{scale} times the right one, as of gradients that still have a scale of the loss of {scale}"
@@ -157,7 +157,7 @@ def describe_loss_scale(operation: Scaled) -> str:
 
 
 def describe_reclipped(operation: Reclipped, explanation: Explanation) -> str:
-    """Return by which formula a clip coefficient is made."""
+    """Return the formula by which a wrong clip coefficient was computed."""
     coefficient = "the gradient norm matches, and the clip coefficient"
     guard, factor = "the small number that guards its division", operation.factor
     if factor is not None and operation.way == "limit":

@@ -1,4 +1,4 @@
-"""Sentences beside a verdict: why a case did not run, how its golden stands, what it declares to differ."""
+"""Notes beside a verdict: why a case did not run, the state of its golden, declared differences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeverify.results.run import Declared
 
 @singledispatch
 def describe_obstacle(obstacle: object) -> str:
-    """Return why a case cannot run here."""
+    """Return why a case cannot run on this machine."""
     raise TypeError(f"no words for {type(obstacle).__name__}")
 
 
@@ -41,7 +41,7 @@ def _(obstacle: UnsupportedHere) -> str:
 
 
 def describe_limit(limit: RankLimit) -> str:
-    """Return how many ranks there may be, and why not more."""
+    """Return the largest possible number of ranks, and its reason."""
     if limit.by == "gpus":
         gpus = "1 GPU" if limit.most == 1 else f"{limit.most} GPUs"
         remedy = "`moeverify run` without `--backend nccl` lets ranks share them over gloo"
@@ -57,7 +57,7 @@ def describe_limit(limit: RankLimit) -> str:
 
 
 def describe_sharing(num_ranks: int, num_gpus: int, is_external: bool) -> tuple[str, ...]:
-    """Return that ranks share GPUs, and what is not verified then; nothing where each has one of its own."""
+    """Return a note if ranks share GPUs, since NCCL is not verified then; otherwise nothing."""
     if is_external or not 0 < num_gpus < num_ranks:
         return ()
     gpus = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
@@ -65,17 +65,17 @@ def describe_sharing(num_ranks: int, num_gpus: int, is_external: bool) -> tuple[
 
 
 def describe_dependent_obstacle(saver: str, obstacle: Obstacle) -> str:
-    """Return why a case that loads cannot run where the one that saves cannot."""
+    """Return why a case cannot load: the case that saves for it cannot run."""
     return f"{saver} cannot save here: {describe_obstacle(obstacle)}"
 
 
 def describe_missing_save(name: str) -> str:
-    """Return why a case that loads has nothing to load: the job of this name failed."""
+    """Return why a case has nothing to load: the job of this name failed."""
     return f"nothing to load: `{name}` failed"
 
 
 def describe_change(state: GoldenState) -> str:
-    """Return how the golden in git differs from what it should be; nothing where it does not."""
+    """Return how the recorded golden differs from the expected one; empty if it does not."""
     if state.error:
         return state.error
     if state.status == "missing":
@@ -100,7 +100,7 @@ def describe_change(state: GoldenState) -> str:
 
 
 def describe_golden(state: GoldenState) -> str:
-    """Return how the golden in git differs, and what to type."""
+    """Return how the recorded golden differs, and the command that updates it."""
     command = f"`moeverify golden {state.case_file}`"
     change = describe_change(state)
     if state.remedy:
@@ -115,19 +115,19 @@ def describe_golden(state: GoldenState) -> str:
 
 
 def describe_nearness(state: GoldenState) -> str:
-    """Return how near a GPU's golden is to the recorded one of a CPU; nothing where there is none."""
+    """Return the distance between a GPU's golden and the recorded CPU golden; empty if not compared."""
     if state.across is None or state.across.distance > state.across.limit:
         return ""
     return f"the golden of {state.device_class} is within {state.across.distance:.1e} of {state.across_path}"
 
 
 def describe_damage(state: GoldenState) -> str:
-    """Return that the full golden in the cache was damaged and is made again; nothing where it was not."""
+    """Return that the cached golden was damaged and recomputed; empty if it was not."""
     return f"the cached golden was made again: {state.damage}" if state.damage else ""
 
 
 def describe_row(row: GoldenRow) -> str:
-    """Return what there is to say of what became of a golden."""
+    """Return the details of a golden's status."""
     if row.status == "unused":
         return "no case uses it; delete it or restore its case"
     if row.state is None or row.status in ("recorded", "unchanged"):
@@ -136,7 +136,7 @@ def describe_row(row: GoldenRow) -> str:
 
 
 def describe_declared(declared: Declared) -> str:
-    """Return how a case stands to the differences that it declares."""
+    """Return whether a case differs as declared."""
     if declared.equal:
         return f"declared to differ in {', '.join(declared.equal)}, and does not"
     if declared.has_more:
@@ -145,9 +145,9 @@ def describe_declared(declared: Declared) -> str:
 
 
 def describe_unused_loop(verdict: Verdict, *, is_own_model: bool, step: str | None = None) -> tuple[str, ...]:
-    """Return what a pass of a user's own model says nothing about: the loop that it is trained in elsewhere.
+    """Return a caveat for a pass of a user's own model: parts of its own training loop were not exercised.
 
-    `step` is the user's function that made the steps, if there was one.
+    `step` is the name of the user's step function, if there was one.
     """
     if verdict != "pass" or not is_own_model:
         return ()
@@ -166,7 +166,7 @@ def describe_unused_loop(verdict: Verdict, *, is_own_model: bool, step: str | No
 def list_notes(
     checks: Sequence[CheckResult], declared: Declared | None, golden: GoldenState
 ) -> tuple[str, ...]:
-    """Return the notes of a case that was judged; `checks` are in words already."""
+    """Return the notes of a judged case; `checks` must already contain their words."""
     notes = [describe_declared(declared) if declared is not None else ""]
     notes += [describe_inconclusive(check, MAX_CONCLUSIVE) for check in checks]
     notes += [describe_limits(checks)]

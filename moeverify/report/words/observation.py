@@ -1,4 +1,4 @@
-"""Observations in words, one line for each kind."""
+"""Observations in words, one line per kind."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _MOST_VALUES = 4
 
 @singledispatch
 def describe_observation(seen: object) -> str:
-    """Return one line on what was measured."""
+    """Return one line about a measurement."""
     raise TypeError(f"there are no words for {type(seen).__name__}")
 
 
 def describe_observations(observations: Sequence[Observation]) -> str:
-    """Return one line on several measurements."""
+    """Return one line about several measurements."""
     return "; ".join(describe_observation(seen) for seen in observations)
 
 
 def describe_residual(residual: float) -> str:
-    """Return what a fit leaves."""
+    """Return the residual of a fit in words."""
     return f"relative fit residual {residual:.2g}"
 
 

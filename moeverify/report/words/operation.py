@@ -1,4 +1,4 @@
-"""Sentences on operations, one function each."""
+"""Sentences about operations, one function each."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _RIGHT: Mapping[InitialSource, str] = {
 
 @singledispatch
 def describe_operation(operation: object, explanation: Explanation) -> str:
-    """Return the sentence of an explanation by its operation."""
+    """Return the sentence for an explanation, dispatched on its operation."""
     raise TypeError(f"there are no words for {type(operation).__name__}")
 
 
@@ -98,7 +98,7 @@ def _(operation: Scaled, explanation: Explanation) -> str:
 
 
 def name_module_around(tensors: Sequence[str]) -> str:
-    """Return the innermost module that all tensors are in: `layers.2`, or `a part of the model`."""
+    """Return the innermost module that contains all tensors: `layers.2`, or `a part of the model`."""
     paths = [name.split(".")[:-1] for name in tensors]
     shared: list[str] = []
     for parts in zip(*paths, strict=False):
@@ -111,11 +111,11 @@ def name_module_around(tensors: Sequence[str]) -> str:
 def _describe_repetition(
     collective: IssuedCollective, wrong: Sequence[Contribution], explanation: Explanation
 ) -> str:
-    """Return how often the first micro-batch counts, and which collective makes it so."""
+    """Return how often the first micro-batch counts, and the collective that causes it."""
     over = f" over {collective.axis}" if collective.axis else f" of ranks {collective.group}"
     site = name_site(collective.site)
     count = format_factor(max(each.factor.value for each in wrong))
-    # The last micro-batch counts once, and so is not among the parts that are off.
+    # The last micro-batch counts once, so it is not among the wrong parts.
     num_shares = 1 + len({each.part.tokens and each.part.tokens.micro_batch for each in wrong})
     return (
         f"in {name_subject(explanation.subject)}, the first micro-batch counts {count} times, since what has been "
@@ -124,7 +124,7 @@ def _describe_repetition(
 
 
 def _describe_shares(wrong: Sequence[Contribution]) -> str:
-    """Return which tokens have another weight, or count although they are padding."""
+    """Return which tokens have a wrong weight, or that padding tokens count."""
     padding = [each.part.term for each in wrong if not each.part.belongs]
     if padding:
         return f"padding tokens count in the {' and the '.join(padding)} loss"
@@ -163,7 +163,7 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
 
 
 def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> str:
-    """Return what of something is off, where the parts are slices, groups of parameters, or other tensors."""
+    """Return which parts of the subject are wrong: slices, parameter groups, or added tensors."""
     subject = name_subject(explanation.subject)
     texts = []
     for each in wrong:
@@ -285,7 +285,7 @@ def _(operation: Replaced, explanation: Explanation) -> str:
 
 
 def _name_source(operation: Replaced, explanation: Explanation) -> str:
-    """Return of what a tensor has the values."""
+    """Return the source of a tensor's wrong values."""
     if operation.by == "value-before-load":
         return "from before the load"
     if operation.by == "initial-value":
@@ -343,7 +343,7 @@ for _describe in (
     describe_reordered,
     describe_token_values,
 ):
-    describe_operation.register(_describe)  # by the annotation of its operation
+    describe_operation.register(_describe)  # dispatched on the annotation of its first argument
 
 
 @describe_operation.register

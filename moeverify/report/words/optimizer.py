@@ -1,4 +1,4 @@
-"""Sentences on steps of the optimizer that were computed again."""
+"""Sentences about optimizer steps that were recomputed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from moeverify.results.step_facts import (
 )
 
 Said = tuple[str, tuple[str, ...]]
-"""The cause, and the evidence for it."""
+"""The cause, and its evidence lines."""
 
 
 def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
-    """Return how a result of the optimizer was made otherwise, as far as that is known, and what was seen."""
+    """Return how an optimizer result deviates from the expected formula, and the evidence."""
     cause, evidence = _describe(facts, finding)
     return (cause if facts.number is None else f"{cause}; {describe_sources(facts.number)}"), evidence
 
@@ -57,7 +57,7 @@ def _describe(facts: RecomputedFacts, finding: Finding) -> Said:
 
 
 def _describe_term(term: TermFacts, facts: RecomputedFacts) -> str:
-    """Return how a term is there otherwise."""
+    """Return how the coefficient of a term deviates."""
     if term.factor is None:
         return f"{term.name} is there, and the options have none"
     if term.power_of_two is not None:
@@ -72,7 +72,7 @@ def _describe_term(term: TermFacts, facts: RecomputedFacts) -> str:
 
 
 def _describe_whole(facts: RecomputedFacts, factor: float, quantity: str) -> Said:
-    """Return that all terms are there by one factor."""
+    """Return that all terms deviate by one common factor."""
     how = (
         ""
         if quantity != "the update" or not 0.0 < factor < 1.0 or facts.number is not None
@@ -84,7 +84,7 @@ def _describe_whole(facts: RecomputedFacts, factor: float, quantity: str) -> Sai
 
 
 def _describe_told(facts: RecomputedFacts, finding: Finding, quantity: str) -> Said | None:
-    """Return what one number, dtype or formula tells of all elements, None where none does."""
+    """Return the cause if one number, dtype or formula explains all elements, else None."""
     if facts.is_rounding_sure:
         what = "the weights hold" if finding.kind == Kind.UPDATE else f"{quantity} holds"
         cause = f"after the optimizer's step {what} only values that {facts.rounded_to} can represent"
@@ -97,7 +97,7 @@ def _describe_told(facts: RecomputedFacts, finding: Finding, quantity: str) -> S
         return _describe_decay(facts, facts.decay, quantity)
     if facts.share is not None:
         return _describe_share(facts, facts.share, quantity)
-    # One number that explains it says less than formulas of which one explains it as well.
+    # One number that explains the deviation is preferred over formulas that explain it equally well.
     return _describe_forms(facts, quantity) if facts.forms else None
 
 

@@ -7,7 +7,7 @@ from moeverify.results.parameter_part import ParameterPart, Trait
 
 
 def describe_part(part: ParameterPart) -> str:
-    """Return which parameters something is true of; narrow dtypes may hide it in others."""
+    """Return the parameters to which a finding applies; rounding may hide it in others."""
     ways = [" ".join(map(_describe, traits)) for traits in (part.traits, *part.alternatives)]
     which = f"parameters {', or '.join(ways)}"
     if part.unseen:

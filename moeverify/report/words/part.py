@@ -12,7 +12,7 @@ _MOST = 4
 
 
 def name_part(part: Part) -> str:
-    """Return the name of a part; that of the whole is `golden`."""
+    """Return the name of a part; the whole is called `golden`."""
     names = [part.term] if part.term else []
     names += [part.router] if part.router else []
     names += [name_tokens(part.tokens)] if part.tokens is not None else []
@@ -24,7 +24,7 @@ def name_part(part: Part) -> str:
 
 
 def of_router(part: Part) -> str:
-    """Return ` of layers.1.moe.router`, or nothing where a term is that of all layers."""
+    """Return ` of layers.1.moe.router`, or an empty string if a term covers all layers."""
     return f" of {part.router}" if part.router else ""
 
 
@@ -34,7 +34,7 @@ _ADDED = {"weight": "the weight", "gradient-of-step-before": "the gradient of th
 
 
 def name_group(group: Group) -> str:
-    """Return which parameters are meant: `the 3 parameters that are replicated over tp`, `layers.0.q_norm.weight`."""
+    """Return a group of parameters in words: `the 3 parameters replicated over tp`."""
     count = len(group.tensors)
     if group.axis:
         plural = "s" if count > 1 else ""
@@ -47,7 +47,7 @@ def name_group(group: Group) -> str:
 
 
 def name_tokens(tokens: Tokens) -> str:
-    """Return which tokens are meant: `dp 0, cp 1, micro-batch 2`, `padding`."""
+    """Return a set of tokens in words: `dp 0, cp 1, micro-batch 2`, `padding`."""
     names = [f"dp {tokens.data_rank}"] if tokens.data_rank is not None else []
     names += [f"cp {tokens.context_rank}"] if tokens.context_rank is not None else []
     names += [f"micro-batch {tokens.micro_batch}"] if tokens.micro_batch is not None else []
@@ -56,17 +56,17 @@ def name_tokens(tokens: Tokens) -> str:
 
 
 def name_block(block: Block) -> str:
-    """Return which indices of a dim are meant: `rows 0-3 of dim 0`."""
+    """Return indices of a dim in words: `rows 0-3 of dim 0`."""
     plural = _PLURALS.get(block.unit, f"{block.unit}s")
     return f"{block.unit if len(block.indices) == 1 else plural} {format_range(block.indices)} of dim {block.dim}"
 
 
 def name_some(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of others."""
     left_out = len(names) - _MOST
     return "; ".join(names[:_MOST]) + (f"; and {left_out} more" if left_out > 0 else "")
 
 
 def name_contributions(contributions: Sequence[Contribution]) -> dict[str, float]:
-    """Return the coefficients by the names of their parts."""
+    """Return the coefficients, keyed by the names of their parts."""
     return {name_part(each.part): each.factor.value for each in contributions}

@@ -1,4 +1,4 @@
-"""The place of an explanation in a few words: `axis ep, efsdp`, `layers.2.moe, axis tp`, `balance loss`."""
+"""The place of an explanation in words: `axis ep, efsdp`, `layers.2.moe, axis tp`, `balance loss`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STAGES: Mapping[Quantity, str] = {
 
 
 def describe_place(explanation: Explanation) -> str:
-    """Return where an explanation acts; nothing where that is the tensor and no more."""
+    """Return where an explanation acts; empty if the place is just the tensor."""
     subject, operation = explanation.subject, explanation.operation
     is_clip = isinstance(operation, Unclipped)
     words = ["clip" if is_clip else _STAGES.get(subject.quantity, "")]

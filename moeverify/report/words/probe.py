@@ -1,4 +1,4 @@
-"""Sentences on what `moeverify doctor` finds: what it is, and what it means for verification."""
+"""Sentences about the results of `moeverify doctor`, and their consequences for verification."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_TRITON = "megablocks needs it, and so does the comparison beside a training 
 
 @dataclass(frozen=True)
 class _Words:
-    """A row without its name; `value` may name what was found, what is wrong, and the error."""
+    """A table row without its name; `value` may contain the placeholders found, wrong and error."""
 
     value: str
     meaning: str = ""
@@ -146,7 +146,7 @@ _PROBES: Mapping[Probe, Mapping[Outcome, _Words]] = {
         Outcome.ABSENT: _Words("not in this torch", "layouts cannot run on CUDA", "fail"),
     },
 }
-# Whatever is probed, it may end its ranks.
+# Any probe may crash or hang its ranks.
 _ENDS = {
     Outcome.HUNG: _Words("hangs: {error}", "a case that does the same will end so too", "fail"),
     Outcome.CRASHED: _Words("crashes: {error}", "a case that does the same will end so too", "fail"),
@@ -155,7 +155,7 @@ _ENDS = {
 
 
 def word_answer(name: str, probe: Probe | None, answer: Answer) -> ProbeRow:
-    """Return the row of a probe; one that has no words of its own can only hang or crash."""
+    """Return the row of a probe; a probe without words of its own can only crash or hang."""
     words = _ENDS.get(answer.outcome) or (_PROBES[probe][answer.outcome] if probe is not None else None)
     assert words is not None
     value = words.value.format(
@@ -165,7 +165,7 @@ def word_answer(name: str, probe: Probe | None, answer: Answer) -> ProbeRow:
 
 
 def word_host(environment: Mapping[str, str], cores: int, limit: RankLimit) -> list[ProbeRow]:
-    """Return what is known of this machine without a rank."""
+    """Return rows about this machine that need no rank."""
     torch = environment["torch"]
     if torch == "not installed":
         meaning, status = "nothing can run; install torch 2.11 or later", "fail"
@@ -189,7 +189,7 @@ def word_host(environment: Mapping[str, str], cores: int, limit: RankLimit) -> l
 
 
 def word_gpus(count: int) -> ProbeRow:
-    """Return what the number of GPUs means."""
+    """Return the row for the number of GPUs."""
     if count == 0:
         meaning = "cases run on the CPU with gloo: no verdict here is about NCCL or CUDA kernels"
         return ProbeRow(name="GPUs", value="none", meaning=meaning, status="warn")
@@ -201,7 +201,7 @@ def word_gpus(count: int) -> ProbeRow:
 
 
 def word_obstacle(name: str, error: Exception) -> ProbeRow:
-    """Return the row of the probe whose ranks could not be started."""
+    """Return the row for a probe whose ranks could not be started."""
     meaning = "cases will not start either"
     return ProbeRow(name=name, value=f"could not be probed: {error}", meaning=meaning, status="fail")
 

@@ -1,4 +1,4 @@
-"""Words for learning rates, and for the schedules by which they are made."""
+"""Words for learning rates and schedules."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _POWERS = {
 
 
 def describe_schedule(facts: RecomputedFacts) -> str:
-    """Return by which rules the rates of all steps are made, and these rates."""
+    """Return the schedules that explain the observed rates, and these rates."""
     first, *rest = map(describe_form, facts.schedule)
     said = f"either {first}, or {', or '.join(rest)}: the rates are equal here" if rest else first
     return f"the learning rate {said}; of the steps seen it is {', '.join(map(format_number, facts.rates))}"
 
 
 def describe_form(form: ScheduleForm) -> str:
-    """Return what a learning rate does by a rule."""
+    """Return a rule for the learning rate in words."""
     number, count = format_number(form.number), int(abs(form.number))
     steps = "1 step" if count == 1 else f"{count} steps"
     whole = {

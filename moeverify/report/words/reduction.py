@@ -1,4 +1,4 @@
-"""Sentences on sums and counts that were made in another way, and on parts that were taken for sums."""
+"""Sentences about wrong reductions, counts and loss terms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeverify.results.operation import (
     Unwritten,
 )
 
-# By part and way of a loss term; what stands in the place of the experts' probabilities, or of what is counted.
+# Keys are (part, way) of a loss term: the quantity used instead of the probabilities, counts or sizes.
 _REDEFINED: Mapping[tuple[str, str], str] = {
     ("probabilities", "softmax"): "the softmax of the logits in place of the divided sigmoids",
     ("probabilities", "sigmoid"): "sigmoids of the logits, divided by their sum, in place of the softmax",
@@ -67,7 +67,7 @@ _COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
 
 
 def describe_misreduced(operation: Misreduced, explanation: Explanation) -> str:
-    """Return which sum was made in another way, over which ranks, and where."""
+    """Return which sum was computed differently, over which ranks, and where."""
     subject = name_subject(explanation.subject)
     where = f"the {operation.op}{name_site(operation.site)}"
     met = f"over {name_products(operation.met) or format_ranks(operation.ranks)}"
@@ -84,7 +84,7 @@ def describe_misreduced(operation: Misreduced, explanation: Explanation) -> str:
 
 
 def describe_unheld(operation: Unreduced, total: str) -> str:
-    """Return that slices lack the sum over the ranks that hold them, whose parts sum to `total`."""
+    """Return that slices are not summed over the ranks that hold them; the partial sums give `total`."""
     sums = f"what the ranks have of each, up to {operation.num_replicas} of them, sums to {total}"
     sources = describe_sources(operation.factor)
     return f"not reduced over the ranks that hold the same slice: {sums}" + (
@@ -93,7 +93,7 @@ def describe_unheld(operation: Unreduced, total: str) -> str:
 
 
 def describe_unwritten(operation: Unwritten, explanation: Explanation) -> str:
-    """Return what is made of memory that nothing has written, and where that is allocated and read."""
+    """Return which values were computed from uninitialized memory, and where it is allocated and read."""
     subject = name_subject(explanation.subject)
     memory = f"memory of shape {_format_shape(operation.shape)} that nothing has written"
     where = f"allocated{name_site(operation.allocated_at)}, read{name_site(operation.read_at)}"
@@ -101,7 +101,7 @@ def describe_unwritten(operation: Unwritten, explanation: Explanation) -> str:
 
 
 def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
-    """Return how many choices a rank counts, and of which tokens or experts where that is known."""
+    """Return how many choices of experts a rank counts, compared with the expected number."""
     padding = ": padding tokens count too" if explanation.cause is Cause.PADDING else ""
     count = len(explanation.subject.tensors)
     routers = f" of each of {count} routers" if count > 1 else ""
@@ -117,7 +117,7 @@ def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
 
 
 def describe_redefined(operation: Redefined, explanation: Explanation) -> str:
-    """Return of what else a loss term is made, with all that explains it as well."""
+    """Return the wrong definition of a loss term, with all alternatives that fit equally well."""
     first, *others = (_describe_changes(changes) for changes in operation.variants)
     times = "" if operation.factor is None else f", {describe_factor(operation.factor)}"
     if not others:
@@ -131,7 +131,7 @@ def _describe_changes(changes: Sequence[Change]) -> str:
 
 
 def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:
-    """Return which parameters have another shape than on one device, and what their placement says."""
+    """Return which parameters have a different shape than on one device, with their placement."""
     count = len(explanation.subject.tensors)
     names = explanation.subject.tensors[0] if count == 1 else f"{count} parameters"
     actual, expected = map(_format_shape, (operation.actual, operation.expected))
@@ -149,5 +149,5 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def name_site(site: str) -> str:
-    """Return where a collective is issued, without the folder in which the package is installed on this machine."""
+    """Return the call site of a collective, without the install folder of its package."""
     return f" at {re.sub(r'^.*/(site|dist)-packages/', '', site)}" if site else ""

@@ -1,4 +1,4 @@
-"""Words for values that are those of a narrower dtype, or off by its rounding."""
+"""Words for values rounded to a narrower dtype, or off by its rounding error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeverify.results.operation import Rounded
 
 
 def describe_rounded(operation: Rounded, explanation: Explanation) -> str:
-    """Return what was rounded to which dtype, and where first."""
+    """Return the rounded quantity, its dtype, and the first module where it was rounded."""
     subject = name_subject(explanation.subject)
     module = explanation.subject.module
     is_tensor = explanation.subject.quantity not in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)

@@ -1,4 +1,4 @@
-"""Words for the rules by which routers choose and weigh experts."""
+"""Words for the rules by which routers choose experts and compute weights."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ WAYS: Mapping[str, str] = {
     "without-scale": "leaves out the scale of its weights",
     "with-bias": "weighs its experts by scores with the selection bias",
 }
-"""By the way of a part, what a router does."""
+"""Descriptions of wrong routing rules, by their names."""
 
 _GROUPS, _BEST = "groups-", "best-"
 
 
 def describe_rules(facts: RouterFacts) -> str:
-    """Return by which rule a router has chosen or weighed, or by which ones it may have."""
+    """Return the rule by which a router chose or weighted, with equally good alternatives."""
     rules = (facts.rule or "", *facts.rivals)
     first, *rest = (_describe_rule(rule, facts.numbers.get(rule)) for rule in rules)
     return f"either {first}, or {', or '.join(rest)}: the numbers are equal here" if rest else first
@@ -84,7 +84,7 @@ def _describe_way(way: str, number: float | None) -> str:
 
 
 def _describe_numbers(numbers: str, right: float | None) -> str:
-    """Return how many experts tokens have: of `5`, `1-in-2` choices, `1-to-5` by token."""
+    """Return how many experts each token has, parsed from `5`, `1-in-2` (choices) or `1-to-5` (by token)."""
     experts, _, choices = numbers.partition("-in-")
     least, _, most = experts.partition("-to-")
     place = "" if right is None else f" in place of {right:.0f}"

@@ -1,4 +1,4 @@
-"""Words for elements that were lost."""
+"""Words for lost elements of shards."""
 
 from __future__ import annotations
 

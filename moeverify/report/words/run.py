@@ -1,4 +1,4 @@
-"""Fills the words of a run in, for programs that read JSON and for callers from Python."""
+"""Adds words to the findings of a run, for readers of its JSON and for callers from Python."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _NUM_GOLDENS = 4
 
 
 def word_run(run: RunResult) -> RunResult:
-    """Return a run whose findings say in words, too, what their data say."""
+    """Return a run whose findings also contain their words."""
     return run.model_copy(update={"cases": tuple(word_case(case) for case in run.cases)})
 
 
 def word_case(case: CaseResult) -> CaseResult:
-    """Return a case with the words of its findings."""
+    """Return a case whose findings contain their words, with its notes."""
     changes = {"findings": tuple(map(word_finding, case.findings)), "notes": list_notes(case)}
     return case.model_copy(update=changes)
 
 
 def list_notes(case: CaseResult) -> tuple[str, ...]:
-    """Return the notes of a case, with one for a diagnosis that failed."""
+    """Return the notes of a case, including one for each failed diagnosis."""
     return tuple(dict.fromkeys((*case.notes, *describe_failures(case.findings))))
 
 
 def describe_goldens(goldens: Sequence[GoldenTime]) -> str:
-    """Return which goldens one device has made for a run and how long that took, the longest first.
+    """Return the goldens that were recorded for a run and their times, longest first.
 
-    Nothing where all were kept from earlier runs.
+    The result is empty if all goldens existed already.
     """
     if not goldens:
         return ""
@@ -73,7 +73,7 @@ def word_finding(finding: Finding) -> Finding:
 
 
 def word_trial(trial: Trial) -> Trial:
-    """Return a trial with its name, what came of it, and its coefficients by name."""
+    """Return a trial with its name, its result and its named coefficients."""
     coefficients = name_contributions(trial.contributions) or trial.coefficients
     return trial.model_copy(
         update={"name": name_trial(trial), "words": describe_trial(trial), "coefficients": coefficients}

@@ -1,4 +1,4 @@
-"""Sentences on what a comparison of two recorded scripts finds; `describe_facts` knows those of cases too."""
+"""Sentences about the comparison of two recorded scripts. Importing it extends `describe_facts`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _(facts: NormFacts, finding: Finding) -> Words:
 
 
 def describe_note(about: str, run: str, text: str, rank: int) -> str:
-    """Return what a run has noted of itself: `dropout`, `stopped` or a second `model`."""
+    """Return a note about one run itself: `dropout`, a second `model`, or where recording stopped."""
     if about == "model":
         return f"{run} trains several models: {text}, and the names of its tensors begin so"
     if about == "dropout":
@@ -129,21 +129,24 @@ def describe_note(about: str, run: str, text: str, rank: int) -> str:
 
 
 def describe_early_end(run: str, last: int, wanted: int) -> str:
-    """Return that a run has fewer steps than were to be recorded."""
+    """Return that a run has fewer steps than requested."""
     return f"{run} ended after step {last} of the steps up to {wanted}; the steps that both runs have are compared"
 
 
 def describe_layout(
     num_expected: int, num_actual: int, steps: Sequence[int], *, num_tensors: int, num_whole: int
 ) -> str:
-    """Return which runs are compared. Tensors that every rank has whole show a layout that shards nothing."""
+    """Return the sizes of the compared runs and the number of unsharded tensors.
+
+    If all tensors are unsharded, the layout shards nothing.
+    """
     whole = f", {num_whole} of {num_tensors} tensors whole on every rank" if num_actual > 1 else ""
     ranks = format_count(num_actual, "rank")
     return f"{ranks} against {num_expected}{whole}, steps {steps[0]}-{steps[-1]}"
 
 
 def describe_scope(has_outputs: Sequence[bool]) -> str:
-    """Return what a comparison of two recordings does not look at; `has_outputs` of RUN_A and of RUN_B."""
+    """Return which quantities were not compared; `has_outputs` is for RUN_A and RUN_B."""
     if all(has_outputs):
         return "not compared: routing and buffers"
     text = "not compared: outputs of modules, routing and buffers"
@@ -152,15 +155,15 @@ def describe_scope(has_outputs: Sequence[bool]) -> str:
 
 
 def describe_inner_differences(number: int) -> str:
-    """Return that some modules differ inside of a module whose output does not."""
+    """Return that tensors inside some modules differ although the modules' outputs match."""
     tensors = format_count(number, "tensor")
     return f"{tensors} differ inside of modules whose outputs match: tokens in another order, or padding"
 
 
 def describe_bounds(precision: str, *, is_given: bool, is_measured: bool) -> tuple[str, ...]:
-    """Return that nothing was measured for the bounds, and how to; nothing where it was.
+    """Return a note if the bounds were not measured, with the way to measure them.
 
-    `is_given` says that there was a second run, which `is_measured` may say is none of this precision.
+    `is_given` says whether a noise run was given, and `is_measured` whether it fits this precision.
     """
     if is_measured:
         return ()
@@ -178,7 +181,7 @@ def describe_bounds(precision: str, *, is_given: bool, is_measured: bool) -> tup
 
 
 def describe_undecided(findings: Sequence[Finding]) -> tuple[str, ...]:
-    """Return which differences a comparison in 16 bits has not decided; nothing where it has decided all."""
+    """Return the differences that a comparison in 16 bits could not decide, if any."""
     gradients = [finding for finding in findings if finding.check == CheckName.GRADIENT]
     if not gradients:
         return ()
@@ -192,7 +195,7 @@ def describe_undecided(findings: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def describe_unseen() -> str:
-    """Return why a command was watched and nothing was seen."""
+    """Return why a watched command produced no recording."""
     return (
         "no process has called a model and stepped an optimizer of torch, or what it wrote was refused, which a line "
         "above says (an interpreter started with -I, -E or -S ignores PYTHONPATH)"
@@ -200,7 +203,7 @@ def describe_unseen() -> str:
 
 
 def describe_recorded(folder: str, steps: Mapping[int, int | None], first: int, last: int) -> str:
-    """Return what a watched command has left; `steps` is how many each rank made, None where it was cut off."""
+    """Return the recordings of a watched command; `steps` maps ranks to step counts, None if cut off."""
     text = f"{format_count(len(steps), 'rank')} recorded in {folder}"
     known = {rank: number for rank, number in steps.items() if number is not None}
     if known:
@@ -212,7 +215,7 @@ def describe_recorded(folder: str, steps: Mapping[int, int | None], first: int, 
 
 
 def _describe_made(steps: Mapping[int, int], first: int, last: int) -> str:
-    """Return that the rank with the fewest steps made fewer than were to be recorded, or nothing."""
+    """Return a note if some rank made fewer steps than requested, else an empty string."""
     rank = min(sorted(steps), key=lambda each: steps[each])
     if steps[rank] > last:
         return ""
@@ -231,7 +234,7 @@ def _describe_made(steps: Mapping[int, int], first: int, last: int) -> str:
 
 
 def describe_steps(folder: str, steps: Sequence[int], num_made: int | None) -> str:
-    """Return which complete steps a run has; `num_made` is how many optimizer steps it made, where that is known."""
+    """Return the complete steps of a run; `num_made` is the number of optimizer steps, if known."""
     if steps:
         return f"{folder} has steps {steps[0]}-{steps[-1]}"
     if num_made == 0:
@@ -241,7 +244,7 @@ def describe_steps(folder: str, steps: Sequence[int], num_made: int | None) -> s
 
 
 def describe_uncompared(number: int) -> str:
-    """Return that some tensors were compared in no way."""
+    """Return how many tensors could not be compared."""
     return (
         f"{format_count(number, 'tensor')} could not be compared: one of the runs has kept no values of them"
     )

@@ -1,4 +1,4 @@
-"""Sentences on the weights with which shares of the batch are summed."""
+"""Sentences about the weights with which shares of the batch are summed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN_TOKENS: Mapping[OwnTokens, str] = {
 
 
 def describe_weights(operation: Scaled) -> str:
-    """Return how the weights of the batch's shares are made, where that is known."""
+    """Return how the wrong weights of the batch's shares were computed, if known."""
     if operation.clip is not None:
         return _describe_clip(operation.clip)
     if operation.by_number is not None:

@@ -1,4 +1,4 @@
-"""Words for what of an optimizer's formula is made otherwise."""
+"""Words for changes in the formula of an optimizer step."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ _CHANGES: Mapping[StepChange, str] = {
 
 
 def describe_form(form: StepForm) -> str:
-    """Return what is otherwise in a formula that has these changes, with the number that it was solved for."""
+    """Return a changed formula in words, with its fitted number."""
     return " and ".join(_CHANGES[each].format(form.number) for each in form.changes)

@@ -1,4 +1,4 @@
-"""Words for coefficients of an optimizer's step that are products of its options."""
+"""Words for coefficients of an optimizer step that are products of its options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POWERS = {0.5: "the root of {}", 2.0: "the square of {}", 1.0: "{}"}
 
 
 def describe_number(term: str, number: OptionNumber) -> str:
-    """Return by what a term is multiplied in the place of what it should be."""
+    """Return the wrong coefficient of a term, and the expected one."""
     expected = _describe(number.expected)
     steps = "" if not number.steps else f" in {_describe_steps(number.steps)} alone"
     if not number.found:
@@ -36,7 +36,7 @@ def _describe_steps(steps: Sequence[int]) -> str:
 
 
 def _describe(powers: Sequence[OptionPower]) -> str:
-    """Return `beta1/(1 - beta1)`."""
+    """Return a product of powers in words: `beta1/(1 - beta1)`."""
     above = [_describe_power(each.option, each.power) for each in powers if each.power > 0.0]
     under = [_describe_power(each.option, -each.power) for each in powers if each.power < 0.0]
     product = " times ".join(above) or "1"

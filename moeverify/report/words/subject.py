@@ -1,4 +1,4 @@
-"""The subject of a sentence on an explanation: `12 expert gradients`, `the output of layers.0`."""
+"""The subject of a sentence about an explanation: `12 expert gradients`, `the output of layers.0`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeverify.results.explanation import Quantity, Subject
 
 MODEL = "the model"
 
-# (one, several)
+# (singular, plural)
 _NOUNS: Mapping[Quantity, tuple[str, str]] = {
     Quantity.EXPERT_CHOICE: ("expert choice", "expert choices"),
     Quantity.LOSS: ("loss", "losses"),
@@ -22,7 +22,7 @@ _NOUNS: Mapping[Quantity, tuple[str, str]] = {
     Quantity.LOADED: ("loaded tensor", "loaded tensors"),
     Quantity.TENSOR: ("tensor", "tensors"),
 }
-# A tensor of these is several things already.
+# Nouns that are plural even for one tensor.
 _PLURALS: Mapping[Quantity, str] = {
     Quantity.INITIAL_VALUE: "initial values",
     Quantity.ROUTING_WEIGHT: "routing weights",
@@ -32,7 +32,7 @@ _PLURALS: Mapping[Quantity, str] = {
 
 @dataclass(frozen=True)
 class Phrase:
-    """The subject of a sentence, and whether it is several things."""
+    """The subject of a sentence and its grammatical number."""
 
     text: str
     is_plural: bool = False
@@ -42,7 +42,7 @@ class Phrase:
         return self.text
 
     def pick(self, one: str, several: str) -> str:
-        """Return a verb, or another word, in its number."""
+        """Return the word that agrees with the subject's number."""
         return several if self.is_plural else one
 
     @property
@@ -52,14 +52,14 @@ class Phrase:
 
 
 def name_culprit(subject: Subject) -> str:
-    """Return the module where it began, or the loss whose gradient is wrong from the first one on."""
+    """Return the module where a divergence began, or the loss if its gradient is wrong from the start."""
     if subject.quantity in (Quantity.MODULE_GRADIENT, Quantity.LOSS) and subject.tensors:
         return f"the {' and '.join(subject.tensors)} loss"
     return subject.module or MODEL
 
 
 def name_subject(subject: Subject) -> Phrase:
-    """Return what is wrong as the subject of a sentence."""
+    """Return the wrong quantity as the subject of a sentence."""
     quantity = subject.quantity
     if quantity is Quantity.OUTPUT:
         return Phrase(
@@ -75,7 +75,7 @@ def name_subject(subject: Subject) -> Phrase:
 
 
 def _name_tensors(subject: Subject, count: int) -> Phrase:
-    """Return `the gradient`, `12 expert gradients`, `the initial values of 3 tensors`."""
+    """Return tensors in words: `the gradient`, `12 expert gradients`, `the initial values of 3 tensors`."""
     family = f"{subject.family} " if subject.family else ""
     if subject.quantity in _PLURALS:
         of = f" of {count} {family}tensors" if count > 1 else ""

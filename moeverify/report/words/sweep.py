@@ -1,4 +1,4 @@
-"""The values of a sweep, as the name of a case has them."""
+"""Labels of swept values in the names of cases."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from collections.abc import Mapping
 
 
 def label_values(values: Mapping[str, str]) -> str:
-    """Return what the values add to the name of a case: fields without their sections."""
+    """Return the suffix of a case's name for swept values: fields without their sections."""
     return " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in values.items())

@@ -1,4 +1,4 @@
-"""Tests of hypotheses in words: what was tested, and what came of it."""
+"""Hypothesis tests in words: the tested hypothesis and its result."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _VERDICTS = {"yes": "explains it", "no": "does not explain it", "untried": "not 
 
 
 def name_trial(trial: Trial) -> str:
-    """Return what was tested: the name of the hypothesis, and what of it."""
-    if not trial.hypothesis:  # a file of an older version
+    """Return the name of a test: the hypothesis, and the quantity it was applied to."""
+    if not trial.hypothesis:  # from a file of an older version
         return trial.name
     words = " ".join(trial.hypothesis.split("_"))
     return f"{words}, {trial.about}" if trial.about else words
 
 
 def describe_trial(trial: Trial) -> str:
-    """Return what came of a test."""
+    """Return the result of a test."""
     if not trial.hypothesis:
         return trial.words
     if trial.reason is not None:

@@ -1,4 +1,4 @@
-"""What wider precisions have shown of a finding without a cause, in words."""
+"""Words for the results of reruns in wider precisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeverify.results.run import CaseResult
 
 
 def describe_wider(finding: Finding) -> tuple[str, ...]:
-    """Return a line for each thing that wider precisions say of a finding."""
+    """Return one line per distinct result in wider precisions."""
     if any(each.outcome == "found" for each in finding.wider):
         precision = finding.wider[0].precision
         return (f"found in {precision}: in the case's own precision it is less than what rounding may do",)
@@ -34,7 +34,7 @@ def describe_wider(finding: Finding) -> tuple[str, ...]:
 
 
 def describe_confirmation(precision: str, answer: CaseResult) -> str:
-    """Return what came of a case that passes, where it ran in a wider precision."""
+    """Return the result of rerunning a passing case in a wider precision."""
     if answer.verdict == "pass":
         return f"in {precision} it passes, too"
     if answer.verdict == "mismatch":
@@ -43,28 +43,28 @@ def describe_confirmation(precision: str, answer: CaseResult) -> str:
 
 
 def describe_own_dtypes(precision: str) -> str:
-    """Return that a user's own code differs in a wider precision by what it may have rounded by right."""
+    """Return that user code differs in a wider precision too, perhaps due to a dtype fixed in it."""
     return f"in {precision} it differs before the optimizer's step too, as code that keeps a dtype of its own may"
 
 
 def describe_unconfirmed(precision: str) -> str:
-    """Return what a pass lacks where a command ends before the run in a wider precision does."""
+    """Return a note that the confirming run in a wider precision was cut off."""
     return f"its run in {precision}, which would see more, was cut off"
 
 
 def describe_unasked(precisions: Sequence[str]) -> str:
-    """Return what a finding without a cause lacks where a command ends before its runs in wider precisions do."""
+    """Return a note that the reruns of an unexplained finding in wider precisions were cut off."""
     runs, were = ("runs", "were") if len(precisions) > 1 else ("run", "was")
     return f"its {runs} in {' and '.join(precisions)}, where more may be seen of the cause, {were} cut off"
 
 
 def describe_left_out(precisions: Sequence[str]) -> str:
-    """Return what ranks of another launcher leave out, which run what they were started for and nothing more."""
+    """Return a note that ranks of an external launcher cannot be rerun in wider precisions."""
     names = " and ".join(precisions)
     return f"not asked in {names}, where more may be seen: without torchrun or srun the same command does"
 
 
 def describe_num_unasked(count: int) -> str:
-    """Return that so many faults of a table that ends early have not been looked at in wider precisions."""
+    """Return how many faults were not rerun in wider precisions because the command ended early."""
     faults = "1 fault has" if count == 1 else f"{count} faults have"
     return f"{faults} not been looked at in wider precisions, where more may be detected and named"
