@@ -164,7 +164,7 @@ class RecordedRun:
 
     @cached_property
     def ambiguous(self) -> list[str]:
-        """Return the names of plain tensors that differ between ranks initially: unknown parts of a tensor."""
+        """Return the names of plain tensors whose initial values differ between ranks: unknown parts."""
         return [name for name in self.names if not self._is_whole(name)]
 
     def _is_whole(self, name: str) -> bool:
