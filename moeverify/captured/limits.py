@@ -3,11 +3,11 @@
 With a measurement: a second run of one device has its initial weights moved by a unit of rounding. The
 bound is 8 times the resulting difference.
 
-Without a measurement, from the dtype: the bound of a gradient at the first recorded step is 2^-13 in
-float32 (2^10 units of rounding), 1e-10 in float64, and 2^-4 if some computation uses a narrower dtype. It
-grows tenfold at each later step, since each step begins with weights that the previous step has rounded. An
-adaptive optimizer divides a gradient by its own magnitude, so an element smaller than the noise may move
-either way. Relative noise e of a gradient becomes about sqrt(e) in its update.
+Without a measurement the dtype determines the bound. For gradients at the first recorded step it is 2^-13
+in float32 (2^10 units of rounding) and 1e-10 in float64. It is 2^-4 if some computation uses a narrower
+dtype. It grows tenfold at each later step, since each step begins with weights that the previous step has
+rounded. An adaptive optimizer divides a gradient by its own magnitude, so an element smaller than the noise
+may move either way. Relative noise e of a gradient becomes about sqrt(e) in its update.
 
 In 16 bits, rounding sends some tokens to other experts. The gradients of routed experts, their router and
 the norm before them then differ by the share of those tokens, not by units of rounding. 2 to 10 % were
@@ -15,8 +15,8 @@ observed where two kinds of mixed precision (autocast, and parameters cast by FS
 The dtype does not determine the number of tokens near the border. A difference below 2^-2 without a cause
 is therefore undecided unless there is a measurement. A measurement in 16 bits moves every weight by the
 largest error of one rounding, which is more than rounding does. The bound is then 4 times the resulting
-difference, and at least the bound without a measurement at the first step: a single run may by chance move
-no token at all.
+difference. It is at least the bound without a measurement at the first step: a single run may by chance
+move no token at all.
 """
 
 from __future__ import annotations

@@ -229,10 +229,9 @@ def judge_outputs(
 ) -> Outcome:
     """Return the outcome with the first divergence as the origin of all others.
 
-    An inner difference that does not reach the output of the surrounding module is not an error of the
-    computation, for example another order of dispatched tokens, or padding. `compared` has the labels of
-    all compared spots. `find_jumps(step)` returns labels that count as different although they are within
-    their bounds.
+    An inner difference that does not reach the output of the surrounding module is not an error. An example
+    is another order of dispatched tokens, or padding. `compared` has the labels of all compared spots.
+    `find_jumps(step)` returns labels that count as different although they are within their bounds.
     """
     by_step: dict[int, set[str]] = {}
     for finding in outcome.findings:

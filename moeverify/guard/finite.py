@@ -22,8 +22,8 @@ class FiniteWatch:
     """One number per call of a module, which is nonfinite if its output is.
 
     In a sampled step it is the largest magnitude in the output. In other steps it is the sum of the first
-    feature (of the last dim), which costs almost nothing: after the next matrix product, all features of a
-    bad token are bad.
+    feature (of the last dim), which costs almost nothing. It suffices because the next matrix product makes
+    all features of a bad token bad.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class FiniteWatch:
     def add_loss(self, loss: Tensor) -> None:
         """Store a loss, a single number, for `find_bad_loss`.
 
-        Reading it at once would synchronize the host with the device in every micro-batch, and the device
-        would then wait for the host to launch the next one.
+        Reading it at once would synchronize the host with the device in every micro-batch. The device would
+        then wait for the host to launch the next one.
         """
         self._losses.append((self.num_calls, loss.detach().clone()))
 

@@ -42,8 +42,8 @@ class RouterRecord(NamedTuple):
 
     `ids` (B, S, k) is the router's own choice, best first, even under a replay. `weights` (B, S, k) and
     `counts` (E) belong to the ids that were used; counts cover valid tokens only. `margin` (B, S) is the
-    change of selection scores that would change the choice: the k-th score minus the next one, or the same
-    difference between groups if that is smaller. It is infinite where there was no alternative.
+    change of selection scores that would change the choice. It is the k-th score minus the next one, or the
+    same difference between groups if that is smaller. It is infinite where there was no alternative.
     """
 
     ids: Tensor

@@ -1,9 +1,9 @@
 """A user's own `train_step` that replaces the loop's forward and backward passes, clip and optimizer step.
 
-It runs on one device for the golden and on every rank of a layout, and nothing in it is replaced. torch's
-hooks provide the values that the loop observes: gradients when the optimizer begins its step, and the norm
-when torch's clip returns it. Gradients are reported as they were before the clip. A wrong norm is then one
-wrong number, and not a wrong gradient of every parameter.
+It runs on one device for the golden and on every rank of a layout, and nothing in it is replaced. The
+values that the loop reports come from torch's hooks. These read gradients when the optimizer begins its
+step, and the norm when torch's clip returns it. Gradients are reported as they were before the clip. A
+wrong norm is then one wrong number, and not a wrong gradient of every parameter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Exchange of experts between two steps: weights and moments move to the ranks of a new placement.
 
 Training continues as if nothing had moved. Values and moments of an expert are copied bit for bit, and its
-logical name keeps its number. State that depends on the holders of an expert is rebuilt: the process groups
-that reduce its gradient, the rows of each shard, and the destinations of tokens.
+logical name keeps its number. State that depends on the holders of an expert is rebuilt: process groups for
+its gradient, the rows of each shard, and the destinations of tokens.
 """
 
 from __future__ import annotations

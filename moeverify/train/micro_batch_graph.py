@@ -1,8 +1,8 @@
 """A CUDA graph of a micro-batch's forward and backward pass, replayed for every micro-batch.
 
 A graph replays kernels on the memory that they were captured with, so all inputs and outputs keep their
-addresses. A batch is copied into the tensors of the first batch, gathered parameters are copied into fixed
-tensors once per step, and gradients accumulate in place. The hooks of FSDP2 are replaced: the passes are
+addresses. A batch is copied into the tensors of the first batch. Gathered parameters are copied into fixed
+tensors once per step. Gradients accumulate in place. The hooks of FSDP2 are replaced: the passes are
 preceded by one gather per step and followed by one reduction (`moeverify.parallel.fsdp2_gather`).
 Parameters that a rank holds whole, such as experts over `ep`, are read in place.
 

@@ -52,7 +52,7 @@ class Recomputed:
     - `rounded` (N,): sum of the magnitudes of intermediate results, each counted once per rounding to the
       tensors' dtype. Options may be rounded too: with `foreach` and bfloat16 on a CPU, torch 2.13
       multiplies by 0.94921875 where the option is 0.95. Kernels with float32 intermediates round less.
-    - `options` (N,): the same for options that a kernel rounds to its compute dtype, which is float32 for
+    - `options` (N,): the same for options that a kernel rounds to its compute dtype. That is float32 for
       16-bit tensors and otherwise the tensors' own dtype.
     - `smallest`: the largest error from underflow, in units of the dtype's smallest normal number.
     - `shrunk_by`: factor that multiplies the weight first. Factor and product may each be rounded.

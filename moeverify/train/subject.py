@@ -52,7 +52,7 @@ class GradientParts(Protocol):
     """The golden's gradient at one step on one device, split by loss term and by tokens.
 
     Losses are sums over tokens divided by counts of the global batch. The parts of all cells of a layout
-    therefore add up to the golden; a cell is the tokens of one rank in one micro-batch.
+    therefore add up to the golden. A cell is the tokens of one rank in one micro-batch.
     """
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:

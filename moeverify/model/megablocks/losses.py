@@ -1,9 +1,9 @@
 """megablocks' own auxiliary losses, which are means over the tokens of one rank and micro-batch.
 
 The package collects their inputs in process-wide lists, which must have one entry per layer and be cleared
-in every step. Over several ranks and micro-batches, the mean of these losses differs from the loss of the
-global batch, since each takes an expert's share of tokens over other tokens. They agree if the golden takes
-it per row (balance_scope `sequence`) and every micro-batch of a rank is one row.
+in every step. Each loss takes an expert's share of tokens over its own tokens. Over several ranks and
+micro-batches, the mean of these losses therefore differs from the loss of the global batch. They agree if
+the golden takes it per row (balance_scope `sequence`) and every micro-batch of a rank is one row.
 
 Source: megablocks 0.10.0, layers/moe.py (batched_load_balancing_loss), layers/router.py
 (batched_router_zloss).
