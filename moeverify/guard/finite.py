@@ -19,7 +19,7 @@ _MOST_FLAGS = 1 << 14
 
 
 class FiniteWatch:
-    """One number per call of a module, which is nonfinite if its output is.
+    """A recorder of one number per module call, which is nonfinite if the output is.
 
     In a sampled step it is the largest magnitude in the output. In other steps it is the sum of the first
     feature (of the last dim), which costs almost nothing. It suffices because the next matrix product makes

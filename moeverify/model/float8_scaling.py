@@ -30,7 +30,7 @@ Format = Literal["e4m3", "e5m2"]
 
 @reading("recipe.float8", "recipe.model", "layout.parallelize", "layout.compile")
 def layers_of_the_reference(case: Case) -> Iterator[Problem]:
-    """Only the reference model has known layers: any other code decides itself which layers use float8."""
+    """Require the reference model: other code decides itself which layers use float8."""
     path = "recipe.float8"
     if case.recipe.model.reference is None:
         message = (
@@ -45,7 +45,7 @@ def layers_of_the_reference(case: Case) -> Iterator[Problem]:
 
 @reading("recipe.float8", *(f"recipe.model.{name}" for name in ("hidden", "num_heads", "head_dim", "mla")))
 def sizes_of_kernels(case: Case) -> Iterator[Problem]:
-    """At least the attention's output projection must have sizes that float8 kernels accept."""
+    """Require sizes that float8 kernels accept, at least in the attention's output projection."""
     model = reference_model(case)
     if model is None:
         return
@@ -59,7 +59,7 @@ def sizes_of_kernels(case: Case) -> Iterator[Problem]:
 
 @reading("recipe.float8", "recipe.precision")
 def rounded_differently(case: Case) -> Iterator[Problem]:
-    """In float64 only bugs may differ, but a scale over several tokens differs between layouts."""
+    """Reject scales over several tokens in float64: they differ between layouts, and only bugs may differ."""
     if case.recipe.precision == "float64" and FLOAT8.find(case.recipe.float8).depends_on_tokens:
         scales = f"the scales of {case.recipe.float8}"
         message = f"{scales} depend on the tokens of a rank, and float64 allows no such difference"
@@ -69,7 +69,7 @@ def rounded_differently(case: Case) -> Iterator[Problem]:
 
 @reading("recipe.float8", *(f"recipe.model.moe.balance_{x}" for x in ("scope", "coef")))
 def measurable_scales(case: Case) -> Iterator[Problem]:
-    """The effect of scales over fewer tokens is measured with micro-batches, so these must be possible."""
+    """Require losses that do not depend on micro-batches, which measure the effect of smaller scales."""
     scaling, moe = FLOAT8.find(case.recipe.float8), experts(case)
     if moe is None or not scaling.depends_on_tokens:
         return

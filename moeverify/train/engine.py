@@ -37,7 +37,7 @@ class Engine(Protocol):
         """Discard the gradients of the previous step."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch's loss (), which the layout's factor has already scaled."""
+        """Backpropagate a micro-batch's loss (), already multiplied by the layout's factor."""
 
     def gradient(self, shard: LocalShard) -> Tensor | None:
         """Return the finished gradient of a parameter in local storage; `shard.local` reads it.

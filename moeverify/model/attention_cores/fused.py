@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @reading("layout.attention", "layout.cp", "layout.parallelize")
 def whole_rows(case: Case) -> Iterator[Problem]:
-    """The fused kernel ignores positions: it assumes a whole row in order."""
+    """Reject split rows: the fused kernel ignores positions and assumes a whole row in order."""
     if case.layout.cp > 1 or case.layout.parallelize is not None:
         message = "fused attention is for whole rows, without cp or a function of your own"
         yield blame("layout.attention", message, "write `plain`, or remove it")

@@ -54,7 +54,7 @@ EXPERTS: Modules[ExpertBackend] = Modules("layout.experts", __name__)
 
 @reading("layout.experts", "recipe.model")
 def experts_of_the_reference(case: Case) -> Iterator[Problem]:
-    """A user's model computes its experts with its own code."""
+    """Reject the option for a user's model, which computes its experts with its own code."""
     is_chosen = case.layout.experts != Layout.model_fields["experts"].default
     if is_chosen and case.recipe.model.reference is None:
         message = f"experts `{case.layout.experts}` has no effect on a model with a `factory`"

@@ -27,7 +27,7 @@ _TILE = 128  # rows; see `count_spare_rows`
 
 @reading("layout.experts", "recipe.precision", "recipe.model.moe")
 def narrow_precision(case: Case) -> Iterator[Problem]:
-    """The grouped matrix product of torch has no float64."""
+    """Reject float64, which torch's grouped matrix product does not support."""
     if case.recipe.precision == "float64" and experts(case) is not None:
         remedy = "write `experts: loop`, or set recipe.precision to float32 or bfloat16"
         yield blame("layout.experts", "grouped_mm cannot compute in float64", remedy)
@@ -40,7 +40,7 @@ def narrow_precision(case: Case) -> Iterator[Problem]:
     "recipe.model.moe.expert_hidden",
 )
 def aligned_rows(case: Case) -> Iterator[Problem]:
-    """The grouped matrix product of torch needs rows with a multiple of 16 bytes."""
+    """Require rows with a multiple of 16 bytes, as torch's grouped matrix product does."""
     moe, model = experts(case), own_model(case)
     if moe is None or model is None or case.recipe.precision == "float64":
         return

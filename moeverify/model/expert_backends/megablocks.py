@@ -40,7 +40,7 @@ _ONLY = {
     "recipe.model.moe",
 )
 def supported(case: Case) -> Iterator[Problem]:
-    """Options and layouts that megablocks' router and experts do not support."""
+    """Reject options and layouts that megablocks' router and experts do not support."""
     moe, layout, model, path = experts(case), case.layout, reference_model(case), "layout.experts"
     if moe is None or model is None:
         return
@@ -72,7 +72,7 @@ def supported(case: Case) -> Iterator[Problem]:
     "recipe.model.moe.num_experts",
 )
 def whole_experts(case: Case) -> Iterator[Problem]:
-    """FSDP2 shards the stacked experts along rows; a shard needs whole experts to have a logical region."""
+    """Require whole experts in each FSDP2 shard: other rows of stacked experts have no logical region."""
     moe, layout = experts(case), case.layout
     if moe is None or layout.data_parallel != "fsdp2":
         return
@@ -86,7 +86,7 @@ def whole_experts(case: Case) -> Iterator[Problem]:
 
 @reading("layout.experts", "layout.pp", "recipe.precision", "recipe.model.moe")
 def unmixed_precision(case: Case) -> Iterator[Problem]:
-    """The package uses a single dtype."""
+    """Reject mixed precision: the package uses a single dtype."""
     if case.recipe.precision == "mixed" and experts(case) is not None:
         message = "mixed together with megablocks' experts is not supported"
         remedy = "write `experts: grouped_mm`, or the precision float32 or bfloat16"
