@@ -1,1 +1,1 @@
-"""Recording a training script as it is: what its optimizer gets and does, and in which order it is called."""
+"""Recording of an unmodified training script: inputs and results of its optimizers, and order of calls."""

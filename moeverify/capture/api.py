@@ -1,4 +1,4 @@
-"""`moeverify.watch`: the recording of a script that may be changed, without the command."""
+"""`moeverify.watch`: recording started from within a script, without the command."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def watch(
     steps: tuple[int, int] = (0, 3),
     outputs: bool = False,
 ) -> None:
-    """Record optimizer steps `steps[0]` to `steps[1]` of this process from now on, for `moeverify compare`.
+    """Record optimizer steps `steps[0]` to `steps[1]` of this process, for `moeverify compare`.
 
-    Call it after the model is parallelized and before the first step, on every rank, e.g.
-    `moeverify.watch(model, optimizer, out="runs/ep2")`. `out` must hold no recorded run. `outputs` records what
-    goes into modules and comes out of them too.
+    Call it on every rank after the model is parallelized and before the first step. `out` must not contain
+    a recorded run. `outputs` also records the inputs and outputs of modules. For example:
 
-    Raises: ValueError where an optimizer has parameters that the model has not.
+        moeverify.watch(model, optimizer, out="runs/ep2")
+
+    Raises: ValueError when an optimizer has parameters that are not in the model.
     """
     known = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""Running a user's command so that its processes record what they train. No torch."""
+"""Execution of a user's command whose processes record their training. No torch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from moeverify.errors import CaseError, Problem
 
 _STARTUP = Path(__file__).parents[1] / "startup"
 _ROOT = Path(__file__).parents[2]
-_PERIOD = 0.5  # seconds between two looks at what ranks have left
+_PERIOD = 0.5  # seconds between two calls of `look`
 
 
 def run_command(
     command: Sequence[str], variables: Mapping[str, str], look: Callable[[], bool] | None = None
 ) -> int:
-    """Run the command until it ends and return its exit code, 128 + n where signal n ended it.
+    """Run the command until it ends and return its exit code, or 128 + n if signal n ended it.
 
-    `variables` carry the settings to its processes. `look` is called now and then, and ends the command by returning
-    True.
+    `variables` are environment variables with the settings for its processes. `look` is called periodically
+    and ends the command by returning True. The command's output is not redirected. SIGTERM and SIGHUP are
+    forwarded to the command, which decides how to handle them.
 
-    Its output is its own. A signal that asks this process to end is passed on, and the command decides.
-
-    Raises: CaseError where there is no such command.
+    Raises: CaseError when the command cannot be started.
     """
     environment = {**os.environ, **variables}
-    # Ours first, so that `sitecustomize` is found there; the package itself last, behind everything of the script.
+    # Our startup folder comes first, so that Python finds its `sitecustomize`; the package comes after the
+    # script's.
     paths = [str(_STARTUP), os.environ.get("PYTHONPATH", ""), str(_ROOT)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
@@ -46,7 +46,7 @@ def run_command(
     kept = {
         number: signal.signal(number, lambda number, _: process.send_signal(number)) for number in numbers
     }
-    # The terminal sends Ctrl-C to the command too.
+    # The terminal also sends Ctrl-C to the command.
     kept[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         code = _wait(process, look)
@@ -57,7 +57,7 @@ def run_command(
 
 
 def count_steps(folder: Path) -> dict[int, int | None]:
-    """Return how many optimizer steps each rank of a recorded run made, None for ranks that were cut off."""
+    """Return the number of optimizer steps of each rank of a recorded run, None for interrupted ranks."""
     found: dict[int, int | None] = {}
     for path in folder.glob(RANK_FILE.format(rank="*")):
         last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]

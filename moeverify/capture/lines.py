@@ -1,7 +1,7 @@
-"""The lines of a rank's file: one JSON object a line, appended as the script runs. No torch.
+"""The lines of a rank's file: one JSON object per line, appended while the script runs. No torch.
 
-The values of tensors are in the binary file beside it, in the order of their lines; each begins at a multiple of
-8 bytes. A file that was cut off is usable up to its last whole line.
+Tensor values are in the binary file beside it, in the order of the lines, aligned to 8 bytes. An
+interrupted file is usable up to its last complete line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VERSION = 1
 
 
 class Header(Record):
-    """The first line: which rank of how many, and on what it runs."""
+    """The first line: rank, number of ranks, host and script."""
 
     line: Literal["header"] = "header"
     version: int = VERSION
@@ -34,14 +34,14 @@ class Header(Record):
 
 
 class Span(Record):
-    """The indices from `start` up to `stop`, which is not among them."""
+    """The indices from `start` to `stop`, exclusive."""
 
     start: int
     stop: int
 
 
 class Where(Record):
-    """The region of a logical tensor: a span or single indices by dim, or a span of the flattened tensor."""
+    """The region of a logical tensor: a span or single indices per dim, or a span of the flattened tensor."""
 
     shape: tuple[int, ...]
     dims: tuple[Span | tuple[int, ...], ...] = ()
@@ -49,12 +49,14 @@ class Where(Record):
 
 
 class Values(Record):
-    """One tensor of one rank, `step` -1 for what is there before the first recorded step.
+    """One tensor of one rank; `step` is -1 before the first recorded step.
 
-    `is_placed` says that the region is known (a DTensor, a flat parameter of FSDP1), and not only that the rank has
-    a plain tensor of this shape. `offset` is that of its bytes in the data file; None where only `sketch` is kept, or
-    where the rank has no such tensor (`is_absent`). `squares` is the sum of the squares of its elements, `bits` a
-    hash of them. `before` is the norm that a gradient had when the last backward pass ended.
+    - `is_placed`: the region is known (DTensor or flat FSDP1 parameter). Otherwise the rank has a plain
+      tensor of this shape, which may be a part of the logical tensor.
+    - `is_absent`: the rank has no such tensor.
+    - `offset`: of its bytes in the data file; None if the tensor is absent or only its `sketch` is stored.
+    - `squares`: sum of squares of the elements. `bits`: hash of the elements.
+    - `before`: norm of a gradient at the end of the last backward pass.
     """
 
     line: Literal["values"] = "values"
@@ -74,7 +76,7 @@ class Values(Record):
 
 
 class Options(Record):
-    """The options of one parameter group when its optimizer steps, and the parameters in it."""
+    """The options and parameter names of a parameter group when its optimizer steps."""
 
     line: Literal["options"] = "options"
     step: int
@@ -85,7 +87,7 @@ class Options(Record):
 
 
 class Rows(Record):
-    """Hashes of the rows (dim 0) of an integer input of the model, in one forward pass of the step."""
+    """Hashes of the rows (dim 0) of an integer input of the model in one forward pass."""
 
     line: Literal["rows"] = "rows"
     step: int
@@ -96,10 +98,10 @@ class Rows(Record):
 
 
 class Output(Record):
-    """What went into a module (`is_input`), or came out of it, in its n-th `call` within a forward pass.
+    """The input (`is_input`) or output of a module in its n-th `call` within a forward pass.
 
-    `where` is the region of a tensor (rows, positions, ...) whose rows are those of the `Rows` of that pass. Where
-    the tensor was too large, only every `stride`-th position was kept.
+    `where` is the region of a tensor (rows, positions, ...). Its rows are those of the `Rows` of the same
+    forward pass. Of a tensor above the size limit only every `stride`-th position is stored.
     """
 
     line: Literal["output"] = "output"
@@ -117,7 +119,7 @@ class Output(Record):
 
 
 class Note(Record):
-    """Something that a comparison has to know: `dropout`, `dtype`, `stopped`, ... with what it is about."""
+    """A fact for the comparison, such as `dropout`, `dtype` or `stopped`, with a text."""
 
     line: Literal["note"] = "note"
     about: str
@@ -125,7 +127,7 @@ class Note(Record):
 
 
 class End(Record):
-    """The last line of a script that came to its end, or to that of the recorded steps."""
+    """The last line of a script that ended regularly or reached the last recorded step."""
 
     line: Literal["end"] = "end"
     num_steps: int

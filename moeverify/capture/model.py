@@ -1,4 +1,4 @@
-"""The model of a script: found by its forward passes, and named by its parameters."""
+"""The model of a script, detected by its forward passes, with logical names for its parameters."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from moeverify.layout.local_shard import LocalShard, logical_name, parameters
 from moeverify.layout.region import Region
 
 ROOT = "model"
-"""The name of an outermost module."""
+"""Name of an outermost module."""
 _NARROW = (torch.float16, torch.bfloat16)
-_FRAMES = 4  # from our hook up to the frame of torch that has the arguments of the model
+_FRAMES = 4  # frames from our hook up to torch's frame with the model's arguments
 
 
 class WatchedModel:
-    """The outermost modules whose forward passes were seen, and the names of the parameters of optimizers."""
+    """The outermost modules whose forward passes were seen, and the names of the optimizers' parameters."""
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.dtypes: set[str] = set()
         self._shards: dict[int, LocalShard] = {}  # by id of the parameter
-        self._fragments: dict[int, list[LocalShard]] = {}  # by id of a flat partition of ZeRO
-        self._owners: dict[str, int] = {}  # name -> number of the outermost module that has it
+        self._fragments: dict[int, list[LocalShard]] = {}  # by id of a flat ZeRO partition
+        self._owners: dict[str, int] = {}  # name -> number of the outermost module with this parameter
         self._prefixes: dict[int, str] = {}  # by number of the outermost module
 
     def add(self, module: nn.Module) -> bool:
-        """Take an outermost module; return whether it is new and has parameters that no other one has."""
+        """Add an outermost module; return whether it is new and has parameters that no known module has."""
         if any(module is root for root in self.roots):
             return False
         known = {id(parameter) for root in self.roots for parameter in root.parameters()}
@@ -44,15 +44,16 @@ class WatchedModel:
         return True
 
     def learn(self, module: nn.Module) -> None:
-        """Learn the shards of a module, at a time when FSDP has not gathered its parameters."""
+        """Store the shards of a module. Call it while FSDP has not gathered its parameters."""
         for shard in self.name_shards(module):
             self._shards.setdefault(id(shard.tensor), shard)
 
     def name_shards(self, module: nn.Module) -> list[LocalShard]:
-        """Return the shards of an outermost module, by names that no other one has.
+        """Return the shards of an outermost module under unique names.
 
-        Where the second model of a script has names of the first, all of its names begin with `model1.`: models are
-        numbered by their first forward passes, which every run of the script makes in the same order.
+        If the second model of a script shares a name with the first, all of its names get the prefix
+        `model1.`. Models are numbered by their first forward passes, which have the same order in every run
+        of the script.
         """
         shards = list(parameters(module))
         number = next(place for place, root in enumerate(self.roots) if root is module)
@@ -66,9 +67,10 @@ class WatchedModel:
         return [replace(shard, name=prefix + shard.name) for shard in shards] if prefix else shards
 
     def name_modules(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return an outermost module and all below it, with the names that they have in the unwrapped model.
+        """Return an outermost module and all modules below it, with their names in the unwrapped model.
 
-        Of wrappers that have one name together the innermost one is returned, which is the module of the script.
+        Wrappers share the name of the module inside; only the innermost one, the script's own module, is
+        returned.
         """
         self.name_shards(module)
         prefix = self._prefixes[next(place for place, root in enumerate(self.roots) if root is module)]
@@ -76,15 +78,16 @@ class WatchedModel:
         return [(name.rstrip(".") or ROOT, each) for name, each in found.items()]
 
     def forget(self) -> None:
-        """Let go of all models, so that a script may free them."""
+        """Drop all references to models, so that a script may free them."""
         self.roots.clear()
         self._shards.clear()
         self._fragments.clear()
 
     def find_names(self, optimizer: Optimizer) -> None:
-        """Learn the shards of the optimizer's parameters; a parameter that no module has gets a name by its group.
+        """Find the shards of the optimizer's parameters; name a parameter outside all modules by its group.
 
-        FSDP1 makes other parameters of a model while it runs, so they are looked up again when one is unknown.
+        FSDP1 replaces parameters while it runs, so all modules are searched again if a parameter is
+        unknown.
         """
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if wanted <= self._shards.keys() | self._fragments.keys():
@@ -114,7 +117,7 @@ class WatchedModel:
     def shards_of(self, optimizer: Optimizer, number: int | None = None) -> list[LocalShard]:
         """Return the shards of an optimizer's parameters, or of one of its groups, each once.
 
-        A flat partition has several: `LocalShard.tensor` is then the partition.
+        A flat partition has several shards, whose `LocalShard.tensor` is the partition.
         """
         groups = optimizer.param_groups if number is None else [optimizer.param_groups[number]]
         found: list[LocalShard] = []
@@ -125,17 +128,17 @@ class WatchedModel:
 
 
 def hash_rows(tensor: Tensor) -> Tensor:
-    """Return a 64-bit hash of each row. Shapes: (rows, ...) of integers; returns (rows,) int64 on the CPU."""
+    """Return a 64-bit hash of each row. Shapes: (rows, ...) integers; returns (rows,) int64 on the CPU."""
     flat = tensor.detach().reshape(len(tensor), -1).to(torch.int64)
     places = torch.arange(flat.shape[1], device=flat.device)
     return hash_words(flat, places).sum(dim=1).cpu()
 
 
 def find_rows(frame: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the integer inputs (rows, ...) of the module call around a hook, with their names.
+    """Yield (name, tensor) of the integer inputs (rows, ...) of the module call around a hook.
 
-    A global hook of torch gets no keyword arguments, and models are called with them: they are read where torch
-    keeps them while it calls its hooks.
+    torch's global hooks do not receive keyword arguments, which models often use. They are read from the
+    frame in which torch holds them while it calls its hooks.
     """
     for _ in range(_FRAMES):
         if frame is None:
@@ -155,7 +158,7 @@ def _is_rows(value: object) -> bool:
 
 
 def find_dropout(module: nn.Module) -> Iterator[str]:
-    """Yield one text where modules of a model drop elements at random."""
+    """Yield a description of the active dropout modules, if a model has any."""
     active = [
         each for each in module.modules() if isinstance(each, _DropoutNd) and each.p > 0 and each.training
     ]
@@ -164,7 +167,7 @@ def find_dropout(module: nn.Module) -> Iterator[str]:
 
 
 def compute_dtype(inputs: tuple[Any, ...]) -> str:
-    """Return the narrow dtype that a module inside the model computes in, or nothing."""
+    """Return the 16-bit dtype that an inner module computes in, or an empty string."""
     for each in inputs:
         if isinstance(each, Tensor) and each.dtype in _NARROW:
             return str(each.dtype).removeprefix("torch.")

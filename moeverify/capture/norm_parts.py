@@ -1,4 +1,4 @@
-"""The parts of a gradient norm, and what it is when some of them are counted wrong. No torch."""
+"""The parts of a gradient norm, and the norms that result from counting some of them wrong. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from moeverify.results.script import NormFacts
 
-_SAME = 1e-4  # relative: ratios come from norms in the precision of the gradients
-_APART = 1e-2  # two answers whose predictions are nearer than this cannot be told apart
+_SAME = 1e-4  # relative; the ratios have the precision of the gradients
+_APART = 1e-2  # explanations whose predictions are closer than this are indistinguishable
 
 
 @dataclass(frozen=True)
 class NormParts:
-    """Sums of squares of gradients, each logical tensor once, with the numbers of tensors.
+    """Sums of squares of gradients, counting each logical tensor once, and numbers of tensors.
 
-    `replicated` is that of tensors which every rank has whole, `sharded` that of the others, and `local` the part of
-    `sharded` that one rank has.
+    `replicated` covers tensors that every rank holds whole, and `sharded` the others. `local` is the part
+    of `sharded` on one rank.
     """
 
     replicated: float
@@ -32,14 +32,14 @@ class NormParts:
         return math.sqrt(self.replicated + self.sharded)
 
     def list_errors(self, num_ranks: int) -> Iterator[tuple[NormFacts, float]]:
-        """Yield what may be counted wrong, with the norm that this gives as a multiple of the right one."""
+        """Yield possible counting errors, with the resulting norm as a multiple of the right one."""
         total = self.replicated + self.sharded
         if not total or not self.sharded:
             return
         local = NormFacts(part="local", num_tensors=self.num_sharded)
         yield local, math.sqrt((self.replicated + self.local) / total)
         if not self.replicated:
-            return  # the part is the whole, and any factor of it would fit
+            return  # all tensors are sharded: any wrong factor would fit
         ranks = float(num_ranks)
         for times in (ranks, 0.0, 1.0 / ranks):
             facts = NormFacts(part="replicated", times=times, num_tensors=self.num_replicated)
@@ -50,7 +50,7 @@ class NormParts:
 
 
 def choose_error(errors: Iterable[tuple[NormFacts, float]], ratio: float) -> NormFacts:
-    """Return the one error whose norm is `ratio` times the right one; `unknown` where none or several are."""
+    """Return the single error whose norm is `ratio` times the right norm; `unknown` for none or several."""
     candidates = [
         facts.model_copy(update={"residual": abs(predicted / ratio - 1), "ratio": ratio})
         for facts, predicted in errors
@@ -64,9 +64,9 @@ def choose_error(errors: Iterable[tuple[NormFacts, float]], ratio: float) -> Nor
 
 
 def find_shared_ratio(ratios: Iterable[float]) -> float | None:
-    """Return the ratio that at least half of all share, None where there is none.
+    """Return the ratio that at least half of `ratios` share, or None.
 
-    A gradient that is complete when the last backward pass ends is only scaled until the optimizer step.
+    Gradients that are complete after the last backward pass are only scaled until the optimizer step.
     """
     ordered = sorted(ratios)
     best: Sequence[float] = []

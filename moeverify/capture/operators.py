@@ -1,4 +1,4 @@
-"""Every operator of one optimizer step of a script, kept beside what else is recorded of a rank."""
+"""Recording of every operator of one optimizer step of a script, in files beside the rank's record."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _AGAIN = "record it with `moeverify watch --operators STEP`"
 
 
 class RankOperators(Record):
-    """The operators of a step of one rank.
+    """The operators of a step on one rank.
 
-    `taken` is that of `Listed`. `offsets` has for each operator where the values of its results begin in the other
-    file, None where they are not kept. Units: bytes.
+    `taken` is the field of `Listed`. `offsets` has, for each operator, the offset of each result's values
+    in the values file, or None if they are not stored. Units: bytes.
     """
 
     version: int
@@ -47,9 +47,9 @@ class RankOperators(Record):
 
 
 class StepOperators:
-    """Records the operators of one step, from its first forward pass to the end of the optimizer's step.
+    """A recorder of the operators of one step, from its first forward pass to the end of the optimizer step.
 
-    The values of a tensor of more than `limit` bytes are not kept.
+    Values of tensors larger than `limit` bytes are not stored.
     """
 
     def __init__(self, step: int, limit: int) -> None:
@@ -59,7 +59,7 @@ class StepOperators:
         self._is_over = False
 
     def begin(self, step: int, model: nn.Module, shards: Iterable[LocalShard]) -> None:
-        """Begin to record where this is the step, and it has not begun."""
+        """Begin recording if this is the step and recording has not begun yet."""
         if step != self.step or self._recorder is not None or self._is_over:
             return
         recorder = Recorder()
@@ -71,7 +71,7 @@ class StepOperators:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Record nothing while the block runs."""
+        """Record nothing while the context is open."""
         if self._recorder is None:
             yield
             return
@@ -79,9 +79,9 @@ class StepOperators:
             yield
 
     def end(self, folder: Path, rank: int, world_size: int) -> None:
-        """Stop, and write what was recorded.
+        """Stop, and write the recorded operators.
 
-        Raises: OSError when the disk refuses.
+        Raises: OSError when writing fails.
         """
         recorder = self._recorder
         self.stop()
@@ -107,7 +107,7 @@ def _write(listed: Listed, step: StepOperators, folder: Path, rank: int, world_s
                     continue
                 content = data.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 key = hashlib.blake2b(content, digest_size=16).digest()
-                if key not in places:  # many operators return what another has returned
+                if key not in places:  # many operators return the result of another one
                     places[key] = file.tell()
                     file.write(content)
                 found.append(places[key])
@@ -126,9 +126,10 @@ def _write(listed: Listed, step: StepOperators, folder: Path, rank: int, world_s
 
 
 def read_operators(folder: Path) -> tuple[int, list[Listed]]:
-    """Return the step whose operators a run has recorded, and those of all ranks.
+    """Return the recorded step of a run and the operators of all ranks.
 
-    Raises: FormatError where there are none, where ranks are missing, or where a file is damaged.
+    Raises: FormatError when operators or ranks are missing, when ranks have different steps, or when a file
+    is damaged.
     """
     if not folder.is_dir():
         raise FormatError(
@@ -173,7 +174,7 @@ def _read(path: Path) -> RankOperators:
 
 
 def _load(folder: Path, kept: RankOperators) -> Listed:
-    """Return the operators of a rank with their values, which are read when they are looked at."""
+    """Return the operators of a rank with their values."""
     path = folder / VALUES_FILE.format(rank=kept.rank)
     values = _map(path)
     data: list[Sequence[Tensor | None]] = []
@@ -188,7 +189,7 @@ def _load(folder: Path, kept: RankOperators) -> Listed:
             elif values is None or not 0 <= offset <= len(values) - count * dtype.itemsize:
                 raise FormatError(f"{path}: damaged at operator {place}: it ends too early", _AGAIN)
             else:
-                # A copy: offsets of bytes need not be multiples of the size of an element.
+                # Copy the bytes: an offset need not be a multiple of the element size.
                 raw = bytearray(values[offset : offset + count * dtype.itemsize])
                 found.append(torch.frombuffer(raw, dtype=dtype).reshape(result.shape))
         data.append(found)

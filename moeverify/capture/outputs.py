@@ -1,8 +1,8 @@
-"""Inputs and outputs of a model's modules, row by row of the global batch.
+"""Inputs and outputs of a model's modules, by row of the global batch.
 
-What a rank computes for a row of the batch does not depend on which rows lie in the same forward pass. So a tensor is
-kept as (rows, positions, ...) together with the hashes of the rows that the model was called with, and compared with
-what another run computed for the same rows, however these are spread over ranks and passes.
+The result for a row of the batch does not depend on the other rows in the forward pass. A tensor is
+therefore stored as (rows, positions, ...) with the hashes of the model's input rows. It is compared with
+another run's result for the same rows, whatever the distribution of rows over ranks and passes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from moeverify.layout.placement import is_partial, local_part, region_of
 from moeverify.layout.region import Region
 from moeverify.layout.unseen import unseen
 
-Sizes = tuple[int, int]  # rows and positions of the tokens in a forward pass
+Sizes = tuple[int, int]  # rows and positions of the tokens of a forward pass
 
 
 class ModuleOutputs:
-    """Keeps the first tensor that goes into each module, and the first that comes out.
+    """A recorder of the first tensor that goes into each module and the first that comes out.
 
-    Something is kept after `begin` and before `end` only. `fail` is called with what goes wrong, since nothing may
-    be raised into the script.
+    It records only between `begin` and `end`. Exceptions are passed to `fail`, since none may reach the
+    script.
     """
 
     def __init__(
@@ -50,23 +50,23 @@ class ModuleOutputs:
         self._kept: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}  # -> offset of equal values
 
     def watch(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """Hook modules, which are given with their names."""
+        """Hook modules, given as (name, module)."""
         for name, module in modules:
             enter, leave = self._make_hooks(name)
-            # What the caller gives, before a layout distributes it, and what the caller gets.
+            # The input before a layout distributes it, and the output that the caller receives.
             self._handles.append(
                 module.register_forward_pre_hook(unseen(enter), prepend=True, with_kwargs=True)
             )
             self._handles.append(module.register_forward_hook(unseen(leave)))
 
     def begin(self, step: int, forward: int, sizes: Sizes | None) -> None:
-        """Begin a forward pass over tokens (rows, positions); nothing is kept where these are not known."""
+        """Begin a forward pass over tokens (rows, positions). If `sizes` is None, nothing is recorded."""
         self._step, self._forward, self._sizes, self._is_turned = step, forward, sizes, False
         self._calls.clear()
         self._kept.clear()
 
     def end(self) -> None:
-        """Keep nothing more before the next `begin`: an evaluation begins, or the recording is over."""
+        """Stop recording until the next `begin`, for an evaluation or at the end of the recording."""
         self._sizes = None
 
     def remove(self) -> None:
@@ -87,8 +87,8 @@ class ModuleOutputs:
         return enter, leave
 
     def _keeps(self) -> bool:
-        # Within a backward pass a checkpointed part is computed again. A compiler would take all this for the model.
-        # A child that was forked has the files of its parent.
+        # Skip recomputations in backward passes, and hooks that a compiler would trace as part of the
+        # model. Skip forked children, which share their parent's files.
         if torch.compiler.is_compiling() or self._sizes is None or os.getpid() != self._pid:
             return False
         return not is_in_backward()
@@ -143,13 +143,13 @@ class ModuleOutputs:
 def split_rows(
     local: Tensor, region: Region, sizes: Sizes, *, is_turned: bool = False
 ) -> tuple[Tensor, Region] | None:
-    """Return what a rank has of a module's tensor as (rows, positions, ...), with the region of it.
+    """Return a module's local tensor as (rows, positions, ...) with its region, or None.
 
-    None where the tensor is none of the tokens in the order of the batch, such as tokens that were dispatched.
-    `is_turned` says that the model computes with positions before rows, as Megatron does: a flattened batch then
+    None means that the tensor does not have the batch's tokens in order, for example after a dispatch.
+    `is_turned` is true for a model with positions before rows, such as Megatron. A flattened batch then
     begins with the first position of every row.
-    Shapes: `region.shape` is (rows, positions, ...), (positions, rows, ...) or (rows * positions, ...); under
-    sequence parallelism the positions of a plain tensor are fewer.
+    Shapes: `region.shape` is (rows, positions, ...), (positions, rows, ...) or (rows * positions, ...).
+    Under sequence parallelism a plain tensor has fewer positions.
     """
     num_rows, num_positions = sizes
     shape = region.shape
@@ -180,7 +180,7 @@ def _turn(region: Region) -> Region:
 
 
 def choose_stride(size: int, limit: int) -> int:
-    """Return the power of two such that every so manieth position of a tensor stays below a limit. Units: bytes."""
+    """Return the smallest power of two, as a stride of positions, that reduces `size` to `limit` bytes."""
     stride = 1
     while size > limit * stride:
         stride *= 2
@@ -188,7 +188,7 @@ def choose_stride(size: int, limit: int) -> int:
 
 
 def find_tensor(value: Any, *, floating: bool = True) -> Tensor | None:
-    """Return the first tensor of real numbers in a value, or of integers: alone, in a sequence, or in a mapping."""
+    """Return the first real or integer tensor of a value, which may be a tensor, a sequence or a mapping."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() is floating and not value.is_meta else None
     values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()

@@ -1,4 +1,4 @@
-"""Writing what a rank records, so that whatever was written stays usable."""
+"""Output files of a rank's record, usable up to any interruption."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _ALIGNMENT = 8
 
 
 class RankFile:
-    """The two files of a rank. A line is written when its bytes are, so a cut-off file has no line without them."""
+    """The two files of a rank. A line is written after its bytes, so every line in the file has its data."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # "x": a second process of the same rank (a script that trains in a subprocess) must not overwrite the first.
+        # Mode "x": another process of the same rank, such as a training subprocess, must not overwrite the
+        # files.
         self._lines = (folder / RANK_FILE.format(rank=rank)).open("xb")
         self._data = (folder / DATA_FILE.format(rank=rank)).open("wb")
         self._offset = 0
@@ -27,16 +28,16 @@ class RankFile:
     def add(self, line: Record) -> None:
         """Append a line.
 
-        Raises: OSError when the disk refuses.
+        Raises: OSError when writing fails.
         """
         self._data.flush()
         self._lines.write(line.model_dump_json(exclude_defaults=False).encode() + b"\n")
         self._lines.flush()
 
     def keep(self, local: Tensor) -> int:
-        """Append the values of a tensor and return where they begin. Units: bytes.
+        """Append the values of a tensor and return their offset. Units: bytes.
 
-        Raises: OSError when the disk refuses.
+        Raises: OSError when writing fails.
         """
         offset = self._offset
         content = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -45,7 +46,7 @@ class RankFile:
         return offset
 
     def close(self) -> None:
-        """Close both files; what the disk refuses now was not written before either."""
+        """Close both files and ignore errors of the disk."""
         for file in (self._data, self._lines):
             try:
                 file.close()

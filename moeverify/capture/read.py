@@ -1,4 +1,4 @@
-"""Reading what a run has recorded."""
+"""Reading of recorded runs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from moeverify.layout.observer import INITIAL
 from moeverify.layout.region import Region
 
 Key = tuple[int, str, str]  # step, kind, name
-_MOST_BYTES = 1 << 32  # of the lines; tensors are in a file of their own
+_MOST_BYTES = 1 << 32  # of the lines; tensors have their own file
 
 
 @dataclass
 class RankRecord:
-    """What one rank has recorded; `end` is None where it was cut off."""
+    """The record of one rank; `end` is None if the rank was interrupted."""
 
     header: Header
     folder: Path
@@ -53,7 +53,7 @@ class RankRecord:
     outputs: list[Output] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     end: End | None = None
-    _verified: set[int] = field(default_factory=set)  # ids of the lines whose hash was compared
+    _verified: set[int] = field(default_factory=set)  # ids of the lines whose hash was checked
 
     @property
     def rank(self) -> int:
@@ -62,23 +62,23 @@ class RankRecord:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Return the recorded steps that are complete: the optimizer's update is there."""
+        """Return the complete recorded steps, i.e. those with the optimizer's update."""
         return sorted({step for step, kind, _ in self.values if kind == "update"})
 
     def read(self, line: Values) -> Tensor | None:
-        """Return the local values of a tensor, None where only a sketch of them was kept, or nothing.
+        """Return the local values of a tensor, or None if its values are not stored.
 
-        Raises: FormatError where they are not those that were written.
+        Raises: FormatError when the values do not match their hash.
         """
         if line.offset is None:
             return None
         return self._load(line, line.offset, make_region(line.where).local_shape)
 
     def read_output(self, line: Output) -> Tensor:
-        """Return what a rank has of a module's input or output.
+        """Return this rank's part of a module's input or output.
 
         Shapes: (rows, positions / stride, ...).
-        Raises: FormatError where it is not what was written.
+        Raises: FormatError when the values do not match their hash.
         """
         rows, positions, *rest = make_region(line.where).local_shape
         return self._load(line, line.offset, (rows, -(-positions // line.stride), *rest))
@@ -92,7 +92,7 @@ class RankRecord:
         else:
             local = torch.frombuffer(self.data, dtype=dtype, count=numel, offset=offset).reshape(shape)
         if id(line) not in self._verified:
-            # A bit that a disk has flipped would be a difference of the user's layout.
+            # Without this check, a bit flipped on disk would appear as an error of the user's layout.
             if int(fingerprint_bits(local)) != line.bits:
                 raise self._explain_damage(line, "its hash is another")
             self._verified.add(id(line))
@@ -106,16 +106,16 @@ class RankRecord:
 
 @dataclass
 class RecordedRun:
-    """The ranks of a run, in their order."""
+    """The ranks of a run, in order."""
 
     folder: Path
     ranks: Sequence[RankRecord]
 
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
-        """Return the run in a folder.
+        """Read the run in a folder.
 
-        Raises: FormatError where there is none, or where ranks of it are missing.
+        Raises: FormatError when the folder has no recorded rank, or when ranks are missing.
         """
         if not folder.is_dir():
             raise FormatError(
@@ -149,13 +149,13 @@ class RecordedRun:
 
     @cached_property
     def num_steps(self) -> int | None:
-        """Return the number of optimizer steps that the script made, None where a rank was cut off."""
+        """Return the number of optimizer steps of the script, or None if a rank was interrupted."""
         ends = [rank.end for rank in self.ranks]
         return min((end.num_steps for end in ends if end is not None), default=None) if all(ends) else None
 
     @cached_property
     def names(self) -> list[str]:
-        """Return the names of all parameters that an optimizer had, in the order of the first rank that has them."""
+        """Return the names of all parameters of optimizers, in the order of the first rank that has them."""
         return list(
             dict.fromkeys(
                 name for rank in self.ranks for _, kind, name in rank.values if kind == "initial_weight"
@@ -164,7 +164,7 @@ class RecordedRun:
 
     @cached_property
     def ambiguous(self) -> list[str]:
-        """Return the plain tensors of one name that differ between ranks from the start: parts of something."""
+        """Return the names of plain tensors whose initial values differ between ranks: unknown parts."""
         return [name for name in self.names if not self._is_whole(name)]
 
     def _is_whole(self, name: str) -> bool:
@@ -173,16 +173,16 @@ class RecordedRun:
         return len({(line.where.shape, line.bits) for line in plain}) < 2
 
     def find(self, key: Key) -> Iterator[tuple[RankRecord, Values]]:
-        """Yield what each rank has of a logical tensor."""
+        """Yield each rank's record of a logical tensor, with the rank."""
         for rank in self.ranks:
             line = rank.values.get(key)
             if line is not None:
                 yield rank, line
 
     def read_whole(self, kind: str, name: str, step: int = INITIAL) -> Tensor | None:
-        """Return a logical tensor, put together from all ranks; None where it is not known as a whole.
+        """Return a logical tensor assembled from all ranks, or None if a part of it is unknown.
 
-        Where ranks have different values of one region, those of the first rank count.
+        If ranks have different values for one region, those of the first rank are used.
         """
         if name in self.ambiguous:
             return None
@@ -202,13 +202,13 @@ class RecordedRun:
 
 
 def _read_rank(path: Path) -> RankRecord | None:
-    """Return the record of a rank; None of a file that has nothing yet."""
+    """Return the record of a rank, or None for an empty file."""
     record: RankRecord | None = None
     try:
         lines = read_input(path, _MOST_BYTES).split(b"\n")
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror}", "record it again") from error
-    for number, text in enumerate(lines[:-1], 1):  # the last one is empty, or was cut off
+    for number, text in enumerate(lines[:-1], 1):  # the last line is empty or incomplete
         try:
             line = LINES.validate_json(text)
         except ValidationError as error:
@@ -234,7 +234,7 @@ def _read_rank(path: Path) -> RankRecord | None:
 
 
 def _find_problem(line: Values | Output) -> str:
-    """Return what no recorder writes, or nothing: a type, a region or a place in the data that cannot be."""
+    """Return the problem of a line with an impossible type, region or offset, or an empty string."""
     if line.offset is not None and not isinstance(getattr(torch, line.dtype, None), torch.dtype):
         return f"dtype: {line.dtype!r} is none of torch"
     if line.offset is not None and line.offset < 0:
@@ -283,12 +283,12 @@ def _map(path: Path) -> mmap.mmap | None:
     if not path.is_file() or not path.stat().st_size:
         return None
     with open_input(path) as file:
-        # A private copy of each page that is written: torch warns of memory that it must not write to.
+        # Copy-on-write pages: torch warns about read-only memory.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_region(run: RecordedRun, key: Key, region: Region) -> Tensor | None:
-    """Return a region of a logical tensor of a run."""
+    """Return a region of a logical tensor of a run, or None if the tensor is unknown or has another shape."""
     step, kind, name = key
     whole = run.read_whole(kind, name, step)
     return None if whole is None or tuple(whole.shape) != region.shape else region.take(whole)

@@ -1,4 +1,4 @@
-"""The recorder of one process: it hears of forward passes, backward passes and optimizer calls, and writes lines."""
+"""The recorder of one process, which receives forward, backward and optimizer calls and writes lines."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _MOST_ROWS = 4096
 
 
 class Recorder(ModelListener):
-    """Records the optimizer steps that the settings name."""
+    """A recorder of the optimizer steps in the settings."""
 
     def __init__(self, settings: Settings, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
         self.settings = settings
         self.step = 0
         self._file: RankFile | None = None
-        # By the optimizer itself: one that is made after another is gone may have its id.
+        # Keyed by the optimizer itself: the id of a deleted optimizer may be reused.
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._before: dict[int, Tensor] = {}  # id of the parameter -> its value before the step
         self._norms: dict[
             int, float
-        ] = {}  # id of the parameter -> norm of its gradient after the last backward
-        self._forwards = (0, 0)  # step, and the number of its forward passes that train
+        ] = {}  # id of the parameter -> norm of its gradient after the last backward pass
+        self._forwards = (0, 0)  # step, and number of its training forward passes
         self._outputs = ModuleOutputs(self._open, settings.limit, self.fail) if settings.outputs else None
         self._operators: StepOperators | None = None
         if settings.operators is not None:
@@ -59,19 +59,20 @@ class Recorder(ModelListener):
             self._operators = StepOperators(settings.operators, settings.limit)
             self.unseen = self._operators.unseen
         self._has_initial: set[tuple[int, str]] = set()
-        self._stepped: set[int] = set()  # ids of parameters, which the model keeps alive
+        self._stepped: set[int] = set()  # ids of parameters that the model keeps alive
         atexit.register(self.close)
 
-    # What hooks call -----------------------------------------------------------------------------------------
+    # Calls from hooks
+    # -----------------------------------------------------------------------------------------
 
     @safely
     def note_call(self, label: str) -> None:
-        """Keep a call of the training loop."""
+        """Record a call of the training loop."""
         self._add_call(label)
 
     @safely
     def after_backward(self, roots: Sequence[Tensor]) -> None:
-        """Keep the call with its loss, and the norms that the gradients have now."""
+        """Record the call with its loss, and keep the current norms of the gradients."""
         losses = tuple(float(root) for root in roots if is_number(root)) if self._records() else ()
         self._add_call("backward", losses=losses)
         if self._records():
@@ -79,20 +80,20 @@ class Recorder(ModelListener):
 
     @safely
     def before_zero_grad(self) -> None:
-        """Keep the call, and how large the gradients are that it throws away."""
+        """Record the call and the norm of the gradients that it discards."""
         norms = self.measure_gradients().values() if self._records() else ()
         self._add_call("zero_grad", discarded=sum(norm**2 for norm in norms) ** 0.5)
 
     @safely
     def after_clip(self, label: str, norm: object, limit: object) -> None:
-        """Keep the call, with the norm that it found."""
+        """Record the call with its norm and limit."""
         found = None if norm is None else to_float(norm)
         most = None if limit is None else to_float(limit)
         self._add_call(label, norm=found, max_norm=most)
 
     @safely
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Keep what the optimizer gets, and what its parameters are."""
+        """Record gradients, options and initial weights of the optimizer."""
         step = self._find_step(optimizer)
         self.step = max(self.step, step)
         self._add_call("optimizer step")
@@ -117,7 +118,7 @@ class Recorder(ModelListener):
 
     @safely
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Keep the updates; after the last step that is recorded, stop."""
+        """Record the updates; after the last step of the settings, stop."""
         step = self._find_step(optimizer)
         if self.settings.includes(step):
             for shard in self.model.shards_of(optimizer):
@@ -128,24 +129,25 @@ class Recorder(ModelListener):
             for shard in self.model.shards_of(optimizer):
                 self._before.pop(id(shard.tensor), None)
         if self._operators is not None and step == self._operators.step:
-            self._open()  # the folder may not be there yet
+            self._open()  # creates the folder if needed
             self._operators.end(self.settings.out, *self.find_rank())
         self._steps[optimizer] = step + 1
         self.step = max(self.step, step + 1)
         if min(self._steps.values()) > self.settings.last:
             self.close()
 
-    # How it ends ---------------------------------------------------------------------------------------------
+    # End
+    # ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Write the last line and stop."""
-        # A child that was forked, such as a worker of a data loader, has the files of its parent.
+        # A forked child, such as a data loader worker, shares its parent's files.
         if not self.is_active or os.getpid() != self.pid:
             return
         self._stop()
         if self.model.roots:
             try:
-                # Also where no step was to be recorded: who reads the folder learns how many the script made.
+                # Also without recorded steps: the line has the script's number of steps.
                 self._open().add(End(num_steps=self.step))
             except OSError as error:
                 _warn(f"the last line was not written: {error}")
@@ -154,12 +156,12 @@ class Recorder(ModelListener):
         self.model.forget()
 
     def fail(self, error: Exception) -> None:
-        """Stop recording, and say why; what was written stays usable."""
+        """Stop recording and report why. Lines that were written stay usable."""
         self._stop()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         _warn(f"recording stopped at step {self.step}: {type(error).__name__}: {reason}; the script goes on")
         if self._file is not None:
-            with suppress(OSError):  # the same disk
+            with suppress(OSError):  # may be the same disk error
                 self._file.add(Note(about="stopped", text=f"{type(error).__name__}: {reason}"))
             self._file.close()
 
@@ -172,7 +174,8 @@ class Recorder(ModelListener):
         if self._operators is not None:
             self._operators.stop()
 
-    # What is kept --------------------------------------------------------------------------------------------
+    # Recorded data
+    # --------------------------------------------------------------------------------------------
 
     @safely
     def enter_model(self, module: nn.Module, frame: Any, trains: bool) -> None:
@@ -196,12 +199,12 @@ class Recorder(ModelListener):
             self._operators.begin(self.step, module, self.model.name_shards(module))
 
     def take_model(self, module: nn.Module) -> None:
-        """Take a model that is seen for the first time."""
+        """Register a model, and prepare it if it is new."""
         if self.model.add(module):
             self._prepare(module)
 
     def _prepare(self, module: nn.Module) -> None:
-        """Put other weights into a model that is seen for the first time, and note what draws random numbers."""
+        """Load or nudge the weights of a new model as requested, hook its modules, and note its dropout."""
         self.on_model()
         if self.settings.weights is not None:
             from moeverify.capture.weights import load_weights
@@ -238,10 +241,10 @@ class Recorder(ModelListener):
             self._open().add(Note(about="dtype", text=narrower))
 
     def _find_step(self, optimizer: Optimizer) -> int:
-        """Return the number of the step that an optimizer is about to make, or has just made.
+        """Return the number of the optimizer's current step.
 
-        Two optimizers that step one after the other begin with step 0 together. One that comes later than that, with
-        a model that is built a second time or for one that was trained before, begins with the next step.
+        Two optimizers that step in turn both begin with step 0. An optimizer that first steps later begins
+        with the next step. This happens if a model is built again, or after another one was trained.
         """
         if optimizer not in self._steps:
             groups = [group["params"] for group in optimizer.param_groups]
@@ -253,11 +256,12 @@ class Recorder(ModelListener):
         for shard in self.model.shards_of(optimizer):
             if (id(shard.tensor), shard.name) not in self._has_initial:
                 self._has_initial.add((id(shard.tensor), shard.name))
-                # Whole whatever the limit: places are found by these values, and other runs load them.
+                # Whole tensors despite the limit: they locate shards by value, and other runs may load
+                # them.
                 keep_tensor(self._open(), sys.maxsize, INITIAL, Kind.INITIAL_WEIGHT, shard, shard.tensor)
 
     def _keep_state(self, optimizer: Optimizer, step: int, shard: LocalShard) -> None:
-        """Keep what an optimizer has of a parameter's shape: moments, but no step counters or factored moments."""
+        """Record state in the parameter's shape: moments, but no step counters or factored moments."""
         for key, value in optimizer.state.get(shard.tensor, {}).items():
             if isinstance(value, Tensor) and value.shape == shard.tensor.shape and value.is_floating_point():
                 named = replace(shard, name=f"{shard.name}.{key}")

@@ -1,4 +1,4 @@
-"""What `moeverify watch` asks of the processes that it starts. No torch."""
+"""Settings that `moeverify watch` passes to its processes. No torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Literal
 from moeverify.results.record import Record
 
 VARIABLE = "MOEVERIFY_WATCH"
-"""The environment variable that carries the settings, as JSON, to every process of the script."""
+"""The environment variable with the settings, as JSON, for every process of the script."""
 
 RANK_FILE = "rank{rank}.jsonl"
 DATA_FILE = "rank{rank}.bin"
 
 
 class Settings(Record):
-    """What to record, and where.
+    """Settings of a recording. Steps are optimizer steps, counted from 0.
 
-    Optimizer steps `first` to `last` are recorded, counted from 0. A tensor of which a rank has more than `limit`
-    bytes is kept as a sketch. `weights` is the folder of a run whose initial weights are put into the model. `nudge`
-    moves every initial weight by one unit of rounding, with signs of that seed: a second run of one device then
-    shows how far rounding alone moves everything. The unit is that of `nudge_dtype`, in which the script computes, or
-    else of the weights. `outputs` records what goes into modules and comes out of them, `operators` every operator of
-    that step.
+    - `out`: folder of the run.
+    - `first`, `last`: range of recorded steps, inclusive.
+    - `limit`: a local tensor with more bytes is stored as a sketch.
+    - `weights`: folder of a run whose initial weights are loaded into the model.
+    - `seed`: seed of the generators of torch, NumPy and Python.
+    - `nudge`: seed of signs by which every initial weight moves by one unit of rounding. A second run of
+      one device then shows the effect of rounding alone. The unit is that of `nudge_dtype`, the dtype that
+      the script computes in, or else that of the weights.
+    - `outputs`: record the inputs and outputs of modules.
+    - `operators`: step whose operators are all recorded.
     """
 
     out: Path

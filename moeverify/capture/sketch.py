@@ -1,4 +1,4 @@
-"""A few numbers that stand for a tensor too large to keep, and that add up over its regions."""
+"""A few numbers that summarize a tensor too large to store, and add up over its regions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CHUNK = 1 << 20
 
 
 def sketch(local: Tensor, region: Region) -> list[float]:
-    """Return the projections of a region on fixed vectors of random signs, one sign for each global index.
+    """Return the projections of a region on fixed random sign vectors, with one sign per global index.
 
-    The mean square of the difference of two tensors' projections estimates the square of the norm of their
-    difference: with 16 of them to about a third. Shapes: `local` is `region.local_shape`; 16 numbers.
+    The mean square difference of two tensors' projections estimates the squared norm of their difference,
+    with 16 projections to about a third. `local` has shape `region.local_shape`; the result has 16 numbers.
     """
     places = region.flat_index(local.device).reshape(-1)
     values = local.reshape(-1)

@@ -1,4 +1,4 @@
-"""Starting the recording of this process."""
+"""Start of the recording in this process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moeverify.capture.settings import Settings
 
 
 def start(text: str, rank: str | None = None, world_size: str | None = None) -> Recorder:
-    """Record what this process trains from now on, and return the recorder.
+    """Record the training of this process from now on, and return the recorder.
 
-    `text` are the settings as JSON; `rank` and `world_size` what the launcher says, for processes that record before
-    they have a process group.
+    `text` has the settings as JSON. `rank` and `world_size` come from the launcher and are used until a
+    process group exists.
     """
     settings = Settings.model_validate_json(text)
     if settings.seed is not None:
@@ -26,7 +26,7 @@ def start(text: str, rank: str | None = None, world_size: str | None = None) -> 
 
 
 def seed_all(seed: int) -> None:
-    """Seed what torch, NumPy and Python draw from; a script that seeds itself later has the last word."""
+    """Seed the generators of torch, NumPy and Python. A script may seed them again later."""
     import numpy as np
 
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""A tensor of a rank as a line: where it is in the logical tensor, its values or a sketch of them."""
+"""Lines for a rank's tensors: their region in the logical tensor, and their values or a sketch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def keep_tensor(
     *,
     before: float | None = None,
 ) -> None:
-    """Write what this rank has of a logical tensor: `tensor` is the parameter, its gradient, or a local change.
+    """Write this rank's part of a logical tensor: a parameter, its gradient, or a local change.
 
-    Units: `limit` in bytes; what is larger is kept as a sketch.
+    A part larger than `limit` bytes is stored as a sketch; None is recorded as absent. `before` is the norm
+    of a gradient after the last backward pass.
     """
     is_placed = isinstance(shard.tensor, DTensor) or shard.region.flat is not None
     where = describe_region(shard.region)
@@ -54,7 +55,7 @@ def keep_tensor(
 
 
 def describe_region(region: Region) -> Where:
-    """Return a region as data."""
+    """Convert a region to a record."""
     if region.flat is not None:
         return Where(shape=region.shape, flat=Span(start=region.flat.start, stop=region.flat.stop))
     dims = (
@@ -65,7 +66,7 @@ def describe_region(region: Region) -> Where:
 
 
 def make_region(where: Where) -> Region:
-    """Return the region that `describe_region` described."""
+    """Convert a record from `describe_region` to a region."""
     if where.flat is not None:
         return Region.run(where.shape, where.flat.start, where.flat.stop)
     dims = [range(dim.start, dim.stop) if isinstance(dim, Span) else dim for dim in where.dims]

@@ -1,4 +1,4 @@
-"""The initial weights of a model, taken from another run or moved by a unit of rounding."""
+"""Initial weights from another run, or moved by a unit of rounding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moeverify.results.checks import Kind
 
 @torch.no_grad()
 def load_weights(shards: Sequence[LocalShard], folder: Path, rank: int, world_size: int) -> None:
-    """Put the initial weights that a run has recorded into the shards of a model, by logical name and region.
+    """Load the initial weights of a recorded run into a model's shards, by logical name and region.
 
-    A plain tensor that is smaller than the recorded one along one dim is taken for the part of its rank, the ranks
-    in order.
+    A plain tensor that is smaller than the recorded one along one dim is taken as one of equal parts, in
+    rank order.
 
-    Raises: FormatError with every parameter that has no value there; the model is then as it was.
+    Raises: FormatError with every parameter without a recorded value. The model is then unchanged.
     """
     run = RecordedRun.read(folder)
     found: list[tuple[LocalShard, torch.Tensor]] = []
@@ -46,9 +46,9 @@ def load_weights(shards: Sequence[LocalShard], folder: Path, rank: int, world_si
 def nudge_weights(shards: Sequence[LocalShard], seed: int, dtype: torch.dtype | None = None) -> None:
     """Move every weight by one unit of rounding, up or down by a hash of its global index.
 
-    The unit is the distance of 1.0 to the next larger number of the weight's own dtype. Of a narrower `dtype` that
-    the script computes in it is the largest error of one rounding, half of that distance: a weight is rounded each
-    time that it is used, by up to so much.
+    The unit is relative: the distance from 1.0 to the next larger number in the weight's dtype. If the
+    script computes in a narrower `dtype`, it is the largest error of one rounding to that dtype, half of
+    such a distance. A weight is rounded by up to that much each time it is used.
     """
     for shard in shards:
         local = shard.local()
@@ -63,7 +63,7 @@ def nudge_weights(shards: Sequence[LocalShard], seed: int, dtype: torch.dtype | 
 
 
 def _place(shard: LocalShard, shape: tuple[int, ...], rank: int, world_size: int) -> Region | None:
-    """Return the region of a recorded tensor that belongs into a shard, None where that is not known."""
+    """Return the region of a recorded tensor that a shard holds, or None if it is unknown."""
     own = shard.region.shape
     if own == shape:
         return shard.region

@@ -1,7 +1,7 @@
-"""Where the parameters of a model lie in the flat partitions that DeepSpeed's ZeRO gives to the optimizer.
+"""Location of a model's parameters in the flat partitions that DeepSpeed ZeRO gives to the optimizer.
 
-Stages 1 and 2 concatenate the parameters of a group, and each rank steps one part of that in float32. DeepSpeed
-leaves at each parameter which elements of it are in the part of this rank:
+ZeRO stages 1 and 2 concatenate the parameters of a group, and each rank updates one part in float32.
+DeepSpeed stores at each parameter which elements are in this rank's part:
 https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/tensor_fragment.py
 """
 
@@ -17,9 +17,9 @@ from moeverify.layout.region import Region
 
 
 def find_fragments(partition: Tensor, shards: Sequence[LocalShard]) -> Iterator[LocalShard]:
-    """Yield the part of each parameter that lies in a flat partition; none where it is no partition of ZeRO.
+    """Yield the part of each parameter in a flat partition; nothing if it is not a ZeRO partition.
 
-    Shapes: `partition` is (elements of all parameters of a group / ranks), padded at its end.
+    Shapes: `partition` is (elements of all parameters of a group / ranks,), padded at its end.
     """
     storage = partition.untyped_storage().data_ptr()
     for shard in shards:

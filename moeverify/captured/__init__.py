@@ -1,1 +1,1 @@
-"""The comparison of two recorded runs of a training script: what must be equal first, then the first difference."""
+"""Comparison of two recorded runs of a training script: required equalities, then the first difference."""

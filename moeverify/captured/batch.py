@@ -1,4 +1,4 @@
-"""Whether both runs saw the same global batch at every step."""
+"""Check that both runs saw the same global batch at every step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moeverify.results.script import BatchFacts, ScriptCheck
 
 
 def find_other_rows(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -> Iterator[Finding]:
-    """Yield a finding for each step and input of the model of which the runs saw other rows.
+    """Yield a finding for each step and model input whose rows differ between the runs.
 
-    Ranks with exactly the same rows count once: they share the work on them (tensor or expert parallelism).
+    Ranks with identical rows count once: they share the work on them (tensor or expert parallelism).
     """
     for step in steps:
         for name in _list_inputs(expected, step):
             wanted, found = _global_rows(expected, step, name), _global_rows(actual, step, name)
-            # Rows of other lengths (context parallelism) or unnamed inputs cannot be held against each other.
+            # Rows of other lengths (context parallelism) or of unnamed inputs are not comparable.
             if (
                 wanted
                 and found
@@ -30,7 +30,7 @@ def find_other_rows(expected: RecordedRun, actual: RecordedRun, steps: list[int]
 
 
 def count_inputs(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -> int:
-    """Return how many inputs of steps were compared."""
+    """Return the number of compared model inputs over all steps."""
     return sum(
         bool(_global_rows(actual, step, name)) and _shape(expected, step, name) == _shape(actual, step, name)
         for step in steps
@@ -39,10 +39,10 @@ def count_inputs(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -
 
 
 def find_other_passes(expected: RecordedRun, actual: RecordedRun, step: int) -> OtherPasses | None:
-    """Return how the forward passes of a step differ, None where both runs put the same rows into one pass.
+    """Return the difference between the forward passes of a step, or None if each pass has the same rows.
 
-    A loss that is a mean over rows does not depend on it. A router's balance loss does: it multiplies two means over
-    the tokens of one pass.
+    A loss that is a mean over rows does not depend on the passes. A router's balance loss does, since it
+    multiplies two means over the tokens of one pass.
     """
     for name in _list_inputs(expected, step):
         is_alike = _global_rows(expected, step, name) == _global_rows(actual, step, name)
@@ -54,7 +54,7 @@ def find_other_passes(expected: RecordedRun, actual: RecordedRun, step: int) -> 
 
 
 def _list_passes(run: RecordedRun, step: int, name: str) -> Counter[tuple[int, ...]]:
-    """Return the rows of each forward pass, in any order; ranks that share the work on their rows count once."""
+    """Return the sorted rows of each forward pass with multiplicity; ranks with identical rows count once."""
     distinct = {
         _all_rows(rank, step): [
             tuple(sorted(row.rows)) for row in rank.rows if (row.step, row.name) == (step, name)
@@ -73,7 +73,7 @@ def _rows_of(rank: RankRecord, step: int, name: str) -> tuple[int, ...]:
 
 
 def _global_rows(run: RecordedRun, step: int, name: str) -> Counter[int]:
-    # By all inputs together: the rows of an attention mask are alike on every rank, whatever the tokens are.
+    # Identify ranks by all inputs together: the rows of an attention mask are often equal on every rank.
     distinct = {_all_rows(rank, step): _rows_of(rank, step, name) for rank in run.ranks}
     return Counter(value for rows in distinct.values() for value in rows)
 

@@ -1,4 +1,4 @@
-"""The order in which a training loop calls the optimizer, and what of it is wrong."""
+"""Check of the order in which a training loop calls the optimizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 
 
 def find_wrong_calls(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -> Iterator[Finding]:
-    """Yield a finding for each rule that the calls of `actual` break, at the first step where they do.
+    """Yield a finding for each rule that the calls of `actual` break, at the first step that breaks it.
 
-    What a rule forbids is wrong in any run. Numbers of calls are compared with the other run only where both call at
-    all, and never those of forward and backward passes: ranks may have other micro-batches than one device.
+    A broken rule is an error in any run. Numbers of calls are compared only if both runs make such calls.
+    Numbers of forward and backward passes are never compared: ranks may have other micro-batches than one
+    device.
     """
     for rule in _RULES:
-        # What is called after an optimizer step counts to the next one, so the first has less than a whole round.
+        # Calls after an optimizer step belong to the next step, so the first step lacks a part of its
+        # calls.
         counted = steps[1:] if rule is CallRule.SCHEDULER and len(steps) > 1 else steps
         found = next((each for step in counted for each in _test(rule, expected, actual, step)), None)
         if found is not None:
@@ -28,7 +30,8 @@ def find_wrong_calls(expected: RecordedRun, actual: RecordedRun, steps: list[int
 
 def _test(rule: CallRule, expected: RecordedRun, actual: RecordedRun, step: int) -> Iterator[Finding]:
     for rank in actual.ranks:
-        # Several optimizers share a backward pass, and zero what another one's loss has left in their gradients.
+        # Several optimizers share a backward pass, and zero gradients that another optimizer's loss has
+        # left.
         if rule in _OF_ONE_OPTIMIZER and not _has_one_optimizer(rank, step):
             continue
         if rule is CallRule.EMPTIED and _has_gradients(rank, step):
@@ -54,7 +57,7 @@ def _has_one_optimizer(rank: RankRecord, step: int) -> bool:
 
 
 def _has_gradients(rank: RankRecord, step: int) -> bool:
-    """Return whether an optimizer got any gradient."""
+    """Return whether any optimizer got a nonzero gradient."""
     return any(
         line.squares > 0.0
         for (at, kind, _), line in rank.values.items()
@@ -63,15 +66,15 @@ def _has_gradients(rank: RankRecord, step: int) -> bool:
 
 
 def calls_of(rank: RankRecord, step: int) -> list[Call]:
-    """Return the calls since the optimizer step before, up to and with this one."""
+    """Return the calls after the previous optimizer step, up to and including this one."""
     return [call for call in rank.calls if call.step == step]
 
 
 def _break(rule: CallRule, theirs: list[Call], calls: list[Call]) -> CallFacts | None:
-    """Return how calls break a rule, None where they do not."""
+    """Return the violation of a rule by these calls, or None."""
     names = [call.name for call in calls]
     if "scaler step" in names or "backward" not in names:
-        return None  # a scaler may leave an optimizer step out, and its gradients are then thrown away on purpose
+        return None  # a scaler may skip the optimizer step, and the gradients are then discarded on purpose
     return _RULES[rule](theirs, calls)
 
 
@@ -79,7 +82,8 @@ def _find_kept(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
     def clears(each: list[Call]) -> bool:
         return any(call.name == "zero_grad" for call in each[: backward_range(each)[0]])
 
-    # Behind the last backward pass it throws away the wrong gradients, but it keeps none of the step before.
+    # zero_grad after the last backward pass discards the wrong gradients, but keeps none of the previous
+    # step.
     is_late = any(call.name == "zero_grad" for call in calls[backward_range(calls)[1] :])
     if not clears(theirs) or clears(calls) or is_late:
         return None

@@ -1,4 +1,4 @@
-"""Two recorded runs in, verdict and findings out: first what must be equal, then the first difference."""
+"""Verdict and findings of two recorded runs: required equalities first, then the first difference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from moeverify.results.run import CaseResult
 from moeverify.results.script import ScriptCheck
 
 _ORDER = {CheckName.ACTIVATIONS.value: -1, **{kind.value: number for number, kind in enumerate(Kind)}}
-_KINDS = (Kind.GRADIENT, Kind.UPDATE)  # of every parameter; moments are those that an optimizer has
+_KINDS = (Kind.GRADIENT, Kind.UPDATE)  # for every parameter; the moments depend on the optimizer
 _TENSOR_CHECKS = (
     GoldenTensors(CheckName.INITIAL_STATE, (Kind.INITIAL_WEIGHT,), exact=True),
     GoldenTensors(CheckName.ACTIVATIONS, (CheckName.ACTIVATIONS,)),
@@ -54,9 +54,9 @@ _TENSOR_CHECKS = (
 
 
 def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun | None = None) -> CaseResult:
-    """Return the verdict on `actual`, held against `expected`; `noise` is a nudged second run of `expected`.
+    """Return the verdict on `actual`, compared with `expected`; `noise` is a nudged second run of `expected`.
 
-    Raises: FormatError where the runs have no step in common, or where `expected` has no whole tensors.
+    Raises: FormatError when the runs have no step in common, or when `expected` has no whole tensors.
     """
     started = time.monotonic()
     steps = [step for step in expected.steps if step in actual.steps]
@@ -72,7 +72,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     compared = Compared(_coordinates(actual), tensors, bounds)
     num_compared = sum(kind not in {Kind.OPTIMIZER_STATE, CheckName.ACTIVATIONS} for _, kind, _ in tensors)
     for check in (*_TENSOR_CHECKS, Replicas()):
-        # Replicas of gradients may be sums in another order; it is the weights that must stay equal.
+        # Replicas of gradients may be sums in another order. Only the weights must stay equal.
         seen = _only(compared, Kind.UPDATE) if isinstance(check, Replicas) else compared
         outcome = check.compare(seen)
         if outcome is not None:
@@ -116,10 +116,10 @@ def _judge_outputs(
     first: int,
     unit: float,
 ) -> list[Outcome]:
-    """Return the outcomes with what the outputs of modules say of each other.
+    """Return the outcomes with module outputs evaluated against each other.
 
-    A difference within the bounds places what is wrong, and is nothing wrong by itself: it counts only at steps
-    where gradients differ.
+    A difference within its bound locates an error but is no error itself. It counts only at steps whose
+    gradients differ.
     """
     wrong = {
         finding.step
@@ -161,7 +161,7 @@ def _check_comparable(expected: RecordedRun, actual: RecordedRun, steps: Sequenc
 def _check_script(
     expected: RecordedRun, actual: RecordedRun, places: Places, steps: list[int]
 ) -> list[Outcome]:
-    """Return what is equal or not before any tensor is compared."""
+    """Return the outcomes of the checks that precede any comparison of tensors."""
     options = list(find_other_options(expected, actual, places, steps))
     num_options = len({name for group in actual.ranks[0].options for name in group.options})
     num_calls = sum(len(rank.calls) for rank in actual.ranks)
@@ -172,7 +172,7 @@ def _check_script(
             count_inputs(expected, actual, steps),
         ),
         (ScriptCheck.PARAMETERS, list(find_other_parameters(expected, places)), len(expected.names)),
-        # A schedule that is called too often changes the learning rate: the calls are the cause.
+        # A schedule that steps too often changes the learning rate; the calls are then the cause.
         (ScriptCheck.CALLS, list(find_wrong_calls(expected, actual, steps)), num_calls),
         (ScriptCheck.OPTIONS, options, num_options),
     ]
@@ -195,7 +195,7 @@ def _assemble(comparer: Comparer, outputs: OutputComparer, steps: Sequence[int])
 
 
 def _count_tensors(places: Places, steps: Sequence[int]) -> int:
-    """Return how many logical tensors there are to compare, with the clip coefficient of each step."""
+    """Return the number of logical tensors to compare, plus the clip coefficient of each step."""
     num_names = len({each.name for each in places.known.values()})
     return num_names * (1 + len(_KINDS) * len(steps)) + len(steps)
 
@@ -225,7 +225,7 @@ def _find_precision(*runs: RecordedRun) -> Precision:
 def _measure_noise(
     expected: RecordedRun, noise: RecordedRun | None, steps: Sequence[int]
 ) -> dict[str, float] | None:
-    """Return how far a nudged run of one device is from the run itself, by `noise_key`."""
+    """Return the relative errors between a nudged run of one device and the run itself, by `noise_key`."""
     if noise is None:
         return None
     comparer = Comparer(expected, noise, find_places(expected, noise))
@@ -237,7 +237,7 @@ def _measure_noise(
 
 
 def _explain(comparer: Comparer, findings: list[Finding], precision: str) -> list[Finding]:
-    """Return the findings with causes: what must be equal and is not comes first, and all numbers follow from it."""
+    """Return the findings with causes: broken equalities first, and numeric ones as consequences."""
     if not findings:
         return []
     begins = [finding for finding in findings if finding.check in {*ScriptCheck, CheckName.COVERAGE}]
@@ -251,7 +251,7 @@ def _explain(comparer: Comparer, findings: list[Finding], precision: str) -> lis
     gradients = [finding for finding in at_first if finding.check == CheckName.GRADIENT]
     forward = [finding for finding in at_first if finding.explanation is not None]
     assert first is not None
-    if forward:  # no hypothesis on gradients is tested where the outputs of modules differ before
+    if forward:  # hypotheses on gradients are not tested if the outputs of modules differ already
         origins = forward
     elif gradients:
         origins = explain_gradients(comparer, gradients, first, is_mixed=precision == "mixed")
@@ -271,7 +271,7 @@ def _explain_number(comparer: Comparer, finding: Finding, step: int) -> Finding:
 
 
 def _mean_loss(run: RecordedRun, step: int) -> float:
-    """Return the sum of the losses that the backward passes of a step began with, as a mean over ranks."""
+    """Return the sum of a step's losses at the start of backward passes, averaged over ranks."""
     totals = [
         sum(loss for call in rank.calls if call.step == step for loss in call.losses) for rank in run.ranks
     ]
@@ -281,7 +281,7 @@ def _mean_loss(run: RecordedRun, step: int) -> float:
 def _list_notes(
     expected: RecordedRun, actual: RecordedRun, num_compared: int, num_tensors: int
 ) -> tuple[str, ...]:
-    """Return what a reader of the verdict has to know."""
+    """Return notes for the reader of the verdict."""
     has_outputs = [any(rank.outputs for rank in run.ranks) for run in (expected, actual)]
     notes = [describe_scope(has_outputs)]
     for name, run in (("RUN_A", expected), ("RUN_B", actual)):

@@ -1,4 +1,4 @@
-"""The tensors of a run against those of another one, as the comparisons of shards that every check takes."""
+"""Comparison of a run's tensors with another run's, as shard comparisons for the checks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from moeverify.compare.difference import Difference, measure
 from moeverify.layout.region import Region
 from moeverify.results.checks import Kind
 
-_CLIP_EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
+_CLIP_EPSILON = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
 class Coefficient:
-    """By what all gradients were multiplied between the last backward pass and the optimizer step.
+    """The common factor applied to all gradients between the last backward pass and the optimizer step.
 
-    `norm` is the gradient norm that a clip of torch found, None where the script clips by itself. `is_known` is false
-    where the gradients do not show it: they were reduced after the backward pass, or lie in a flat buffer.
+    `norm` is the gradient norm from a clip of torch, or None if the script clips by itself. `is_known` is
+    false if the gradients do not show the factor: they were reduced after the backward pass, or are in a
+    flat buffer.
     """
 
     value: float = 1.0
@@ -39,16 +40,16 @@ class Coefficient:
 
 
 def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
-    """Return the coefficient of a rank: by its call of torch's clip, else as its gradients show it.
+    """Return the coefficient of a rank, from its call of torch's clip or else from its gradients.
 
-    Where no half of them shares a ratio it is not known.
+    It is unknown unless at least half of the gradients share a ratio.
     """
     calls = calls_of(rank, step)
     clip = next((call for call in reversed(calls) if call.norm is not None and call.max_norm), None)
     if clip is not None:
         return _of_clip(clip)
     if any(call.name.startswith("scaler") for call in calls):
-        return Coefficient()  # the loss scale, which is in the gradients of a backward pass, is no clip
+        return Coefficient()  # the factor is the loss scale of a backward pass, not a clip
     shared = find_shared_ratio(
         math.sqrt(line.squares) / line.before
         for (at, kind, _), line in rank.values.items()
@@ -67,7 +68,7 @@ def _of_clip(clip: Call) -> Coefficient:
 
 @dataclass(frozen=True)
 class Sketched:
-    """The sum of squares, the projections and the number of elements of what is known of a tensor."""
+    """The sum of squares, projections and number of elements of the known part of a tensor."""
 
     squares: float
     numbers: Sequence[float]
@@ -76,7 +77,7 @@ class Sketched:
 
 @dataclass
 class Comparer:
-    """Compares a run with the logical tensors of another one, gradients as they are before the clip."""
+    """A comparison of a run with another run's logical tensors; gradients are compared before the clip."""
 
     expected: RecordedRun
     actual: RecordedRun
@@ -84,9 +85,9 @@ class Comparer:
     _coefficients: dict[tuple[int, int], Coefficient] = field(default_factory=dict)
 
     def coefficient(self, rank: RankRecord, step: int) -> Coefficient:
-        """Return `find_coefficient` of a rank, 1 where it is not known of every rank of both runs.
+        """Return `find_coefficient` of a rank, with value 1 unless it is known for every rank of both runs.
 
-        Then the gradients of both runs are compared as the optimizers get them.
+        If one is unknown, gradients are compared as the optimizers get them.
         """
         if (id(rank), step) not in self._coefficients:
             ranks = (*self.expected.ranks, *self.actual.ranks)
@@ -113,7 +114,7 @@ class Comparer:
         return by_rank
 
     def compare_numbers(self, step: int) -> list[list[Entry]]:
-        """Return the entries of the gradient norm, where both runs know it, and of the clip coefficient."""
+        """Return the entries of the clip coefficient, and of the gradient norm where both runs have it."""
         wanted = self.coefficient(self.expected.ranks[0], step)
         by_rank: list[list[Entry]] = []
         for rank in self.actual.ranks:
@@ -125,21 +126,21 @@ class Comparer:
         return by_rank
 
     def read_expected(self, step: int, kind: str, name: str) -> Tensor | None:
-        """Return the whole logical tensor of the other run, float64; a gradient as it was before the clip."""
+        """Return a whole logical tensor of the expected run; gradients in float64, as before the clip."""
         whole = self.expected.read_whole(kind, name, step)
         if whole is None or kind != Kind.GRADIENT:
             return whole
         return whole.to(torch.float64) / self.coefficient(self.expected.ranks[0], step).value
 
     def read_actual(self, rank: RankRecord, line: Values) -> Tensor | None:
-        """Return what a rank has of a tensor; a gradient as it was before the clip, float64."""
+        """Return a rank's local tensor; gradients in float64, as before the clip."""
         local = rank.read(line)
         if local is None or line.kind != Kind.GRADIENT:
             return local
         return local.to(torch.float64) / self.coefficient(rank, line.step).value
 
     def _list_names(self, step: int, kind: str) -> list[str]:
-        """Return the names of a kind's tensors: those of the parameters, or `weight.exp_avg` of their states."""
+        """Return the names of a kind's tensors: parameters, or optimizer states such as `weight.exp_avg`."""
         names = list(dict.fromkeys(each.name for each in self.places.known.values()))
         if kind != Kind.OPTIMIZER_STATE:
             return names
@@ -155,14 +156,14 @@ class Comparer:
                 yield line
 
     def _region(self, rank: RankRecord, line: Values) -> Region:
-        """Return the region of a line in the logical tensor; a moment lies where its parameter does."""
+        """Return the region of a line in the logical tensor; a moment has its parameter's region."""
         name = split_state(line.name)[0] if line.kind == Kind.OPTIMIZER_STATE else line.name
         return self.places.known[rank.rank, name].region
 
     def _compare_sketches(
         self, key: Key, whole: Tensor | None, shards: Sequence[tuple[RankRecord, Values]]
     ) -> Entry | None:
-        """Return the difference of two whole tensors as their sketches show it, for want of their values."""
+        """Return the difference of two whole tensors, estimated from sketches because values are missing."""
         if whole is not None:
             region = Region.whole(whole.shape)
             wanted = Sketched(float(whole.double().square().sum()), sketch(whole, region), whole.numel())
@@ -180,7 +181,7 @@ class Comparer:
         return Entry(*key, region.key, shape, shape, "compared", first.bits, difference)
 
     def _add_sketches(self, shards: Iterable[tuple[RankRecord, Values, Region]]) -> Sketched:
-        """Return the sketch of the regions together, each once."""
+        """Return the combined sketch of the regions, counting each once."""
         total = Sketched(0.0, [0.0] * NUM_PROJECTIONS, 0)
         done: set[str] = set()
         for rank, line, region in shards:
@@ -215,7 +216,7 @@ class Comparer:
 
 
 def split_state(name: str) -> tuple[str, str]:
-    """Return the parameter of a moment and what follows its name: `weight.exp_avg` is `weight` and `.exp_avg`."""
+    """Split the name of a moment: `weight.exp_avg` becomes `weight` and `.exp_avg`."""
     parameter, dot, key = name.rpartition(".")
     return parameter, dot + key
 
@@ -225,7 +226,7 @@ def _measure(expected: Tensor, actual: Tensor) -> Difference:
 
 
 def _estimate(expected: Sketched, actual: Sketched) -> Difference:
-    """Return the difference of two whole tensors: its square is the mean square of that of the projections."""
+    """Return the difference of two whole tensors, estimated by the mean square difference of projections."""
     pairs = zip(expected.numbers, actual.numbers, strict=True)
     error = sum((first - second) ** 2 for first, second in pairs) / NUM_PROJECTIONS
     product = (expected.squares + actual.squares - error) / 2

@@ -1,4 +1,4 @@
-"""Causes of the first numeric difference between two runs, by the hypotheses of the diagnosis that need no rerun."""
+"""Causes of the first numeric difference between two runs, by the diagnosis hypotheses that need no rerun."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moeverify.results.observation import HiddenByRounding
 
 RANKS, MICRO_BATCHES = "ranks", "micro-batches"
 
-# The other causes need what a recording has not: the parts of a gradient, a second run, the dtypes of a recipe.
+# The other causes need data that a recording lacks: parts of a gradient, a second run, dtypes of a recipe.
 _KNOWN = (
     Cause.SCALE,
     Cause.DETACHED,
@@ -37,9 +37,10 @@ _KNOWN = (
 def explain_gradients(
     comparer: Comparer, findings: Sequence[Finding], step: int, *, is_mixed: bool
 ) -> list[Finding]:
-    """Return the findings of gradients at a step with their causes, one origin for each cause first.
+    """Return the findings of gradients at a step with their causes, one origin per cause first.
 
-    `is_mixed` says that something computes in 16 bits, whose rounding is then in all gradients, whatever their dtype.
+    With `is_mixed`, some computation runs in 16 bits: all gradients then have its rounding, whatever their
+    dtype.
     """
     tensors: dict[Key, WrongTensor] = {}
     for finding in findings:
@@ -53,7 +54,8 @@ def explain_gradients(
     unexplained = tuple(each for cause in causes if cause.explanation is None for each in cause.tensors)
     causes = [cause for cause in causes if cause.explanation is not None]
     if unexplained:
-        # The first in the order of the optimizer's parameters, which is nearly always that of the forward pass.
+        # The first in the order of the optimizer's parameters, which is nearly always the order of the
+        # forward pass.
         causes.append(DiagnosedCause(unexplained, None, unexplained[0]))
     origins, explained = make_origins(causes, findings, inputs)
     origins = [_add_passes(_drop_advice(origin), comparer, step) for origin in origins]
@@ -62,13 +64,13 @@ def explain_gradients(
 
 
 def _drop_advice(finding: Finding) -> Finding:
-    """Return a finding without the advice to run its recipe in float64: a script has no recipe."""
+    """Remove the advice to run the recipe in float64: a script has no recipe."""
     left = tuple(seen for seen in finding.observations if not isinstance(seen, HiddenByRounding))
     return finding.model_copy(update={"observations": left})
 
 
 def _add_passes(finding: Finding, comparer: Comparer, step: int) -> Finding:
-    """Return a finding that nothing explains with how the forward passes of the runs differ, if they do."""
+    """Add the difference between the runs' forward passes to an unexplained finding, if they differ."""
     passes = find_other_passes(comparer.expected, comparer.actual, step) if finding.unexplained else None
     if passes is None:
         return finding
@@ -103,7 +105,7 @@ def _make_tensor(comparer: Comparer, key: Key, *, is_mixed: bool) -> WrongTensor
 
 
 def _make_axes(run: RecordedRun, step: int) -> Axes:
-    """Return the ranks as one axis, and the integers that a wrong divisor may come from."""
+    """Return one axis with all ranks, and the integers that may be the factor of a wrong divisor."""
     num_backward = sum(call.name == "backward" for call in calls_of(run.ranks[0], step))
     sources = [Source(name=RANKS, size=run.world_size), Source(name=MICRO_BATCHES, size=num_backward)]
     return Axes({RANKS: [list(range(run.world_size))]}, sources)

@@ -1,17 +1,22 @@
-"""How far a tensor of one run may be from that of the other.
+"""Bounds for the difference between a tensor of one run and of the other.
 
-Measured, where there is a second run of one device whose initial weights were moved by a unit of rounding: 8 times
-what that moved. Without one, from the dtype alone: gradients at the first recorded step to 2^10 units of rounding
-(2^-4 where something computes in a narrower dtype), ten times more at each step after it, since each begins with
-weights that the step before has rounded. An adaptive optimizer divides a gradient by its own size, so an element
-smaller than the noise may move either way: relative noise e of a gradient becomes about sqrt(e) of its update.
+With a measurement: a second run of one device has its initial weights moved by a unit of rounding. The
+bound is 8 times the resulting difference.
 
-In 16 bits rounding moves some tokens to other experts, so that what routed experts, their router and the norm before
-them get is off by the share of those tokens, and not by units of rounding: 2 to 10 % were seen where two ways to
-mix precisions (autocast, and parameters cast by FSDP2) computed the same step. No dtype says how many tokens there
-are near the border, so what is off by less than 2^-2 and has no cause is not decided without a measurement.
-A measurement in 16 bits moves every weight by the largest error of one rounding, more than rounding does: 4 times
-what that moved is allowed, and never less than without it, since one run may by chance move no token at all.
+Without a measurement the dtype determines the bound. For gradients at the first recorded step it is 2^-13
+in float32 (2^10 units of rounding) and 1e-10 in float64. It is 2^-4 if some computation uses a narrower
+dtype. It grows tenfold at each later step, since each step begins with weights that the previous step has
+rounded. An adaptive optimizer divides a gradient by its own magnitude, so an element smaller than the noise
+may move either way. Relative noise e of a gradient becomes about sqrt(e) in its update.
+
+In 16 bits, rounding sends some tokens to other experts. The gradients of routed experts, their router and
+the norm before them then differ by the share of those tokens, not by units of rounding. 2 to 10 % were
+observed where two kinds of mixed precision (autocast, and parameters cast by FSDP2) computed the same step.
+The dtype does not determine the number of tokens near the border. A difference below 2^-2 without a cause
+is therefore undecided unless there is a measurement. A measurement in 16 bits moves every weight by the
+largest error of one rounding, which is more than rounding does. The bound is then 4 times the resulting
+difference. It is at least the bound without a measurement at the first step: a single run may by chance
+move no token at all.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ UNITS: Mapping[str, float] = {"float64": 2.0**-53, "float32": 2.0**-24, "mixed":
 """The error of one rounding relative to the norm of a tensor; `mixed` is that of bfloat16."""
 
 UNDECIDED = 2.0**-2
-"""In 16 bits, without a measurement, a tensor that is off by less may be rounding and may be none."""
+"""Relative error in 16 bits up to which an unmeasured difference may be rounding or an error."""
 
 _BOUNDS: Mapping[str, float] = {"float64": 1e-10, "float32": 2.0**-13, "mixed": 2.0**-4}
 _GROWTH = 10.0
@@ -41,7 +46,7 @@ _NARROW_FACTOR = 4.0
 
 @dataclass
 class DtypeBounds(Bounds):
-    """Bounds that nothing was measured for; `first` is the first step."""
+    """Bounds from the dtype, without a measurement; `first` is the first recorded step."""
 
     first: int = 0
 
@@ -55,7 +60,7 @@ class DtypeBounds(Bounds):
         expected_norm: float,
         kind_norm: float,
     ) -> float:
-        """Return the largest relative error; a tensor far below the others of its kind may be rounding."""
+        """Return the largest relative error; a tensor far smaller than others of its kind may be rounding."""
         if criterion.exact:
             return 0.0
         unit = _BOUNDS[self.precision] * _GROWTH ** max(step - self.first, 0)
@@ -67,7 +72,7 @@ class DtypeBounds(Bounds):
 
 @dataclass
 class NarrowBounds(Bounds):
-    """Bounds in 16 bits of which a run with nudged weights has shown the noise; `least` are those without it."""
+    """Bounds in 16 bits with noise measured by a nudged run; `least` are the bounds without a measurement."""
 
     least: DtypeBounds = field(kw_only=True)
 
@@ -81,14 +86,14 @@ class NarrowBounds(Bounds):
         expected_norm: float,
         kind_norm: float,
     ) -> float:
-        """Return the largest relative error: what the noise allows, and what the dtype does at the first step."""
+        """Return the larger of the bound by measured noise and the bound by dtype at the first step."""
         norms = {"expected_norm": expected_norm, "kind_norm": kind_norm}
         measured = super().bound(step, kind, name, criterion, **norms)
         return max(measured, self.least.bound(self.least.first, kind, name, criterion, **norms))
 
 
 def shows_noise_of(noise: RecordedRun, precision: Precision) -> bool:
-    """Return whether the weights of a nudged run were moved as far as the arithmetic of a precision rounds."""
+    """Return whether the nudge of a run is as large as the rounding of the precision's arithmetic."""
     if precision != "mixed" or noise.ranks[0].header.nudge_dtype is not None:
         return True
     dtypes = {
@@ -98,7 +103,7 @@ def shows_noise_of(noise: RecordedRun, precision: Precision) -> bool:
 
 
 def make_bounds(precision: Precision, noise: Mapping[str, float] | None, first: int) -> Bounds:
-    """Return the bounds of a comparison; `noise` is what a second run of one device has shown, if there is one."""
+    """Return the bounds of a comparison; `noise` has the measured noise of a second run, or is None."""
     by_dtype = DtypeBounds(Tolerance(), precision, {}, first=first)
     if noise is None:
         return by_dtype

@@ -1,4 +1,4 @@
-"""What a wrong gradient norm counts, tested against the gradients that are there."""
+"""Hypotheses about a wrong gradient norm, tested against the recorded gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moeverify.results.script import NormFacts
 
 
 def explain_norm(comparer: Comparer, step: int, rank: int) -> NormFacts:
-    """Return which of several wrong sums of squares gives the clip coefficient of a rank; `unknown` where none does.
+    """Return the wrong sum of squares that gives the clip coefficient of a rank; `unknown` if none fits.
 
-    The norms are known up to a factor, the same for all: a coefficient is max_norm / norm, so the ratio of the
+    The norms are known up to a common factor. A coefficient is max_norm / norm, so the ratio of the
     coefficients of two runs that both clip is the inverse ratio of their norms.
     """
     wanted = comparer.coefficient(comparer.expected.ranks[0], step)
@@ -23,7 +23,7 @@ def explain_norm(comparer: Comparer, step: int, rank: int) -> NormFacts:
 
 
 def _list_candidates(comparer: Comparer, step: int, rank: int) -> Iterator[tuple[NormFacts, float]]:
-    """Yield what may be counted wrong, with the norm that this gives as a multiple of the right one."""
+    """Yield possible counting errors, with the resulting norm as a multiple of the right one."""
     num_ranks = comparer.actual.world_size
     replicated = comparer.places.replicated(num_ranks)
     squares: dict[str, float] = {}
@@ -31,7 +31,7 @@ def _list_candidates(comparer: Comparer, step: int, rank: int) -> Iterator[tuple
     for name in dict.fromkeys(each.name for each in comparer.places.known.values()):
         whole = comparer.read_expected(step, Kind.GRADIENT, name)
         if whole is None:
-            return  # without all gradients no sum of their squares is known
+            return  # the sums of squares need all gradients
         squares[name] = float(whole.double().square().sum())
         local += sum(
             float(placed.region.take(whole).double().square().sum())

@@ -13,9 +13,9 @@ _MOST_SECONDS = 600.0
 
 
 def compare_operators(expected: Path, actual: Path) -> OperatorTable:
-    """Return the operators of two runs that `moeverify watch --operators` has recorded, each with its counterpart.
+    """Return a table of the operators of two runs from `moeverify watch --operators`, matched to each other.
 
-    Raises: FormatError where a run has none, or where they are of different steps.
+    Raises: FormatError when a run has no operators, or when the runs have operators of different steps.
     """
     (step, one), (other, many) = read_operators(expected), read_operators(actual)
     if step != other:

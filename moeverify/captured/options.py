@@ -1,4 +1,4 @@
-"""Which parameters the optimizers have, and with which options."""
+"""Comparison of the optimizers' parameters and options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moeverify.captured.places import Places
 from moeverify.results.finding import Finding
 from moeverify.results.script import MemberFacts, OptionFacts, ScriptCheck
 
-_SAME = 1e-6  # learning rates are computed in Python's float64, and some optimizers keep them in float32
+_SAME = 1e-6  # learning rates are computed in Python's float64; some optimizers store them in float32
 
 
 def find_other_parameters(expected: RecordedRun, places: Places) -> Iterator[Finding]:
-    """Yield a finding for the parameters that only one of the runs gives to an optimizer, and for unplaced ones."""
+    """Yield a finding for parameters that only one run gives to an optimizer, and for unplaced ones."""
     placed = {each.name for each in places.known.values()}
     unplaced = sorted({name for _, name in places.unknown})
     missing = [name for name in expected.names if name not in placed and name not in unplaced]
@@ -42,7 +42,7 @@ def _name(names: list[str], facts: MemberFacts) -> Finding:
 def find_other_options(
     expected: RecordedRun, actual: RecordedRun, places: Places, steps: list[int]
 ) -> Iterator[Finding]:
-    """Yield a finding for each option that differs, at the first step where it does."""
+    """Yield a finding for each differing option, at the first step where it differs."""
     done: set[str] = set()
     for step in steps:
         wanted = _options_of(expected, 0, step)
@@ -66,7 +66,7 @@ def find_other_options(
 
 
 def _options_of(run: RecordedRun, rank: int, step: int) -> dict[str, dict[str, float]]:
-    """Return the options of each parameter of a rank."""
+    """Return the options of each parameter of a rank at a step."""
     return {
         name: group.options for group in run.ranks[rank].options if group.step == step for name in group.names
     }

@@ -1,4 +1,4 @@
-"""What modules of one run compute against what those of another one compute for the same rows of the batch."""
+"""Comparison of module inputs and outputs between two runs, for the same rows of the batch."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered
 from moeverify.results.place import Place, Stage
 
-RowKey = tuple[int, ...]  # a row's hashes, one for each input of the model
+RowKey = tuple[int, ...]  # hashes of a row, one per input of the model
 
 _TOKENS_LEFT_OUT = 50
-"""One token of so many may be anything: a router chooses another expert where rounding decides it."""
+"""One of this many tokens may have any value: a router may choose another expert where rounding decides."""
 
 _JUMP = 8.0
-"""A module's output that is off by so many times more than its input, and than a unit of rounding, is no rounding."""
+"""Ratio of a module's output error to its input error (at least one rounding) that rounding cannot cause."""
 
 
 class Spot(NamedTuple):
-    """The input or the output of a module, in one of its calls within a forward pass."""
+    """The input or output of a module in one of its calls within a forward pass."""
 
     module: str
     call: int
@@ -44,7 +44,7 @@ class Spot(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return the name that findings have."""
+        """Return the name of the spot in findings."""
         return f"{self.module}{' input' * self.is_input}{f' (call {self.call})' * (self.call > 1)}"
 
 
@@ -55,7 +55,7 @@ def list_spots(run: RecordedRun, step: int) -> list[Spot]:
 
 @dataclass
 class OutputComparer:
-    """Compares, row by row, what modules of `actual` compute with what those of `expected` do."""
+    """A comparison, row by row, of module inputs and outputs between `actual` and `expected`."""
 
     expected: RecordedRun
     actual: RecordedRun
@@ -63,7 +63,7 @@ class OutputComparer:
     _halves: dict[tuple[int, str], list[float]] = field(default_factory=dict)  # see `_add_half`
 
     def compare(self, step: int) -> list[list[Entry]]:
-        """Return the entries of every rank at a step. A module of which no row is known in both runs has none."""
+        """Return the entries of every rank at a step. A module without common rows has none."""
         known = self._index(step)
         by_rank: list[list[Entry]] = []
         for rank in self.actual.ranks:
@@ -73,12 +73,12 @@ class OutputComparer:
         return by_rank
 
     def find_jumps(self, step: int, unit: float) -> frozenset[str]:
-        """Return the modules at a step whose outputs are off in most tokens, and their inputs are not.
+        """Return the modules at a step whose outputs differ in most tokens although their inputs do not.
 
-        In 16 bits the bound of an output is wide, and a residual stream dilutes what one block adds to it: the
-        difference of a wrong block stays below the bound. `unit` is a unit of rounding. That of the inputs is known
-        of modules whose input was compared; the half of the tokens that differs most does not count, so that a
-        router which chooses other experts is none.
+        In 16 bits the bound of an output is wide, and a residual stream dilutes the contribution of one
+        block. The error of a wrong block may then stay below the bound. `unit` is a unit of rounding. Only
+        modules whose input was compared can be found. The half of the tokens that differs most is ignored,
+        so that a router's choice of other experts does not count.
         """
         errors = {
             label: math.sqrt(error / norm)
@@ -97,7 +97,7 @@ class OutputComparer:
         return frozenset(found)
 
     def _add_half(self, step: int, label: str, expected: Tensor, local: Tensor) -> None:
-        """Add the squares of the error and of the values of the half of the tokens that differs least."""
+        """Add the squared error and norm of the half of the tokens that differs least."""
         errors = (local - expected).square().sum(-1)
         kept = errors.argsort()[: (len(errors) + 1) // 2]
         total = self._halves.setdefault((step, label), [0.0, 0.0])
@@ -105,7 +105,7 @@ class OutputComparer:
         total[1] += float(expected[kept].square().sum())
 
     def _index(self, step: int) -> Mapping[Spot, Mapping[RowKey, tuple[RankRecord, Output, int]]]:
-        """Return where the expected run has each row of each input and output."""
+        """Return the location of each row of each input and output in the expected run."""
         found: dict[Spot, dict[RowKey, tuple[RankRecord, Output, int]]] = {}
         for rank in self.expected.ranks:
             for line in rank.outputs:
@@ -117,7 +117,7 @@ class OutputComparer:
         return found
 
     def _list_keys(self, run: RecordedRun, rank: RankRecord, line: Output) -> list[RowKey]:
-        """Return what identifies each row of a tensor: the hashes of all that the model was called with."""
+        """Return the key of each row of a tensor: the hashes of all inputs of the model."""
         place = (id(run), rank.rank, line.step)
         if (*place, line.forward) not in self._keys:
             inputs: dict[int, list[tuple[int, ...]]] = {}
@@ -153,7 +153,7 @@ class OutputComparer:
         expected, local = (each.reshape(shape[0] * shape[1], -1) for each in (expected, local))
         self._add_half(line.step, spot.label, expected, local)
         difference = Difference.from_statistics(measure(*_leave_out_tokens(expected, local)).tolist())
-        # A row of one pass is another part of the batch than that of the next one.
+        # Rows of different passes are different parts of the batch.
         region = f"{hash(tuple(keys[number] for number in numbers)):x}:{part}"
         return Entry(
             line.step,
@@ -175,9 +175,9 @@ def _spot(line: Output) -> Spot:
 def _align(
     expected: Tensor, local: Tensor, region: Region, line: Output
 ) -> tuple[Tensor, Tensor, str] | None:
-    """Return expected and local values of one shape with the part of the rows that they are, None where none fits.
+    """Return expected and local values of equal shape and the matched part of the rows, or None.
 
-    A plain tensor that is smaller in one dim is taken for that of the equal parts along it which it is nearest to.
+    A plain tensor that is smaller in one dim is matched to the nearest of the equal parts along that dim.
     Shapes: (rows, positions, ...), with the rows and positions of `local`.
     """
     if expected.ndim != local.ndim:
@@ -188,7 +188,7 @@ def _align(
     if not unequal:
         return expected, local, "whole"
     dim = unequal[0]
-    # Of every n-th position nothing is known of the parts between.
+    # With a stride, the positions between the stored ones are unknown.
     if len(unequal) > 1 or expected.shape[dim] % local.shape[dim] or (line.stride > 1 and dim == 1):
         return None
     parts = torch.split(expected, local.shape[dim], dim)
@@ -199,7 +199,7 @@ def _align(
 
 def _take_placed(expected: Tensor, local: Tensor, region: Region) -> tuple[Tensor, Tensor, str] | None:
     for dim, indices in enumerate(region.dims):
-        # Rows are those that both runs have, and of positions both have the same.
+        # Dim 0 has only the rows of both runs. Positions are taken by region like the other dims.
         if dim > 0 and len(indices) == local.shape[dim] and len(indices) < region.shape[dim]:
             if expected.shape[dim] != region.shape[dim]:
                 return None
@@ -208,7 +208,7 @@ def _take_placed(expected: Tensor, local: Tensor, region: Region) -> tuple[Tenso
 
 
 def _leave_out_tokens(expected: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors without the tokens that differ most, one of 50; infinite ones stay.
+    """Return both tensors without the 1/50 of the tokens that differ most; infinite errors are kept.
 
     Shapes: (tokens, features).
     """
@@ -229,9 +229,9 @@ def judge_outputs(
 ) -> Outcome:
     """Return the outcome with the first divergence as the origin of all others.
 
-    A difference that the output of the module around it does not have is none of the computation: dispatched tokens
-    in another order, or padding. `compared` are the labels of all that was compared, and `find_jumps` gives those at
-    a step that count as different although they are within their bounds.
+    An inner difference that does not reach the output of the surrounding module is not an error. An example
+    is another order of dispatched tokens, or padding. `compared` has the labels of all compared spots.
+    `find_jumps(step)` returns labels that count as different although they are within their bounds.
     """
     by_step: dict[int, set[str]] = {}
     for finding in outcome.findings:
@@ -259,19 +259,19 @@ def judge_outputs(
 
 
 def _list_around(module: str) -> Iterator[str]:
-    """Yield the modules around a module, the nearest one first."""
+    """Yield the modules around a module, innermost first."""
     while module != ROOT:
         module = module.rpartition(".")[0] or ROOT
         yield module
 
 
 def _reaches_output(module: str, differing: set[str], compared: frozenset[str]) -> bool:
-    """Return whether the outputs around a module differ too, as far as they were compared."""
+    """Return whether the outputs of all compared surrounding modules differ too."""
     return all(each in differing for each in _list_around(module) if each in compared)
 
 
 def _explain(finding: Finding, spot: Spot, differing: set[str], compared: frozenset[str]) -> Finding:
-    """Return the first divergence with the innermost module whose input was compared and matches."""
+    """Explain the first divergence by the innermost module whose input was compared and matches."""
     candidates = _list_around(spot.module) if spot.is_input else (spot.module, *_list_around(spot.module))
     inputs = {each: Spot(each, spot.call, True).label for each in (spot.module, *_list_around(spot.module))}
     culprit = next(

@@ -1,8 +1,8 @@
-"""Which region of which logical tensor every rank of a run has, by its placements or by its initial values.
+"""Location of every rank's tensors in the logical tensors, by placements or by initial values.
 
-A DTensor and a flat parameter of FSDP1 say it themselves. A plain tensor is placed by value: it is the logical
-tensor of its name, or slices of it along one dim, or the tensor of another number (`experts.0` of rank 1 may be
-`experts.2`). So ranks that begin with the weights of the other run need no description.
+DTensors and flat FSDP1 parameters define their regions. A plain tensor is located by its values. It may be
+the logical tensor of its name, slices of it along one dim, or a tensor with another number: `experts.0` of
+rank 1 may be `experts.2`. Ranks that begin with the weights of the other run therefore need no description.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moeverify.results.operation import RepeatedShard
 
 @dataclass(frozen=True)
 class Placed:
-    """A logical tensor, and the region of it that a rank has."""
+    """A logical tensor and the region of it that a rank has."""
 
     name: str
     region: Region
@@ -40,7 +40,7 @@ class Placed:
 
 @dataclass
 class Places:
-    """The places of all shards by (rank, name); `unknown` are the shards that have none, with their shapes."""
+    """The locations of shards by (rank, name); `unknown` has the shapes of shards without a location."""
 
     known: dict[tuple[int, str], Placed] = field(default_factory=dict)
     unknown: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Places:
 
 
 def find_places(expected: RecordedRun, actual: RecordedRun) -> Places:
-    """Return where the shards of `actual` are in the logical tensors of `expected`."""
+    """Return the locations of the shards of `actual` in the logical tensors of `expected`."""
     wholes = {name: expected.read_whole(Kind.INITIAL_WEIGHT, name) for name in expected.names}
     known = {name: whole for name, whole in wholes.items() if whole is not None}
     places = Places()
@@ -85,18 +85,18 @@ def _place(rank: RankRecord, line: Values, name: str, known: Mapping[str, Tensor
     found = None if own is None else _find_slices(own, local)
     if found is not None:
         return Placed(name, found)
-    # The values are nobody's: where the shape fits, this is the tensor of that name with other initial values.
+    # No values match. If the shape fits, assume the tensor of that name with other initial values.
     return Placed(name, region) if own is not None and own.shape == local.shape else None
 
 
 def _list_siblings(name: str, known: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the names that differ from this one in numbers alone."""
+    """Yield the names that differ from this one only in numbers."""
     skeleton = re.sub(r"\d+", "*", name)
     yield from (other for other in known if other != name and re.sub(r"\d+", "*", other) == skeleton)
 
 
 def _find_slices(whole: Tensor, local: Tensor) -> Region | None:
-    """Return the region of `whole` whose values are `local`: some of its slices along the one dim that differs."""
+    """Return the region of `whole` with the values `local`: slices along the one differing dim, or None."""
     dim = _unequal_dim(tuple(whole.shape), tuple(local.shape))
     if dim is None or whole.dtype != local.dtype:
         return None
@@ -106,7 +106,7 @@ def _find_slices(whole: Tensor, local: Tensor) -> Region | None:
     indices: list[int] = []
     for value in _hash_slices(local, dim):
         matching = theirs.get(value, [])
-        if len(matching) != 1:  # none, or equal slices (zeros): their place is not told by their values
+        if len(matching) != 1:  # none, or equal slices such as zeros, whose order is unknown
             return None
         indices.append(matching[0])
     dims: list[range | list[int]] = [range(size) for size in whole.shape]
@@ -125,7 +125,7 @@ def _hash_slices(tensor: Tensor, dim: int) -> list[int]:
 
 
 def _unequal_dim(first: tuple[int, ...], second: tuple[int, ...]) -> int | None:
-    """Return the one dim in which two shapes differ, None where there is none or more than one."""
+    """Return the one dim in which two shapes differ, or None for no or several such dims."""
     if len(first) != len(second):
         return None
     unequal = [dim for dim, sizes in enumerate(zip(first, second, strict=True)) if sizes[0] != sizes[1]]
@@ -133,10 +133,10 @@ def _unequal_dim(first: tuple[int, ...], second: tuple[int, ...]) -> int | None:
 
 
 def _place_by_neighbours(places: Places, known: Mapping[str, Tensor], world_size: int) -> None:
-    """Place what has no values of its own (zeros, other initial values) as another tensor of its module is placed.
+    """Locate tensors without distinctive values, such as zeros, like another tensor of their module.
 
-    Where no other tensor says it, the parts of a tensor that is cut into as many as there are ranks are taken in the
-    order of the ranks: then the values differ, and the comparison of initial weights reports that.
+    If no other tensor helps and a tensor has as many equal parts as there are ranks, its parts are assigned
+    in rank order. If that is wrong the values differ, which the comparison of initial weights reports.
     """
     for (rank, name), shape in list(places.unknown.items()):
         whole = known.get(name)
@@ -164,9 +164,10 @@ def _place_by_neighbours(places: Places, known: Mapping[str, Tensor], world_size
 
 
 def find_repeated_parts(places: Places) -> Iterator[Finding]:
-    """Yield a finding for tensors cut into parts of which some ranks have the same one, and nobody has another.
+    """Yield a finding for tensors of which some ranks have the same part while another part is missing.
 
-    Ranks that begin with the values of one part, where each should have its own, are placed at that part.
+    Ranks that begin with the values of one part, although each should have its own, are located at that
+    part.
     """
     by_name: dict[str, dict[str, list[int]]] = {}
     sizes: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What a comparison in 16 bits leaves open where nothing was measured: rounding may make it, and a small bug too."""
+"""Undecided differences in 16 bits without measured noise: rounding or a small error may cause them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from moeverify.captured.limits import UNDECIDED
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import CheckResult, Finding, Inconclusive
 
-# A gradient's error is that of the norm of all of them too. What it does to moments and to an adaptive optimizer's
-# updates is its root at most, as in the bounds.
+# The error of a gradient bounds that of the total norm. Its effect on moments and on adaptive updates is at
+# most its square root, as in the bounds.
 _LIMITS: Mapping[str, float] = {
     CheckName.GRADIENT: UNDECIDED,
     CheckName.GRADIENT_NORM: UNDECIDED,
@@ -20,7 +20,7 @@ _LIMITS: Mapping[str, float] = {
 
 
 def are_undecided(findings: Sequence[Finding]) -> bool:
-    """Return whether all that differs is gradients by so little, without a cause, and what follows from them."""
+    """Return whether all findings are small, unexplained differences of gradients and their consequences."""
     origins = [finding for finding in findings if not finding.follows]
     return (
         bool(findings)
@@ -33,7 +33,7 @@ def are_undecided(findings: Sequence[Finding]) -> bool:
 
 
 def set_aside(result: CheckResult, findings: Sequence[Finding]) -> CheckResult:
-    """Return the result of a check whose findings are undecided: no mismatch, and nothing verified of these."""
+    """Return the result of a check with undecided findings: a pass with inconclusive tensors."""
     own = tuple(
         Inconclusive(tensor=finding.tensor, step=finding.step, limit=_LIMITS[finding.check])
         for finding in findings

@@ -1,1 +1,1 @@
-"""Guarding a training script in one run: what is wrong without any other run to compare with."""
+"""Guarding of a single run of a training script: errors that show without another run to compare with."""

@@ -1,4 +1,4 @@
-"""Experts of one rank that begin with the same values: their gradients differ only by their tokens."""
+"""Detection of experts on one rank with equal initial values, whose gradients differ only by tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from moeverify.results.guard import AlikeFacts, GuardCheck
 
 
 def find_alike(shards: Sequence[LocalShard], rank: int) -> list[Finding]:
-    """Return a finding where experts of this rank have the same values: slices of one tensor, or numbered siblings.
+    """Return a finding if experts of this rank have equal values: slices of one tensor, or numbered siblings.
 
-    Values that are one constant (biases of zeros) begin alike in every model.
+    Constant values, such as zero biases, are ignored: they are equal in every model.
     """
     families: dict[str, list[Tensor]] = {}
     for shard in shards:
         local = shard.local()
         if not is_expert(shard.name) or local.ndim < 2 or not local.is_floating_point():
             continue
-        # `experts.up` (E, m, n), or `experts.3.up.weight` (m, n): the last number behind `experts` is the expert.
+        # `experts.up` (E, m, n), or `experts.3.up.weight` (m, n): the last number after `experts` is the
+        # expert.
         numbered = re.sub(r"(expert[^.]*(?:\.[^.\d]+)*)\.\d+", r"\1.*", shard.name)
         slices = list(local) if numbered == shard.name and local.ndim > 2 else [local]
         families.setdefault(numbered, []).extend(slices)

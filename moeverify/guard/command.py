@@ -1,4 +1,4 @@
-"""Running a user's command under guard: its ranks sample, and this process judges what they leave. No torch."""
+"""Execution of a user's command under guard: ranks sample, and this process judges. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Show = Callable[[Finding], None]
 
 
 class GuardedCommand:
-    """A command under guard. `show` is called with each finding, and each is appended to the folder's JSON lines."""
+    """A command under guard. Each finding is passed to `show` and appended to the folder's JSON lines."""
 
     def __init__(self, settings: GuardSettings, show: Show, *, stops: bool) -> None:
         self._settings = settings
@@ -25,12 +25,12 @@ class GuardedCommand:
         self._stops = stops
         self.judge = Judge(settings.out)
         self.findings: list[Finding] = []
-        self.refused: OSError | None = None  # why findings are not in the folder
+        self.refused: OSError | None = None  # the error that kept findings from being written
 
     def run(self, command: Sequence[str]) -> int:
         """Run the command until it ends and return its exit code.
 
-        Raises: CaseError where there is no such command.
+        Raises: CaseError when the command cannot be started.
         """
         try:
             return run_command(command, {VARIABLE: self._settings.model_dump_json()}, self._look)
@@ -49,14 +49,14 @@ class GuardedCommand:
             self._show(worded)
             try:
                 append_line(self._settings.out / FINDINGS, worded)
-            except OSError as error:  # a full disk must not end the command, and the finding was shown
+            except OSError as error:  # a full disk must not end the command; the finding was shown
                 self.refused = error
 
 
 def append_line(path: Path, finding: Finding) -> None:
-    """Append a finding to a file of JSON lines: what it is about in words first, then all of its data.
+    """Append a finding to a file of JSON lines, with its identifying fields first.
 
-    Raises: OSError when the disk refuses.
+    Raises: OSError when writing fails.
     """
     content = finding.model_dump(mode="json", exclude_defaults=True, exclude={"facts"})
     if finding.facts is not None:

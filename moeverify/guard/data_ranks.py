@@ -1,4 +1,4 @@
-"""Which ranks share the global batch with this one, as the wrappers of its models say."""
+"""Detection of the ranks that share the global batch with this one, from the model's wrappers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def find_data_ranks(models: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Return the global ranks over which DDP or FSDP reduces gradients of most of the model, with this rank.
+    """Return the global ranks over which DDP or FSDP reduces most of the gradients, including this rank.
 
-    None where no wrapper says it. Experts may have a smaller group than the rest: the largest one counts.
+    Empty if no wrapper is found. Experts may have a smaller group than other parameters; the largest group
+    counts.
     """
     found: set[int] = set()
     for model in models:

@@ -1,6 +1,7 @@
-"""The folder in which ranks leave records and the judge takes them: small files, each written once. No torch.
+"""The folder in which ranks put records for the judge: small files, each written once. No torch.
 
-Ranks never wait for each other or for the judge, and issue no collective: a guard must not change what a script does.
+Ranks never wait for each other or for the judge, and issue no collective: a guard must not change a
+script's behavior.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from pathlib import Path
 
 from moeverify.guard.lines import RankHeader, StepRecord
 
-_MOST_LEFT = 8  # records that nobody took: the judge is gone
+_MOST_LEFT = 8  # records that nobody took; the judge is then gone
 FINDINGS = "findings.jsonl"
 
 
 class RankOutbox:
-    """Where one rank leaves its records."""
+    """The folder as one rank writes to it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -24,16 +25,16 @@ class RankOutbox:
         self._left: deque[Path] = deque()
 
     def put_header(self, header: RankHeader) -> None:
-        """Leave the description of this rank.
+        """Write the description of this rank.
 
-        Raises: OSError when the disk refuses.
+        Raises: OSError when writing fails.
         """
         _write(self._folder / f"rank{self._rank}.header.json", header.model_dump_json())
 
     def put(self, record: StepRecord) -> None:
-        """Leave the record of a step.
+        """Write the record of a step.
 
-        Raises: OSError when the disk refuses.
+        Raises: OSError when writing fails.
         """
         path = self._folder / f"rank{self._rank}.step{record.step:08}.json"
         _write(path, record.model_dump_json())
@@ -42,12 +43,12 @@ class RankOutbox:
             self._left.popleft().unlink(missing_ok=True)
 
     def has_findings(self) -> bool:
-        """Return whether the judge has found anything."""
+        """Return whether the judge has any findings."""
         return (self._folder / FINDINGS).exists()
 
 
 class Inbox:
-    """What the judge has found in the folder and not taken yet."""
+    """The folder as the judge reads it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,13 +56,14 @@ class Inbox:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks, 0 as long as none is there."""
+        """Return the number of ranks, or 0 before the first rank has described itself."""
         return next((header.world_size for header in self.headers.values()), 0)
 
     def take(self, *, is_over: bool) -> list[dict[int, StepRecord]]:
-        """Return the records of steps that all ranks have left, by rank, in the order of the steps.
+        """Return the records of the steps that all ranks have recorded, by rank, in the order of the steps.
 
-        When the script is over, those of the other steps too. What is returned is removed from the folder.
+        When the script is over, incomplete steps are included. Returned records are removed from the
+        folder.
         """
         for path in sorted(self._folder.glob("rank*.header.json")):
             header = RankHeader.model_validate_json(path.read_text())
@@ -71,7 +73,7 @@ class Inbox:
             by_step.setdefault(path.name.split(".")[1], []).append(path)
         taken: list[dict[int, StepRecord]] = []
         complete = [step for step, paths in by_step.items() if len(paths) == self.world_size]
-        # Ranks leave records in the order of the steps: what lacks a rank before a complete step stays so.
+        # Ranks write records in step order: a step before a complete one will not get further records.
         last = max(complete, default="")
         for step, paths in sorted(by_step.items()):
             if step <= last or is_over:
@@ -83,13 +85,13 @@ class Inbox:
         return taken
 
     def remove(self) -> None:
-        """Remove what ranks have left."""
+        """Remove all files of the ranks."""
         for path in self._folder.glob("rank*.json*"):
             path.unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str) -> None:
-    # A name that the judge does not look for until all of it is there.
+    # Write under a name that the judge ignores, and rename the complete file.
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)
@@ -99,4 +101,4 @@ def _read(path: Path) -> StepRecord | None:
     try:
         return StepRecord.model_validate_json(path.read_text())
     except OSError:
-        return None  # a rank that is ahead has removed it
+        return None  # a rank that is ahead has removed its record

@@ -1,4 +1,4 @@
-"""Where a value first becomes NaN or infinite: flags of module outputs, read only when a loss is no number."""
+"""Location of the first NaN or infinity, by flags of module outputs that are read for a nonfinite loss."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _MOST_FLAGS = 1 << 14
 
 
 class FiniteWatch:
-    """Keeps one number for each call of a module: infinite or NaN where its output is.
+    """A recorder of one number per module call, which is nonfinite if the output is.
 
-    In a sampled step it is the largest size in the whole output. In the others it is the sum of the first feature
-    (one of the last dim): that costs next to nothing, and a bad token has no good feature behind the next matrix.
+    In a sampled step it is the largest magnitude in the output. In other steps it is the sum of the first
+    feature (of the last dim), which costs almost nothing. It suffices because the next matrix product makes
+    all features of a bad token bad.
     """
 
     def __init__(self) -> None:
@@ -30,10 +31,10 @@ class FiniteWatch:
         self.is_active = True
         self._flags: list[tuple[str, Tensor]] = []
         self._often: set[str] = set()
-        self._losses: list[tuple[int, Tensor]] = []  # how many outputs were looked at before it, and the loss
+        self._losses: list[tuple[int, Tensor]] = []  # number of outputs before the loss, and the loss
 
     def watch(self, model: nn.Module) -> None:
-        """Look at the outputs of a model's modules from now on: those with parameters, or blocks if they are many."""
+        """Hook the modules with parameters of their own, or only the blocks if there are too many."""
         own = [
             (name, each)
             for name, each in model.named_modules()
@@ -48,37 +49,37 @@ class FiniteWatch:
         self._losses.clear()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Keep a loss, one number, for `find_bad_loss`.
+        """Store a loss, a single number, for `find_bad_loss`.
 
-        To read it at once would make the host wait for the device in every micro-batch, and the device then waits
-        for the host to launch the next one.
+        Reading it at once would synchronize the host with the device in every micro-batch. The device would
+        then wait for the host to launch the next one.
         """
         self._losses.append((self.num_calls, loss.detach().clone()))
 
     def find_bad_loss(self) -> int | None:
-        """Return how many outputs came before the first loss that is not finite; waits for the device.
+        """Return the number of outputs before the first nonfinite loss, or None; synchronizes.
 
-        What was read is forgotten.
+        The losses are cleared.
         """
         losses, self._losses = self._losses, []
         return next((before for before, loss in losses if not math.isfinite(float(loss))), None)
 
     def learn(self) -> None:
-        """Take modules whose output is not finite in a good step, such as masks, for what they are."""
+        """Ignore modules whose output is nonfinite in a good step from now on, such as attention masks."""
         self._often |= {name for _, name in self._list_bad()}
 
     def find(self) -> tuple[int, str] | None:
-        """Return the first module of the step whose output is not finite, with its number; waits for the device."""
+        """Return number and name of the step's first nonfinite output, or None; synchronizes."""
         return next(((number, name) for number, name in self._list_bad() if name not in self._often), None)
 
     @property
     def num_calls(self) -> int:
-        """Return how many outputs were looked at in this step."""
+        """Return the number of outputs that were checked in this step."""
         return len(self._flags)
 
     @property
     def num_losses(self) -> int:
-        """Return how many losses wait to be read."""
+        """Return the number of losses that were not read yet."""
         return len(self._losses)
 
     def _list_bad(self) -> Iterator[tuple[int, str]]:
@@ -94,7 +95,7 @@ class FiniteWatch:
 
     def _make_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            # A compiler would take the flags for a part of the model.
+            # A compiler would trace the flags as part of the model.
             if (
                 not self.is_active
                 or not torch.is_grad_enabled()
@@ -119,7 +120,7 @@ class FiniteWatch:
 
 
 def _list_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the members of lists and sequences of modules, which are the layers of nearly all models."""
+    """Yield the children of module lists, dicts and sequences, which are the layers of nearly all models."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             yield from ((f"{name}.{key}".lstrip("."), child) for key, child in module.named_children())

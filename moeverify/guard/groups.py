@@ -14,7 +14,7 @@ _MOST_ENTRIES = 2048
 
 
 def describe_groups(trace: CollectiveTrace) -> tuple[GroupLine, ...]:
-    """Return what a trace has seen on each group, and of each pair of sender and receiver."""
+    """Return a summary of a trace for each group, and for each pair of sender and receiver."""
     largest: dict[tuple[int, ...], int] = {}
     for record in trace.records():
         size = math.prod(record.shape) * max(record.num_tensors, 1)
@@ -37,9 +37,9 @@ def describe_groups(trace: CollectiveTrace) -> tuple[GroupLine, ...]:
 
 
 def list_groups() -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return mesh axis and global ranks of each process group of this rank."""
+    """Return the mesh axis and global ranks of each process group of this rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
-    # torch has no public list of its groups.
+    # torch has no public list of process groups.
     groups = [describe_group(each) for each in dist.distributed_c10d._world.pg_map]
     return tuple((group.axis, tuple(group.ranks)) for group in groups)

@@ -1,4 +1,4 @@
-"""The guard of one process: it samples what it is told, and leaves a record of each sampled step for the judge."""
+"""The guard of one process, which samples steps and writes a record of each sampled step for the judge."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ _MOST_ROWS = 4096
 _MOST_CALLS = 512
 _INNER = ("/torch/", "/moeverify/")
 _LEARNING_STEPS = 4
-_MOST_LOSSES = 256  # that wait to be read, in a step that never ends
-_MOST_BAD = 3  # steps in a row that are all NaN say no more than the first
+_MOST_LOSSES = 256  # unread losses, in a step that never ends
+_MOST_BAD = 3  # nonfinite steps to record outside the sample: later ones add no information
 
 
 class Guard(ModelListener):
-    """Samples steps, from the first forward pass after an optimizer's step to the step (or steps) of the next.
+    """A sampler of steps. A step begins with the first forward pass after an optimizer step.
 
-    Nothing is exchanged with other ranks but through files, so a guard cannot make a script hang.
+    It ends with the last optimizer step before the next such forward pass. Ranks communicate only through
+    files, so a guard cannot make a script hang.
     """
 
     def __init__(self, settings: GuardSettings, rank: int, world_size: int) -> None:
@@ -67,11 +68,12 @@ class Guard(ModelListener):
         self._sampling = _Sampling()
         atexit.register(self.close)
 
-    # What hooks call -----------------------------------------------------------------------------------------
+    # Calls from hooks
+    # -----------------------------------------------------------------------------------------
 
     @safely
     def enter_model(self, module: nn.Module, frame: Any, trains: bool) -> None:
-        """Begin a step where one is over; keep the rows of the model's integer inputs; see `Listener`."""
+        """Begin a new step if one is over, and keep the rows of the first integer input; see `Listener`."""
         if self.model.add(module):
             self.on_model()
             self.model.learn(module)
@@ -84,11 +86,11 @@ class Guard(ModelListener):
             for _, tensor in find_rows(frame):
                 rows = tuple(hash_rows(tensor)[:_MOST_ROWS].tolist())
                 self._sampling.rows.append(rows)
-                break  # the first integer input: a mask beside it is the same for many rows
+                break  # only the first integer input: a mask beside it is equal for many rows
 
     @safely
     def before_backward(self) -> None:
-        """Measure what is left of the gradients of the step before; see `Listener`."""
+        """Measure the gradients that the previous step left; see `Listener`."""
         self._begin_step()
         if self.is_sampled and not self._sampling.has_backward:
             self._sampling.kept = self.measure_gradients()
@@ -96,7 +98,7 @@ class Guard(ModelListener):
 
     @safely
     def after_backward(self, roots: Sequence[Tensor]) -> None:
-        """Keep the loss, and measure the gradients; see `Listener`."""
+        """Keep the loss and measure the gradients; see `Listener`."""
         for root in roots:
             if is_number(root):
                 self._finite.add_loss(root)
@@ -109,7 +111,7 @@ class Guard(ModelListener):
 
     @safely
     def before_zero_grad(self) -> None:
-        """Measure the gradients that are thrown away; see `Listener`."""
+        """Measure the discarded gradients; see `Listener`."""
         if self.is_sampled:
             norms = (
                 self.measure_gradients().values()
@@ -120,7 +122,7 @@ class Guard(ModelListener):
 
     @safely
     def before_clip(self, label: str, parameters: Any) -> None:
-        """Measure the gradients that are clipped; see `Listener`."""
+        """Measure the gradients before the clip; see `Listener`."""
         if not self.is_sampled:
             return
         if isinstance(parameters, nn.Module):
@@ -133,12 +135,12 @@ class Guard(ModelListener):
 
     @safely
     def after_clip(self, label: str, norm: Any, limit: Any) -> None:
-        """Keep the norm that a clip found; see `Listener`."""
+        """Keep the norm from a clip; see `Listener`."""
         if not self.is_sampled:
             return
         self._add_call(label)
         if label == "clip_grad_norm_":
-            # Reading an unreduced norm would be a collective: it is known from what the clip did.
+            # Reading an unreduced norm would be a collective. The effect of the clip shows its value.
             is_known = norm is not None and not is_partial(norm)
             found = float(local_part(norm)) if is_known else None
             most = None if limit is None else float(limit)
@@ -152,7 +154,7 @@ class Guard(ModelListener):
 
     @safely
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Sample what the optimizer gets; see `Listener`."""
+        """Sample the optimizer's inputs; see `Listener`."""
         has_closure = bool(values[1:] and values[1] is not None) or named.get("closure") is not None
         self._sampling.closures |= {id(optimizer)} if has_closure else set()
         self._stop_tracing()
@@ -170,7 +172,7 @@ class Guard(ModelListener):
 
     @safely
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Sample the weights that the optimizer has made; see `Listener`."""
+        """Sample the updated weights; see `Listener`."""
         if self.is_sampled:
             if id(optimizer) in self._sampling.closures:
                 self._sample_gradients(optimizer)
@@ -180,10 +182,11 @@ class Guard(ModelListener):
             self._sampling.stepped |= {id(shard.tensor) for shard in self.model.shards_of(optimizer)}
         self._has_stepped = True
 
-    # The steps -----------------------------------------------------------------------------------------------
+    # Steps
+    # ----------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Begin the next step, if an optimizer has stepped in this one."""
+        """Begin the next step if an optimizer has stepped."""
         if self._has_stepped:
             self._end_step()
             if self.step == 0:
@@ -200,11 +203,11 @@ class Guard(ModelListener):
             self._is_tracing = True
 
     def _follow_models(self) -> None:
-        """Be told of the models themselves from now on: hooks for all modules cost each of them a microsecond."""
+        """Replace global hooks by hooks on the models: global ones cost each module call a microsecond."""
         self.on_stop()
         for model in self.model.roots:
-            # The model whose forward pass has just begun is left by the hook that is added here.
-            # First, so that a collective trace begins before FSDP gathers parameters.
+            # The hook added here also ends the forward pass that has just begun. The pre-hook is prepended
+            # so that a collective trace begins before FSDP gathers parameters.
             model.register_forward_pre_hook(unseen(self.enter_module), prepend=True)
             model.register_forward_hook(unseen(self.leave_module), always_call=True)
 
@@ -217,7 +220,7 @@ class Guard(ModelListener):
                 self._finite.learn()
             self._order.end_step(sampling.calls, sampling.rows, has_closure=bool(sampling.closures))
             if self._order.has_scaler:
-                sampling.nonfinite = None  # a loss scale that was too large
+                sampling.nonfinite = None  # the loss scale was too large
             sampling.findings += self._order.find(self.step, self.find_rank()[0])
             self._leave(self._make_record())
         elif sampling.nonfinite is not None and self._num_bad < _MOST_BAD:
@@ -235,7 +238,7 @@ class Guard(ModelListener):
         import multiprocessing_pdb
 
         about = next((f"{each.check}: {each.tensor}" for each in record.findings), "another rank's finding")
-        self.settings = self.settings.model_copy(update={"debug": False})  # once
+        self.settings = self.settings.model_copy(update={"debug": False})  # stop only once
         multiprocessing_pdb.stop(f"moeverify watch --guard: {about}", frame=_find_frame())
 
     def _stop_tracing(self) -> None:
@@ -250,21 +253,23 @@ class Guard(ModelListener):
             self._locate_bad("loss", before)
 
     def _locate_bad(self, what: Literal["loss", "gradient"], before: int, name: str = "") -> None:
-        """Keep what was bad first: an output of a module, or else `what`, which had `before` outputs before it."""
+        """Store the first nonfinite value: a module output, or else the one after `before` outputs."""
         found = self._finite.find()
         if found is not None and found[0] < before:
             self._sampling.nonfinite = Nonfinite(what="output", order=found[0], module=found[1])
         else:
             self._sampling.nonfinite = Nonfinite(what=what, module=name, order=before)
 
-    # What is sampled -----------------------------------------------------------------------------------------
+    # Samples
+    # --------------------------------------------------------------------------------------------------
 
     def _describe(self) -> None:
-        """Leave the description of this rank; the tensors are those of the models of the first step."""
+        """Write the description of this rank, with the tensors of the models in the first step."""
         if self._shards:
             return
         shards = [shard for shard in self.model.shards() if shard.region.numel]
-        # FSDP1 replaces the parameters that it found; those get no gradients. Where none gets any, that is the bug.
+        # FSDP1 replaces the original parameters, which then get no gradients. Keep all if none has a
+        # gradient: that is the error to find.
         self._shards = [shard for shard in shards if shard.tensor.grad is not None] or shards
         self._tensors = {id(shard.tensor): number for number, shard in enumerate(self._shards)}
         rank, world_size = self.find_rank()
@@ -291,7 +296,7 @@ class Guard(ModelListener):
             if shard.tensor.grad is not None and is_partial(shard.tensor.grad):
                 self._sampling.partial.append(number)
         bad = next((shard.name for shard, _ in found if not math.isfinite(norms[id(shard.tensor)])), None)
-        # With a scaler a bad gradient is an everyday thing, and its step is left out.
+        # With a scaler, nonfinite gradients are normal and their steps are skipped.
         self._look_at_losses()
         if bad is not None and self._sampling.nonfinite is None and not self._order.has_scaler:
             self._locate_bad("gradient", self._finite.num_calls, bad)
@@ -336,14 +341,15 @@ class Guard(ModelListener):
         if self.model.roots and len(self._sampling.calls) < _MOST_CALLS:
             self._sampling.calls.append(Call(step=self.step, name=name, site=find_site(), **rest))
 
-    # How it ends ---------------------------------------------------------------------------------------------
+    # End
+    # ------------------------------------------------------------------------------------------------------
 
     def switch(self, *, on: bool) -> None:
-        """Look at the steps from now on, or at none of them."""
+        """Turn the guard on or off."""
         self.is_active = self._finite.is_active = on
 
     def close(self) -> None:
-        """Leave the record of the last step and stop."""
+        """Write the record of the last step and stop."""
         if not self.is_active or os.getpid() != self.pid:
             return
         self._finish()
@@ -362,7 +368,7 @@ class Guard(ModelListener):
         self._stop_tracing()
 
     def fail(self, error: Exception) -> None:
-        """Stop guarding, and write why; see `Listener`."""
+        """Stop guarding and report why; see `Listener`."""
         self.switch(on=False)
         self.on_stop()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -373,14 +379,14 @@ class Guard(ModelListener):
 
 
 class _Sampling:
-    """What was sampled of the step that is under way."""
+    """Samples of the current step."""
 
     def __init__(self) -> None:
         self.has_backward = False
         self.kept: dict[
             int, float
-        ] = {}  # id of the parameter -> norm of its gradient before the first backward
-        self.before: dict[int, float] = {}  # the same after the last one, or before the clip
+        ] = {}  # id of the parameter -> norm of its gradient before the first backward pass
+        self.before: dict[int, float] = {}  # the same after the last backward pass, or before the clip
         self.clipped: dict[int, float] = {}
         self.clips: list[tuple[float | None, float | None, dict[int, float]]] = []
         self.forgotten: tuple[str, ...] = ()

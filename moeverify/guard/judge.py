@@ -1,4 +1,4 @@
-"""What ranks have left, held together: findings that no rank can make alone. No torch."""
+"""Joint evaluation of the ranks' records: findings that no rank can make alone. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeverify.results.step_facts import RecomputedFacts
 
 
 class Judge:
-    """Takes records as they come and returns what is new in them. Each thing is found once."""
+    """An evaluator of records as they arrive; each finding is reported once."""
 
     def __init__(self, folder: Path) -> None:
         self._inbox = Inbox(folder)
@@ -33,20 +33,20 @@ class Judge:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many ranks have described themselves."""
+        """Return the number of ranks that have described themselves."""
         return len(self._inbox.headers)
 
     @property
     def num_missing(self) -> int:
-        """Return how many ranks have not."""
+        """Return the number of ranks that have not described themselves."""
         return max(self._inbox.world_size - self.num_ranks, 0)
 
     def look(self, *, is_over: bool = False) -> list[Finding]:
-        """Return what is found in the steps that all ranks have left; when the script is over, in all steps."""
+        """Return the findings in the steps recorded by all ranks, or in all steps when the script is over."""
         return [finding for records in self._inbox.take(is_over=is_over) for finding in self._judge(records)]
 
     def remove(self) -> None:
-        """Remove what ranks have left."""
+        """Remove all files of the ranks."""
         self._inbox.remove()
 
     def _judge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ class Judge:
         yield from self._replicas.find(sampled)
 
     def _merge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
-        """Yield what ranks have found by themselves: once for all ranks, and of updates once for each cause."""
+        """Yield the findings of single ranks, merged over ranks; also merge findings of updates by cause."""
         by_key: dict[object, list[Finding]] = {}
         for record in records.values():
             for finding in record.findings:
@@ -111,7 +111,7 @@ class Judge:
         if not bad or "bad" in self._done:
             return
         self._done.add("bad")
-        # A module is nearer to the cause than a loss; of modules the one that ran first.
+        # A module is closer to the cause than a loss. Among modules the first in execution order counts.
         first = min(bad.values(), key=lambda each: (each.what != "output", each.order))
         ranks = tuple(rank for rank, each in bad.items() if each == first)
         yield Finding(
@@ -167,7 +167,7 @@ def _stream(group: GroupLine) -> Stream:
 
 
 def _key_of(finding: Finding) -> object:
-    """Return what is equal for findings that say the same thing."""
+    """Return a key that is equal for equivalent findings."""
     if isinstance(finding.facts, RecomputedFacts):
         return finding.check, finding.kind, tuple(term.name for term in finding.facts.wrong_terms)
     return finding.check, finding.tensor

@@ -1,4 +1,4 @@
-"""What a rank leaves for the judge: once a description of its tensors, then one record a sampled step. No torch."""
+"""Records of a rank for the judge: a description of its tensors, then one per sampled step. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from moeverify.results.record import Record
 
 
 class TensorLine(Record):
-    """A parameter of a rank: its logical name and global shape, the region that the rank has, its mesh.
+    """A parameter of a rank: its logical name and global shape, the rank's region, and its mesh.
 
-    `mesh` are the global ranks of its DTensor's mesh, none for a plain tensor.
+    `mesh` has the global ranks of a DTensor's mesh and is empty for a plain tensor. `eps` is the dtype's
+    machine epsilon.
     """
 
     name: str
@@ -24,9 +25,9 @@ class TensorLine(Record):
 
 
 class RankHeader(Record):
-    """The first thing that a rank leaves. `data_ranks` share the global batch with it, by DDP or FSDP.
+    """The first record of a rank. `data_ranks` share the global batch with it by DDP or FSDP.
 
-    `groups` are the mesh axis and the global ranks of each process group that it is in.
+    `groups` has the mesh axis and global ranks of each of the rank's process groups.
     """
 
     rank: int
@@ -37,7 +38,7 @@ class RankHeader(Record):
 
 
 class ClipLine(Record):
-    """A clip of torch: the norm that it returned, its limit, and the sums of squares that it found, by tensor."""
+    """A clip of torch: returned norm, limit, and sum of squares of each tensor before the clip."""
 
     norm: float | None
     max_norm: float | None
@@ -45,9 +46,9 @@ class ClipLine(Record):
 
 
 class GroupLine(Record):
-    """The collectives of a step on one process group: how many, the most elements of one, and a hash of all.
+    """The collectives of a step on one process group: their number, largest element count, and combined hash.
 
-    With `signature` (number, hash) and the first `entries`, each (signature, site), as the ledger keeps them.
+    `entries` has the first ones as (signature, call site) from the ledger.
     """
 
     name: str
@@ -61,7 +62,7 @@ class GroupLine(Record):
 
 
 class Nonfinite(Record):
-    """The first value of a rank that is not finite, and how many modules had run in the step before it."""
+    """The first nonfinite value of a rank, and the number of module outputs before it in the step."""
 
     what: Literal["output", "loss", "gradient", "weight"]
     module: str = ""
@@ -69,13 +70,17 @@ class Nonfinite(Record):
 
 
 class StepRecord(Record):
-    """A sampled step of a rank. All lists are in the order of `RankHeader.tensors`.
+    """A sampled step of a rank. Lists of tensors are in the order of `RankHeader.tensors`.
 
-    `began` (first record only), `ended` and `gradients` are hashes of samples of the weights before the step, after
-    it, and of the gradients that the optimizer got; 0 where there is nothing. `projections` are those of the weight's
-    samples after the step on fixed random signs, `norms` their norms. `squares` are the sums of squares of the local
-    gradients at the optimizer step, `before` what they were when the last backward pass was over or the clip began.
-    `partial` are the tensors whose gradients are unreduced partial sums, `forgotten` those that no optimizer has.
+    - `began` (first record only), `ended`: hashes of samples of the weights before and after the step; 0 if
+      missing.
+    - `gradients`: hashes of samples of the gradients that the optimizer got; 0 if missing.
+    - `projections`, `norms`: projections of the weight samples after the step on random signs, and their
+      norms.
+    - `squares`: sums of squares of the local gradients at the optimizer step.
+    - `before`: the same at the end of the last backward pass or before the clip.
+    - `partial`: numbers of the tensors whose gradients are unreduced partial sums.
+    - `forgotten`: names of the parameters that no optimizer has.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Whether the gradient norm that clips is that of the gradients which the ranks had. No torch."""
+"""Check that the norm in a gradient clip is the norm of the ranks' gradients. No torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, OwnNormFacts
 from moeverify.results.script import NormFacts
 
-_SAME = 2e-4  # relative, of norms in float32
-_OTHER = 2e-3  # coefficients of ranks that differ by more were not made from one norm
+_SAME = 2e-4  # relative, for norms in float32
+_OTHER = 2e-3  # relative difference above which the ranks' coefficients come from different norms
 _TIMES = 2
-_FEWEST, _MOST = 3, 8  # steps whose clip binds, from which a constant limit is told from a wrong norm
+_FEWEST, _MOST = 3, 8  # number of clipped steps that distinguish a constant limit from a wrong norm
 
 
 @dataclass(frozen=True)
 class _Clipped:
-    """One step whose gradients were clipped: the coefficient, and the parts of the norm before."""
+    """A step with clipped gradients: the coefficient, and the parts of the norm before the clip."""
 
     coefficient: float
     parts: NormParts
@@ -29,10 +29,10 @@ class _Clipped:
 
 @dataclass
 class NormRule:
-    """Finds wrong norms of torch's clip, and those of a clip of the script's own as far as its effect shows them.
+    """A check of the norms of torch's clip, and of a script's own clip by its effect.
 
-    torch's clip returns its norm. A clip of one's own multiplies gradients by limit / norm: with the right norm, the
-    coefficient times the norm is the same limit on every rank and in every step.
+    torch's clip returns its norm. A script's own clip multiplies gradients by limit / norm. With the right
+    norm, the coefficient times the norm is the same limit on every rank and in every step.
     """
 
     replicas: Sequence[ReplicaSet]
@@ -42,7 +42,7 @@ class NormRule:
     _is_done: bool = False
 
     def find(self, records: Mapping[int, StepRecord]) -> list[Finding]:
-        """Return a finding where the norm of this step, or of the steps so far, is wrong."""
+        """Return a finding if the norm of this step, or of the steps so far, is wrong."""
         if (
             self._is_done
             or not records
@@ -52,14 +52,14 @@ class NormRule:
         if any(call.name.startswith("scaler") for record in records.values() for call in record.calls):
             return []
         if not self._agree(records):
-            return []  # replicas whose gradients differ have no norm, and another rule for that
+            return []  # differing replicas have no defined norm; the rule for replicas reports them
         by_torch = any(record.clips for record in records.values())
         finding = self._judge_torch(records) if by_torch else self._judge_own(records)
         self._is_done = finding is not None
         return [finding] if finding is not None else []
 
     def _agree(self, records: Mapping[int, StepRecord]) -> bool:
-        """Return whether the gradients of replicas have the same norms."""
+        """Return whether the gradients of replicas have equal norms."""
         for replicas in self.replicas:
             before = [
                 records[member.rank].before[member.number]
@@ -123,7 +123,7 @@ class NormRule:
         return self._judge_history(records[first])
 
     def _judge_history(self, record: StepRecord) -> Finding | None:
-        """Return a finding where a wrong norm, and not the right one, makes the limit of all steps the same."""
+        """Return a finding if a wrong norm makes the limit equal in all steps and the right norm does not."""
         if len(self._history) < _FEWEST:
             return None
         right = [each.coefficient * each.parts.norm for each in self._history]
@@ -143,14 +143,14 @@ class NormRule:
         facts, limit = fitting[0][-1]
         residual = _spread([value for _, value in fitting[0]])
         if len(fitting) > 1:
-            # Twice the one or half the other: the limit is not known, so neither is which.
+            # Double weight of one part and half weight of the other fit alike, as the limit is unknown.
             facts = NormFacts(part="unknown")
         error = facts.model_copy(update={"ratio": limit / right[-1], "residual": residual})
         norm = self._history[-1].parts.norm
         return _make_finding(record, "coefficient", error, norm, norm * error.ratio)
 
     def _split(self, squares: Mapping[int, Mapping[int, float]], rank: int) -> NormParts:
-        """Return the parts of the norm, each region once; the norm counts what some rank has given to the clip."""
+        """Return the parts of the norm, counting each region once, of the gradients that any rank clipped."""
         replicated = sharded = local = 0.0
         names: dict[bool, set[str]] = {True: set(), False: set()}
         for replicas in self.replicas:
@@ -171,9 +171,9 @@ class NormRule:
         return NormParts(replicated, sharded, local, len(names[True]), len(names[False]))
 
     def _bound(self, clip: ClipLine) -> float:
-        """Return how far two computations of one norm may differ, by the dtypes of the gradients.
+        """Return the tolerated relative difference of two computations of a norm, by the gradients' dtypes.
 
-        The clip rounds the norm of each tensor to the gradients' dtype, and sums of squares over each mesh.
+        The clip rounds each tensor's norm to the gradients' dtype, and the sum of squares over each mesh.
         """
         eps = max((each.tensor.eps for each in self.replicas), default=0.0)
         return max(_SAME, eps * (8.0 + self.num_ranks))

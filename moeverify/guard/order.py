@@ -1,6 +1,6 @@
-"""Rules of the order of calls, on one rank: a rule is broken when two sampled steps in a row break it.
+"""Rules for the order of calls on one rank, which count as broken after two sampled steps in a row.
 
-Once is no bug: a script may throw the gradients of one bad batch away on purpose.
+A single violation is no error: a script may discard the gradients of a bad batch on purpose.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TIMES = 2
 
 
 class CallOrder:
-    """What the steps so far have broken, and which parameters have optimizers."""
+    """The violations so far, and the optimizers with their parameters."""
 
     def __init__(self) -> None:
         self.has_scaler = False
         self._optimizers: dict[int, Optimizer] = {}
-        self._stepped: set[int] = set()  # optimizers that have stepped in this step
+        self._stepped: set[int] = set()  # optimizers that have stepped in the current step
         self._stepped_before: set[int] = set()
         self._streaks: dict[CallRule, int] = {}
         self._broken: list[CallFacts] = []
@@ -40,13 +40,13 @@ class CallOrder:
         self._num_steps = 0
 
     def see_step(self, optimizer: Optimizer, kept: Mapping[int, float]) -> None:
-        """Note an optimizer's step; `kept` are norms of gradients before the first backward pass, by parameter."""
+        """Add an optimizer's step; `kept` has gradient norms before the first backward pass, by parameter."""
         self._optimizers[id(optimizer)] = optimizer
         self._stepped.add(id(optimizer))
         self._has_gradients |= any(
             each.grad is not None for group in optimizer.param_groups for each in group["params"]
         )
-        # Alternating optimizers leave gradients to each other, and zero them before they use them.
+        # Alternating optimizers leave gradients to each other, and zero them before use.
         if id(optimizer) in self._stepped_before:
             own = (kept.get(id(each), 0.0) for group in optimizer.param_groups for each in group["params"])
             self._kept = max(self._kept, math.hypot(*own))
@@ -54,18 +54,21 @@ class CallOrder:
     def end_step(
         self, calls: Sequence[Call], rows: Sequence[tuple[int, ...]], *, has_closure: bool = False
     ) -> None:
-        """Hold the calls of a step against the rules.
+        """Check the calls of a step against the rules.
 
-        With a closure the optimizer calls zero_grad and backward as often as it likes (LBFGS): no rule is for that.
+        No rule applies with a closure: the optimizer (LBFGS) then calls zero_grad and backward any number
+        of times.
         """
         names = [call.name for call in calls]
         self.has_scaler |= any(name.startswith("scaler") for name in names)
         self._num_steps += 1
         broken: list[CallFacts | None] = [find_early_clip(calls)]
-        # Several optimizers share a backward pass, and zero what another one's loss has left in their gradients.
+        # Several optimizers share a backward pass, and zero gradients that another optimizer's loss has
+        # left.
         if len(self._optimizers) == 1:
             discarded = find_discarded(calls)
-            # Two passes over the same rows (sharpness-aware minimization) throw the first one's away on purpose.
+            # Two passes over the same rows (sharpness-aware minimization) discard the first gradients on
+            # purpose.
             broken += [None if _repeats(rows) else discarded, find_inner_schedule(calls)]
             broken += [] if self._has_gradients else [find_emptied(calls)]
         first, last = backward_range(calls)
@@ -84,7 +87,7 @@ class CallOrder:
         self._kept, self._has_gradients = 0.0, False
 
     def find(self, step: int, rank: int) -> list[Finding]:
-        """Return a finding for each rule that was broken as often as it takes."""
+        """Return a finding for each rule that was broken often enough."""
         return [
             Finding(
                 check=ScriptCheck.CALLS,
@@ -100,9 +103,10 @@ class CallOrder:
         ]
 
     def find_forgotten(self, shards: Sequence[LocalShard]) -> tuple[str, ...]:
-        """Return the parameters that get gradients and that no optimizer has.
+        """Return the names of the parameters that have gradients but no optimizer.
 
-        Nothing where optimizers have less than half of the model: then they have copies of it.
+        Empty before the second sampled step, and if more than half of the parameters have no optimizer:
+        optimizers then hold copies of the parameters.
         """
         known = {
             id(each)
@@ -117,6 +121,6 @@ class CallOrder:
 
 
 def _repeats(rows: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether the micro-batches of a step come in two halves of the same rows."""
+    """Return whether the micro-batches of a step consist of two halves with equal rows."""
     half = len(rows) // 2
     return half > 0 and tuple(rows[:half]) == tuple(rows[half:])

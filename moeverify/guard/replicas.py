@@ -1,4 +1,4 @@
-"""Which shards of a guarded run should be equal, and which of them are not. No torch."""
+"""Detection of shards that should be equal across ranks, and of differences between them. No torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moeverify.results.guard import DriftFacts, GuardCheck
 
 _ROUNDING = (
     16 * 2.0**-24
-)  # of float32 sums whose order differs between ranks; it stays, and does not grow at once
-_SAME_SQUARE = 1e-6  # of sums of squares that are computed alike
-_MAIN = 1e-2  # of the largest distance
-_NARROW = 2.0**-20  # an epsilon above it belongs to 16 bits, where every difference is one
+)  # of float32 sums in another order on each rank; a constant error that does not grow abruptly
+_SAME_SQUARE = 1e-6  # relative, for sums of squares from equal computations
+_MAIN = 1e-2  # relative to the largest distance
+_NARROW = 2.0**-20  # a larger epsilon is that of a 16-bit dtype, where any difference counts
 
 
 @dataclass(frozen=True)
 class Member:
-    """A shard: the rank, and its number among the rank's tensors."""
+    """A shard: its rank, and its number among the rank's tensors."""
 
     rank: int
     number: int
@@ -28,7 +28,7 @@ class Member:
 
 @dataclass
 class ReplicaSet:
-    """The shards that should have the same values."""
+    """A set of shards that should have equal values."""
 
     name: str
     tensor: TensorLine
@@ -36,18 +36,18 @@ class ReplicaSet:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that have it."""
+        """Return the ranks that hold the shards."""
         return tuple(member.rank for member in self.members)
 
 
 def find_replicas(
     headers: Mapping[int, RankHeader], first: Mapping[int, StepRecord]
 ) -> tuple[list[ReplicaSet], list[ReplicaSet]]:
-    """Return the shards that should be equal, and sets of shards of one name that began with other values.
+    """Return sets of shards that should be equal, and sets of one name with different initial values.
 
-    DTensors of one mesh with the same region are replicas. So are plain tensors of one name and shape, and DTensors
-    of several meshes, that begin with the same values. Others may be parts (experts of a rank) or replicas that
-    were not seeded alike: their gradients say which.
+    DTensors of one mesh with the same region are replicas. Plain tensors of one name and shape, and
+    DTensors of several meshes, are replicas if their initial values are equal. Others may be parts, such as
+    a rank's experts, or replicas that were seeded differently. Their gradients distinguish the two.
     """
     by_place: dict[object, list[tuple[Member, TensorLine, int]]] = {}
     for rank, header in headers.items():
@@ -78,7 +78,7 @@ def _belongs(known: object, tensor: TensorLine, bits: int) -> bool:
 
 @dataclass
 class ReplicaRule:
-    """Finds replicas that drift, and replicas that never were equal; once, since everything differs afterwards."""
+    """A check for replicas that drift or were never equal; it reports once, as everything differs later."""
 
     equal: Sequence[ReplicaSet]
     unequal: Sequence[ReplicaSet]
@@ -86,7 +86,7 @@ class ReplicaRule:
     _num_same_gradients: dict[str, int] = field(default_factory=dict)
 
     def find(self, records: Mapping[int, StepRecord]) -> list[Finding]:
-        """Return a finding for all replicas that began to differ in this step, for each set of ranks."""
+        """Return a finding for each set of ranks whose replicas began to differ in this step."""
         if self._is_done:
             return []
         found: dict[object, list[tuple[ReplicaSet, float]]] = {}
@@ -97,7 +97,7 @@ class ReplicaRule:
                 key = (replicas.ranks, gradients, is_expert(replicas.name), "update")
                 found.setdefault(key, []).append((replicas, distance))
         for replicas in self.unequal:
-            # The same gradient, bit for bit and not zero, is one that was reduced over these ranks.
+            # Gradients that are bitwise equal and nonzero were reduced over these ranks.
             if _compare_gradients(replicas, records) == "equal":
                 times = self._num_same_gradients[replicas.name] = (
                     self._num_same_gradients.get(replicas.name, 0) + 1
@@ -107,18 +107,19 @@ class ReplicaRule:
                     found.setdefault(key, []).append((replicas, _measure(replicas, records)))
         self._is_done = bool(found)
         largest = max((distance for sets in found.values() for _, distance in sets), default=0.0)
-        # What a wrong tensor does to the others (by a norm over all of them) is no cause.
+        # Small differences are consequences of the wrong tensor, through a norm over all tensors for
+        # example.
         found = {key: [each for each in sets if each[1] >= _MAIN * largest] for key, sets in found.items()}
         step = next(iter(records.values())).step
         return [_make_finding(step, key, sets) for key, sets in found.items() if sets]
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
-        """Return whether tensors that began unequal get the same gradient, so that nobody knows what is a part."""
+        """Return whether tensors with different initial values get equal gradients: parts are unknown."""
         return any(_compare_gradients(replicas, records) == "equal" for replicas in self.unequal)
 
 
 def _measure(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> float:
-    """Return the largest distance of two replicas relative to their norm; 0 where all are equal bit for bit."""
+    """Return the largest distance between replicas relative to their norm; 0 if all are bitwise equal."""
     values = [
         (records[member.rank].ended[member.number], member)
         for member in replicas.members
@@ -136,7 +137,7 @@ def _measure(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> float:
         squares = [(one - two) ** 2 for one, two in zip(base, other, strict=True)]
         distance = max(distance, math.sqrt(sum(squares) / len(squares)))
     if not math.isfinite(distance) or not math.isfinite(norm):
-        return 0.0  # NaN is another rule's
+        return 0.0  # another rule reports NaN
     return distance / norm if norm else 1.0
 
 
@@ -159,7 +160,7 @@ def _compare_gradients(replicas: ReplicaSet, records: Mapping[int, StepRecord]) 
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a parameter belongs to one of several experts, as its FQN says."""
+    """Return whether a parameter belongs to one of several experts, judged by its FQN."""
     return any("expert" in part and "shared" not in part for part in name.split("."))
 
 

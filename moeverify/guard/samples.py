@@ -12,7 +12,7 @@ from moeverify.compare.difference import INTEGERS, hash_words
 from moeverify.hashing import hash_counter, key_of
 
 NUM_ELEMENTS = 256
-"""So many elements in equal distances stand for a tensor: an update changes nearly all elements of a tensor."""
+"""Number of equally spaced elements that represent a tensor: an update changes nearly all of its elements."""
 
 _NUM_PROJECTIONS = 4
 _KEY = key_of("guard", "projections")
@@ -20,9 +20,9 @@ _KEY = key_of("guard", "projections")
 
 @dataclass
 class Samples:
-    """What stands for each of N tensors: a hash of the sampled bits, projections on random signs, the norm.
+    """Samples of N tensors: a hash of the sampled bits, projections on random signs, and the norm.
 
-    Those of a tensor that is not there are 0.
+    All are 0 for a missing tensor.
     """
 
     hashes: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Samples:
 
 
 def measure_samples(tensors: Sequence[Tensor | None]) -> Samples:
-    """Return what stands for local tensors; waits for the device once for each dtype."""
+    """Return the samples of local tensors. Synchronizes with the device once per device and dtype."""
     count = len(tensors)
     found = Samples([0] * count, [(0.0,) * _NUM_PROJECTIONS] * count, [0.0] * count)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -42,14 +42,14 @@ def measure_samples(tensors: Sequence[Tensor | None]) -> Samples:
         picked = [pick(tensor) for number in numbers if (tensor := tensors[number]) is not None]
         hashes, sums = _measure(picked)
         for number, bits, row in zip(numbers, hashes, sums, strict=True):
-            found.hashes[number] = bits or 1  # 0 says that there is no tensor
+            found.hashes[number] = bits or 1  # 0 marks a missing tensor
             found.projections[number] = tuple(row[:_NUM_PROJECTIONS])
             found.norms[number] = row[_NUM_PROJECTIONS] ** 0.5
     return found
 
 
 def pick(tensor: Tensor) -> Tensor:
-    """Return some elements of a tensor in equal distances, the same places for tensors of one size."""
+    """Return equally spaced elements of a tensor, at the same places for tensors of equal size."""
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // NUM_ELEMENTS)]
 

@@ -1,4 +1,4 @@
-"""What `moeverify watch --guard` asks of the processes that it starts. No torch."""
+"""Settings that `moeverify watch --guard` passes to its processes. No torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from moeverify.results.record import Record
 
 VARIABLE = "MOEVERIFY_GUARD"
-"""The environment variable that carries the settings, as JSON, to every process of the script."""
+"""The environment variable with the settings, as JSON, for every process of the script."""
 
-_ALWAYS = 4  # the first steps are all sampled: most bugs are there from the start
+_ALWAYS = 4  # number of first steps that are all sampled: most errors exist from the start
 
 
 class GuardSettings(Record):
-    """Where ranks leave what they sampled, and in which steps they sample: the first four, then each `every`-th.
+    """Settings of a guard: the folder `out`, and the sampled steps (the first four, then each `every`-th).
 
-    With `debug`, a rank that finds something, or learns that others have, stops in `multiprocessing_pdb`.
+    With `debug`, a rank stops in `multiprocessing_pdb` when it or another rank has a finding.
     """
 
     out: Path
@@ -23,5 +23,5 @@ class GuardSettings(Record):
     debug: bool = False
 
     def samples(self, step: int) -> bool:
-        """Return whether a step is sampled; the step after each `every`-th too, for what must happen twice."""
+        """Return whether a step is sampled; each `every`-th and the next, for rules over two steps."""
         return step < _ALWAYS or step % self.every < 2

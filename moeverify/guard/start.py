@@ -1,4 +1,4 @@
-"""Starting the guard of this process."""
+"""Start of the guard in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeverify.guard.settings import GuardSettings
 
 
 def start(text: str, rank: str | None = None, world_size: str | None = None) -> Guard:
-    """Guard what this process trains from now on; `text` are the settings as JSON, the others the launcher's."""
+    """Guard this process from now on; `text` is JSON settings, `rank` and `world_size` are the launcher's."""
     guard = Guard(GuardSettings.model_validate_json(text), int(rank or 0), int(world_size or 1))
     install(guard)
     return guard

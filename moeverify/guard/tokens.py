@@ -1,4 +1,4 @@
-"""Which ranks saw the same rows, and whether they may. No torch."""
+"""Detection of ranks that see the same rows although they should not. No torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from moeverify.guard.lines import RankHeader, StepRecord
 from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, SameWorkFacts, TokenFacts
 
-_TIMES = 2  # sampled steps in a row: a sampler pads the last batch of an epoch with rows that others have
-_SHARE = 0.5  # of a rank's rows; random draws with replacement meet now and then
-_SMALL = 16  # elements: a loss or a norm that is averaged for a log is no work shared
+_TIMES = 2  # sampled steps in a row: a sampler may pad the last batch of an epoch with rows of other ranks
+_SHARE = 0.5  # of a rank's rows: random draws with replacement may coincide
+_SMALL = 16  # elements: averaging a loss or a norm for a log is no shared work
 
 
 @dataclass
 class TokenRule:
-    """Finds data-parallel ranks with the same rows, and ranks that do the same work for nothing."""
+    """A check for data-parallel ranks with common rows, and for ranks that redundantly do the same work."""
 
     headers: Mapping[int, RankHeader]
     _streaks: dict[tuple[int, int], int] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
 
     def find(self, records: Mapping[int, StepRecord]) -> list[Finding]:
-        """Return a finding for data-parallel ranks that share rows, and one for ranks that share everything."""
+        """Return findings for data-parallel ranks with common rows, and for ranks with the same work."""
         rows = {
             rank: Counter(row for each in record.rows for row in each) for rank, record in records.items()
         }
@@ -65,7 +65,7 @@ class TokenRule:
         return findings
 
     def _do_the_same(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
-        """Return whether two ranks have the same weights, and exchange nothing but what is small."""
+        """Return whether two ranks have equal weights and exchange only small tensors."""
         one, two = (self.headers[rank] for rank in pair)
         if [(each.name, each.region) for each in one.tensors] != [
             (each.name, each.region) for each in two.tensors

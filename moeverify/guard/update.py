@@ -1,4 +1,4 @@
-"""Whether an optimizer's update is what its options make of the gradient and the moments that it had."""
+"""Check of an optimizer's updates against its options, gradients and moments."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from moeverify.results.place import Place, Stage
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 
 _KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
-# Options that change the arithmetic and that are not recomputed.
+# Options that change the arithmetic and are not supported by the recomputation.
 _UNKNOWN = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")
 
 
-# Equal for shards that are recomputed together: number of the step, moments before and after, dtypes, device.
+# Key of shards that are recomputed together: step number, moments before and after, dtypes, device.
 _Alike = tuple[int, frozenset[str], frozenset[str], frozenset[torch.dtype], torch.device]
 
 
 class UpdateWatch:
-    """Samples what goes into a step of an optimizer, and recomputes the step when it is over.
+    """Samples of the inputs of an optimizer step, which is recomputed after the step.
 
-    Only optimizers that are called SGD, Adam or AdamW, and have the options of torch's, are looked at: what one of
-    another name should do is not known.
+    Only optimizers named SGD, Adam or AdamW with torch's options are checked. The arithmetic of others is
+    unknown.
     """
 
     def __init__(self, optimizer: Optimizer, shards: Sequence[LocalShard]) -> None:
@@ -52,7 +52,7 @@ class UpdateWatch:
             self._groups.append((group, members))
 
     def finish(self, step: int, rank: int) -> list[Finding]:
-        """Return a finding for each tensor of which some element moved otherwise; waits for the device."""
+        """Return a finding for each tensor with a wrong element. Synchronizes with the device."""
         findings: list[Finding] = []
         for group, members in self._groups:
             if not members:
@@ -66,7 +66,7 @@ class UpdateWatch:
                 sampled.change = sample(sampled.shard.local(), sampled.stride) - sampled.weight
                 self._keep_moments(sampled, kind, sampled.after)
                 if isinstance(group["lr"], Tensor):
-                    sampled.dtypes.add(group["lr"].dtype)  # it rounds what it is multiplied with
+                    sampled.dtypes.add(group["lr"].dtype)  # products with it are rounded to its dtype
                 moments = frozenset(sampled.before), frozenset(sampled.after)
                 alike = (sampled.number, *moments, frozenset(sampled.dtypes), sampled.gradient.device)
                 by_key.setdefault(alike, []).append(sampled)
@@ -87,7 +87,7 @@ class UpdateWatch:
         assert kind is not None
         gradient = shard.local(shard.tensor.grad)
         stride = -(-max(shard.region.numel, 1) // NUM_ELEMENTS)
-        # The parameter's own counter as it is before the step: others may have taken more steps.
+        # The parameter's own step counter before the step: other parameters may have more steps.
         number = int(self._optimizer.state.get(shard.tensor, {}).get("step", 0)) + 1
         sampled = Sampled(shard, stride, sample(gradient, stride), number=number)
         if gradient.numel():
@@ -106,18 +106,18 @@ class UpdateWatch:
 
 
 def find_kind(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerKind | None:
-    """Return what recomputes the steps of an optimizer's group, None where its arithmetic is not known."""
+    """Return the kind that recomputes steps of an optimizer's group, or None if it is not supported."""
     name = _KINDS.get(type(optimizer).__name__)
     if name is None or any(group.get(option) for option in _UNKNOWN):
         return None
     needed = ("lr", "momentum") if name == "sgd" else ("lr", "betas", "eps")
     if any(option not in group for option in needed) or getattr(optimizer, "grad_scale", None) is not None:
-        return None  # a scaler that unscales inside the step
+        return None  # a scaler that unscales within the step
     return OPTIMIZER.find("adamw" if name == "adam" and group.get("decoupled_weight_decay") else name)
 
 
 def _make_spec(group: dict[str, Any]) -> OptimizerSpec:
-    # Not validated: an option that no case may have is recomputed all the same.
+    # Without validation: options that a case does not allow are recomputed too.
     return OptimizerSpec.model_construct(
         betas=tuple(map(float, group.get("betas", (0.9, 0.999)))),
         eps=float(group.get("eps", 1e-8)),
@@ -126,7 +126,7 @@ def _make_spec(group: dict[str, Any]) -> OptimizerSpec:
 
 
 def _is_wrong(row: Row) -> bool:
-    # What a NaN of the gradient makes of the update is not the optimizer's fault.
+    # NaN from a gradient is not an error of the optimizer.
     return not row.worst <= 1.0 and (math.isfinite(row.expected) or math.isfinite(row.actual))
 
 

@@ -1,1 +1,1 @@
-"""The reference transformer: plain torch that knows no parallelism."""
+"""The reference transformer in plain torch, without any parallel code."""

@@ -1,7 +1,7 @@
 """Grouped-query attention, causal by position, with a replaceable core.
 
-Letters: B rows, S query tokens, T key tokens, H hidden, D width of a query and key head,
-Dv of a value head (the same but for latent attention), Nq query heads, Nkv key-value heads.
+Letters: B rows, S query tokens, T key tokens, H hidden, D width of a query and key head, Dv width of a
+value head (equal to D except in latent attention), Nq query heads, Nkv key-value heads.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from moeverify.model.precision import Factory, widen
 from moeverify.model.rope import compute_rotation, rotate
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""q (B, S, Nq, D), k (B, S, Nkv, D), v (B, S, Nkv, Dv), positions (B, S) in; outputs (B, S, Nq, Dv) out."""
+"""core(q (B, S, Nq, D), k (B, S, Nkv, D), v (B, S, Nkv, Dv), positions (B, S)) -> (B, S, Nq, Dv)."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(D)) v over the keys whose position is at most the query's.
 
-    Query head n reads key-value head n // (Nq / Nkv). The softmax is in at least float32. The scores are
-    kept whole, so memory grows with S * T: this is the definition, not the fast way.
+    Query head n reads key-value head n // (Nq / Nkv). The softmax is computed in float32 or wider. All
+    scores are stored, so memory grows with S * T: this is the definition, not a fast implementation.
 
-    Shapes: q (B, S, Nq, D), k (B, T, Nkv, D), v (B, T, Nkv, Dv), positions (B, S) and (B, T); returns
-    (B, S, Nq, Dv).
+    Shapes: q (B, S, Nq, D), k (B, T, Nkv, D), v (B, T, Nkv, Dv), positions (B, S) and (B, T).
+    Returns: (B, S, Nq, Dv).
     Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023, "GQA", section 2.2.
     """
     num_kv_heads, head_dim = k.shape[-2:]
@@ -42,15 +42,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positio
 
 
 def causal_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Return `attend` of tokens that are at once the queries and the keys; see `Core`."""
+    """Return `attend` for tokens that are both queries and keys; see `Core`."""
     return attend(q, k, v, positions, positions)
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys, RoPE, the core, and the output projection.
+    """Multi-head attention: projections, optional query and key norms, RoPE, core and output projection.
 
-    The number of heads is read off the projections' outputs, so a shard of whole heads works as it is.
-    `core` may be replaced, by one that exchanges keys and values between ranks for example.
+    The number of heads follows from the projections' outputs, so the module also works on a shard of whole
+    heads. `core` may be replaced, for example by one that exchanges keys and values between ranks.
     """
 
     def __init__(self, spec: ReferenceModel, factory: Factory) -> None:
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(sizes[1], spec.norm_eps, factory) if spec.qk_norm else None
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the attention's output (B, S, H) for x (B, S, H) at positions (B, S)."""
+        """Return the attention output (B, S, H) for x (B, S, H) at positions (B, S)."""
         q = self._split(self.q_proj(x), self.q_norm)
         k = self._split(self.k_proj(x), self.k_norm)
         v = self._split(self.v_proj(x), None)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         return output
 
     def _split(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """Return the heads (B, S, N, D) of x (B, S, N * D), normalized one by one or all together."""
+        """Return the heads (B, S, N, D) of x (B, S, N * D), normalized per head or over all heads."""
         if norm is not None and not self.norms_heads:
             x = norm(x)
         heads = x.view(*x.shape[:-1], -1, self.head_dim)

@@ -1,4 +1,4 @@
-"""Bringing each token to its experts and their outputs back, on one device.
+"""Dispatch of tokens to their experts and combination of the outputs, on one device.
 
 Letters: N tokens, k choices, M = N * k token copies, E experts, H hidden.
 """
@@ -16,11 +16,11 @@ from moeverify.model.precision import widen
 from moeverify.seams import seam
 
 ExpertFunction = Callable[[Tensor, Tensor], Tensor]
-"""x (M, H) sorted by expert and counts (E) int64 in; outputs (M, H) out."""
+"""experts(x (M, H) sorted by expert, counts (E) int64) -> outputs (M, H)."""
 
 
 class Dispatcher(Protocol):
-    """Runs the experts on the tokens that chose them."""
+    """A callable that runs the experts on the tokens that chose them."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
         """Return the weighted sum (N, H) of the chosen experts' outputs.
@@ -31,7 +31,7 @@ class Dispatcher(Protocol):
 
 
 class Overlapping:
-    """A dispatcher that has time to spare while tokens travel: it calls `meanwhile`, if that is set, then."""
+    """Mixin of a dispatcher that calls `meanwhile`, if set, while tokens travel between ranks."""
 
     meanwhile: Callable[[], object] | None = None
 
@@ -39,8 +39,8 @@ class Overlapping:
 class SortedCopies(NamedTuple):
     """Token copies sorted by expert, and within an expert by token and then choice.
 
-    x (M, H); counts (E) int64, how many copies each expert gets; order (M) int64, which copy
-    (token * k + choice) stands at each place.
+    x (M, H); counts (E) int64, the number of copies of each expert; order (M) int64, the index of the copy
+    (token * k + choice) in each place.
     """
 
     x: Tensor
@@ -50,7 +50,7 @@ class SortedCopies(NamedTuple):
 
 @seam
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> SortedCopies:
-    """Return the k copies of each token of x (N, H) sorted by expert ids (N, k)."""
+    """Return the k copies of each token of x (N, H), sorted by expert ids (N, k)."""
     counts, order = sort_copies(ids, num_experts)
     return SortedCopies(gather_copies(x, order), counts, order)
 
@@ -63,13 +63,13 @@ def sort_copies(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def gather_copies(x: Tensor, order: Tensor) -> Tensor:
-    """Return the copies (M, H) of x (N, H) in an `order` (M), M = N * k."""
+    """Return the copies (M, H) of x (N, H) in `order` (M), where M = N * k."""
     copies: Tensor = _GatherCopies.apply(x, order)  # type: ignore[no-untyped-call]
     return copies
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return x[order] for a permutation whose inverse is known: a gather forward and a gather backward."""
+    """Return x[order] for a permutation with a known inverse, with a gather in both passes."""
     rows: Tensor = _PermuteRows.apply(x, order, inverse)  # type: ignore[no-untyped-call]
     return rows
 
@@ -82,9 +82,10 @@ def invert(order: Tensor) -> Tensor:
 
 @seam
 def unpermute(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum over k of weight times output, taken in at least float32.
+    """Return the sum over k of weight times output, summed in float32 or wider.
 
-    Shapes: y (M, H) in the `order` (M) that `permute` gave, weights (N, k); returns (N, H).
+    Shapes: y (M, H) in the `order` (M) from `permute`, weights (N, k).
+    Returns: (N, H) in the dtype of y.
     """
     outputs = permute_rows(y, invert(order), order).view(*weights.shape, y.shape[-1])
     wide = widen(y.dtype)
@@ -93,9 +94,9 @@ def unpermute(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 class _GatherCopies(Function):
-    """One gather forward, without the copies in the order of the tokens; backward a gather and a sum over k.
+    """A gather that copies and sorts tokens at once; its backward is a gather and a sum over k.
 
-    The order of every sum is fixed on every device: the backward of an index would use atomics.
+    The order of every sum is fixed on every device. The backward of plain indexing would use atomics.
     """
 
     @staticmethod
@@ -124,7 +125,7 @@ class _PermuteRows(Function):
 
 
 class LocalDispatcher:
-    """The dispatcher of one device, which holds all `num_experts` experts; dropless."""
+    """The dropless dispatcher of one device that holds all `num_experts` experts."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts

@@ -1,4 +1,4 @@
-"""The weights of routed experts as a backend gets them.
+"""The weights of routed experts as arguments of an expert backend.
 
 Letters: E (local) experts, H hidden, F expert hidden (local).
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows of the stacked weights from `start` on: the experts `indices`, of `num_rows` in the model."""
+    """Rows of the stacked weights from `start`: the experts `indices` of `num_rows` experts in the model."""
 
     start: int
     indices: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""The routed SwiGLU experts: their stacked weights.
+"""The routed SwiGLU experts and their stacked weights.
 
-The ways to multiply with them are in `moeverify.model.expert_backends`.
+`moeverify.model.expert_backends` has the implementations of their products.
 
 Letters: M token copies sorted by expert, E (local) experts, H hidden, F expert hidden (local).
 """
@@ -18,10 +18,11 @@ from moeverify.model.precision import Factory
 
 
 class ExpertHolder(nn.Module):
-    """A module all of whose parameters are experts' weights.
+    """A module whose parameters are all expert weights.
 
-    `gradient_share` is what its backward pass multiplies their gradients with: 1 unless it averages by itself. Where
-    a placement says which experts are here, `row_blocks` names them, and data parallelism leaves them alone.
+    `gradient_share` is the factor that its own backward pass applies to their gradients; it is 1 unless the
+    module averages itself. `row_blocks` describes the local experts of an explicit placement; data
+    parallelism then skips the module.
     """
 
     gradient_share: float = 1.0
@@ -29,21 +30,22 @@ class ExpertHolder(nn.Module):
 
 
 class DividesExperts:
-    """A block whose own package spreads its experts over ranks, and lets tokens travel between them."""
+    """A block whose own package distributes its experts over ranks and exchanges their tokens."""
 
     def divide_experts(self, group: ProcessGroup) -> nn.Module:
-        """Leave this rank its experts of the group's, and return the module whose parameters are their stacked rows.
+        """Keep only this rank's experts of the group, and return the module with their stacked parameters.
 
-        The rows of each parameter must then be those of E/n consecutive experts: Shard(0) over the group.
+        The rows of each parameter must be those of E/n consecutive experts, i.e. Shard(0) over the n ranks.
         """
         raise NotImplementedError
 
 
 class Experts(ExpertHolder):
-    """The stacked weights of all routed experts that live here, multiplied by a backend of `layout.experts`.
+    """The stacked weights of all local routed experts, multiplied by a backend of `layout.experts`.
 
-    `view` turns each stored parameter into the tensor to compute with, and the number of experts is read off
-    it. Where several ranks hold shards of F and add their outputs, all but one set `add_down_bias` to False.
+    `view` maps each stored parameter to the tensor to compute with, which also determines the number of
+    experts. Where several ranks hold shards of F and add their outputs, all but one set `add_down_bias` to
+    False.
     """
 
     gate_bias: Tensor | None
@@ -69,7 +71,7 @@ class Experts(ExpertHolder):
             self.register_parameter(name, value)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Return the experts' outputs (M, H) for x (M, H) sorted by expert, counts (E) rows for each."""
+        """Return the outputs (M, H) for x (M, H) sorted by expert, with counts (E) rows per expert."""
         return self.core(x, counts, self.collect_weights())
 
     def collect_weights(self) -> ExpertWeights:

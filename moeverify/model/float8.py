@@ -1,8 +1,8 @@
-"""Linear layers in float8 on one device, written from the definition: no kernel, and nothing of torchao.
+"""Float8 linear layers on one device, written from the definition without kernels or torchao.
 
-What torchao computes under a layout is compared with this. The numbers that come out of a rounding to float8 are kept
-in the dtype of the recipe, or in float32 where that is narrower, and multiplied there: in float64 two devices then
-differ by the order of their sums alone.
+They are the reference for torchao under a layout. Values are rounded to float8, stored in the recipe's
+dtype (float32 or wider) and multiplied there. In float64 two devices then differ only by the order of their
+sums.
 
 Letters: T tokens, K width of the inputs, N width of the outputs.
 """
@@ -21,13 +21,13 @@ from moeverify.model.precision import widen
 
 FORMATS: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST = 1e-12
-"""The least largest element that a scale is made for: an operand of zeros has one too."""
+"""Lower bound of the largest element in a scale, so that an operand of zeros has a finite scale."""
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
-    """Return what operands with these largest elements are multiplied by, in float32, to fill the range of a dtype.
+    """Return the float32 scales that map operands with these largest elements to the full range of a dtype.
 
-    With `power_of_two` the largest power of two that is not above it. Shape: any, that of `largest`.
+    With `power_of_two`, scales are rounded down to a power of two. The result has the shape of `largest`.
     """
     scale = (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=LEAST)).to(torch.float32)
     if not power_of_two:
@@ -37,9 +37,9 @@ def scale_of(largest: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tens
 
 
 def round_to_float8(x: Tensor, dtype: torch.dtype, dim: int | None, *, power_of_two: bool) -> Tensor:
-    """Return x with the numbers that float8 leaves of it, in its own dtype, but at least float32.
+    """Return x rounded to the values of a float8 dtype, in its own dtype or float32 if that is wider.
 
-    Each slice along `dim` has a scale; None for one scale in all. Shape: that of x.
+    Each slice along `dim` has its own scale; with None there is one scale. The result has the shape of x.
     """
     size = x.abs()
     largest = size.amax() if dim is None else size.amax(dim=dim, keepdim=True)
@@ -51,7 +51,7 @@ def round_to_float8(x: Tensor, dtype: torch.dtype, dim: int | None, *, power_of_
 
 
 class _Linear(torch.autograd.Function):
-    """x (T, K), weight (N, K) in; x weight^T (T, N) out, each product with operands in float8."""
+    """Linear function: x (T, K), weight (N, K) -> x weight^T (T, N), with float8 operands in each product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
@@ -79,7 +79,7 @@ def _round(x: Tensor, name: Format, dim: int | None, scaling: Scaling) -> Tensor
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose products are those of float8 numbers; weight and bias are kept as they were."""
+    """A linear layer with float8 products; weight and bias keep their dtype."""
 
     def __init__(self, linear: nn.Linear, scaling: Scaling) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -95,10 +95,10 @@ class Float8Linear(nn.Linear):
 
 
 def list_layers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Return (name, parent, attribute) of the layers that float8 is for: projections of attention and of dense MLPs.
+    """Return (name, parent, attribute) of the float8 layers: projections of attention and of dense MLPs.
 
-    Shared experts are dense; routers, routed experts, gates, embedding and head are not among them, nor is a layer
-    with a size that is no multiple of `UNIT`.
+    They include shared experts. They exclude routers, routed experts, gates, embedding and head, and layers
+    with a size that is not a multiple of `UNIT`.
     """
     from moeverify.model.attention import Attention
     from moeverify.model.mla import LatentAttention
@@ -113,7 +113,7 @@ def list_layers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def convert(model: nn.Module, float8: str) -> None:
-    """Put this module's own layers in the place of those that float8 is for, in place."""
+    """Replace the layers of `list_layers` by float8 layers, in place."""
     if float8 == "none":
         return
     for _, parent, name in list_layers(model):

@@ -1,9 +1,9 @@
-"""How the operands of linear layers are scaled before they are rounded to float8, by the names that torchao gives.
+"""Scaling of linear layers' operands before rounding to float8, under torchao's recipe names.
 
-A linear layer has three products: outputs from inputs and weights, and in the backward pass the gradient of its
-inputs and that of its weights. Each operand is divided by its largest element, as a whole or row by row along what
-the product sums over, and rounded to float8: e4m3 has 3 bits after the leading one and a largest number of 448, e5m2
-has 2 bits and 57344.
+A linear layer has three products: the outputs, and in the backward pass the gradients of the inputs and the
+weights. Each operand is scaled by its largest element, as a whole or per row along the summed dim, and
+rounded to float8. The format e4m3 has 3 explicit mantissa bits and a largest value of 448; e5m2 has 2 bits
+and 57344.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv 2209.05433); torchao 0.18,
 `torchao.float8.config`, `Float8LinearConfig.from_recipe_name`.
@@ -23,14 +23,14 @@ from moeverify.errors import Problem
 from moeverify.results.obstacle import MissingPackages, Obstacle, UnsupportedHere
 
 UNIT = 16
-"""What the kernels of float8 want the sizes of a weight to be multiples of; other layers stay as they are."""
+"""float8 kernels need weight sizes that are multiples of this number. Other layers are not converted."""
 
 Format = Literal["e4m3", "e5m2"]
 
 
 @reading("recipe.float8", "recipe.model", "layout.parallelize", "layout.compile")
 def layers_of_the_reference(case: Case) -> Iterator[Problem]:
-    """Which layers of somebody else's model are in float8, only its own code says."""
+    """Require the reference model: other code decides itself which layers use float8."""
     path = "recipe.float8"
     if case.recipe.model.reference is None:
         message = (
@@ -45,7 +45,7 @@ def layers_of_the_reference(case: Case) -> Iterator[Problem]:
 
 @reading("recipe.float8", *(f"recipe.model.{name}" for name in ("hidden", "num_heads", "head_dim", "mla")))
 def sizes_of_kernels(case: Case) -> Iterator[Problem]:
-    """At least the attention's output must be a layer that kernels take."""
+    """Require sizes that float8 kernels accept, at least in the attention's output projection."""
     model = reference_model(case)
     if model is None:
         return
@@ -59,7 +59,7 @@ def sizes_of_kernels(case: Case) -> Iterator[Problem]:
 
 @reading("recipe.float8", "recipe.precision")
 def rounded_differently(case: Case) -> Iterator[Problem]:
-    """In float64 nothing but bugs may differ, and a scale of several tokens differs between layouts."""
+    """Reject scales over several tokens in float64: they differ between layouts, and only bugs may differ."""
     if case.recipe.precision == "float64" and FLOAT8.find(case.recipe.float8).depends_on_tokens:
         scales = f"the scales of {case.recipe.float8}"
         message = f"{scales} depend on the tokens of a rank, and float64 allows no such difference"
@@ -69,7 +69,7 @@ def rounded_differently(case: Case) -> Iterator[Problem]:
 
 @reading("recipe.float8", *(f"recipe.model.moe.balance_{x}" for x in ("scope", "coef")))
 def measurable_scales(case: Case) -> Iterator[Problem]:
-    """What the scales of fewer tokens change is measured with micro-batches, which must be able to be made."""
+    """Require losses that do not depend on micro-batches, which measure the effect of smaller scales."""
     scaling, moe = FLOAT8.find(case.recipe.float8), experts(case)
     if moe is None or not scaling.depends_on_tokens:
         return
@@ -83,11 +83,11 @@ def measurable_scales(case: Case) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Row):
-    """Which operands have a scale for each row, and which one in all.
+    """Choice of operands with a scale per row instead of one scale.
 
-    `rows` are those of all operands but of the weight in the product that gives the gradient of inputs, which
-    `weight_rows` is about. `power_of_two` rounds scales down to one. With `wide_weight_gradient` the gradient of the
-    weights is not in float8.
+    `rows` applies to all operands except the weight in the product for the input gradient, which
+    `weight_rows` controls. `power_of_two` rounds scales down to a power of two. With `wide_weight_gradient`
+    the weight gradient is not computed in float8.
     """
 
     gradient: Format = "e4m3"
@@ -98,11 +98,11 @@ class Scaling(Row):
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Return whether a scale is that of several tokens, and so depends on which of them a rank has."""
+        """Return whether a scale covers several tokens and therefore depends on a rank's share of them."""
         return not self.rows or not self.wide_weight_gradient
 
     def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
-        """Return what is missing where a layout is to be trained; see `Implementation`."""
+        """Return the missing requirement for training a layout here, if any; see `Implementation`."""
         if importlib.util.find_spec("torchao") is None:
             install = "pip install 'moeverify[float8]'"
             return MissingPackages(needed_by="float8", packages=("torchao",), install=install)

@@ -1,7 +1,7 @@
 """Initial values of parameters and buffers as a function of seed, name and global index.
 
-Only integer operations, exact conversions and single multiplications and additions, so a value is equal bit
-by bit wherever it is computed: on any device, alone or vectorized, for a slice or for the whole tensor.
+The function uses only integer operations, exact conversions, and single multiplications and additions. A
+value is therefore bitwise equal on any device, vectorized or not, and for a slice or the whole tensor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from moeverify.hashing import hash_counter, in_chunks, key_of
 from moeverify.seams import seam
 
 IDLE_BIAS = -2.0
-"""Selection bias of an idle expert: scores lie in (0, 1), so no other choice loses to it."""
+"""Selection bias of an idle expert: scores lie in (0, 1), so every other expert is preferred."""
 
 _RESIDUAL = ("o_proj", "down_proj", "down", "down_bias")
 
-_CHUNK = 2**22  # elements at a time, to bound the memory of the index
+_CHUNK = 2**22  # elements per chunk, to bound the memory of the index
 
 # Four independent uniform integers below 2^16: the mean and standard deviation of their sum.
 _MEAN = 4 * (2**16 - 1) // 2
@@ -30,12 +30,13 @@ _DEVIATION = math.sqrt(4 * (2**32 - 1) / 12)
 
 @seam
 def draw(seed: int, name: str, flat_index: Tensor) -> Tensor:
-    """Return one approximately normal number, mean 0 and variance 1, for each index of the tensor `name`.
+    """Return one approximately normal number (mean 0, variance 1) for each index of the tensor `name`.
 
-    The sum of four uniform numbers: no value lies beyond 3.47 standard deviations. No transcendental
-    functions, since their last bit differs between devices.
+    A number is a sum of four uniform numbers, so no value exceeds 3.47 standard deviations. Transcendental
+    functions are avoided because their last bit differs between devices.
 
-    Shapes: flat_index any, int64; returns the same shape in float64 on the same device.
+    Shapes: flat_index any, int64.
+    Returns: float64 in the same shape, on the same device.
     """
     return in_chunks(partial(_draw, key_of("init", seed, name)), flat_index)
 
@@ -53,8 +54,8 @@ def initial_values(
 ) -> Tensor:
     """Return the initial values at these indices of the logical tensor `name`.
 
-    Shapes: `shape` is global, `flat_index` (int64, any shape) counts in it row by row; returns float64 in the
-    shape of `flat_index`, on its device.
+    Shapes: `shape` is global; `flat_index` (int64, any shape) indexes it in row-major order.
+    Returns: float64 in the shape and on the device of `flat_index`.
     """
     if name.endswith("selection_bias"):
         num_idle = 0 if spec.moe is None else spec.moe.idle_experts
@@ -68,11 +69,11 @@ def initial_values(
 def choose_deviation(spec: ReferenceModel, name: str, shape: tuple[int, ...]) -> float:
     """Return the standard deviation of the initial elements of a bias or a matrix.
 
-    A matrix has `init_std`, but never less than 1 / sqrt(fan-in): with 0.02 in a narrow model the biases
-    would drown the tokens, all tokens would go to the same experts, and attention would be uniform. The
-    fan-in of a lookup is 1, unless the embedding is the head too. A router has 1 / sqrt(fan-in) always, so
-    that its logits spread at every width. What writes to the residual stream is smaller the deeper the model
-    (Radford et al. 2019, section 2.3).
+    A matrix has `init_std`, but at least 1 / sqrt(fan-in). With 0.02 in a narrow model, biases would
+    dominate the tokens, all tokens would go to the same experts, and attention would be uniform. The fan-in
+    of a lookup is 1, unless the embedding is also the head. A router always has 1 / sqrt(fan-in), so that
+    its logits vary at every width. Parameters that write to the residual stream are divided by sqrt(2 *
+    num_layers) (Radford et al. 2019, section 2.3).
     """
     lookup = name == "embed.weight" and not spec.tie_embedding
     natural = 1.0 if lookup else 1.0 / math.sqrt(shape[-1])

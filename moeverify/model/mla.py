@@ -1,9 +1,10 @@
-"""Multi-head latent attention: keys and values of all heads come from one narrow latent of the token.
+"""Multi-head latent attention: keys and values of all heads are projected from one narrow latent per token.
 
-Letters: B rows, S tokens, H hidden, N heads, Dn and Dr widths of a head without and with position, Dv of a value.
+Letters: B rows, S tokens, H hidden, N heads, Dn and Dr widths of a head without and with position, Dv of a
+value.
 
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and equations 37 to 47; where the norms stand as in Hugging
-Face transformers, models/deepseek_v3/modeling_deepseek_v3.py.
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and equations 37 to 47. The norms are placed as in
+Hugging Face transformers, models/deepseek_v3/modeling_deepseek_v3.py.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from moeverify.model.precision import Factory
 from moeverify.model.rope import compute_rotation, magnify, rotate_neighbours
 
 LATENT_EPS = 1e-6
-"""Of the norms of the latents: DeepSeek's code takes this default there, whatever the other norms have."""
+"""Epsilon of the latent norms: DeepSeek's code always uses this default, whatever the other norms use."""
 
 
 class LatentAttention(nn.Module):
-    """Latents of queries and of keys and values, their norms, the heads made of them, the core, the output.
+    """Attention with latents for queries and for keys and values, their norms, core and output projection.
 
-    A head of a query or key is Dn elements without position and Dr with; the key's Dr elements are made from
-    the token alone and shared by all heads. The number of heads is read off the projections' outputs, so a
-    shard of whole heads works as it is. `core` may be replaced; `share` sees the key's shared part before every
-    head takes it, and may be replaced by one that sums its gradient over ranks with other heads.
+    A query or key head has Dn elements without position and Dr with it. The key's Dr elements depend only
+    on the token and are shared by all heads. The number of heads follows from the projections' outputs, so
+    the module also works on a shard of whole heads. `core` may be replaced. `share` receives the key's
+    shared part before every head uses it. It may be replaced, for example by a function that sums the
+    gradient over ranks with other heads.
     """
 
     def __init__(self, spec: ReferenceModel, mla: MLA, factory: Factory) -> None:
@@ -56,7 +58,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(spec.num_heads * mla.v_head, spec.hidden, bias=output_bias, **factory)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the attention's output (B, S, H) for x (B, S, H) at positions (B, S)."""
+        """Return the attention output (B, S, H) for x (B, S, H) at positions (B, S)."""
         sizes = self.sizes
         rotation = compute_rotation(positions, sizes.qk_rope, self.rope_theta, self.yarn)
         q = self._project_queries(x).view(*x.shape[:-1], -1, sizes.qk_nope + sizes.qk_rope)
@@ -82,7 +84,7 @@ class LatentAttention(nn.Module):
         return latent
 
     def _scale(self, q: Tensor) -> Tensor:
-        """Return the queries scaled as YaRN scales the scores: a core divides by sqrt(Dn + Dr) only."""
+        """Return the queries times YaRN's scale of the scores: a core divides only by sqrt(Dn + Dr)."""
         if self.yarn is None or self.yarn.mscale_all_dim == 0.0:
             return q
         return q * magnify(self.yarn, self.yarn.mscale_all_dim) ** 2

@@ -1,4 +1,4 @@
-"""The dense feed-forward block, which is also the shared expert."""
+"""The dense feed-forward block, also used as the shared expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.model.precision import Factory
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) for `swiglu`, down(gelu(up(x))) with the exact gelu for `gelu`.
+    """down(silu(gate(x)) * up(x)) for `swiglu`; down(gelu(up(x))) with the exact gelu for `gelu`.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", equation 6.
     """

@@ -1,4 +1,4 @@
-"""The mixture-of-experts block: router, routed experts, shared expert.
+"""The mixture-of-experts block: router, routed experts and shared expert.
 
 Letters: B rows, S tokens, H hidden, k choices.
 """
@@ -20,10 +20,10 @@ from moeverify.seams import seam
 
 
 class MoE(nn.Module):
-    """sum over the chosen experts of weight * expert(x), plus the shared expert, gated by sigmoid if asked.
+    """Sum over the chosen experts of weight * expert(x), plus the shared expert with optional gate.
 
     Experts and shared expert are SwiGLU, whatever the activation of dense layers. `dispatcher` may be
-    replaced, by one that exchanges tokens between ranks for example.
+    replaced, for example by one that exchanges tokens between ranks.
 
     Source: DeepSeek-V3, equation 12; the shared expert's gate as in Hugging Face transformers,
     models/qwen2_moe/modeling_qwen2_moe.py.
@@ -51,7 +51,7 @@ class MoE(nn.Module):
 
     @seam
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
-        """Return the output, in the shape of x (B, S, H), and the sums over `valid` (B, S) tokens."""
+        """Return the output (B, S, H) for x (B, S, H), and the router's sums over `valid` (B, S) tokens."""
         routing: Routing = self.router(x, valid)
         shared = cache(lambda: self._compute_shared(x))
         if isinstance(self.dispatcher, Overlapping):
@@ -70,9 +70,9 @@ class MoE(nn.Module):
 
 
 def build_moe(hidden: int, spec: MoESpec, *, mlp_bias: bool, backend: str, factory: Factory) -> nn.Module:
-    """Return the block for an expert backend: ours, or that of the backend's own package.
+    """Return the block of an expert backend: the reference block, or one of the backend's own package.
 
-    Raises: CaseError where the backend cannot take the dtype or the sizes, or is not installed.
+    Raises: CaseError when the backend does not support the dtype or the sizes, or is not installed.
     """
     block = EXPERTS.find(backend).build_block(hidden, spec, factory=factory)
     return MoE(hidden, spec, mlp_bias=mlp_bias, backend=backend, factory=factory) if block is None else block

@@ -1,6 +1,7 @@
-"""RMSNorm and LayerNorm over the last dimension, computed in at least float32.
+"""RMSNorm and LayerNorm over the last dimension, computed in float32 or wider.
 
-Written out, not `torch.nn.RMSNorm`, so that every dtype and device goes through the same few operations.
+They are written out instead of using `torch.nn.RMSNorm`, so that every dtype and device uses the same
+operations.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from moeverify.model.precision import Factory, widen
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight.
 
-    `average` may be replaced where x is a shard of what is normalized: it makes the mean of the whole.
+    `average` may be replaced where x is a shard of the normalized dimension: it then returns the mean over
+    the whole.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """
@@ -62,5 +64,5 @@ Norm = RMSNorm | LayerNorm
 
 
 def build_norm(kind: Literal["rms", "layer"], size: int, eps: float, factory: Factory) -> Norm:
-    """Return the norm of this kind over the last dimension of `size` elements."""
+    """Return the norm of this kind over a last dimension of `size` elements."""
     return RMSNorm(size, eps, factory) if kind == "rms" else LayerNorm(size, eps, factory)

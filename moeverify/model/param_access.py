@@ -1,4 +1,4 @@
-"""How a module obtains the tensor to compute with from the parameter that it stores."""
+"""Access of a module to the tensor that it computes with, given its stored parameter."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ View = Callable[[Tensor], Tensor]
 
 
 def identity(parameter: Tensor) -> Tensor:
-    """Return the parameter itself; a layout that stores a DTensor uses a view that gives the local tensor."""
+    """Return the parameter itself. A layout with DTensors uses a view that returns the local tensor."""
     return parameter

@@ -1,4 +1,4 @@
-"""In which dtype a module is built, and in which it computes what a narrow dtype would spoil."""
+"""Dtypes of modules, and the wider dtype of computations that a narrow dtype would spoil."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 class Factory(TypedDict):
-    """The dtype and device that a module gives to its parameters."""
+    """The dtype and device of a module's parameters."""
 
     dtype: torch.dtype
     device: torch.device
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for norms, softmax and routing: float64 stays, everything narrower is float32."""
+    """Return the dtype of norms, softmax and routing: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)

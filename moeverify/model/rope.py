@@ -1,8 +1,8 @@
 """Rotary position embedding from explicit positions.
 
 Letters: B rows, S tokens, N heads, D head_dim.
-Source: Su et al. 2021, "RoFormer", equation 34, with the halves (not the neighbours) of a head paired, as in
-`rotate_half` of Hugging Face transformers, models/llama/modeling_llama.py.
+Source: Su et al. 2021, "RoFormer", equation 34, with the halves of a head paired instead of neighbours, as
+in `rotate_half` of Hugging Face transformers, models/llama/modeling_llama.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from moeverify.seams import seam
 def compute_rotation(
     positions: Tensor, head_dim: int, theta: float, yarn: Yarn | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine (B, S, 1, D/2) in float64 of the angle of each position (B, S) and frequency.
+    """Return cosine and sine (B, S, 1, D/2) in float64 for each position (B, S) and frequency.
 
-    float64 always: a float32 angle at position 100,000 is already wrong in the third digit.
+    Always float64: a float32 angle at position 100,000 is already wrong in the third digit.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     frequencies = theta**-exponents
@@ -37,12 +37,13 @@ def compute_rotation(
 
 
 def stretch(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
-    """Return the frequencies (D/2) under YaRN: high ones as they are, low ones divided by the factor.
+    """Return the frequencies (D/2) under YaRN: high ones unchanged, low ones divided by the factor.
 
-    Between the two, where a frequency turns `beta_fast` to `beta_slow` times within the original length, they
-    are blended along a line between whole numbers of frequencies.
+    Frequencies that turn between `beta_slow` and `beta_fast` times within the original length are blended
+    linearly. The ends of that range are rounded to whole frequency indices.
 
-    Source: Peng et al. 2023, "YaRN" (arXiv 2309.00071), section 3.2, with the rounding of its authors' code.
+    Source: Peng et al. 2023, "YaRN" (arXiv 2309.00071), section 3.2, with the rounding of its authors'
+    code.
     """
     head_dim = 2 * len(frequencies)
 
@@ -63,7 +64,7 @@ def magnify(yarn: Yarn, mscale: float) -> float:
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x (B, S, N, D) with each pair (d, d + D/2) turned by its angle, in the dtype of x."""
+    """Return x (B, S, N, D) with each pair (d, d + D/2) rotated by its angle, in the dtype of x."""
     wide = widen(x.dtype)
     cos, sin = (part.to(wide) for part in rotation)
     first, second = x.to(wide).chunk(2, dim=-1)
@@ -71,9 +72,9 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotate_neighbours(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x (B, S, N, D) with each pair (2d, 2d + 1) turned by its angle, in the dtype of x.
+    """Return x (B, S, N, D) with each pair (2d, 2d + 1) rotated by its angle, in the dtype of x.
 
-    What DeepSeek's weights are made for. Source: RoFormer, equation 34, as it is written there.
+    DeepSeek's weights use this order. Source: RoFormer, equation 34, as written there.
     """
     wide = widen(x.dtype)
     cos, sin = (part.to(wide) for part in rotation)

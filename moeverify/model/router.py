@@ -1,4 +1,4 @@
-"""The top-k router: scores, group-limited choice, combine weights, and what the losses need of them.
+"""The top-k router: scores, group-limited choice, combine weights, and statistics for the auxiliary losses.
 
 Letters: B rows, S tokens, E experts, G groups of E/G experts, k choices, H hidden.
 """
@@ -18,9 +18,9 @@ from moeverify.seams import seam
 
 
 class RouterStats(NamedTuple):
-    """What balance loss, z loss and selection bias need, summed over valid tokens and not normalized.
+    """Sums over valid tokens for balance loss, z loss and selection bias, not normalized.
 
-    Shapes: probability_sum (B, E) and z_sum () differentiable, in at least float32; counts (B, E) int64.
+    Shapes: probability_sum (B, E) and z_sum () differentiable, in float32 or wider; counts (B, E) int64.
     A token's probabilities are its softmax scores, or its sigmoid scores divided by their sum.
     """
 
@@ -30,7 +30,7 @@ class RouterStats(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which experts each token goes to: ids (B, S, k) int64, combine weights (B, S, k) in the dtype of x."""
+    """The routing of a batch: ids (B, S, k) int64, combine weights (B, S, k) in the dtype of x, and sums."""
 
     ids: Tensor
     weights: Tensor
@@ -38,12 +38,12 @@ class Routing(NamedTuple):
 
 
 class RouterRecord(NamedTuple):
-    """What the last forward saw, detached; a recomputation overwrites it with the same.
+    """Detached results of the last forward pass. A recomputation overwrites them with equal values.
 
-    `ids` (B, S, k) is the router's own choice, best first, also where a replay was used; `weights` (B, S, k)
-    and `counts` (E) are of the ids that were used, counts of valid tokens only. `margin` (B, S) is by how
-    much selection scores would have to change for another choice: the k-th score minus the next one, or, if
-    smaller, the same difference between the groups; infinite where there was nothing else to choose.
+    `ids` (B, S, k) is the router's own choice, best first, even under a replay. `weights` (B, S, k) and
+    `counts` (E) belong to the ids that were used; counts cover valid tokens only. `margin` (B, S) is the
+    change of selection scores that would change the choice. It is the k-th score minus the next one, or the
+    same difference between groups if that is smaller. It is infinite where there was no alternative.
     """
 
     ids: Tensor
@@ -56,7 +56,7 @@ class RouterRecord(NamedTuple):
 def take_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ids (..., count) of the best scores (..., n), best first, and the margin (...) to the next.
 
-    Ties go to the lower id on every device, which `torch.topk` does not promise.
+    Ties go to the lower id on every device. `torch.topk` does not guarantee this.
     """
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     if count == scores.shape[-1]:
@@ -65,7 +65,7 @@ def take_best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def choose(spec: MoESpec, selection: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids (..., k) that selection scores (..., E) choose, and the margin (...) to another choice."""
+    """Return the ids (..., k) chosen by selection scores (..., E), and the margin (...) to another choice."""
     if spec.top_groups == spec.num_groups:
         return take_best(selection, spec.top_k)
     grouped = selection.reshape(*selection.shape[:-1], spec.num_groups, -1)
@@ -79,7 +79,7 @@ def choose(spec: MoESpec, selection: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RouterSlot:
-    """What the training loop asks of a router, whoever wrote it."""
+    """The attributes of a router that the training loop uses, for the reference and other implementations."""
 
     spec: MoESpec
     replay: Tensor | None
@@ -88,10 +88,10 @@ class RouterSlot:
 
 
 class Router(nn.Module, RouterSlot):
-    """Scores every expert for every token and chooses top_k, in at least float32.
+    """A router that scores every expert for every token and chooses top_k, in float32 or wider.
 
-    `selection_bias` (E) is added to the scores for the choice only, never to the combine weights. `replay`
-    (B, S, k), when set, replaces the choice; gradients then flow through the scores of those ids.
+    `selection_bias` (E) is added to the scores only for the choice, never in the combine weights. If
+    `replay` (B, S, k) is set, it replaces the choice, and gradients flow through the scores of those ids.
 
     Source: Shazeer et al. 2017 (top-k gating); DeepSeek-V2, section 2.1.2 (groups); DeepSeek-V3, equations
     12 to 16 (sigmoid scores, selection bias).
@@ -118,7 +118,7 @@ class Router(nn.Module, RouterSlot):
 
     @seam
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
-        """Return where each token of x (B, S, H) goes; those outside `valid` (B, S) are not counted."""
+        """Return the routing of the tokens x (B, S, H). Sums leave out tokens outside `valid` (B, S)."""
         if valid is None:
             valid = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
         logits = self.compute_logits(x)
@@ -131,17 +131,17 @@ class Router(nn.Module, RouterSlot):
         return Routing(ids, weights, stats)
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return the logits (B, S, E) of x (B, S, H), in at least float32."""
+        """Return the logits (B, S, E) of x (B, S, H), in float32 or wider."""
         wide = widen(x.dtype)
         bias = None if self.bias is None else self.view(self.bias).to(wide)
         return functional.linear(x.to(wide), self.view(self.weight).to(wide), bias)
 
     def score(self, logits: Tensor) -> Tensor:
-        """Return the scores of logits (B, S, E), by which experts are chosen, in the same shape."""
+        """Return the scores (B, S, E) of logits (B, S, E), which determine the choice of experts."""
         return logits.sigmoid() if self.spec.score == "sigmoid" else logits.softmax(dim=-1)
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """Return the probabilities of experts by scores (B, S, E), in the same shape."""
+        """Return the experts' probabilities (B, S, E) for scores (B, S, E)."""
         return scores / scores.sum(dim=-1, keepdim=True) if self.spec.score == "sigmoid" else scores
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,21 +149,22 @@ class Router(nn.Module, RouterSlot):
 
     @seam
     def weigh(self, chosen_scores: Tensor) -> Tensor:
-        """Return the combine weights of the scores (B, S, k) of the chosen experts, in the same shape."""
+        """Return the combine weights (B, S, k) for the scores (B, S, k) of the chosen experts."""
         if self.spec.renormalize:
-            # The floor only matters where every chosen sigmoid has underflowed to 0.
+            # The small constant only matters if all chosen sigmoids underflow to 0.
             chosen_scores = chosen_scores / (chosen_scores.sum(dim=-1, keepdim=True) + 1e-20)
         return chosen_scores * self.spec.route_scale
 
 
 @seam
 def summarize(logits: Tensor, probabilities: Tensor, ids: Tensor, valid: Tensor) -> RouterStats:
-    """Return the sums over valid tokens.
+    """Return the sums of `RouterStats` over valid tokens.
 
     Shapes: logits and probabilities (B, S, E), ids (B, S, k), valid (B, S).
     Source: Zoph et al. 2022, "ST-MoE", equation 5, before its division by the number of tokens (z_sum).
     """
-    # A token's ids differ, so a scatter meets no collision and the count is the same on every device.
+    # The ids of a token are distinct, so the scatter has no collisions and is deterministic on every
+    # device.
     selected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, True)
     counts = (selected & valid.unsqueeze(-1)).sum(dim=1)
     probability_sum = (probabilities * valid.unsqueeze(-1)).sum(dim=1)

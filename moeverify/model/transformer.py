@@ -1,4 +1,4 @@
-"""The decoder-only transformer, whole or a pipeline stage of it.
+"""The decoder-only transformer, as a whole or as a pipeline stage.
 
 Letters: B rows, S tokens, H hidden, V vocabulary.
 """
@@ -35,13 +35,13 @@ def mix_tokens(
     attention: nn.Module,
     ffn_norm: nn.Module,
 ) -> tuple[Tensor, Tensor]:
-    """Return x (B, S, H) after attention and its residual, and its norm for the feed-forward part."""
+    """Return x (B, S, H) after attention and residual, and the normalized x for the feed-forward part."""
     x = x + attention(attention_norm(x), positions)
     return x, ffn_norm(x)
 
 
 class Block(nn.Module):
-    """Attention, then a dense or mixture-of-experts feed-forward block, each with norm and residual."""
+    """Attention followed by a dense or mixture-of-experts feed-forward block, each with norm and residual."""
 
     def __init__(self, spec: ReferenceModel, layer: int, *, experts: str, factory: Factory) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, RouterStats | None]:
-        """Return the next hidden states (B, S, H), and the router's sums if this is a MoE layer."""
+        """Return the next hidden states (B, S, H), and the router's sums in a MoE layer."""
         x, normed = self.mix(x, positions, self.attention_norm, self.attention, self.ffn_norm)
         if self.mlp is not None:
             return x + self.mlp(normed), None
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """The head of a tied model: it multiplies with the embedding's weight and has no parameter of its own."""
+    """The head of a model with tied embedding: it uses the embedding's weight and has no parameter."""
 
     def __init__(self, embed: nn.Embedding) -> None:
         super().__init__()
@@ -88,12 +88,13 @@ class TiedHead(nn.Module):
 class Transformer(nn.Module):
     """The reference model. Its parameters are NaN until `moeverify.model.init` or a checkpoint fills them.
 
-    `layers` is keyed by the layer's number in the whole model. A pipeline stage is made by deleting layers
-    and setting `embed`, or `norm` and `lm_head`, to None; the last stage of a tied model keeps `embed`.
+    `layers` is keyed by the layer's number in the whole model. A pipeline stage is created by deleting
+    layers and setting `embed`, or `norm` and `lm_head`, to None. The last stage of a tied model keeps
+    `embed`.
 
-    The sizes of `spec` must satisfy the rules that a case is checked against.
+    The sizes of `spec` must satisfy the rules that are checked for a case.
 
-    Raises: CaseError for an expert backend that cannot take the dtype or the sizes.
+    Raises: CaseError when the expert backend does not support the dtype or the sizes.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        # Built on meta and materialized at the end: torch's own initialization would take long on a large
-        # model, advance the global random state, and hide a parameter that nothing has filled.
+        # Build on meta and allocate at the end. torch's own initialization would be slow for a large model,
+        # advance the global random state, and hide parameters that nothing has filled.
         factory: Factory = {"dtype": dtype, "device": torch.device("meta")}
         embed = nn.Embedding(spec.vocab_size, spec.hidden, **factory)
         self.embed: nn.Embedding | None = embed
@@ -137,10 +138,10 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, valid: Tensor | None = None
     ) -> ModelOutput:
-        """Return the logits, and what the auxiliary losses need.
+        """Return the logits and the statistics for the auxiliary losses.
 
-        Floating point `tokens` are the hidden states (B, S, H) that the stage before gave. Without
-        `positions` each row counts from 0; without `valid` every token counts in the routers' sums.
+        Floating-point `tokens` are the hidden states (B, S, H) from the previous stage. Without
+        `positions`, each row counts from 0. Without `valid`, every token counts in the routers' sums.
 
         Shapes: tokens, positions (B, S) int64, valid (B, S) bool.
         """

@@ -1,7 +1,6 @@
-"""Adam's moments and step in parts, with the ways in which other implementations, or mistakes, have them.
+"""Adam's moments and weight change as formulas whose parts have named alternatives.
 
-Letters: m and v are the moments after the step, of which the step is made, g the gradient after the clip, c1 and c2
-the bias corrections.
+An alternative ("way") replaces one part of a formula, as another implementation or a mistake does.
 """
 
 from __future__ import annotations
@@ -21,29 +20,32 @@ if TYPE_CHECKING:
 MEAN, SQUARE = "exp_avg", "exp_avg_sq"
 
 KNOWN_ALONE = frozenset({"other-share", "other-beta", "other-kept", "no-decay-in-gradient"})
-"""What the coefficients of a moment's own terms tell."""
+"""Ways that the coefficients of a moment's terms already show when no other part differs."""
 
 
 _CLEARLY = 1.01
-"""How many times its bound an element must be, to be one that tells the bound."""
+"""Ratio of computed to actual step from which an element counts as limited by the bound."""
 
 
 def round_to_bfloat16(value: float) -> float:
-    """Return the nearest number of 8 significant bits."""
+    """Round to 8 significant bits, the precision of bfloat16."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(round(mantissa * 256.0) / 256.0, exponent)
 
 
 def list_corrections(spec: Optimizer, number: int) -> Mapping[StepChange, tuple[float, float]]:
-    """Return what both moments are divided by, by the way, at the step that `number` counts from 1."""
+    """Return the bias corrections (first, second) that differ from the right ones, by way.
+
+    The moments are divided by them. `number` counts steps from 1.
+    """
     right = _correct(spec.betas, number)
     return {name: way for name, way in _list_ways(spec, number).items() if way != right}
 
 
 def list_correction_factors(spec: Optimizer, number: int) -> Mapping[StepChange, float]:
-    """Return how many times the step is as large, by the way of its corrections, where epsilon is small.
+    """Return the factor by which each way of bias correction scales the step, neglecting epsilon.
 
-    It is 1 where a way and the right one are the same in that step.
+    `number` counts steps from 1. The factor is 1 where a way equals the right correction at this step.
     """
     right = _correct(spec.betas, number)
     return {
@@ -85,7 +87,7 @@ def _list_ways(spec: Optimizer, number: int) -> Mapping[StepChange, tuple[float,
 
 
 class AdamStep:
-    """The change of a weight by its moments; `decays_weight` where the decay is taken from the weight (AdamW)."""
+    """Adam's weight change as a formula of its moments; `decays_weight` is true for AdamW."""
 
     def __init__(
         self, spec: Optimizer, step: StepValues, actual: Tensor, solve: Solve, *, decays_weight: bool
@@ -99,7 +101,7 @@ class AdamStep:
         self.corrections = list_corrections(spec, step.number)
 
     def grammar(self) -> Grammar:
-        """Return the formula with its ways."""
+        """Return the parts of the formula and their ways."""
         step = self.step
         parts: dict[str, list[StepChange]] = {
             "mean": ["old-mean", "gradient-for-mean", "nesterov", "nesterov-corrected-ahead"],
@@ -133,14 +135,15 @@ class AdamStep:
         return Grammar(parts, self.make)
 
     def make(self, ways: Collection[str]) -> Made:
-        """Return the change by a formula with these ways."""
+        """Return the weight change (N,) by the formula with these ways."""
         first, second = self._correct(ways)
         mean, under = self._list_mean(ways, first) / first, self._list_square(ways) / second
         root = under.sqrt() if "no-root" not in ways else under
         root = under**0.25 if "fourth-root" in ways else root
         number = None
         if "other-epsilon" in ways:
-            # change = -lr * mean / (root + eps) + decay, solved for eps: the change counts by its size.
+            # change = -lr * mean / (root + eps) + decay, solved for eps; least squares weights elements by
+            # change.
             moved = self.actual - self._decay_by(ways, self.actual)
             number = self.solve(-self.step.lr * mean - moved * root, moved)
             number = number.where(number >= 0.0, math.nan)
@@ -153,7 +156,7 @@ class AdamStep:
         moved = -self.step.lr * direction
         usual = self.spec.eps if "other-epsilon" in ways else None
         changed = moved + self._decay_by(ways, moved)
-        # A decay by itself multiplies the weight, and rounds it, before the step.
+        # A separate weight decay multiplies and rounds the weight before the step.
         shrunk_by = 1.0 - self.step.lr * self.step.weight_decay if "decay-at-weight" in ways else None
         return Made(changed, bound if number is None else number, usual, shrunk_by)
 
@@ -184,7 +187,7 @@ class AdamStep:
     def _add_epsilon(self, ways: Collection[str], under: Tensor, root: Tensor, second: float) -> Tensor:
         eps = self.spec.eps
         known = {
-            # A beta that bfloat16 rounds to 1 corrects by zero, and by no formula.
+            # bfloat16 can round a beta to 1. The correction is then zero and the way has no value.
             "epsilon-before-correction": root + (eps / second**0.5 if second else math.nan),
             "epsilon-in-root": (under + eps).sqrt(),
             "epsilon-squared-in-root": (under + eps * eps).sqrt(),
@@ -194,24 +197,24 @@ class AdamStep:
         return pick(known, ways, root + eps)
 
     def _shape(self, ways: Collection[str], direction: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the direction as it is taken, and the bound of its elements where it is solved for one."""
+        """Return the direction (N,) after its way, and the bound (N,) if the way solves for one."""
         if "sign-of-step" in ways:
             return direction.sign(), None
         if "masked-by-gradient" in ways:
             return direction * (direction * self.step.gradient > 0.0), None
         if "bounded-step" in ways and self.step.lr and "other-epsilon" not in ways:
-            # What is beyond the bound is all that is moved otherwise.
+            # An element counts as bounded where it moved clearly less than the formula says.
             taken = (self.actual - self._decay_by(ways, self.actual)) / -self.step.lr
             beyond = direction.abs() > taken.abs() * _CLEARLY
             bound = self.solve(taken.abs() * beyond, beyond.to(direction.dtype))
-            # Where nothing is within the bound, as where nothing moves, there is none.
+            # NaN unless some elements moved and lie within the bound.
             inside = ((taken != 0.0) & ~beyond).to(direction.dtype)
             bound = bound * self.solve(inside, inside)
             return direction.minimum(bound).maximum(-bound), bound
         return direction, None
 
     def _decay_by(self, ways: Collection[str], moved: Tensor) -> Tensor:
-        """Return what the decay adds to a change by `moved` (N,)."""
+        """Return the weight decay's share of the change (N,); `moved` (N,) is the rest of the change."""
         rate, weight = self.step.lr, self.step.weight
         if "decay-at-weight" in ways:
             return -rate * self.step.weight_decay * weight
@@ -232,9 +235,10 @@ class AdamStep:
 
 
 def list_added(step: StepValues, limit: float | None, *, decays: bool) -> Mapping[StepChange, Tensor]:
-    """Return what a moment may take in the place of the gradient, by the way.
+    """Return the wrong terms (N,) that a moment may accumulate instead of the gradient, by way.
 
-    A clip is made before the optimizer: where it `decays` by the gradient, the decay is added to what it clips.
+    `limit` is the maximal gradient norm, None without clipping. Clipping precedes the optimizer, so with
+    `decays` the weight decay is added to the clipped gradient.
     """
     gradient, zeros = step.gradient, step.gradient * 0.0
     decay = step.weight_decay * step.weight
@@ -255,12 +259,12 @@ def list_added(step: StepValues, limit: float | None, *, decays: bool) -> Mappin
 
 
 class AdamMoment:
-    """A moment: its own value of before, and what a step adds to it."""
+    """An Adam moment as a weighted sum of its previous value and the term that a step adds."""
 
     def __init__(
         self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve, *, decays: bool
     ) -> None:
-        """Take the formula of the moment `name`; `decays` where the decay is in the gradient by right (Adam)."""
+        """Prepare the formula of moment `name`; `decays`: the gradient includes weight decay (Adam)."""
         self.step, self.actual, self.solve = step, actual, solve
         self.is_square = name == SQUARE
         self.betas, self.decays = spec.betas, decays
@@ -283,7 +287,7 @@ class AdamMoment:
             self.added = {**self.added, **self._list_squares(right)}
 
     def _find_times(self) -> Mapping[StepChange, Tensor]:
-        """Return how many times the gradient has its weight decay, as the mean tells it, where it has it by right."""
+        """Return the multiple of the decay in the gradient, solved from the mean; empty without decay."""
         step, beta = self.step, self.betas[0]
         if not self.decays or not step.weight_decay:
             return {}
@@ -291,7 +295,7 @@ class AdamMoment:
         return {"decay-times": self.solve(taken - step.gradient, step.weight_decay * step.weight)}
 
     def _find_constants(self, right: Tensor) -> Mapping[StepChange, tuple[Tensor, Tensor]]:
-        """Return what a constant may be added to, and that constant, by the way; both moments have it of the mean."""
+        """Return (base, added constant) by way; both moments use the constant solved from the mean."""
         step, beta = self.step, self.betas[0]
         bases: dict[StepChange, Tensor] = {"constant-in-gradient": right}
         if self.decays and step.weight_decay:
@@ -300,7 +304,8 @@ class AdamMoment:
         ones, found = right * 0.0 + 1.0, {}
         for way, base in bases.items():
             number = self.solve(taken - base, ones)
-            # A sum of many elements is rounded as often; that of what it leaves is not.
+            # Solve again for the residual: the first solution has the rounding error of a sum over many
+            # elements.
             found[way] = base, number + self.solve(taken - base - number, ones)
         return found
 
@@ -318,7 +323,7 @@ class AdamMoment:
         return found
 
     def grammar(self) -> Grammar:
-        """Return the formula with its ways."""
+        """Return the parts of the formula and their ways."""
         parts: dict[str, list[StepChange]] = {"added": list(self.added), "sum": ["other-share", "largest"]}
         if self.step.before:
             parts["sum"] += ["other-beta", "other-kept", "undecayed"]
@@ -329,7 +334,7 @@ class AdamMoment:
         return Grammar(parts, self.make, KNOWN_ALONE)
 
     def make(self, ways: Collection[str]) -> Made:
-        """Return the moment by a formula with these ways."""
+        """Return the moment (N,) by the formula with these ways."""
         added, rest = pick(self.added, ways, self.right), 1.0 - self.beta
         extra = self.eps if "epsilon-in-moment" in ways else 0.0
         number = None
@@ -352,7 +357,7 @@ class AdamMoment:
             if "square-of-mean" in ways and not self.step.before:
                 number = (
                     number * math.nan
-                )  # so it is of any first gradient, which the first mean is a share of
+                )  # any gradient of a first step fits this way: its mean is a multiple of its gradient
             values = self.beta * self.old + number * added
         elif "other-beta" in ways:
             number = self.solve(self.actual - extra - added, self.old - added)
@@ -368,6 +373,6 @@ class AdamMoment:
             values = self.beta * self.old + rest * added
         for way, found in {**{way: each[1] for way, each in self.constants.items()}, **self.times}.items():
             if way in ways:
-                # With another number it would be told of neither which it is.
+                # With two unknown numbers, the values cannot tell which of them differs.
                 number = found if number is None else number * math.nan
         return Made(values + extra, number, next((usual[way] for way in usual if way in ways), None))

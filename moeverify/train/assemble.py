@@ -1,4 +1,4 @@
-"""From a recipe, alone or under a layout, to a program that is ready to train on this rank."""
+"""Assembly of this rank's program from a recipe, for a single device or for a layout."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ from moeverify.train.subjects import subject_of
 def assemble_single(
     recipe: Recipe, device: torch.device, *, compute: Precision | None = None, share: Share | None = None
 ) -> Program:
-    """Return the program of a single device, which runs no parallel code at all.
+    """Return the program of a single device, which runs no parallel code.
 
-    `compute` is the precision of the arithmetic, by default the recipe's; initial values are rounded to the
-    recipe's in any case. `share` may reorder the rows of the batch; it must hold all of them.
+    `compute` is the precision of the arithmetic and defaults to the recipe's. Initial values are always
+    rounded to the recipe's precision. `share` may reorder the rows of the batch and must contain all of
+    them.
     """
     subject, precision = subject_of(recipe), compute or recipe.precision
     model = subject.build(device, dtype_of(precision))
@@ -77,10 +78,9 @@ def assemble_parallel(
 ) -> Program:
     """Return this rank's program under a layout. Collective: all ranks of the layout.
 
-    `fill` gives the reference model other values than the recipe's.
-
-    The reference model is divided by `moeverify.parallel.plan`; a user's model, and any model under a user's
-    `parallelize`, by `moeverify.train.parallelize_custom`.
+    `moeverify.parallel.plan` parallelizes the reference model. `moeverify.train.parallelize_custom` handles
+    a user's model, and any model if the layout names a `parallelize` function. `fill` replaces the initial
+    values of the reference model, which default to the recipe's.
     """
     spec = recipe.model.reference
     if spec is None or layout.parallelize is not None:
@@ -127,9 +127,9 @@ def assemble_parallel(
 
 
 def _capture_micro_batches(layout: Layout, device: torch.device) -> RunMicroBatches | None:
-    """Return what runs micro-batches as graphs, if the layout asks for it.
+    """Return a function that runs micro-batches as CUDA graphs, or None if the layout does not use graphs.
 
-    Raises: CaseError where collectives of GPUs pass through the host, which no graph can repeat.
+    Raises: CaseError when the collectives of GPUs pass through the host, which a graph cannot capture.
     """
     if not GRAPHS.find(layout.graphs).is_captured:
         return None
@@ -182,8 +182,10 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
 def _choose_accumulation(
     model: nn.Module, layout: Layout
 ) -> Callable[[bool], AbstractContextManager[object]]:
-    """Return what surrounds a micro-batch: nothing where it is the only one, so that what its user has switched off
-    stays off.
+    """Return the factory of the context around a micro-batch.
+
+    It makes an empty context for a single micro-batch. Settings that the user has switched off then stay
+    off.
     """
     return partial(accumulate, model) if layout.micro_batches > 1 else lambda last: nullcontext()
 
@@ -191,7 +193,7 @@ def _choose_accumulation(
 def _make_custom_step(target: str, done: ParallelizedCustomModel, meshes: Meshes) -> CustomStep:
     """Return a user's step under a layout.
 
-    Raises: CaseError where `parallelize` has returned an engine that carries out steps by itself.
+    Raises: CaseError when `parallelize` returned an engine that carries out the steps itself.
     """
     if type(done.engine) not in (PlainEngine, PreparedEngine):
         message = (
@@ -205,12 +207,12 @@ def _make_custom_step(target: str, done: ParallelizedCustomModel, meshes: Meshes
 
 
 def _copy_values(whole: nn.Module) -> dict[str, Tensor]:
-    """Return the initial values of all parameters: what parallelizes a model may do so in place."""
+    """Return copies of all initial parameters by name: `parallelize` may modify the model in place."""
     return {shard.name: shard.local().clone() for shard in parameters(whole)}
 
 
 def _count_regions(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> frozenset[str] | None:
-    """Return which parameters this rank counts in the norm; None where torch's own norm over meshes is right."""
+    """Return the parameters that this rank counts in the norm; None if torch's norm over meshes is right."""
     is_in_grad = getattr(type(done.engine), "gradient", None) is PlainEngine.gradient
     if is_in_grad and are_plain_tensors_everywhere(shards):
         return None
@@ -218,7 +220,7 @@ def _count_regions(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) 
 
 
 def _finalize(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> None:
-    """Complete the gradients of a user's model; a DTensor's gradient is placed as its parameter, whatever came."""
+    """Complete the gradients of a user's model and give each DTensor gradient its parameter's placements."""
     if done.finalize is not None:
         done.finalize()
     finalize_gradients([shard.tensor for shard in shards], [])
@@ -226,7 +228,7 @@ def _finalize(done: ParallelizedCustomModel, shards: Sequence[LocalShard]) -> No
 
 @seam
 def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
-    """Return the rows and positions that this rank sees: rows by data-parallel rank, positions by cp rank."""
+    """Return this rank's share of the batch: rows by data-parallel rank, positions by cp rank."""
     rows = split_rows(recipe.data.batch, layout.data_ranks, meshes.plan.row_share(dist.get_rank()))
     cp_rank = meshes.coordinate("cp")
     positions = split_positions(recipe.data.seq_len, layout.cp, cp_rank, layout.context_parallel)
@@ -234,7 +236,7 @@ def share_of(recipe: Recipe, layout: Layout, meshes: Meshes) -> Share:
 
 
 def shapes_of(recipe: Recipe, layout: Layout) -> Shapes:
-    """Return the shapes of what the stages of a pipeline send to each other."""
+    """Return the shapes of the tensors that pipeline stages exchange."""
     positions = recipe.data.seq_len // layout.cp
     return Shapes(
         rows=recipe.data.batch // (layout.data_ranks * layout.micro_batches),
@@ -244,7 +246,7 @@ def shapes_of(recipe: Recipe, layout: Layout) -> Shapes:
 
 
 def sums_of(layout: Layout, meshes: Meshes) -> Sums:
-    """Return how integers are summed over the ranks of this layout."""
+    """Return the sums of integers over the ranks of this layout."""
 
     def over(*axes: str) -> partial[Tensor] | None:
         used = [axis for axis in axes if meshes.size(axis) > 1]
@@ -267,11 +269,11 @@ def _sum_over_groups(tensor: Tensor, groups: list[torch.distributed.ProcessGroup
 
 
 def fill_initial(recipe: Recipe, model: nn.Module) -> None:
-    """Fill what this rank stores of the reference model with its initial values, rounded to the recipe's precision.
+    """Fill this rank's shards of the reference model with initial values in the recipe's precision.
 
-    A user's model has its values from its factory.
+    A user's model is left alone: its factory has set its values.
 
-    Raises: CaseError where the recipe's weights are not those of its model.
+    Raises: CaseError when the recipe's weights do not fit its model.
     """
     spec = recipe.model.reference
     if spec is not None and spec.weights is not None:
@@ -282,7 +284,7 @@ def fill_initial(recipe: Recipe, model: nn.Module) -> None:
 
 @torch.no_grad()
 def fill_shards(spec: ReferenceModel, seed: int, precision: str, model: nn.Module) -> None:
-    """Fill this rank's shards of the reference model: each element is a hash of seed, name and global index."""
+    """Fill this rank's shards of the reference model; an element is a hash of seed, name and global index."""
     dtype = dtype_of(precision)
     for shard in [*parameters(model), *buffers(model)]:
         fill_one(spec, seed, shard, dtype)
@@ -290,7 +292,7 @@ def fill_shards(spec: ReferenceModel, seed: int, precision: str, model: nn.Modul
 
 @seam
 def fill_one(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dtype) -> None:
-    """Fill one shard of a tensor."""
+    """Fill one shard with initial values rounded to `dtype`."""
     local = shard.local()
     index = shard.region.flat_index(device=local.device)
     values = initial_values(spec, seed, shard.name, shard.region.shape, index)

@@ -1,6 +1,6 @@
-"""The ends of a model's blocks: what one hands on to the next, and which part of the global batch it is on this rank.
+"""Hooks on the outputs of a model's blocks, with the region of the global batch that each output covers.
 
-A block is a child of a list of modules that lies in no other one, such as `layers.3`.
+A block is a child of an outermost `ModuleList` or `ModuleDict`, such as `layers.3`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from moeverify.train.data import Share
 from moeverify.train.program import Program
 
 EMBEDDING = "embed"
-"""The end before the first block."""
+"""Name under which the input of the first block is passed to `take`."""
 
 Take = Callable[[str, Tensor, Region], Tensor]
 
 
 class BlockEnds:
-    """Hands each block's output (B, S, H) to `take`, by the block's name, and goes on with what that returns.
+    """Hooks that pass each block's output (B, S, H) to `take` and replace it by the returned tensor.
 
-    The input of the block called `first` is handed over too, as `EMBEDDING`. Each is handed over once in a step and
-    micro-batch: a second visit is a recomputation, and goes on with what it has. `tp` is this rank's place on that
-    axis: under sequence parallelism the positions of a rank are sharded over it once more.
+    `take` gets the block's name, the output and its region. The input of the block called `first` is passed
+    as `EMBEDDING`. Each tensor is passed once per step and micro-batch: a second visit is a recomputation
+    and keeps its own tensor. `tp` is this rank's coordinate on the tp axis: sequence parallelism shards
+    positions over it.
     """
 
     def __init__(self, program: Program, data: Data, tp: int, take: Take, *, first: str = "") -> None:
@@ -46,16 +47,16 @@ class BlockEnds:
             self._handles.append(root.register_forward_pre_hook(self._count))
         for name, root, block in _list_blocks(program.model):
             self._handles.append(block.register_forward_hook(unseen(self._make_hook(name, root))))
-            if name == first:  # not always on the rank that has the embedding
+            if name == first:  # may be on another rank than the embedding
                 self._handles.append(block.register_forward_pre_hook(unseen(self._make_pre_hook(root))))
 
     def begin_step(self) -> None:
-        """Count micro-batches from zero again."""
+        """Restart the count of micro-batches at zero."""
         self._micro_batches.clear()
         self._seen.clear()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -68,7 +69,7 @@ class BlockEnds:
             value = output[0] if is_tuple else output
             passed = self._pass(name, root, value)
             if passed is value:
-                return None  # the output stays what it is, of whatever type
+                return None  # leave the output as it is, whatever its type
             return (passed, *output[1:]) if is_tuple else passed
 
         return hook
@@ -87,7 +88,7 @@ class BlockEnds:
         return self._take(name, value, self._find_region(local_part(value), key[1]))
 
     def _find_region(self, local: Tensor, micro_batch: int) -> Region:
-        """Return the part of an output (B, S, H) that a rank computes: its rows and positions of the batch."""
+        """Return the region of an output (B, S, H): this rank's rows and positions of the batch."""
         share = self._shares[micro_batch]
         positions: Sequence[int] = share.positions
         size = local.shape[1]
@@ -100,7 +101,7 @@ class BlockEnds:
 
 
 def _list_roots(model: nn.Module) -> list[nn.Module]:
-    """Return what is called once a micro-batch: the model, or each stage of a pipeline."""
+    """Return the modules that are called once per micro-batch: the model, or each pipeline stage."""
     stages: list[nn.Module] = [module for module in model.modules() if isinstance(module, pipeline.Stage)]
     return stages or [model]
 

@@ -1,4 +1,4 @@
-"""The global gradient norm over parameters that live on different meshes, and the clip by it."""
+"""The global gradient norm over parameters on different meshes, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moeverify.seams import seam
 SumOverShards = Callable[[Tensor], Tensor]
 
 GUARD = 1e-6
-"""What is added to a norm before a limit is divided by it, as torch.nn.utils.clip_grads_with_norm_ has it."""
+"""Added to the norm before `max_norm` is divided by it, as in torch.nn.utils.clip_grads_with_norm_."""
 
 
 class GradientSource(Protocol):
-    """Where the gradients are (`moeverify.train.engine.Engine`)."""
+    """An object that provides gradients, such as `moeverify.train.engine.Engine`."""
 
     def gradient(self, shard: LocalShard) -> Tensor | None:
-        """Return the finished gradient of a parameter as it is stored here."""
+        """Return the finished gradient of a parameter in its local storage format, or None."""
 
 
 @seam
@@ -37,29 +37,33 @@ def gradient_norm(
     sum_over_shards: SumOverShards | None = None,
     sum_over_stages: SumOverShards | None = None,
 ) -> Tensor:
-    """Return the 2-norm of all gradients together, () and equal on every rank, in the widest dtype; float32 at least.
+    """Return the 2-norm of all gradients, a tensor () that is equal on every rank.
 
-    torch's norm takes gradients of one mesh at a time, so there is one norm a mesh, and they are combined.
-    `sum_over_shards` is for gradients that are shards without saying so (FSDP1): it sums squares over the
-    ranks that hold the other shards. `sum_over_stages` sums squares over the stages of a pipeline; of what
-    two stages hold, `shards` must have one. Collective: all ranks of each mesh.
+    Its dtype is the widest of the gradients', and at least float32. torch computes a norm over gradients of
+    one mesh at a time. This function computes one norm per mesh and combines them. `sum_over_shards` sums
+    squares over the ranks that hold the other shards of plain tensors (FSDP1). `sum_over_stages` sums
+    squares over pipeline stages. A tensor that two stages hold must be in `shards` only once. Collective:
+    all ranks of each mesh.
 
-    Raises: CaseError where no parameter has a gradient.
+    Raises: CaseError when no parameter has a gradient.
     """
     if all(shard.tensor.grad is None for shard in shards):
         raise missing_gradients()
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for shard in shards:
-        # A parameter that got no gradient here may have one on the other ranks of its mesh, which reduce its norm.
+        # A parameter without a gradient here may have one on other ranks of its mesh, which reduce its
+        # norm.
         gradient = torch.zeros_like(shard.tensor) if shard.tensor.grad is None else shard.tensor.grad
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
         by_mesh.setdefault(mesh, []).append(gradient)
-    # Norms of a few tensors in float32, such as a router's, would round the total of the others in float64.
+    # A norm of few tensors in float32, such as the router's, must not round the float64 total of the
+    # others.
     dtypes = {widen(gradient.dtype) for gradients in by_mesh.values() for gradient in gradients}
     dtype = max(dtypes, key=lambda each: each.itemsize)
     squares = []
     for mesh, gradients in by_mesh.items():
-        # torch's foreach norm refuses DTensors of several meshes together: experts and the rest have two.
+        # torch's foreach norm rejects DTensors of different meshes, which experts and the other parameters
+        # have.
         norm = norm_of_one_mesh(gradients, dtype)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
@@ -71,10 +75,11 @@ def gradient_norm(
 
 @seam
 def norm_of_one_mesh(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the 2-norm of gradients that share a mesh, (), summed in `dtype`.
+    """Return the 2-norm () of gradients that share a mesh, summed in `dtype`.
 
-    `get_total_norm` keeps the norm of each tensor, and that of all, in the gradients' dtype: in bfloat16 up to 4e-3
-    off, more than a whole parameter makes that is counted twice. Megatron takes norms in float32 as well.
+    `get_total_norm` keeps each tensor's norm and the total in the gradients' dtype. In bfloat16 the total
+    is then off by up to 4e-3, more than the effect of counting one parameter twice. Megatron also computes
+    norms in float32.
     """
     if all(gradient.dtype == dtype for gradient in gradients):
         return get_total_norm(gradients)
@@ -86,13 +91,13 @@ def norm_of_one_mesh(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 @seam
 @torch.no_grad()
 def norm_of_regions(engine: GradientSource, shards: Sequence[LocalShard], owned: Collection[str]) -> Tensor:
-    """Return the 2-norm of all gradients together, () and equal on every rank, wherever they lie; float64.
+    """Return the 2-norm of all gradients in float64, shape () and equal on every rank, for any storage.
 
-    `owned` names the parameters that this rank counts (`count_regions_once`): plain tensors that only some ranks
-    hold, such as the experts of a rank, are on no mesh that could say how often each value is there.
+    `owned` names the parameters that this rank counts (`count_regions_once`). Plain tensors that only some
+    ranks hold, such as a rank's experts, have no mesh that shows how many ranks hold each value.
     Collective: all ranks of the default process group.
 
-    Raises: CaseError where no parameter has a gradient on this rank.
+    Raises: CaseError when no parameter has a gradient on this rank.
     """
     gradients = [(shard, engine.gradient(shard)) for shard in shards]
     found = [(shard, gradient) for shard, gradient in gradients if gradient is not None]
@@ -107,7 +112,7 @@ def norm_of_regions(engine: GradientSource, shards: Sequence[LocalShard], owned:
 
 
 def count_regions_once(shards: Sequence[LocalShard]) -> frozenset[str]:
-    """Return which parameters this rank counts in a norm: of equal regions, the first rank's.
+    """Return the names of the parameters that this rank counts in a norm; the first of equal regions counts.
 
     Collective: all ranks of the default process group.
     """
@@ -118,7 +123,10 @@ def count_regions_once(shards: Sequence[LocalShard]) -> frozenset[str]:
 
 
 def are_plain_tensors_everywhere(shards: Sequence[LocalShard]) -> bool:
-    """Return whether all ranks hold the same regions in plain tensors. Collective: as above."""
+    """Return whether all ranks hold the same regions in plain tensors.
+
+    Collective: all ranks of the default process group.
+    """
     plain = _gather(_name_regions([shard for shard in shards if not isinstance(shard.tensor, DTensor)]))
     return all(regions == plain[0] for regions in plain)
 
@@ -134,7 +142,7 @@ def _gather(regions: frozenset[tuple[str, str]]) -> list[frozenset[tuple[str, st
 
 
 def missing_gradients() -> CaseError:
-    """Return what to say of a model none of whose parameters has a gradient after the backward pass."""
+    """Return the error for a model that has no gradient after the backward pass."""
     message = "no parameter has a gradient after the backward pass: every `.grad` is None"
     remedy = (
         "a framework that keeps gradients of its own (DeepSpeed, Megatron's `main_grad`) is verified through an "
@@ -144,9 +152,9 @@ def missing_gradients() -> CaseError:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return by what a clip scales gradients of this norm, (): min(1, max_norm / (norm + 1e-6)).
+    """Return the factor () by which a clip scales gradients of this norm: min(1, max_norm / (norm + 1e-6)).
 
-    A framework that clips as torch does returns the norm alone, and has scaled by this.
+    A framework that clips like torch returns only the norm; this is the factor that it has applied.
     """
     return torch.clamp(max_norm / (norm + GUARD), max=1.0)
 
@@ -154,13 +162,13 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 @seam
 @torch.no_grad()
 def clip_gradients(shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
-    """Scale all gradients by the coefficient of the clip, and return it, ()."""
+    """Scale all gradients in place by the clip coefficient, and return the coefficient ()."""
     coefficient = clip_coefficient(norm, max_norm)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:
         if shard.tensor.grad is not None:
             by_dtype.setdefault(shard.tensor.grad.dtype, []).append(shard.local(shard.tensor.grad))
     for dtype, gradients in by_dtype.items():
-        # One launch for many tensors, as torch.nn.utils.clip_grads_with_norm_ does it.
+        # One kernel launch for many tensors, as in torch.nn.utils.clip_grads_with_norm_.
         torch._foreach_mul_(gradients, coefficient.to(dtype))
     return coefficient

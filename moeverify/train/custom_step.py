@@ -1,9 +1,9 @@
-"""A user's own `train_step` in place of the loop's forward and backward passes, clip and optimizer step.
+"""A user's own `train_step` that replaces the loop's forward and backward passes, clip and optimizer step.
 
-It runs on one device for the golden and on every rank of a layout, and nothing in it is replaced. What the loop shows
-of a step is taken from torch's own hooks: the gradients when the optimizer begins its step, the norm when a clip of
-torch returns it. Gradients are shown as they were before the clip, so that a wrong norm is seen as one wrong norm and
-not as a wrong gradient of every parameter.
+It runs on one device for the golden and on every rank of a layout, and nothing in it is replaced. The
+values that the loop reports come from torch's hooks. These read gradients when the optimizer begins its
+step, and the norm when torch's clip returns it. Gradients are reported as they were before the clip. A
+wrong norm is then one wrong number, and not a wrong gradient of every parameter.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass
 class StepTrace:
-    """What one training step of a user's function did on this rank.
+    """A record of one training step of a user's function on this rank.
 
-    `gradients` and `weights` are copies of each shard at the optimizer's step: gradients divided by the coefficients
-    of torch's clips, weights before the update. `reported` are the numbers that the function returned, and
-    the norm and the coefficient of the clip where it called torch's once. Shapes: those of the shards; ().
+    `gradients` and `weights` are copies of the local shards when the optimizer steps. The gradients are
+    divided by the coefficients of torch's clips; the weights are those before the update. `reported` has
+    scalars (): the numbers that the function returned, and the norm and coefficient of torch's clip if it
+    was called exactly once.
     """
 
     gradients: list[Tensor | None] = field(default_factory=list)
@@ -54,11 +55,11 @@ class StepTrace:
 class CustomStep:
     """The function that a recipe names as its `step`, ready to be called on this rank.
 
-    `mesh` is that of the layout, None on a single device; `finish` completes the gradients of a step, where
-    the user's `parallelize` has returned such a function. `calls` has what each step called, by its number, and
-    `rates` the learning rate of each parameter, by its id, when the optimizer began its last step.
+    `mesh` is the layout's mesh, None on a single device. `finish` completes the gradients of a step, if the
+    user's `parallelize` returned such a function. `calls` maps a step number to the calls of that step.
+    `rates` maps the id of each parameter to its learning rate when the optimizer began its last step.
 
-    Raises: CaseError where there is no such function, or it cannot be called as it will be.
+    Raises: CaseError when the function does not exist or does not accept the arguments.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class CustomStep:
 
     @property
     def steps_schedule(self) -> bool:
-        """Return whether the function steps the scheduler by itself."""
+        """Return whether the function steps the scheduler itself."""
         return "scheduler" in self._takes
 
     def run(
@@ -94,12 +95,13 @@ class CustomStep:
         micro_batches: MicroBatches,
         **offered: Any,
     ) -> StepTrace:
-        """Call the function for the step of this number and return what it did.
+        """Call the function for step `number` and return a record of the step.
 
-        Collective: all ranks of the layout.
+        `offered` are the optional arguments; the function gets those that it takes. Collective: all ranks
+        of the layout.
 
-        Raises: CaseError where the function fails, steps the optimizer more or less than once, or returns what it
-        should not.
+        Raises: CaseError when the function fails, does not step the optimizer exactly once, or returns
+        invalid values.
         """
         listener = _StepListener(number, optimizer, shards)
         offered |= {"mesh": self._mesh, "finish": self._finish or _nothing}
@@ -138,7 +140,7 @@ class CustomStep:
 
 
 class _StepListener(Listener):
-    """Keeps the calls of one step, and what its optimizer gets."""
+    """A listener that keeps the calls, gradients and weights of one step."""
 
     def __init__(self, number: int, optimizer: Optimizer, shards: Sequence[LocalShard]) -> None:
         super().__init__()
@@ -158,7 +160,7 @@ class _StepListener(Listener):
         self._add(label)
 
     def before_backward(self) -> None:
-        """Keep how large the gradients are that the first backward pass adds to; see `Listener`."""
+        """Keep the norm of the gradients that the first backward pass adds to; see `Listener`."""
         if not any(call.name == "backward" for call in self.calls):
             self._kept = self._measure_gradients()
 
@@ -168,11 +170,11 @@ class _StepListener(Listener):
         self._kept = 0.0
 
     def before_zero_grad(self) -> None:
-        """Keep the call, with the norm of the gradients that it throws away; see `Listener`."""
+        """Keep the call, with the norm of the discarded gradients; see `Listener`."""
         self._add("zero_grad", discarded=self._measure_gradients())
 
     def before_clip(self, label: str, parameters: object) -> None:
-        """Keep which parameters are clipped; see `Listener`."""
+        """Keep the parameters that are clipped; see `Listener`."""
         if isinstance(parameters, Tensor):
             self._clipped = [parameters]
         elif isinstance(parameters, nn.Module):
@@ -181,7 +183,7 @@ class _StepListener(Listener):
             self._clipped = list(parameters) if isinstance(parameters, Iterable) else []
 
     def after_clip(self, label: str, norm: object, limit: object) -> None:
-        """Keep the norm and the coefficient that torch makes of it; see `Listener`."""
+        """Keep the norm and torch's coefficient for it; see `Listener`."""
         self._add(label)
         if norm is None or limit is None:
             return  # a clip by value has no coefficient
@@ -191,7 +193,7 @@ class _StepListener(Listener):
         )
 
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Keep what the optimizer gets; see `Listener`."""
+        """Keep gradients, weights and learning rates before the first step; see `Listener`."""
         if optimizer is not self._optimizer:
             return
         self._add("optimizer step")
@@ -208,7 +210,7 @@ class _StepListener(Listener):
         return bool(self._clips)
 
     def read_trace(self) -> StepTrace:
-        """Return what was kept, with the norm and the coefficient of the one clip, if it was one."""
+        """Return the record of the step, with norm and coefficient if there was exactly one clip."""
         if len(self._clips) == 1:
             _, norm, coefficient = self._clips[0]
             self._trace.reported = {"gradient_norm": norm, "clip_coefficient": coefficient}
@@ -220,7 +222,7 @@ class _StepListener(Listener):
         if gradient is None:
             return None
         if isinstance(gradient, DTensor) and isinstance(shard.tensor, DTensor):
-            # The optimizer's arithmetic places it as the parameter, whatever came out of the backward pass.
+            # The optimizer uses the parameter's placements, whatever the backward pass returned.
             gradient = gradient.redistribute(placements=shard.tensor.placements)
         local: Tensor | None = shard.local(gradient).clone()
         for members, _, coefficient in self._clips:
@@ -229,7 +231,7 @@ class _StepListener(Listener):
         return local
 
     def _measure_gradients(self) -> float:
-        """Return the norm of what this rank has of all gradients."""
+        """Return the norm of this rank's local parts of all gradients."""
         found = [shard.tensor.grad for shard in self._shards if shard.tensor.grad is not None]
         squares = [local_part(each).detach().to(torch.float64).square().sum() for each in found]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
@@ -240,24 +242,24 @@ class _StepListener(Listener):
 
 
 def list_parameter_rates(optimizer: Optimizer) -> dict[int, float]:
-    """Return the learning rate that an optimizer has for each of its parameters, by the id of that."""
+    """Return the learning rate of each parameter of an optimizer by the parameter's id."""
     return {id(tensor): float(group["lr"]) for group in optimizer.param_groups for tensor in group["params"]}
 
 
 def _nothing() -> None:
-    """Complete no gradients: on one device, and under wrappers that do it by themselves, they are complete."""
+    """Do nothing: gradients are complete on one device and under wrappers that complete them."""
 
 
 def _divide(gradient: Tensor | None, coefficient: Tensor) -> Tensor | None:
-    """Return a gradient as it was before it was multiplied by a coefficient; 0 takes all that it was."""
+    """Return a gradient before its multiplication by a coefficient. A zero coefficient cannot be undone."""
     factor = float(coefficient)
     return gradient if gradient is None or factor in (0.0, 1.0) else gradient / factor
 
 
 def _read_parameters(function: Callable[..., Any], target: str) -> frozenset[str]:
-    """Return which of the values that are offered a function takes.
+    """Return the names in `OFFERED` that a function takes.
 
-    Raises: CaseError where it cannot be called as `function(model, optimizer, micro_batches)`.
+    Raises: CaseError when it cannot be called as `function(model, optimizer, micro_batches)`.
     """
     try:
         signature = inspect.signature(function)
@@ -277,9 +279,9 @@ def _read_parameters(function: Callable[..., Any], target: str) -> frozenset[str
 
 
 def _read_reported(returned: object, target: str, shards: Sequence[LocalShard]) -> dict[str, Tensor]:
-    """Return the numbers that a step has returned, by name.
+    """Return the numbers that a step returned, by name, as tensors ().
 
-    Raises: CaseError where it returned something else than nothing or a mapping of known names to numbers.
+    Raises: CaseError when it returned neither None nor a mapping of names in `REPORTED` to numbers.
     """
     if returned is None:
         return {}

@@ -1,4 +1,4 @@
-"""A user's own model as the subject of a run: a factory that makes it, and a loss of its own if there is one."""
+"""A user's own model as the subject of a run, built by a factory and optionally with its own loss."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from moeverify.train.target import describe_error, resolve
 from moeverify.train.wide_operators import WideOperators
 
 LM, TOTAL = "lm", "total"
-# What torch calls float64 where an operator has no kernel for it, or wants both sides alike: `Double`, `float64`.
+# torch's names for float64 in errors about a missing kernel or mismatched dtypes: `Double`, `float64`.
 _REFUSED = re.compile(r"\b(c10::)?(double|float64)\b", re.IGNORECASE)
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.bfloat16: torch.complex64}
 
 
 class CustomSubject:
-    """A model by `factory(**arguments)`; see `moeverify.train.subject.Subject`.
+    """A model built by `factory(**arguments)`; see `moeverify.train.subject.Subject`.
 
-    Nothing is known of its modules, so nothing of its routing is replayed.
+    Its modules are unknown, so its routing cannot be replayed.
     """
 
     can_replay = False
@@ -44,9 +44,9 @@ class CustomSubject:
         self.model = model
 
     def build(self, device: torch.device, dtype: torch.dtype, *, experts: str = "loop") -> nn.Module:
-        """Return the model as its factory makes it under the seed, rounded to the recipe's precision.
+        """Return the model that the factory builds under the recipe's seed, in the recipe's precision.
 
-        Raises: CaseError where the factory raises, or makes no module.
+        Raises: CaseError when the factory raises or does not return a module.
         """
         factory = resolve(self.model.factory, "recipe.model.factory")
         with torch.random.fork_rng(devices=[]):
@@ -65,7 +65,7 @@ class CustomSubject:
         return cast(rounded, dtype)
 
     def find_routers(self, model: nn.Module) -> list[RouterView]:
-        """Return the routers of our own make that a user's model may have."""
+        """Return the reference routers that a user's model contains, if any."""
         return find_routers(model)
 
     def make_batch(self, step: int, share: Share, device: torch.device) -> Batch:
@@ -75,7 +75,7 @@ class CustomSubject:
     def compute_losses(
         self, run: Run, batch: Batch, normalizers: Normalizers
     ) -> tuple[Losses, Tensor | None]:
-        """Return the user's loss as `lm` with the terms that it names, and that of each token where they give it."""
+        """Return the user's loss as `lm` with its named terms, and the loss per token if available."""
         terms = self.compute_own_terms(run, batch, batch.targets)
         sums = {name: term.sum() / normalizers.num_valid for name, term in terms.items()}
         lm = reduce(torch.add, sums.values())
@@ -85,19 +85,19 @@ class CustomSubject:
         return Losses(lm, zero, zero, {} if set(sums) == {LM} else sums), token_loss
 
     def count_experts(self, name: str, shape: Sequence[int]) -> int:
-        """Return 0: what a user's model calls its experts is not known."""
+        """Return 0: a user's model may name its experts in any way."""
         return 0
 
     def surround(self) -> AbstractContextManager[object]:
-        """Return the context in which torch's operators take the float64 of a golden."""
+        """Return the context in which torch's operators accept the float64 of a golden."""
         return WideOperators()
 
     def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> CustomParts:
-        """Return the parts of the gradient, by the terms that the user's loss names: one `lm` where it names none."""
+        """Return the parts of the gradient by the user's loss terms, or as `lm` if they have no names."""
         return CustomParts(self, run, batch, unmasked)
 
     def compute_own_terms(self, run: Run, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
-        """Return the loss terms by name, each of every token (M, s), or their sum over the valid ones, ()."""
+        """Return the loss terms by name: per token (M, s), or summed over the valid tokens, ()."""
         with self._named_precision():
             return self._compute_own_terms(run, batch, targets)
 
@@ -129,7 +129,7 @@ class CustomSubject:
 
     @contextmanager
     def _named_precision(self) -> Iterator[None]:
-        """Say which precision to use where an operator refuses float64, as torch's grouped_mm does."""
+        """Convert an operator's error about float64, such as that of grouped_mm, into advice on precision."""
         try:
             yield
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
@@ -150,8 +150,8 @@ class CustomParts:
         self.unmasked = unmasked
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
-        """Return the gradient of the loss over the tokens of a mask (B, S)."""
-        if not bool(mask.any()):  # a user's loss need not be made for no token at all
+        """Return the gradient of the loss over the tokens of a mask (B, S), by loss term."""
+        if not bool(mask.any()):  # a user's loss need not support an empty selection
             return {}
         targets = self.unmasked.masked_fill(~mask, IGNORED)
         found: dict[str, Vector] = {}
@@ -163,20 +163,20 @@ class CustomParts:
         return found
 
     def balance_with_padding(self) -> Vector:
-        """Return zero: a user's loss has no balance term that is known."""
+        """Return zero: a user's loss has no known balance term."""
         return self._zeros()
 
     def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
-        """Return nothing: a user's loss is one number."""
+        """Return nothing: a user's loss has no known terms per layer."""
         return ()
 
     def loss_by_variant(self, term: str, num_changes: int) -> tuple[()]:
-        """Return nothing: a user's loss has no balance term that is known."""
+        """Return nothing: a user's loss has no known balance term."""
         del num_changes
         return ()
 
     def gradients_by_use(self) -> dict[str, Vector]:
-        """Return nothing: which weights a user's model uses several times is not known."""
+        """Return nothing: the repeated uses of weights in a user's model are unknown."""
         return {}
 
     def _zeros(self) -> Vector:
@@ -185,7 +185,7 @@ class CustomParts:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the model with its numbers of any precision in `dtype`; complex ones stay complex."""
+    """Return the model with its floating-point and complex tensors in the precision of `dtype`."""
 
     def convert(tensor: Tensor) -> Tensor:
         if tensor.is_complex():
@@ -197,7 +197,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _read_logits(output: Any, batch: Batch) -> Tensor:
-    """Return the logits (M, s, V) of what a user's model returned: itself, or its `logits`."""
+    """Return the logits (M, s, V) from a user's model: its output, or the output's `logits` attribute."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         message = f"the model returned {type(output).__name__}, which is no tensor and has no `logits`"

@@ -1,6 +1,6 @@
-"""The synthetic global batch, and the share of it that a rank sees.
+"""The synthetic global batch and the share of it that a rank sees.
 
-Tokens are a function of seed, step, row and position, so every rank makes its share alone and the global
+Tokens are a function of seed, step, row and position. Every rank computes its own share, and the global
 batch is the same under every layout. Rows end in padding of different lengths.
 
 Shapes: B rows, S positions of the global batch; b, s of a rank's share; M rows of one micro-batch.
@@ -18,23 +18,23 @@ from moeverify.case.schema import Data
 from moeverify.hashing import hash_counter, key_of
 from moeverify.layout.region import Indices, Region, as_indices
 
-IGNORED = -100  # the target of a token that does not count, as torch's cross entropy has it
+IGNORED = -100  # target of a token without loss: the default ignore_index of torch's cross entropy
 
 
 @dataclass(frozen=True)
 class Share:
-    """The rows and positions of the global batch that a rank sees, in the order in which it sees them."""
+    """The rows and positions of the global batch that a rank sees, in the rank's order."""
 
     rows: Indices
     positions: Indices
 
     def region(self, data: Data, *trailing: int) -> Region:
-        """Return the region that this share is of a logical tensor of shape (B, S, *trailing)."""
+        """Return the region of a logical tensor of shape (B, S, *trailing) that this share covers."""
         shape = (data.batch, data.seq_len, *trailing)
         return Region.box(shape, (self.rows, self.positions, *(range(size) for size in trailing)))
 
     def micro_batches(self, num: int) -> list[Share]:
-        """Return the share cut into `num` micro-batches of equally many rows."""
+        """Return the share split into `num` micro-batches with equal numbers of rows."""
         size = len(self.rows) // num
         return [
             Share(as_indices(self.rows[start : start + size]), self.positions)
@@ -44,7 +44,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. Shapes: tokens, targets, positions (M, s) int64; valid (M, s) bool; row_valid (M)."""
+    """One micro-batch: tokens, targets, positions (M, s) int64; valid (M, s) bool; row_valid (M) int64."""
 
     share: Share
     tokens: Tensor
@@ -55,21 +55,22 @@ class Batch:
 
 
 def whole_share(data: Data) -> Share:
-    """Return the share of a single device: everything."""
+    """Return the share of a single device: all rows and positions."""
     return Share(range(data.batch), range(data.seq_len))
 
 
 def make_batch(
     data: Data, vocab_size: int, seed: int, step: int, share: Share, device: torch.device
 ) -> Batch:
-    """Return the share of the global batch of a step.
+    """Return this share of the global batch at a step, on `device`.
 
-    `row_valid` counts the valid tokens of each row over all positions, also those that other ranks see.
+    `row_valid` counts the valid tokens of each row over all positions, including those that other ranks
+    see.
     """
-    # Made on a GPU, a tensor of numbers of the host would wait for all that was launched before it.
+    # Creating a GPU tensor from host numbers directly would synchronize with all work launched before it.
     rows = torch.tensor(tuple(share.rows)).to(device, non_blocking=True)
     positions = torch.tensor(tuple(share.positions)).to(device, non_blocking=True)
-    length = data.seq_len + 1  # the last token is only a target
+    length = data.seq_len + 1  # the last token is used only as a target
     stream = torch.arange(length, device=device)
     counter = rows[:, None] * length + stream[None, :]
     text = torch.remainder(hash_counter(key_of(seed, "tokens", step), counter), vocab_size)
@@ -87,7 +88,7 @@ def make_batch(
 
 
 def _valid_lengths(data: Data, seed: int, step: int, rows: Tensor) -> Tensor:
-    """Return how many leading tokens of each row are valid, between min_valid * S and S."""
+    """Return the number of valid leading tokens of each row, between ceil(min_valid * S) and S."""
     shortest = max(1, math.ceil(data.min_valid * data.seq_len))
     choices = data.seq_len - shortest + 1
     drawn = torch.remainder(hash_counter(key_of(seed, "lengths", step), rows), choices)

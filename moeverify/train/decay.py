@@ -1,4 +1,4 @@
-"""The decays of the learning rate after the warmup, as functions of how much of the decay is over. No torch."""
+"""Decays of the learning rate after the warmup. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.case.choice import Row, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Decay(Row):
-    """A decay: `factor` of the part that is over, from 0 to 1, multiplies the learning rate."""
+    """A decay; `factor` maps its elapsed fraction, 0 to 1, to a multiplier of the learning rate."""
 
     factor: Callable[[float], float]
 

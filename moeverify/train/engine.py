@@ -1,8 +1,8 @@
-"""What carries out the steps of one rank: plain torch, or a framework that owns its loop.
+"""Engines that carry out the steps of one rank: plain torch, or a framework with its own loop.
 
-The training loop calls, once in each step: `zero_grad`; for every micro-batch a forward pass and `backward`; the
-layout's `finalize`; `gradient` of every parameter; `norm` and `clip`; `step`; and `state`. An engine of a framework
-overrides where its gradients are and what it does by itself; the loop stays as it is.
+In each step the training loop calls `zero_grad`; a forward pass and `backward` for every micro-batch; the
+layout's `finalize`; `gradient` of every parameter; `norm` and `clip`; `step`; and `state`. A framework's
+engine overrides the methods for the parts that the framework does itself.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from moeverify.train.optimizer import build_optimizer, optimizer_state
 
 
 class Engine(Protocol):
-    """One rank's optimizer, and the gradients that it works on.
+    """One rank's optimizer and its gradients.
 
     Collective: all ranks of the layout call each method.
     """
 
     def begin(self, spec: Optimizer, shards: Sequence[LocalShard], kernels: str) -> TorchOptimizer:
-        """Make the optimizer and return it, or one whose parameter groups have the framework's learning rates.
+        """Create and return the optimizer, or one whose parameter groups have the framework's learning rates.
 
-        `kernels` is the layout's `optimizer`.
+        `kernels` is the layout's `optimizer` option.
         """
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Discard the gradients of the previous step."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch's loss (), which is scaled as the layout asks."""
+        """Backpropagate a micro-batch's loss (), already multiplied by the layout's factor."""
 
     def gradient(self, shard: LocalShard) -> Tensor | None:
-        """Return the finished gradient of a parameter as it is stored here: `shard.local` reads it.
+        """Return the finished gradient of a parameter in local storage; `shard.local` reads it.
 
-        Usually `.grad`; some frameworks keep it in `main_grad` or a flat buffer. None where none has come.
+        Usually `.grad`; some frameworks use `main_grad` or a flat buffer. None if the parameter has no
+        gradient.
         """
 
     def norm(self) -> Tensor | None:
-        """Return the norm of all gradients together, () and equal on every rank, as the framework computes it.
+        """Return the framework's norm of all gradients, shape () and equal on every rank.
 
-        None lets the loop compute it of the gradients.
+        None makes the loop compute the norm from the gradients.
         """
 
     def clip(self, shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
-        """Scale all gradients to a norm of at most `max_norm`, and return the coefficient, ()."""
+        """Scale all gradients to a norm of at most `max_norm`, and return the coefficient ()."""
 
     def step(self) -> None:
         """Update the parameters."""
@@ -62,24 +63,24 @@ class Engine(Protocol):
 
 
 class PlainEngine:
-    """torch.optim on `.grad`; see `Engine`."""
+    """An engine that uses a torch optimizer on `.grad`; see `Engine`."""
 
     def __init__(self) -> None:
         self._optimizer: TorchOptimizer | None = None
 
     @property
     def optimizer(self) -> TorchOptimizer:
-        """Return the optimizer; `begin` has made it."""
+        """Return the optimizer. `begin` must have been called."""
         assert self._optimizer is not None
         return self._optimizer
 
     def begin(self, spec: Optimizer, shards: Sequence[LocalShard], kernels: str) -> TorchOptimizer:
-        """Make the optimizer of a recipe over the parameters of this rank."""
+        """Create the recipe's optimizer over the parameters of this rank."""
         self._optimizer = build_optimizer(spec, shards, kernels)
         return self._optimizer
 
     def zero_grad(self) -> None:
-        """Set `.grad` to None, so that a gradient that never comes is seen as missing and not as zero."""
+        """Set `.grad` to None. A gradient that never arrives then shows as missing, not as zero."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor) -> None:
@@ -108,12 +109,12 @@ class PlainEngine:
 
 
 class PreparedEngine(PlainEngine):
-    """A torch optimizer that a framework was given together with the model, and may have wrapped or changed."""
+    """An engine for an optimizer that a framework got with the model and may have wrapped or changed."""
 
     def __init__(self, optimizer: TorchOptimizer) -> None:
         super().__init__()
         self._optimizer = optimizer
 
     def begin(self, spec: Optimizer, shards: Sequence[LocalShard], kernels: str) -> TorchOptimizer:
-        """Return the optimizer as the framework left it: the recipe and the layout made it what it is."""
+        """Return the optimizer as the framework left it; recipe and layout already determined it."""
         return self.optimizer

@@ -1,8 +1,8 @@
-"""The exchange of experts between two steps: weights and moments go where a new placement wants them.
+"""Exchange of experts between two steps: weights and moments move to the ranks of a new placement.
 
-Training goes on as if nothing had moved: an expert's values are copied bit for bit, its moments with them, and its
-name in the model stays its number. What depends on who holds an expert is made anew: the groups that its gradient is
-summed over, the rows of each shard, and where tokens are sent.
+Training continues as if nothing had moved. Values and moments of an expert are copied bit for bit, and its
+logical name keeps its number. State that depends on the holders of an expert is rebuilt: process groups for
+its gradient, the rows of each shard, and the destinations of tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moeverify.train.program import Program
 
 @seam
 def exchange_experts(program: Program, optimizer: Optimizer, placement: Placement) -> None:
-    """Bring every expert, with its optimizer state, to the ranks of a placement, and rebuild what depends on it.
+    """Move every expert and its optimizer state to the ranks of a placement, and rebuild dependent state.
 
-    When it returns it is complete on this rank; a checkpoint is saved before or after. Collective: all ranks of the
-    layout, between two steps.
+    The exchange is complete on this rank when the function returns. Save checkpoints before or after it.
+    Collective: all ranks of the layout, between two steps.
     """
     assert program.holders is not None
-    program.holders.make(placement)  # on all ranks, also in a pipeline stage without experts
+    program.holders.make(placement)  # on all ranks, including pipeline stages without experts
     for placed in program.placed or ():
         _exchange_layers(placed, optimizer, placement)
     program.shards = parameters(program.model)
@@ -45,11 +45,11 @@ def _exchange_layers(placed: PlacedExperts, optimizer: Optimizer, placement: Pla
 
 
 def _move_layer(layer: PlacedLayer, journey: Journey, optimizer: Optimizer) -> None:
-    """Send the rows of each parameter and of its moments, and let module and optimizer have the new ones."""
+    """Send the rows of each parameter and its moments; register the new tensors in module and optimizer."""
     experts = layer.moe.experts
     for name, old in list(experts.named_parameters(recurse=False)):
         state = optimizer.state.pop(old, {})
-        # A step counter is the parameter's, not an expert's: it is the same on all ranks, and stays.
+        # A step counter belongs to the parameter, not to an expert. It is equal on all ranks and stays.
         rows = {key: value for key, value in state.items() if _has_rows(value, old)}
         weight, *moments = move_rows([old.detach(), *rows.values()], journey, layer.group)
         new = nn.Parameter(weight, requires_grad=old.requires_grad)
@@ -65,6 +65,6 @@ def _has_rows(value: object, parameter: Tensor) -> bool:
 
 @seam
 def replace_parameter(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
-    """Put a parameter into the place that another one has in the groups of an optimizer."""
+    """Replace a parameter in the groups of an optimizer by another one."""
     for group in optimizer.param_groups:
         group["params"] = [new if each is old else each for each in group["params"]]

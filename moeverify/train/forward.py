@@ -1,4 +1,4 @@
-"""From a micro-batch to this rank's part of the losses."""
+"""The forward pass of a micro-batch, from tokens to this rank's part of the losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compute_losses(
 ) -> tuple[Losses, Tensor | None]:
     """Return this rank's part of each loss, and the detached cross entropy of each token (M, s).
 
-    The second value is None where a user's own loss gives nothing but a sum.
+    The second value is None where a user's loss gives only a sum.
     """
     return program.subject.compute_losses(program, batch, normalizers)
 
@@ -30,10 +30,10 @@ def compute_losses(
 def reference_losses(
     moe: MoE | None, run: Run, batch: Batch, normalizers: Normalizers
 ) -> tuple[Losses, Tensor | None]:
-    """Return what `compute_losses` does, of the reference model with these experts."""
+    """Return the losses of the reference model, as `compute_losses` does; `moe` is None for a dense model."""
     output: ModelOutput = run.model(batch.tokens, batch.positions, batch.valid)
     token_loss = cross_entropy(output.logits, batch.targets)
-    # Divided by the tokens of the whole batch, not of this rank: then the losses of all ranks add up.
+    # Divide by the tokens of the global batch, not of this rank, so that the losses of all ranks add up.
     lm = token_loss.sum() / normalizers.num_valid
     zero = torch.zeros_like(lm)
     if moe is None:
@@ -46,9 +46,9 @@ def reference_losses(
 
 @seam
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of each token, in at least float32, zero where the target is ignored.
+    """Return the cross entropy of each token, in float32 or wider; zero where the target is `IGNORED`.
 
-    Shapes: logits (M, s, V), plain or sharded over V; targets (M, s); returns (M, s), a plain tensor.
+    Shapes: logits (M, s, V), plain or sharded over V; targets (M, s). Returns a plain tensor (M, s).
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     flat = logits.flatten(0, 1).to(wide)

@@ -1,4 +1,4 @@
-"""The gradient of a batch on one device, taken apart by loss term and by tokens."""
+"""The gradient of a batch on one device, split by loss term and by tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from moeverify.train.subject import Run, Vector
 
 
 def differentiate(loss: Tensor, shards: Sequence[LocalShard]) -> Vector:
-    """Return the gradient of a loss () by the names of parameters; zero for frozen ones and what it does not use."""
-    # A frozen one is refused by autograd even where unused ones are allowed.
+    """Return the gradient of a loss () by parameter name; zero for frozen and unused parameters."""
+    # autograd rejects a frozen parameter even with allow_unused.
     trained = [shard for shard in shards if shard.tensor.requires_grad] if loss.requires_grad else []
     parameters = [shard.tensor for shard in trained]
     gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) if trained else ()
@@ -35,14 +35,14 @@ def differentiate(loss: Tensor, shards: Sequence[LocalShard]) -> Vector:
 
 
 def _bring(tensor: Tensor) -> Tensor:
-    """Return a tensor where the shards of the ranks are: a fit takes both together."""
+    """Return a float64 copy on the CPU, where a fit expects golden parts and the ranks' shards."""
     return tensor.detach().to("cpu", torch.float64)
 
 
 class ReferenceParts:
     """The parts of the reference model's gradient; see `moeverify.train.subject.GradientParts`.
 
-    Shapes: masks, `unmasked` (B, S); the batch is whole.
+    Shapes: masks and `unmasked` (B, S) of the whole batch.
     """
 
     def __init__(self, run: Run, moe: MoE | None, batch: Batch, unmasked: Tensor, num_rows: int) -> None:
@@ -51,8 +51,8 @@ class ReferenceParts:
         self.batch = batch
         self.unmasked = unmasked
         self.normalizers = Normalizers(batch.valid.sum(), num_rows)
-        # The counts of the balance loss are those of the whole batch whatever part is looked at: they carry no
-        # gradient, and a rank that computes its share is given their sum.
+        # The balance loss always uses the counts of the whole batch: they carry no gradient, and a rank
+        # that computes its share gets their sum over ranks.
         with torch.no_grad():
             self.counts = [stats.counts for stats in self._forward(batch.valid).routers]
 
@@ -73,7 +73,7 @@ class ReferenceParts:
         return found | {name: differentiate(term, self.run.shards) for name, term in terms.items()}
 
     def balance_with_padding(self) -> Vector:
-        """Return the gradient of the balance loss as it would be if padding counted."""
+        """Return the gradient of a balance loss that also counts padding tokens."""
         assert self.moe is not None
         everything = torch.ones_like(self.batch.valid)
         output = self._forward(everything)
@@ -85,7 +85,7 @@ class ReferenceParts:
         return differentiate(balance, self.run.shards)
 
     def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
-        """Return the gradient of the balance and z loss of each MoE layer; see `GradientParts`."""
+        """Return the gradients of the balance and z loss of each MoE layer; see `GradientParts`."""
         if self.moe is None:
             return ()
         found = []
@@ -96,7 +96,7 @@ class ReferenceParts:
         return found
 
     def loss_by_variant(self, term: str, num_changes: int) -> Iterator[tuple[tuple[Change, ...], Vector]]:
-        """Yield the gradient of variants of the balance or the z loss; see `GradientParts`."""
+        """Yield the gradients of variants of the balance or z loss; see `GradientParts`."""
         if self.moe is None or term not in ("balance", "z"):
             return
         for changes in list_variants(self.moe, term, num_changes):
@@ -127,6 +127,6 @@ class ReferenceParts:
 
 
 def _add_up(terms: Mapping[str, Vector]) -> Vector:
-    """Return the sum of the terms' gradients."""
+    """Return the sum of the gradients of all terms."""
     names = next(iter(terms.values()))
     return {name: torch.stack([vector[name] for vector in terms.values()]).sum(dim=0) for name in names}

@@ -1,4 +1,7 @@
-"""Initial values from a folder of weights: of the reference model each rank reads its own part, of others all."""
+"""Initial values from a folder of weights.
+
+Each rank reads only its own part of the reference model, and the whole of a user's model.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +25,27 @@ _REMEDY = (
 
 
 def find_source(recipe: Recipe) -> InitialSource:
-    """Return where the initial values of a recipe's model come from."""
+    """Return the kind of source of a model's initial values: a weights folder, a seed or a factory."""
     if recipe.model.weights is not None:
         return "weights"
     return "factory" if recipe.model.reference is None else "seed"
 
 
 def load_named(model: nn.Module, folder: str) -> None:
-    """Fill a user's model with the weights of a folder, by the names of its tensors.
+    """Load the weights of a folder into a user's model, by tensor name.
 
-    Raises: CaseError with everything that does not fit, by file and tensor.
+    Raises: CaseError with every mismatch, by file and tensor.
     """
     with _named_problems("store the tensors under the names of the model's own `state_dict()`"):
         load_by_name(model, Path(folder))
 
 
 def load_initial(spec: ReferenceModel, dtype: torch.dtype, model: nn.Module) -> None:
-    """Fill this rank's shards of the reference model with the weights of `spec.weights`, rounded to `dtype`.
+    """Load the weights of `spec.weights` into this rank's shards of the reference model, rounded to `dtype`.
 
-    The golden and every layout start from the same numbers, whatever the dtype of their parameters is.
+    The golden and every layout start from the same numbers, whatever the dtype of their parameters.
 
-    Raises: CaseError with everything that does not fit, by file and tensor.
+    Raises: CaseError with every mismatch, by file and tensor.
     """
     assert spec.weights is not None
     folder = Path(spec.weights)

@@ -1,11 +1,15 @@
-"""The training loop: the same for a single device and for every layout, with everything shown to an observer.
+"""The training loop, shared by the single device and every layout, which reports each tensor to an observer.
 
-What is shown, as (kind: names): `initial_weight` and `initial_buffer`: parameters and buffers, before step 0;
-then for every step `token_loss`: the cross entropy of each token (B, S), where the model gives it; `loss`:
-total, lm, balance, z of the global batch; `router_ids`, `router_weights` (B, S, k), `router_margin` (B, S)
-and `router_counts` (E) of each router, under a replay `router_flips` (B, S) in place of ids and margin;
-`gradient` of each parameter after finalization and before the clip; `gradient_norm`: total,
-clip_coefficient; `update`, `optimizer_state` and `weight` of each parameter and `buffer` after the step.
+Reported tensors, by kind:
+- `initial_weight`, `initial_buffer`: parameters and buffers, before step 0. The others follow in every
+  step.
+- `token_loss`: cross entropy of each token (B, S), where the model provides it.
+- `loss`: total, lm, balance and z loss of the global batch.
+- `router_ids`, `router_weights` (B, S, k), `router_margin` (B, S), `router_counts` (E) of each router.
+  Under a replay, `router_flips` (B, S) replaces ids and margin.
+- `gradient`: of each parameter, after finalization and before the clip.
+- `gradient_norm`: total and clip_coefficient.
+- `update`, `optimizer_state`, `weight` of each parameter, and `buffer`: after the step.
 """
 
 from __future__ import annotations
@@ -46,12 +50,12 @@ def train(
     forced: bool = False,
     num_steps: int | None = None,
 ) -> list[float]:
-    """Train for the recipe's steps, or the first `num_steps` of them, and show everything to the observer.
+    """Train for the recipe's steps, or the first `num_steps`, and report every tensor to the observer.
 
-    Return the learning rate of each step: that of the optimizer's first group when the step begins.
+    Return the learning rate of each step: the optimizer's first group when the step begins.
 
-    With `replay_routing` the routers use the golden's ids; with `forced` every step starts from the golden's
-    state after the step before. Both need `golden`. Collective: all ranks of the layout.
+    With `replay_routing` the routers use the golden's expert ids. With `forced` every step starts from the
+    golden's state after the previous step. Both need `golden`. Collective: all ranks of the layout.
     """
     state = TrainingState.begin(recipe, program)
     show_all(observer, INITIAL, Kind.INITIAL_WEIGHT, _name(program.shards))
@@ -66,7 +70,7 @@ def train(
 
 
 def train_step(state: TrainingState, observer: Observer, ids: Source | None = None) -> None:
-    """Train the next step and show everything to the observer; with `ids` the routers use those of a golden.
+    """Train the next step and report every tensor; if `ids` is given, routers use the ids of that golden.
 
     Collective: all ranks of the layout.
     """
@@ -87,7 +91,7 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
     gradients = [(shard, engine.gradient(shard)) for shard in program.live_shards()]
     shown = [(each.name, None if own is None else each.local(own), each.region) for each, own in gradients]
     show_all(observer, step, Kind.GRADIENT, shown)
-    del gradients, shown  # the step may replace them
+    del gradients, shown  # the step may replace these tensors
     clip(recipe, program, observer, step)
     before = copy_all([shard.local() for shard in program.live_shards()])
     engine.step()
@@ -105,7 +109,7 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
 
 
 def _observe_state(program: Program, observer: Observer, step: int, before: Sequence[Tensor]) -> None:
-    """Show what a step has left, and the updates since the weights `before`, one for each shard."""
+    """Report the state after a step, and the updates relative to the weights `before` it (one per shard)."""
     weights = _name(program.live_shards())
     if weights:
         updates = torch._foreach_sub([new for _, new, _ in weights], list(before))
@@ -127,7 +131,7 @@ def _run_custom_step(
     batches: Sequence[Batch],
     normalizers: Normalizers,
 ) -> Sequence[Tensor]:
-    """Let the user's function make the step, show what it did, and return the weights before the update."""
+    """Run the user's step function, report its tensors, and return the weights before the update."""
     program, step = state.program, state.step
     with program.loss_context():
         trace = custom.run(
@@ -157,7 +161,7 @@ def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:
 
 
 def run_micro_batches(inputs: StepInputs) -> Iterator[MicroBatchResult]:
-    """Run each micro-batch of a step forward and backward, and yield it while the routers hold its records.
+    """Run each micro-batch forward and backward, and yield its result while routers hold its records.
 
     Collective: all ranks of the layout.
     """
@@ -186,7 +190,7 @@ def _observe_results(
     results: Iterator[MicroBatchResult],
     ids: Source | None,
 ) -> list[Tensor]:
-    """Return, for each router, how many valid tokens of this rank each expert got in this step, (E)."""
+    """Report losses and routing; return each router's counts (E) of this rank's valid tokens in the step."""
     counts: list[Tensor] = []
     totals: dict[str, Tensor] = {}
     for part in results:
@@ -207,7 +211,7 @@ def _observe_results(
 
 @seam
 def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
-    """Scale the gradients by the recipe's clip; show the gradient norm and the coefficient to the observer."""
+    """Clip the gradients as the recipe asks; report the gradient norm and the coefficient."""
     norm = program.measure_norm()
     observer.observe(step, Kind.GRADIENT_NORM, "total", norm, SCALAR)
     if recipe.optimizer.clip_norm is not None:
@@ -217,7 +221,7 @@ def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> Non
 
 @torch.no_grad()
 def load_state(program: Program, optimizer: Optimizer, golden: Source, step: int) -> None:
-    """Overwrite weights, buffers and optimizer state with the golden's after `step`, region by region."""
+    """Overwrite weights, buffers and optimizer state with the golden's values after `step`."""
     for shard in program.live_shards():
         _load(shard.local(), golden.read(step, Kind.WEIGHT, shard.name, shard.region))
     for shard in program.live_buffers():

@@ -1,12 +1,12 @@
-"""The forward and backward pass of a micro-batch as one CUDA graph, launched again for every micro-batch.
+"""A CUDA graph of a micro-batch's forward and backward pass, replayed for every micro-batch.
 
-A graph repeats kernels on the memory that they were captured with, so everything that a pass reads and writes stays
-where it is: a batch is copied into the tensors of the first one, gathered parameters are copied into others once a
-step, and gradients are added up in place. What FSDP2 does by hooks, it does around the passes: it gathers before the
-first one of a step and reduces after the last one (`moeverify.parallel.fsdp2_gather`). Parameters that a rank keeps
-whole, such as experts over `ep`, are read where they are.
+A graph replays kernels on the memory that they were captured with, so all inputs and outputs keep their
+addresses. A batch is copied into the tensors of the first batch. Gathered parameters are copied into fixed
+tensors once per step. Gradients accumulate in place. The hooks of FSDP2 are replaced: the passes are
+preceded by one gather per step and followed by one reduction (`moeverify.parallel.fsdp2_gather`).
+Parameters that a rank holds whole, such as experts over `ep`, are read in place.
 
-Nothing that a graph computes can be seen by hooks; what a micro-batch shows is copied out after each launch.
+Hooks do not run during a replay, so the results of a micro-batch are copied out after each launch.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from moeverify.train.objective import Losses, Normalizers
 from moeverify.train.program import MicroBatchResult, Program, StepInputs
 from moeverify.train.routing import replay
 
-_WARMUP_PASSES = 2  # in which torch compiles, chooses kernels, and opens connections
+_WARMUP_PASSES = 2  # torch compiles, selects kernels and opens connections during these
 _INPUTS = ("tokens", "targets", "positions", "valid", "row_valid")
 
 
 class MicroBatchGraphs:
-    """Runs the micro-batches of one program's steps, all of equal shapes, by a graph that the first ones capture.
+    """A runner of the micro-batches of a program's steps by a graph, captured from the first ones.
 
-    Those whose gradients are `joined` are in one graph.
+    All micro-batches must have equal shapes. One graph holds the `joined` micro-batches that share a
+    reduction.
     """
 
     def __init__(self, joined: int = 1) -> None:
         self._joined = joined
         self._weights: FixedWeights | None = None
-        self._graphs: dict[bool, _Graph] = {}  # with and without a routing that is given
+        self._graphs: dict[bool, _Graph] = {}  # by whether the routing is replayed
 
     def run(self, inputs: StepInputs) -> Iterator[MicroBatchResult]:
-        """Run each micro-batch of a step forward and backward, and yield it while the routers hold its records.
+        """Run each micro-batch of a step forward and backward, and yield it while routers hold its records.
 
         Collective: all ranks of the layout.
         """
@@ -73,9 +74,9 @@ class MicroBatchGraphs:
 
 
 class FixedWeights:
-    """What all passes compute with, and where they add up gradients: plain tensors that stay where they are.
+    """Plain tensors at fixed addresses that all passes use as parameters and as gradient accumulators.
 
-    A parameter that FSDP2 gathers anew in each step is copied, any other one shares its memory.
+    Parameters that FSDP2 gathers in each step are copied; the others share their memory.
     """
 
     def __init__(self, stored: Mapping[str, Tensor], gathered: Mapping[str, Tensor]) -> None:
@@ -89,7 +90,7 @@ class FixedWeights:
 
     @torch.no_grad()
     def refresh(self, gathered: Mapping[str, Tensor]) -> None:
-        """Take over what was gathered for this step."""
+        """Copy the parameters that were gathered for this step."""
         if self._copied:
             torch._foreach_copy_(
                 [self.parameters[name] for name in self._copied],
@@ -97,12 +98,12 @@ class FixedWeights:
             )
 
     def zero_gradients(self) -> None:
-        """Forget the gradients of the step before, and of what a capture has run."""
+        """Zero the gradients of the previous step and of the warmup passes."""
         torch._foreach_zero_(self._gradients())
 
     @seam
     def hand_over(self, gathered: Mapping[str, Tensor]) -> None:
-        """Give each parameter of the model its gradient, summed over the micro-batches."""
+        """Assign each parameter of the model its gradient, summed over the micro-batches."""
         for (name, parameter), gradient in zip(gathered.items(), self._gradients(), strict=True):
             assert name in self.parameters
             parameter.grad = _place_as(parameter, gradient)
@@ -112,7 +113,7 @@ class FixedWeights:
 
 
 def _place_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor as what the gradient of a parameter is."""
+    """Return a local gradient with the placements of its parameter."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -127,7 +128,7 @@ def _place_as(parameter: Tensor, local: Tensor) -> Tensor:
 
 @dataclass
 class _Shown:
-    """What a pass leaves, in memory of the graph: the next launch writes over it."""
+    """Results of a pass in graph memory, which the next launch overwrites."""
 
     losses: Losses
     token_loss: Tensor | None
@@ -135,7 +136,7 @@ class _Shown:
 
 
 class _Slot:
-    """The place of a micro-batch in a graph: what it reads, and what it shows."""
+    """The input and output tensors of one micro-batch in a graph."""
 
     def __init__(self, inputs: StepInputs, batch: Batch) -> None:
         self._batch = replace(batch, **{name: getattr(batch, name).clone() for name in _INPUTS})
@@ -147,7 +148,7 @@ class _Slot:
         self._shown: _Shown | None = None
 
     def fill(self, inputs: StepInputs, batch: Batch) -> None:
-        """Take over a micro-batch."""
+        """Copy a micro-batch and its replayed routing into the graph's inputs."""
         for name in _INPUTS:
             getattr(self._batch, name).copy_(getattr(batch, name))
         if inputs.ids is not None:
@@ -158,13 +159,13 @@ class _Slot:
                 fixed.copy_(ids)
 
     def run(self, inputs: StepInputs, run: Program, normalizers: Normalizers) -> None:
-        """Run the passes on what is here."""
+        """Run the passes on the graph's inputs."""
         for router, ids in zip(self._routers, self._ids, strict=True):
             router.module.replay = ids
         self._shown = run_passes(inputs, run, self._batch, normalizers)
 
     def show(self, batch: Batch) -> MicroBatchResult:
-        """Return what the last launch left of the micro-batch; the routers hold its records then."""
+        """Return copies of the last launch's results; routers then hold the records of the micro-batch."""
         shown = self._shown
         assert shown is not None
         for router, record in zip(self._routers, shown.records, strict=True):
@@ -182,7 +183,7 @@ class _Slot:
 
 
 class _Graph:
-    """The passes of some micro-batches, captured on copies of their inputs."""
+    """The passes of one or several micro-batches, captured on copies of their inputs."""
 
     def __init__(self, inputs: StepInputs, batches: Sequence[Batch], weights: FixedWeights) -> None:
         program = inputs.program
@@ -192,14 +193,14 @@ class _Graph:
 
         def passes() -> None:
             for slot in self._slots:
-                # FSDP2 is not in these passes: this is for those that join gradients.
+                # FSDP2 is not part of these passes; the context serves wrappers that join gradients.
                 with program.accumulate(slot is self._slots[-1]):
                     slot.run(inputs, run, self._normalizers)
 
         self._launch = capture(passes, program.device)
 
     def launch(self, inputs: StepInputs, batches: Sequence[Batch]) -> Iterator[MicroBatchResult]:
-        """Run the passes of micro-batches, and yield each while the routers hold its records."""
+        """Run the passes of micro-batches, and yield each result while routers hold its records."""
         for slot, batch in zip(self._slots, batches, strict=True):
             slot.fill(inputs, batch)
         self._normalizers.num_valid.copy_(inputs.normalizers.num_valid)
@@ -209,7 +210,7 @@ class _Graph:
 
 
 def run_passes(inputs: StepInputs, run: Program, batch: Batch, normalizers: Normalizers) -> _Shown:
-    """Run one micro-batch forward and backward without FSDP2, and return what it leaves."""
+    """Run one micro-batch forward and backward without FSDP2's hooks, and return its results."""
     with _without_hooks(inputs.program.model):
         losses, token_loss = compute_losses(inputs.recipe, run, batch, normalizers)
         inputs.program.engine.backward(losses.total * run.scale)
@@ -218,21 +219,21 @@ def run_passes(inputs: StepInputs, run: Program, batch: Batch, normalizers: Norm
 
 
 class _Model(nn.Module):
-    """A model that computes with other tensors than its parameters."""
+    """A model that computes with other tensors than its own parameters."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._called = (model, dict(parameters))  # as a pair, so that the model does not become a submodule
+        self._called = (model, dict(parameters))  # in a tuple, so that the model does not become a submodule
 
     def forward(self, *inputs: Any) -> Any:
-        """Return what the model does."""
+        """Return the output of the model with the replaced parameters."""
         model, parameters = self._called
         return functional_call(model, parameters, inputs)
 
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Keep FSDP2 from gathering and reducing in passes whose parameters and gradients stay where they are."""
+    """Disable the forward hooks of FSDP2, which would gather parameters and reduce gradients."""
     kinds = ("_forward_pre_hooks", "_forward_hooks")
     kept = [(module, kind, getattr(module, kind)) for module in model.modules() for kind in kinds]
     for module, kind, _ in kept:
@@ -246,10 +247,10 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 @seam
 def capture(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return what launches all kernels of a function again, on the tensors of its last call here.
+    """Return a function that replays all kernels of `function` on the tensors of its last call.
 
-    The function runs a few times before, and so adds to what it adds to; captured, it runs on no device. Collective:
-    the ranks that its collectives reach.
+    `function` first runs `_WARMUP_PASSES` times and modifies its accumulators. During capture it launches
+    nothing. Collective: the ranks of the collectives in `function`.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -258,7 +259,7 @@ def capture(function: Callable[[], None], device: torch.device) -> Callable[[], 
             function()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # What else asks CUDA for something meanwhile, such as a thread that compares, has no part in the graph.
+    # "relaxed": other threads, such as one that compares, may call CUDA during the capture.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
         function()
     return graph.replay

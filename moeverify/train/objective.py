@@ -1,6 +1,6 @@
-"""The loss of the global batch, as the sum of what each rank adds to it.
+"""The loss of the global batch as a sum of contributions from each rank.
 
-With V valid tokens in the global batch, B rows, T_b valid tokens of row b, E experts, k of them a token:
+With V valid tokens in the global batch, B rows, T_b valid tokens of row b, E experts, k of them per token:
 
     lm      = 1/V * sum over valid tokens of the cross entropy
     balance = coef * E/k * sum over layers of
@@ -8,9 +8,9 @@ With V valid tokens in the global batch, B rows, T_b valid tokens of row b, E ex
               batch scope:    sum_e counts[e]/V * probability_sum[e]/V      (sums over the batch)
     z       = coef * 1/V * sum over layers and valid tokens of logsumexp(router logits)^2
 
-`counts` carries no gradient, so each term is linear in what a token contributes and a rank's share of it needs
-only integer sums from other ranks. Sources: Switch Transformer (arXiv 2101.03961, eq. 4), DeepSeek-V3 (arXiv
-2412.19437, eq. 17-20) for the sequence scope, ST-MoE (arXiv 2202.08906, eq. 5) for z.
+`counts` carries no gradient. Each term is therefore linear in the contribution of a token, and a rank needs
+only integer sums from other ranks. Sources: Switch Transformer (arXiv 2101.03961, eq. 4), DeepSeek-V3
+(arXiv 2412.19437, eq. 17-20) for the sequence scope, ST-MoE (arXiv 2202.08906, eq. 5) for z.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 def keep(tensor: Tensor) -> Tensor:
-    """Return the tensor: the sum over ranks of a single device."""
+    """Return the tensor unchanged: the sum over ranks of a single device."""
     return tensor
 
 
 @dataclass(frozen=True)
 class Sums:
-    """How a rank sums over other ranks.
+    """Functions that sum a tensor over groups of ranks.
 
-    `over_batch`: the ranks whose losses add up; `over_sequence`: those that see other positions of the same
-    rows; `over_tokens`: those whose routers see other tokens, which includes tp where it slices tokens.
+    `over_batch`: ranks whose losses add up. `over_sequence`: ranks with other positions of the same rows.
+    `over_tokens`: ranks whose routers see other tokens, including tp ranks where tp slices tokens.
     """
 
     over_batch: SumOverRanks = keep
@@ -49,7 +49,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Normalizers:
-    """What the losses of one step are divided by. Units: tokens and rows of the global batch."""
+    """Denominators of the losses of one step. Units: tokens and rows of the global batch."""
 
     num_valid: Tensor
     num_rows: int
@@ -57,7 +57,7 @@ class Normalizers:
 
 @dataclass(frozen=True)
 class Losses:
-    """This rank's part of each global loss, (); `own` are the terms of `lm` that a user's loss names."""
+    """This rank's part of each global loss (); `own` has the terms of `lm` that a user's loss names."""
 
     lm: Tensor
     balance: Tensor
@@ -70,7 +70,7 @@ class Losses:
         return self.lm + self.balance + self.z
 
     def detach(self) -> Losses:
-        """Return the same numbers without their graph."""
+        """Return the same values without their autograd graph."""
         own = {name: value.detach() for name, value in self.own.items()}
         return Losses(self.lm.detach(), self.balance.detach(), self.z.detach(), own)
 
@@ -88,7 +88,7 @@ class Losses:
 
 @seam
 def count_valid(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normalizers:
-    """Return the normalizers of a step from the micro-batches of this rank. Collective: all ranks of the loss."""
+    """Return the normalizers of a step for this rank's micro-batches. Collective: all ranks of the loss."""
     local = torch.stack([batch.valid.sum() for batch in batches]).sum()
     return Normalizers(sums.over_batch(local), num_rows)
 
@@ -97,14 +97,14 @@ def count_valid(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normaliz
 def router_losses(
     spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of the balance and z losses, summed over the layers.
+    """Return this rank's part of the balance and z losses (), summed over the layers.
 
-    Collective: the ranks that `sums` reaches, once for all layers.
+    Collective: the ranks of `sums`, once for all layers.
     """
     if not routers:
         zero = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         return zero, zero
-    # All L layers at once: what a micro-batch launches for its losses does not grow with them.
+    # Stack all L layers: the number of kernel launches per micro-batch then does not grow with L.
     layers = RouterStats(*(torch.stack(each) for each in zip(*routers, strict=True)))
     balance = _balance(spec, layers, batch, normalizers, sums)
     z = (layers.z_sum / normalizers.num_valid).to(torch.float64).sum()
@@ -112,18 +112,19 @@ def router_losses(
 
 
 def _balance(spec: MoE, layers: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums) -> Tensor:
-    # counts (L, M, E) and probability_sum (L, M, E) of this rank's tokens. The product of two sums over tokens is no
-    # sum over tokens; it becomes one because the counts, which carry no gradient, are first summed over the ranks
-    # that see other tokens of the same scope. Each rank then multiplies them by its own probabilities.
+    # counts (L, M, E) and probability_sum (L, M, E) of this rank's tokens. A product of two sums over
+    # tokens is not a sum over tokens. It becomes one because the counts, which carry no gradient, are first
+    # summed over the ranks with other tokens of the same scope. Each rank then multiplies them by its own
+    # probabilities.
     weight, dtype = spec.num_experts / spec.top_k, layers.probability_sum.dtype
     if spec.balance_scope == "batch":
         counts = sums.over_batch(layers.counts.sum(dim=1)).to(dtype)  # (L, E)
         share = counts / normalizers.num_valid
         parts = (share * layers.probability_sum.sum(dim=1) / normalizers.num_valid).sum(dim=1)
     else:
-        # (M, 1): all valid tokens of the row, also those whose positions other ranks see.
+        # (M, 1): all valid tokens of the row, including positions on other ranks.
         length = batch.row_valid[:, None].to(dtype)
         share = sums.over_sequence(layers.counts).to(dtype) / length
         parts = (share * layers.probability_sum / length).sum(dim=(1, 2)) / normalizers.num_rows
-    # (L) becomes float64 whatever the model's dtype: terms of many layers are summed, and compared to 1e-10.
+    # (L) in float64 for any model dtype: terms of many layers are summed and compared to 1e-10.
     return (weight * parts).to(torch.float64).sum()

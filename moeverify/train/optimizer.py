@@ -1,4 +1,4 @@
-"""The optimizer of a recipe over the parameters that a rank holds, and its state as logical tensors."""
+"""The recipe's optimizer over this rank's parameters, and its state as logical tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS
 
 @seam
 def build_optimizer(spec: OptimizerSpec, shards: Sequence[LocalShard], kernels: str) -> Optimizer:
-    """Return the optimizer; weight decay applies to logical matrices only, not to vectors.
+    """Return the optimizer; weight decay applies only to parameters with two or more logical dims.
 
-    A group holds parameters of one kind: torch's foreach kernels refuse a plain tensor beside a DTensor.
+    Each group has either plain tensors or DTensors: torch's foreach kernels reject a mix.
     """
     by_kind: dict[tuple[bool, bool], list[Tensor]] = {}
-    # Several logical parameters may be fused in one tensor.
+    # One tensor may fuse several logical parameters.
     for shard in {id(shard.tensor): shard for shard in shards}.values():
         is_matrix = len(shard.region.shape) > 1
         by_kind.setdefault((is_matrix, isinstance(shard.tensor, DTensor)), []).append(shard.tensor)
@@ -34,7 +34,7 @@ def build_optimizer(spec: OptimizerSpec, shards: Sequence[LocalShard], kernels: 
 
 
 def build_model_optimizer(spec: OptimizerSpec, kernels: str, model: nn.Module) -> Optimizer:
-    """Return the optimizer of a recipe over the parameters that a module has on this rank, whole or divided."""
+    """Return the recipe's optimizer over this rank's parameters of a module, sharded or not."""
     return build_optimizer(spec, parameters(model), kernels)
 
 
@@ -43,7 +43,7 @@ def optimizer_state(
 ) -> Iterator[tuple[str, Tensor, Region]]:
     """Yield (name, local values, region) for every tensor of the optimizer's state.
 
-    A moment has its parameter's region; a step counter is a logical scalar of its own.
+    A moment has its parameter's region. A step counter is a logical scalar.
     """
     for shard in shards:
         for key, value in sorted(optimizer.state.get(shard.tensor, {}).items()):

@@ -1,6 +1,6 @@
-"""A user's own function that parallelizes a model, and torch's plain wrappers in its place.
+"""Parallelization by a user's own function, or by torch's plain wrappers.
 
-It is given any model: a user's, or the reference model.
+The model may be the user's or the reference model.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelizedCustomModel:
-    """A parallel model, what completes its gradients after the last backward pass, and what carries out its steps.
+    """A parallel model, with an optional function that completes its gradients and an engine for its steps.
 
-    A function that parallelizes may return one of these. `names` says which logical parameter a tensor belongs to and
-    `regions` which part of it it is, both by the local name. What they leave out, and what has no logical parameter's
-    name and shape, is found by its initial values, and by the placements of a DTensor; with `numbers_locally` every
-    tensor is, since names such as `experts.0` mean another expert on each rank. `accumulate(last)` makes the context
-    around the forward and backward pass of a micro-batch, for frameworks with a `no_sync` of their own; else that of
-    DDP, FSDP1 and FSDP2 is used.
+    A `parallelize` function may return this object. `names` maps a local parameter name to its logical
+    name, and `regions` maps it to its region of the logical parameter. A tensor that they do not describe
+    is matched by logical name and shape. If that fails it is located by its initial values, or by the
+    placements of a DTensor. Set `numbers_locally` if names such as `experts.0` denote different experts on
+    each rank: all tensors are then located. `accumulate(last)` returns the context around a micro-batch's
+    forward and backward pass, for frameworks with their own `no_sync`. By default it is the context for
+    DDP, FSDP1 and FSDP2.
     """
 
     model: nn.Module
@@ -54,10 +55,10 @@ class ParallelizedCustomModel:
     accumulate: Callable[[bool], AbstractContextManager[object]] | None = None
 
     def list_shards(self, whole: Mapping[str, Tensor]) -> list[LocalShard]:
-        """Return this rank's shards of the parameters; `whole` are the initial values of all of them, by name.
+        """Return this rank's shards of the parameters; `whole` maps all names to initial values.
 
-        Raises: CaseError where values do not say which parameter a tensor is, and for declarations that name what the
-            whole model does not have.
+        Raises: CaseError when the values of a tensor fit several parameters, or when `names` or `regions`
+        do not fit the whole model.
         """
         if problems := list(self._refuse_declarations(whole)):
             raise CaseError(problems)
@@ -68,7 +69,8 @@ class ParallelizedCustomModel:
                 shards.append(shard)
                 continue
             found, failed = self._place(shard, whole)
-            # Values that stand nowhere are compared under the name that they have: the golden has no such tensor.
+            # Unmatched values keep their local name: the comparison reports that the golden has no such
+            # tensor.
             shards += found or [shard]
             unplaced += [each for each in failed if each.candidates]
         if unplaced:
@@ -78,7 +80,7 @@ class ParallelizedCustomModel:
     def _place(
         self, shard: LocalShard, whole: Mapping[str, Tensor]
     ) -> tuple[Sequence[LocalShard], Sequence[Unplaced]]:
-        """Return what a tensor is whose name and shape do not say it, and it alone where that is not certain."""
+        """Return the shards within a tensor that name and shape do not identify, and unplaced tensors."""
         name = self.names.get(shard.name)
         if isinstance(shard.tensor, DTensor) and shard.name not in self.regions:
             if name is not None and tuple(whole[name].shape) == shard.region.shape:
@@ -91,7 +93,7 @@ class ParallelizedCustomModel:
         return place_by_value(local, whole, names=self.names, regions=self.regions)
 
     def _refuse_declarations(self, whole: Mapping[str, Tensor]) -> Iterator[Problem]:
-        """Yield a problem for each of `names` and `regions` that is none of the whole model's."""
+        """Yield a problem for each entry of `names` and `regions` that does not fit the whole model."""
         local = {shard.name: tuple(local_part(shard.tensor).shape) for shard in parameters(self.model)}
         for local_name, name in self.names.items():
             if name not in whole:
@@ -102,7 +104,7 @@ class ParallelizedCustomModel:
         for local_name, region in self.regions.items():
             name = self.names.get(local_name, local_name)
             if local_name not in local:
-                continue  # another rank's
+                continue  # declared for another rank
             if name not in whole:
                 if local_name not in self.names:
                     message = f"`regions` has `{local_name}`, and the whole model has no such parameter"
@@ -151,14 +153,19 @@ def parallelize_custom(
     make_optimizer: MakeOptimizer,
     compute: torch.dtype | None = None,
 ) -> ParallelizedCustomModel:
-    """Return the model under the layout: by the user's function where there is one, else by torch's wrapper.
+    """Return the model under the layout, parallelized by the user's function or else by torch's wrapper.
 
-    The function is called as `parallelize(model, mesh, **arguments)` with the mesh of `MESH_AXES`, and returns the
-    parallel model, or a pair of it and a function without arguments that completes the gradients of a step, or a pair
-    of it and an engine (`moeverify.train.engine.Engine`) that carries out the steps, or a `ParallelizedCustomModel`.
-    A function with a parameter `make_optimizer` is given one: called with the model it returns the optimizer of the
-    recipe, for frameworks that take both together, whose engine is then a `PreparedEngine`.
-    The gradients must then be averaged over the ranks that see other tokens, as DDP and FSDP do. For example:
+    The function is called as `parallelize(model, mesh, **arguments)` with the mesh of `MESH_AXES`. It
+    returns one of:
+    - the parallel model;
+    - (model, function without arguments that completes the gradients of a step);
+    - (model, engine that carries out the steps), see `moeverify.train.engine.Engine`;
+    - a `ParallelizedCustomModel`.
+
+    Gradients must then be averaged over the ranks that see other tokens, as in DDP and FSDP. A function
+    with a parameter `make_optimizer` gets a callable that takes the model and returns the recipe's
+    optimizer. It serves frameworks that wrap both together, whose engine is then a `PreparedEngine`. For
+    example:
 
         def parallelize(model, mesh):
             for block in model.blocks:
@@ -167,7 +174,7 @@ def parallelize_custom(
 
     Collective: all ranks.
 
-    Raises: CaseError where the function returns something else.
+    Raises: CaseError when the function returns another type.
     """
     if layout.parallelize is None:
         return ParallelizedCustomModel(apply_wrapper(model, layout, meshes, device, compute))
@@ -189,11 +196,11 @@ def parallelize_custom(
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Return whether a function has a parameter of this name, apart from `**arguments`."""
+    """Return whether a function has a named parameter `name`; `**arguments` does not count."""
     return name in inspect.signature(function).parameters
 
 
 def _is_engine(value: object) -> TypeGuard[Engine]:
-    """Return whether a value has the methods of an engine."""
+    """Return whether a value has all methods of `Engine`."""
     methods = [name for name in vars(Engine) if not name.startswith("_")]
     return all(callable(getattr(value, name, None)) for name in methods)

@@ -1,4 +1,4 @@
-"""The micro-batches of a step through a pipeline: what `loop.py` does one by one, done by the schedule."""
+"""Pipeline execution of a step's micro-batches, which a schedule orders instead of the plain loop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moeverify.train.routing import replay
 
 
 def run_pipeline(inputs: StepInputs) -> Iterator[MicroBatchResult]:
-    """Run a step's micro-batches forward and backward, then yield what this rank saw of each.
+    """Run a step's micro-batches forward and backward, then yield this rank's results of each.
 
-    The losses are those of the ranks with the last stage; the others have none. When a micro-batch is yielded,
-    the routers hold its records. Collective: all ranks.
+    Ranks without the last stage have no losses. While a micro-batch is yielded, the routers hold its
+    records. Collective: all ranks.
     """
     program, batches = inputs.program, inputs.batches
     assert program.pipeline is not None
@@ -38,9 +38,9 @@ def run_pipeline(inputs: StepInputs) -> Iterator[MicroBatchResult]:
 
 @dataclass
 class StageWork(StepInputs):
-    """What a step does at the stages of this rank; see `moeverify.parallel.pipeline.Work`.
+    """The computation of a step at this rank's stages; see `moeverify.parallel.pipeline.Work`.
 
-    A schedule mixes the passes of several micro-batches, so what a router recorded is kept for each.
+    A schedule interleaves passes of several micro-batches, so router records are kept per micro-batch.
     """
 
     losses: dict[int, tuple[Losses, Tensor]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class StageWork(StepInputs):
 
     @seam
     def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Return positions and valid of a micro-batch, (M, s) both."""
+        """Return the positions and the valid mask of a micro-batch, both (M, s)."""
         batch = self.batches[micro_batch]
         if self.ids is not None:
             replay(self.recipe, self._routers(stage), batch, self.ids, self.step, self.program.device)
@@ -65,13 +65,13 @@ class StageWork(StepInputs):
         if carried is None:
             carried = torch.zeros(NUM_CARRIED, dtype=torch.float64, device=self.program.device)
         if moe is None or not routers:
-            return carried + 0.0  # a stage must not return what it was given
+            return carried + 0.0  # a stage must not return its input tensor
         own = router_losses(moe, routers, batch, self.normalizers, self.program.sums)
         return carried + torch.stack(own)
 
     @seam
     def loss(self, micro_batch: int, logits: Tensor, carried: Tensor) -> Tensor:
-        """Return this rank's part of the loss times the program's scale, and keep its terms."""
+        """Return this rank's part of the loss times the program's scale, and keep the loss terms."""
         token_loss = cross_entropy(logits, self.batches[micro_batch].targets)
         balance, z = carried.unbind()
         losses = Losses(token_loss.sum() / self.normalizers.num_valid, balance, z)

@@ -1,4 +1,4 @@
-"""A model that is ready to train on this rank, and everything that differs between layouts."""
+"""A model ready to train on this rank, with everything that depends on the layout."""
 
 from __future__ import annotations
 
@@ -39,27 +39,32 @@ def _no_context(last: bool) -> AbstractContextManager[object]:
 
 
 class Source(Protocol):
-    """Where the state of a run can be read from: a stored golden."""
+    """A readable state of a run, such as a stored golden."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor, or None where there is no such tensor."""
+        """Return a region of a logical tensor, or None if the tensor does not exist."""
 
 
 @dataclass
 class Program:
-    """One rank's part of a training run.
+    """One rank's part of a training run. The defaults are those of a single device.
 
-    `scale` multiplies the loss before the backward pass: the number of ranks over which the layout averages
-    gradients. `accumulate(last)` surrounds the forward and backward of a micro-batch, `finalize` completes the
-    gradients after the last one, and the `engine` has the optimizer. `own_router_losses` gives this rank's part of
-    balance and z loss where the experts' package computes them. A `pipeline` runs the micro-batches in their place,
-    and so does `run_captured`, by graphs. `counted` are the shards whose gradients make the norm, where that is not
-    all of them: two stages may hold one tensor. The gradients of `placed` experts, where a placement says where
-    experts are, are in the norm beside those; `exchanges` are the placements that they go to, by the number of steps
-    after which, which `rebalancing` solves where they are not given, and `holders` the groups of the ranks that hold
-    them. `counted_regions` names the parameters that this rank counts where neither meshes nor wrappers say how often
-    a value is there. A `custom_step` makes the steps in place of all of this but the model, its shards and the
-    optimizer. The defaults are those of a single device.
+    - `scale`: factor of the loss before the backward pass, the number of ranks over which gradients are
+      averaged.
+    - `accumulate(last)`: context around the forward and backward pass of a micro-batch.
+    - `finalize`: completes the gradients after the last micro-batch.
+    - `engine`: holds the optimizer and carries out the steps.
+    - `own_router_losses`: this rank's balance and z loss, if the experts' package computes them.
+    - `pipeline`, `run_captured`: alternative runners of the micro-batches, by a pipeline schedule or by
+      CUDA graphs.
+    - `counted`: the shards in the gradient norm, if not all: two stages may hold one tensor.
+    - `placed`: experts of an explicit placement. Their gradients are added to the norm.
+    - `exchanges`: expert placements by the number of steps after which they take effect.
+    - `rebalancing`: computes such placements during training.
+    - `holders`: process groups of the ranks that hold each expert.
+    - `counted_regions`: parameters that this rank counts in the norm, where neither meshes nor wrappers
+      show how many ranks hold a value.
+    - `custom_step`: a user's step. It uses only the model, its shards and the optimizer of this program.
     """
 
     subject: Subject
@@ -91,38 +96,38 @@ class Program:
     custom_step: CustomStep | None = None
 
     def __post_init__(self) -> None:
-        """Keep which tensors the model has now."""
+        """Record the tensors that the model has now."""
         self.keep_bound()
 
     def keep_bound(self) -> None:
-        """Keep which tensors the model has now: what is bound to another one later is `find_rebound`'s."""
+        """Record the tensors that the model has now; `find_rebound` reports later replacements."""
         self._bound = BoundTensors(self.model)
 
     def find_rebound(self) -> list[Rebound]:
-        """Return the parameters and buffers that a module has bound to another tensor since."""
+        """Return the parameters and buffers that a module has replaced since `keep_bound`."""
         return self._bound.find_rebound()
 
     def live_shards(self) -> Sequence[LocalShard]:
         """Return the shards of the tensors that the modules compute with now.
 
-        `shards` are those that the optimizer has, and a checkpoint saves. Where a framework carries out the steps,
-        the tensors of `shards` are its own.
+        `shards` are the tensors of the optimizer and of checkpoints. Where a framework carries out the
+        steps, it owns the tensors of `shards`.
         """
         if not isinstance(self.engine, PlainEngine):
             return self.shards
         return take_live(self.shards, self.find_rebound())
 
     def live_buffers(self) -> Sequence[LocalShard]:
-        """Return the shards of the buffers that the modules have now; `buffers` are those that a checkpoint saves."""
+        """Return the shards of the modules' current buffers; checkpoints save those in `buffers`."""
         return take_live(self.buffers, self.find_rebound())
 
     @property
     def in_norm(self) -> Sequence[LocalShard]:
-        """Return the shards whose gradients make the gradient norm."""
+        """Return the shards whose gradients form the gradient norm."""
         return self.shards if self.counted is None else self.counted
 
     def measure_norm(self) -> Tensor:
-        """Return the norm of all gradients together, (): the engine's own, or else that of what it keeps.
+        """Return the norm () of all gradients, from the engine or else from the gradients.
 
         Collective: all ranks of the layout.
         """
@@ -138,16 +143,13 @@ class Program:
         for experts in self.placed:
             square += experts.sum_squares()
         square = self.sum_over_stages(square) if self.sum_over_stages else square
-        # In the dtype in which most of it was summed: a wider one would promise digits that it has not.
+        # Keep the dtype of most of the sums: a wider dtype would suggest digits that are not there.
         return (norm.to(torch.float64).square() + square).sqrt().to(norm.dtype)
 
 
 @dataclass
 class StepInputs:
-    """What the micro-batches of one step run on, on this rank.
-
-    With `ids` the routers use the routing of a golden.
-    """
+    """Inputs of one step's micro-batches on this rank; routers replay the routing of `ids`, if given."""
 
     recipe: Recipe
     program: Program
@@ -159,9 +161,9 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """A micro-batch that has been through the model: this rank's part of the losses, each token's (M, s).
+    """Results of a micro-batch on this rank: its part of the losses, and the loss of each token (M, s).
 
-    None where a user's loss does not give them, and on ranks that see only a part of the model's layers.
+    None where a user's loss does not provide them, and on ranks without the last pipeline stage.
     """
 
     batch: Batch
@@ -170,14 +172,14 @@ class MicroBatchResult:
 
 
 RunMicroBatches = Callable[[StepInputs], Iterator[MicroBatchResult]]
-"""Runs the micro-batches of a step forward and backward, and yields each while the routers hold its records."""
+"""Runs the micro-batches of a step forward and backward, and yields each while routers hold its records."""
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the torch dtype in which a recipe's precision keeps parameters, gradients and optimizer state."""
+    """Return the dtype of parameters, gradients and optimizer state for a recipe's precision."""
     return torch.float32 if precision == "mixed" else _DTYPES[precision]
 
 
 def compute_dtype_of(precision: str) -> torch.dtype:
-    """Return the torch dtype of the arithmetic, which only `mixed` has apart from that of the parameters."""
+    """Return the dtype of the arithmetic; only `mixed` computes in another dtype than it stores."""
     return torch.bfloat16 if precision == "mixed" else _DTYPES[precision]

@@ -1,8 +1,8 @@
-"""The states of a rank's random generators: seeded by rank, saved by rank, restored where the layout is the same.
+"""States of a rank's random generators: seeded per rank, saved per rank, restored under the same layout.
 
-Nothing in the reference recipe is random (values come from a hash of seed, name and index), but what trains
-beside it may be: dropout, jitter, sampling. A generator's state belongs to a rank of one layout and has no
-meaning in another, so there it is seeded anew, from the seed, the step and the rank: every rank its own.
+The reference recipe draws no random numbers: values are hashes of seed, name and index. Other code in the
+run may draw them, for dropout, jitter or sampling. A generator's state belongs to a rank of one layout and
+has no meaning in another layout. There each rank is seeded anew from the seed, the step and its rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.region import Region
 
 PREFIX = "rng/"
-"""How the names of generators' states begin."""
+"""Prefix of the names of generator states."""
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
@@ -26,7 +26,7 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 
 
 def read_generators(rank: int, device: torch.device) -> list[LocalShard]:
-    """Return copies of the states of torch's generators of this process, (bytes,) uint8 each."""
+    """Return copies of the states of torch's generators, each (bytes,) uint8."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -34,7 +34,7 @@ def read_generators(rank: int, device: torch.device) -> list[LocalShard]:
 
 
 def write_generators(states: Sequence[LocalShard], device: torch.device) -> None:
-    """Put states that `read_generators` returned, or a load has filled, into the generators."""
+    """Restore generator states from `read_generators` or from a checkpoint."""
     for shard in states:
         if shard.name.endswith("/cuda"):
             torch.cuda.set_rng_state(shard.tensor, device)

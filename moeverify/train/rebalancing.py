@@ -1,4 +1,4 @@
-"""New placements of experts during training, solved from the load that the routers of all ranks have counted so far.
+"""Expert placements computed during training from the load that the routers of all ranks have counted so far.
 
 Letters: T steps, L MoE layers, E experts, n ranks of ep.
 """
@@ -22,7 +22,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def count_copies(routers: Sequence[RouterView]) -> Iterator[tuple[int, Tensor]]:
-    """Yield (layer, token copies for each expert, (E) int64) of routers that hold a micro-batch, padding included."""
+    """Yield (layer, token copies per expert (E) int64) for the routers' micro-batch, including padding."""
     for router in routers:
         found, record = _LAYER.search(router.name), router.module.record
         if found is not None and record is not None:
@@ -33,10 +33,11 @@ def count_copies(routers: Sequence[RouterView]) -> Iterator[tuple[int, Tensor]]:
 
 
 class Rebalancing:
-    """Counts the load of this rank, and solves a new placement when the policy wants one.
+    """A counter of this rank's load that computes a new placement when the policy asks for one.
 
-    `source` is the coordinate on ep from which this rank sends token copies, None for one that routes those of
-    another rank. Counts stay on the device until a placement is solved: no step waits for them.
+    `source` is the ep coordinate from which this rank sends token copies. It is None for a rank that routes
+    the same tokens as another one. Counts stay on the device until `solve` needs them, so a step does not
+    synchronize.
     """
 
     def __init__(self, policy: Policy, first: Placement, source: int | None) -> None:
@@ -47,14 +48,14 @@ class Rebalancing:
         self._steps: list[dict[int, Tensor]] = []
 
     def count(self, routers: Sequence[RouterView]) -> None:
-        """Count the micro-batch that the routers of this rank hold."""
+        """Count the micro-batch that this rank's routers hold."""
         if self._source is None:
             return
         for layer, counts in count_copies(routers):
             self._now[layer] = self._now[layer] + counts if layer in self._now else counts
 
     def end_step(self) -> None:
-        """Keep the counts of a step, as long as the policy uses them."""
+        """Store the counts of a step, for as long as the policy uses them."""
         self._steps.append(self._now)
         self._now = {}
         if self._policy.last is not None:
@@ -62,9 +63,9 @@ class Rebalancing:
 
     @seam
     def solve(self, step: int) -> Placement | None:
-        """Return the placement after `step` steps, the same on all ranks; None where the policy wants no new one.
+        """Return the placement after `step` steps, equal on all ranks; None to keep the current one.
 
-        Collective: all ranks of the layout. Counts are summed once, over all of them, and rank 0 solves.
+        Rank 0 solves for the counts summed over all ranks. Collective: all ranks of the layout.
         """
         if step % self._policy.every:
             return None
@@ -77,7 +78,7 @@ class Rebalancing:
         return self._current
 
     def sum_copies(self) -> Tensor:
-        """Return the token copies of the kept steps, (T, L, E, n) int64. Collective: all ranks of the layout."""
+        """Return the token copies of the stored steps (T, L, E, n) int64. Collective: all ranks."""
         first = self._current
         shape = (len(self._steps), len(first.layers), first.num_experts, first.num_ranks)
         device = next((counts.device for step in self._steps for counts in step.values()), None)
@@ -90,5 +91,5 @@ class Rebalancing:
 
 
 def _find_device() -> torch.device:
-    """Return the device on which the default process group reduces."""
+    """Return the device of the default process group's reductions."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -1,8 +1,7 @@
-"""One step of an optimizer written as sums of known terms, so that it can be computed again beside the optimizer.
+"""One optimizer step as sums of known terms, recomputed in float64 beside the optimizer.
 
-What a rank has computed is compared with these sums in float64; each comes with how many roundings of the optimizer's
-own dtype the optimizer may have made on the way. No torch is imported: the kinds of optimizers are read by processes
-that have none.
+Each sum carries the rounding errors that the optimizer may have made in its own dtype. The module imports
+no torch: processes without torch read the kinds of optimizers.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHT = "weight"
-"""The name of the recomputed value that is the weight's change; all others are moments."""
+"""Name of the recomputed weight change; all other names are moments."""
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """What one step of an optimizer works on, for the elements (N,) of parameters that share their options.
+    """Inputs and results of an optimizer step, in float64, for elements (N,) that share their options.
 
-    All in float64. `gradient` is the clipped one, by the coefficient `clip` where that is known. `before` and `after`
-    have the moments by name, before and after the step; a moment that the step makes is not in `before`. `number`
-    counts the steps from 1.
+    `gradient` is the clipped gradient; `clip` is its coefficient, if known. `before` and `after` map moment
+    names to their values before and after the step. A moment that the step creates is missing in `before`.
+    `number` counts steps from 1.
     """
 
     number: int
@@ -39,7 +38,7 @@ class StepValues:
 
 @dataclass(frozen=True)
 class Term:
-    """A part of a recomputed value: `coefficient` times `values` (N,)."""
+    """A summand of a recomputed value: `coefficient` times `values` (N,)."""
 
     name: str
     coefficient: float
@@ -48,16 +47,17 @@ class Term:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What the step should have made: the sum of `terms` for a moment, or for the change of the weight.
+    """The expected moment or weight change of a step: the sum of `terms`, with limits of rounding.
 
-    The optimizer rounds on the way, besides its result: `rounded` (N,) is the sum of the sizes of its intermediate
-    results, each as often as it may be rounded to the dtype of its tensors. So may its options be: with `foreach` and
-    bfloat16 on a CPU, torch 2.13 multiplies by 0.94921875 where the option is 0.95. Kernels that keep results in
-    float32 registers round less. `options` (N,) are the same of errors by options that a kernel rounds to the dtype
-    that it computes in: float32 where the tensors are of 16 bits, else their own. `smallest` is the largest error by
-    results that are too small for the dtype, in units of its smallest normal number. `shrunk_by` is what the weight
-    is multiplied by first: the factor and the product may each be rounded, or neither. `squared` (N,) are the sizes
-    of products of two numbers that are rounded before, and may be small beside what is rounded, since they are sums.
+    - `rounded` (N,): sum of the magnitudes of intermediate results, each counted once per rounding to the
+      tensors' dtype. Options may be rounded too: with `foreach` and bfloat16 on a CPU, torch 2.13
+      multiplies by 0.94921875 where the option is 0.95. Kernels with float32 intermediates round less.
+    - `options` (N,): the same for options that a kernel rounds to its compute dtype. That is float32 for
+      16-bit tensors and otherwise the tensors' own dtype.
+    - `smallest`: the largest error from underflow, in units of the dtype's smallest normal number.
+    - `shrunk_by`: factor that multiplies the weight first. Factor and product may each be rounded.
+    - `squared` (N,): magnitudes of products of two previously rounded sums. They may be small beside the
+      rounding errors of their factors.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Recomputed:
 
     @property
     def expected(self) -> Tensor:
-        """Return the sum of the terms, (N,)."""
+        """Return the sum of the terms (N,)."""
         first, *rest = self.terms
         total = first.coefficient * first.values
         for term in rest:

@@ -29,7 +29,7 @@ class ReferenceSubject:
         self.model = model
 
     def build(self, device: torch.device, dtype: torch.dtype, *, experts: str = "loop") -> nn.Module:
-        """Return the whole model; its parameters are NaN until `moeverify.train.assemble.fill_shards` fills them."""
+        """Return the whole model, whose parameters are NaN until `moeverify.train.assemble.fill_shards`."""
         model = Transformer(self.model, experts=experts, dtype=dtype, device=device)
         convert(model, self.recipe.float8)
         return model
@@ -49,12 +49,12 @@ class ReferenceSubject:
         return reference_losses(self.model.moe, run, batch, normalizers)
 
     def count_experts(self, name: str, shape: Sequence[int]) -> int:
-        """Return the number of experts for each of their stacked weights (E, ...)."""
+        """Return the number of experts for stacked expert weights (E, ...), else 0."""
         num_experts = 0 if self.model.moe is None else self.model.moe.num_experts
         return num_experts if ".experts." in name and tuple(shape[:1]) == (num_experts,) else 0
 
     def surround(self) -> AbstractContextManager[object]:
-        """Return no context: `experts: grouped_mm` is refused in float64, and goldens use a loop."""
+        """Return no context: goldens use `experts: loop`, and `grouped_mm` is rejected in float64."""
         return nullcontext()
 
     def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> ReferenceParts:

@@ -1,8 +1,9 @@
-"""The balance and the z loss as they would be of other parts of their formulas, on one device.
+"""Variants of the balance and z loss with other parts in their formulas, on one device.
 
-What implementations take for each part is a small set. Probabilities: the router's scores before or after they are
-normalized, once more through a softmax, of the chosen experts alone. Counts: of the choice with or without groups
-and selection bias, or probabilities in their place. Sizes, whose squares the z loss sums: other measures of logits.
+Implementations differ in three parts. Probabilities: the router's scores before or after normalization,
+after another softmax, or of the chosen experts only. Counts: from the choice with or without groups and
+selection bias, or replaced by probabilities. Sizes, whose squares the z loss sums: other measures of the
+logits.
 Letters: B rows, S tokens, E experts, k choices.
 """
 
@@ -24,7 +25,7 @@ PROBABILITIES, COUNTS, SIZES = "probabilities", "counts", "sizes"
 
 
 class _Seen(NamedTuple):
-    """One pass of a router: logits, scores, probabilities (B, S, E) and which experts are chosen (B, S, E)."""
+    """One pass of a router: logits, scores, probabilities and a 0/1 mask of chosen experts, all (B, S, E)."""
 
     logits: Tensor
     scores: Tensor
@@ -81,22 +82,22 @@ _SQUARES: Mapping[str, Callable[[_Seen], Tensor]] = {
     ),
     "mean-of-logits": lambda seen: seen.logits.mean(dim=-1).square(),
 }
-"""What of each token the z loss sums, in the place of the squared logsumexp of its logits."""
+"""Quantities per token that the z loss may sum instead of the squared logsumexp of the logits."""
 
 _RIGHT = {
-    # A softmax of the chosen logits is what their probabilities are, divided by their sum.
+    # A softmax of the chosen logits equals the chosen probabilities divided by their sum.
     "softmax": ("softmax", "softmax-of-scores", "chosen-softmax"),
     "sigmoid": ("sigmoid", "chosen-sigmoid"),
 }
-"""By the score of a router: ways that are the right one, or another one of these."""
+"""By router score: the ways that equal the right one or another way."""
 
 
 _IN_PLACE = ("probabilities", "detached-probabilities", "uniform")
-"""What stands in the place of counts."""
+"""Values that may replace the counts."""
 
 
 def list_variants(spec: MoE, term: str, num_changes: int) -> Iterator[tuple[Change, ...]]:
-    """Yield the variants of a term with one change, or with two: of the probabilities, and of what is counted."""
+    """Yield the variants of a term with one change, or with a change of probabilities and one of counts."""
     if term == "z":
         yield from ((Change(part=SIZES, way=way),) for way in _SQUARES if num_changes == 1)
         return
@@ -125,7 +126,7 @@ def _list_counts(spec: MoE) -> Iterator[str]:
 
 @contextmanager
 def vary(model: nn.Module, changes: Sequence[Change]) -> Iterator[None]:
-    """Let all routers of a model hand over what a variant of their losses is made of, while this is open."""
+    """Make all routers of a model return the statistics of a variant while the context is open."""
     ways = {change.part: change.way for change in changes}
 
     def replace_stats(module: nn.Module, args: Any, kwargs: Mapping[str, Any], routing: Routing) -> Routing:
@@ -145,7 +146,7 @@ def vary(model: nn.Module, changes: Sequence[Change]) -> Iterator[None]:
 def _vary_stats(
     router: Router, x: Tensor, valid: Tensor | None, routing: Routing, ways: Mapping[str, str]
 ) -> RouterStats:
-    """Return the sums of a variant over valid tokens. Shapes: x (B, S, H), valid (B, S)."""
+    """Return the statistics of a variant, summed over valid tokens. Shapes: x (B, S, H), valid (B, S)."""
     logits = router.compute_logits(x)
     scores = router.score(logits)
     probabilities = router.normalize(scores)
@@ -161,7 +162,7 @@ def _vary_stats(
     if SIZES in ways:
         sizes = _SQUARES[ways[SIZES]](_Seen(logits, scores, probabilities, chosen))
         stats = stats._replace(z_sum=(sizes * valid).sum())
-    # As many choices as there are, in proportion to what stands in the place of counts.
+    # Replaced counts are scaled to the same total number of choices.
     shares: Mapping[str, Callable[[], Tensor]] = {
         "probabilities": lambda: router.spec.top_k * stats.probability_sum,
         "detached-probabilities": lambda: router.spec.top_k * stats.probability_sum.detach(),
@@ -172,7 +173,7 @@ def _vary_stats(
 
 
 def _choose_otherwise(router: Router, scores: Tensor, ids: Tensor, way: str) -> Tensor:
-    """Return the ids (B, S, k) of the experts that a variant counts, by scores (B, S, E)."""
+    """Return the expert ids (B, S, k) that a variant counts, from scores (B, S, E)."""
     if way == "first":
         return ids[..., :1]
     spec, bias = router.spec, router.selection_bias

@@ -1,4 +1,4 @@
-"""The routers of a model as the training loop sees them."""
+"""Views of a model's routers for the training loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.model.router import RouterSlot
 
 @dataclass(frozen=True)
 class RouterView:
-    """A router of the model, its logical name, and which tokens of this rank's positions it sees."""
+    """A router, its logical name, and a map from this rank's positions to those that the router sees."""
 
     name: str
     module: RouterSlot
@@ -22,7 +22,7 @@ class RouterView:
 
 
 def find_routers(model: nn.Module) -> list[RouterView]:
-    """Return the routers of a model that can be seen and replayed, in layer order."""
+    """Return the routers of a model that can be observed and replayed, in layer order."""
     return [
         RouterView(logical_name(name), module)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What the routers of the reference model did, the replay of a golden's routing, and the selection bias."""
+"""Observation of the reference model's routers, replay of a golden's routing, and the selection bias."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Reg
 def observe_routing(
     recipe: Recipe, program: Program, batch: Batch, observer: Observer, step: int, replayed: Source | None
 ) -> list[Tensor]:
-    """Show what the routers did in the last forward pass and return the counts (E) of each router.
+    """Report the routing of the last forward pass and return the counts (E) of each router.
 
-    Without a replay the ids are shown. With one, `router_flips` is shown in their place: for each token that
-    would have chosen otherwise the golden's score margin there, else 0; a small margin is a benign flip.
+    Without a replay the ids and margins are reported. With a replay, `router_flips` is reported instead. It
+    is the golden's score margin for each token whose own choice differs from the golden's, else 0. A small
+    margin is a benign flip.
+
+    Raises: RuntimeError when a router was never called; KeyError when the golden lacks its routing.
     """
     counts: list[Tensor] = []
     for router in program.routers:
@@ -71,7 +74,7 @@ def replay(
     step: int,
     device: torch.device,
 ) -> None:
-    """Make these routers use the golden's ids in the next forward pass."""
+    """Set the golden's ids as the routing of the next forward pass of these routers."""
     for router in routers:
         positions = router.positions(batch.share.positions)
         region = _region(recipe, batch, positions, router.module.spec.top_k)
@@ -82,7 +85,7 @@ def replay(
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Return values that are on the CPU on a device, without waiting for what the device still has to do."""
+    """Copy CPU values to a device without synchronizing with the device's pending work."""
     if device.type == "cpu":
         return values
     return values.contiguous().pin_memory().to(device, non_blocking=True)
@@ -95,8 +98,9 @@ def update_selection_bias(
 ) -> None:
     """Move each expert's selection bias towards balance by the counts of the whole step.
 
-    bias += rate * sign(mean(counts) - counts), over all micro-batches and ranks. Collective: all ranks of the
-    batch. Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664), algorithm 1.
+    bias += rate * sign(mean(counts) - counts), over all micro-batches and ranks. Collective: all ranks of
+    the batch.
+    Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664), algorithm 1.
     """
     for router, local in zip(program.routers, counts, strict=True):
         total = program.sums.over_tokens(local)
@@ -107,6 +111,6 @@ def update_selection_bias(
 
 @seam
 def move_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
-    """Move a selection bias (E), in place, towards experts with less than the mean of the counts (E)."""
+    """Move a selection bias (E), in place, towards experts whose counts (E) are below the mean."""
     load = counts.to(bias.dtype)
     bias += rate * torch.sign(load.mean() - load)

@@ -1,4 +1,4 @@
-"""The learning rate of each step: the recipe's, times a warmup and a decay."""
+"""The learning rate of each step: the recipe's rate times a warmup and a decay factor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.train.decay import RATE_SCHEDULE
 
 
 def build_schedule(spec: OptimizerSpec, optimizer: Optimizer, num_steps: int) -> LambdaLR:
-    """Return the schedule over the steps of a recipe; it notes the learning rate of each group as `initial_lr`."""
+    """Return the schedule for `num_steps`; it stores each group's learning rate as `initial_lr`."""
     return LambdaLR(optimizer, partial(find_factor, spec, num_steps))
 
 
@@ -22,10 +22,10 @@ def list_rates(spec: OptimizerSpec, num_steps: int) -> list[float]:
 
 
 def find_factor(spec: OptimizerSpec, num_steps: int, step: int) -> float:
-    """Return what the learning rate is multiplied by at a step.
+    """Return the factor of the learning rate at a step.
 
-    It rises in equal parts over `warmup_steps`, reaches 1 at the step after them, and falls from there towards
-    0 at the step after the last: along a cosine, along a line, or not at all.
+    The factor rises linearly over `warmup_steps` and is 1 at the following step. It then decays towards 0
+    at step `num_steps`: as a cosine, linearly, or not at all.
     """
     if step < spec.warmup_steps:
         return (step + 1) / (spec.warmup_steps + 1)

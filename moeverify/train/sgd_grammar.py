@@ -1,4 +1,4 @@
-"""SGD's momentum and step in parts, with the ways in which other implementations, or mistakes, have them."""
+"""SGD's momentum and weight change as formulas whose parts have named alternatives (see `adam_grammar`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MOMENTUM = "momentum_buffer"
 
 
 class SgdStep:
-    """The change of a weight by the momentum that the step has made, or by the gradient where there is none."""
+    """SGD's weight change as a formula of the new momentum, or of the gradient without momentum."""
 
     def __init__(self, spec: Optimizer, step: StepValues) -> None:
         self.spec, self.step = spec, step
         self.gradient = step.gradient + step.weight_decay * step.weight
 
     def grammar(self) -> Grammar:
-        """Return the formula with its ways."""
+        """Return the parts of the formula and their ways."""
         parts: dict[str, list[StepChange]] = {
             "shape": ["sign-of-step"],
             "rate": ["step-without-rate", "step-by-squared-rate"],
@@ -37,7 +37,7 @@ class SgdStep:
         return Grammar(parts, self.make)
 
     def make(self, ways: Collection[str]) -> Made:
-        """Return the change by a formula with these ways."""
+        """Return the weight change (N,) by the formula with these ways."""
         step, rate = self.step, self.step.lr
         momentum = step.after.get(MOMENTUM, self.gradient)
         known = {
@@ -58,7 +58,7 @@ class SgdStep:
 
 
 class SgdMomentum:
-    """The momentum: its own value of before, and what a step adds to it."""
+    """The momentum as a weighted sum of its previous value and the term that a step adds."""
 
     def __init__(self, spec: Optimizer, step: StepValues, actual: Tensor, solve: Solve) -> None:
         self.step, self.actual, self.solve = step, actual, solve
@@ -72,7 +72,7 @@ class SgdMomentum:
             del self.added["no-decay-in-gradient"]
 
     def grammar(self) -> Grammar:
-        """Return the formula with its ways."""
+        """Return the parts of the formula and their ways."""
         parts: dict[str, list[StepChange]] = {"added": list(self.added), "sum": ["other-share"]}
         if self.step.before:
             parts["sum"] += ["other-beta", "other-kept"]
@@ -81,7 +81,7 @@ class SgdMomentum:
         return Grammar(parts, self.make, KNOWN_ALONE)
 
     def make(self, ways: Collection[str]) -> Made:
-        """Return the momentum by a formula with these ways."""
+        """Return the momentum (N,) by the formula with these ways."""
         added = pick(self.added, ways, self.right)
         if "starts-twice" in ways:
             return Made((self.momentum + 1.0) * added)
@@ -90,7 +90,7 @@ class SgdMomentum:
         if "other-share" in ways:
             number = self.solve(self.actual - self.momentum * self.old, added)
             return Made(self.momentum * self.old + number * added, number, 1.0)
-        if "other-beta" in ways:  # as an average of gradients
+        if "other-beta" in ways:  # a weighted average of gradients
             number = self.solve(self.actual - added, self.old - added)
             return Made(added + number * (self.old - added), number)
         if "other-kept" in ways:

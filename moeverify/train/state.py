@@ -1,4 +1,4 @@
-"""Everything that a training step changes, as logical tensors and plain facts: what a checkpoint holds."""
+"""The state that training steps change, as logical tensors and plain values: the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from moeverify.train.optimizer import optimizer_state
 from moeverify.train.program import Program
 from moeverify.train.schedule import build_schedule
 
-# Options of an optimizer that say how it is computed and not what: a layout's own.
+# Optimizer options that select an implementation. They belong to the layout and are not saved.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass
 class TrainingState:
-    """A program in the middle of its training.
+    """A program during its training.
 
-    `step` is the next optimizer step and `position` the next batch of the data; an uninterrupted run has them
-    equal.
+    `step` is the next optimizer step and `position` the next batch of the data. They are equal in an
+    uninterrupted run.
     """
 
     recipe: Recipe
@@ -46,7 +46,7 @@ class TrainingState:
 
     @seam
     def tensors(self) -> list[LocalShard]:
-        """Return this rank's shards of everything: `weight/NAME`, `buffer/NAME`, `optimizer/NAME.MOMENT`."""
+        """Return all of this rank's shards: `weight/NAME`, `buffer/NAME`, `optimizer/NAME.MOMENT`."""
         program = self.program
         return [
             *(replace(shard, name=f"weight/{shard.name}") for shard in program.shards),
@@ -59,7 +59,7 @@ class TrainingState:
             yield LocalShard(f"optimizer/{name}", local, region)
 
     def facts(self) -> dict[str, Any]:
-        """Return what is no tensor; `by_name` has the options of each parameter's group on this rank."""
+        """Return the state outside tensors; `by_name` has the options of each local parameter's group."""
         return {
             "recipe": self.recipe.fingerprint(),
             "step": self.step,
@@ -72,16 +72,17 @@ class TrainingState:
         }
 
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name of each parameter with its group."""
+        """Yield the name of each parameter with its optimizer group."""
         groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
         for shard in self.program.shards:
             yield shard.name, groups[id(shard.tensor)]
 
     @seam
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Take over the facts of a checkpoint; its tensors have been loaded into `tensors()`.
+        """Restore the facts of a checkpoint whose tensors were already loaded into `tensors()`.
 
-        Raises: FormatError where a parameter of this rank has no options, or those of a group disagree.
+        Raises: FormatError when a parameter of this rank has no options, or when the options of a group
+        differ.
         """
         self.restore_groups(facts["by_name"])
         rates = [group["initial_lr"] for group in self.optimizer.param_groups]
@@ -96,9 +97,9 @@ class TrainingState:
 
     @seam
     def restore_groups(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give each group of the optimizer the options that its parameters were saved with, by name.
+        """Set each optimizer group to the options that its parameters were saved with.
 
-        Raises: FormatError where a parameter has no options, or those of a group disagree.
+        Raises: FormatError when a parameter has no options, or when the options of a group differ.
         """
         chosen: dict[int, tuple[str, Mapping[str, Any]]] = {}
         for name, group in self._groups():
@@ -112,7 +113,7 @@ class TrainingState:
             group.update({key: _like(group.get(key), value) for key, value in options.items()})
 
     def numbers(self) -> dict[str, float]:
-        """Return every fact that is a number, by a name of its own."""
+        """Return every numeric fact under a unique name."""
         found: dict[str, float] = {
             "step": self.step,
             "data position": self.position,
@@ -129,16 +130,16 @@ class TrainingState:
 
     @seam
     def materialize(self) -> None:
-        """Give a fresh optimizer the state that it makes in its first step, all zero, so that it can be loaded.
+        """Create the optimizer's state tensors, filled with zero, as targets for loading a checkpoint.
 
-        The step is one without gradients, rate and decay: no weight moves.
+        The state is created by a step with zero gradients, learning rate and weight decay: no weight moves.
         """
         options = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
         for shard in self.program.shards:
             shard.tensor.grad = torch.zeros_like(shard.tensor)
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.0, 0.0
-        # Not the method that the schedule has wrapped, which counts the steps.
+        # Bypass the schedule's wrapper around `step`, which counts steps.
         type(self.optimizer).step(self.optimizer)
         for group, (rate, decay) in zip(self.optimizer.param_groups, options, strict=True):
             group["lr"], group["weight_decay"] = rate, decay
@@ -147,7 +148,7 @@ class TrainingState:
             _clear(shard.tensor)
 
     def advance(self) -> None:
-        """Go on to the next step, after the optimizer's; a user's step may have the schedule in its own hands."""
+        """Advance to the next step. A user's step may advance the schedule itself."""
         custom = self.program.custom_step
         if custom is None or not custom.steps_schedule:
             self.schedule.step()
@@ -156,7 +157,7 @@ class TrainingState:
 
 
 def _list_numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield every option of a group that is a number, and each number of one that is several."""
+    """Yield every numeric option of a group, and each number of a tuple or list."""
     for key, value in group.items():
         if key in _IMPLEMENTATION:
             continue
@@ -167,7 +168,7 @@ def _list_numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _like(old: Any, new: Any) -> Any:
-    """Return a value that came through JSON in the type that it had."""
+    """Convert a value that was read from JSON to the type of the old value."""
     return tuple(new) if isinstance(old, tuple) else new
 
 

@@ -1,4 +1,4 @@
-"""A training step with nobody watching: what a production run would do, for measuring how fast it is."""
+"""A training step without observation, as in production, for measurements of speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.train.program import Program, StepInputs
 
 
 def take_step(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> None:
-    """Train on one global batch with the program's engine, which has begun. Collective: all ranks of the layout."""
+    """Train on one global batch after `engine.begin`. Collective: all ranks of the layout."""
     add_gradients(recipe, program, batches)
     update(recipe, program)
 
@@ -22,11 +22,11 @@ def add_gradients(recipe: Recipe, program: Program, batches: Sequence[Batch]) ->
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
     program.engine.zero_grad()
     for _ in run_micro_batches(StepInputs(recipe, program, batches, normalizers, step=0)):
-        pass  # what it saw of each micro-batch
+        pass  # the results of a micro-batch are not used
 
 
 def update(recipe: Recipe, program: Program) -> None:
-    """Complete the gradients, clip them, and step the optimizer. Collective: all ranks of the layout."""
+    """Complete and clip the gradients, and step the optimizer. Collective: all ranks of the layout."""
     program.finalize()
     if recipe.optimizer.clip_norm is not None:
         norm = program.measure_norm()

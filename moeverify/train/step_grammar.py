@@ -1,8 +1,9 @@
-"""A step of an optimizer as a formula in parts, each of which may be made otherwise.
+"""An optimizer step as a formula whose parts have alternatives.
 
-What implementations have in the place of a part, by design or by mistake, is its ways: another tensor, another
-place, another number, none at all. A variant is a formula with one way, or with those of two parts. So a mistake
-need not be written down as a whole to be known. No torch is imported at run time, as in `recomputation`.
+The ways of a part are its alternatives in other implementations, by design or by mistake: another tensor,
+order or number, or an omission. A variant of the formula uses one way, or one way in each of several parts.
+Mistakes are thus recognized without a list of whole formulas. No torch is imported at run time, as in
+`recomputation`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ALL_OF, _MOST_WAYS = 2, 4
-"""All ways of so many parts are tried together, and of more parts so many: all triples would take seconds."""
+"""Up to `_ALL_OF` parts: combine all ways. More parts: `_MOST_WAYS` each, as triples take seconds."""
 
 Way = TypeVar("Way", bound=str)
 
 Solve = Callable[["Tensor", "Tensor"], "Tensor"]
-"""solve(target, direction): the number x by which target = x * direction, for each shard, at its elements (N,)."""
+"""solve(target, direction): the x of each shard with target = x * direction, repeated to (N,)."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A result (N,) by another formula, and the number (N,) that it was solved for, the same in each shard.
+    """A result (N,) of a variant, with the number (N,) it was solved for, which is equal within each shard.
 
-    `usual` is what that number is by right: where it is found, the formula has no other one. `shrunk_by` is what a
-    weight is multiplied by first, where that is another number than the right formula has.
+    `usual` is the number's value in the right formula; a fit with that value is not a variant. `shrunk_by`
+    is the factor that first multiplies the weight, if the variant has another factor than the right
+    formula.
     """
 
     values: Tensor
@@ -42,24 +44,24 @@ class Made:
 
 @dataclass(frozen=True)
 class Grammar:
-    """The parts of a formula with the ways that are other ones here, and how it is made with some of these ways."""
+    """The ways of each part of a formula, and the function `make` that evaluates it with chosen ways."""
 
     parts: Mapping[str, Sequence[StepChange]]
     make: Callable[[Collection[str]], Made]
     known_alone: Collection[str] = ()
-    """Ways that other checks tell where they are alone, by the coefficients of a sum."""
+    """Ways that other checks already report when they occur alone, from the coefficients of a sum."""
 
     def list_changes(self, count: int) -> Iterator[Changes]:
-        """Yield the ways of each `count` parts, one of each part; of more than two parts the first ways alone."""
+        """Yield combinations of `count` parts with one way each; for three or more, only the first ways."""
         most = None if count <= _ALL_OF else _MOST_WAYS
         for parts in combinations([ways[:most] for ways in self.parts.values()], count):
             yield from (ways for ways in product(*parts) if count > 1 or ways[0] not in self.known_alone)
 
     def list_known(self) -> Iterator[Changes]:
-        """Yield the ways that other checks tell where they are alone."""
+        """Yield the ways that other checks already report when they occur alone."""
         yield from ((way,) for ways in self.parts.values() for way in ways if way in self.known_alone)
 
 
 def pick(ways: Mapping[Way, Tensor], chosen: Collection[str], right: Tensor) -> Tensor:
-    """Return what the chosen way of a part is, or the right one where none of them is chosen."""
+    """Return the value of the chosen way, or `right` if none of `ways` is chosen."""
     return next((value for name, value in ways.items() if name in chosen), right)

@@ -1,8 +1,8 @@
-"""The model under test, whoever wrote it, behind one protocol.
+"""The protocol of a model under test, for the reference model and for users' models.
 
-A subject is made of a recipe (`moeverify.train.subjects.subject_of`) and knows no layout. It builds the whole model,
-says what its losses are, and takes its gradient apart. How a model is divided over ranks is said by the layout
-(`moeverify.train.assemble`), and what carries out a step by an engine (`moeverify.train.engine`).
+A subject is created from a recipe (`moeverify.train.subjects.subject_of`) and knows no layout. It builds
+the whole model, computes its losses and splits its gradient. The layout distributes the model over ranks
+(`moeverify.train.assemble`), and an engine carries out the steps (`moeverify.train.engine`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from moeverify.train.objective import Losses, Normalizers, Sums
 from moeverify.train.routers import RouterView
 
 Vector = dict[str, Tensor]
-"""The gradient of one loss: by the logical names of parameters, float64, on the CPU."""
+"""The gradient of one loss: float64 on the CPU, by logical parameter name."""
 
 
 class Run(Protocol):
-    """What a subject may ask of the program that runs it on this rank (`moeverify.train.program.Program`)."""
+    """The part of a program on this rank that a subject may use (`moeverify.train.program.Program`)."""
 
     @property
     def model(self) -> nn.Module:
-        """Return the model as the layout has left it."""
+        """Return the model under the layout."""
 
     @property
     def shards(self) -> Sequence[LocalShard]:
@@ -37,90 +37,90 @@ class Run(Protocol):
 
     @property
     def sums(self) -> Sums:
-        """Return how integers are summed over the ranks of the layout."""
+        """Return the sums of integers over the ranks of the layout."""
 
     @property
     def own_router_losses(self) -> Callable[[], tuple[Tensor, Tensor]] | None:
-        """Return what gives this rank's part of balance and z loss, if the experts' package computes them."""
+        """Return a function for this rank's balance and z loss, if the experts' package computes them."""
 
     @property
     def loss_context(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return what makes the context around losses and their backward pass."""
+        """Return the factory of the context around losses and their backward pass."""
 
 
 class GradientParts(Protocol):
-    """The golden's gradient at one step, taken apart by loss term and by tokens, on one device.
+    """The golden's gradient at one step on one device, split by loss term and by tokens.
 
-    Losses are sums over tokens divided by counts of the global batch, so the parts of all cells of a layout (what one
-    rank sees in one micro-batch) add up to the golden.
+    Losses are sums over tokens divided by counts of the global batch. The parts of all cells of a layout
+    therefore add up to the golden. A cell is the tokens of one rank in one micro-batch.
     """
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
-        """Return, by loss term, the gradient of its sum over the tokens of a mask (B, S), divided as the golden's."""
+        """Return the gradient of each loss term, summed over a mask (B, S) with the golden's denominators."""
 
     def balance_with_padding(self) -> Vector:
-        """Return the gradient of the balance loss as it would be if padding counted."""
+        """Return the gradient of a balance loss that also counts padding tokens."""
 
     def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
-        """Return, for each router in order, the gradient of its balance and z loss over all valid tokens.
+        """Return, for each router in order, the gradients of its balance and z loss over all valid tokens.
 
-        Empty where the losses of single routers are not known.
+        Empty if the losses of single routers are unknown.
         """
 
     def loss_by_variant(self, term: str, num_changes: int) -> Iterable[tuple[tuple[Change, ...], Vector]]:
-        """Return the gradient of a router's loss term with so many parts of its formula otherwise, one or two.
+        """Yield the gradients of a router loss term with one or two (`num_changes`) parts replaced.
 
-        Each is computed when it is asked for. None where no such loss is known.
+        Each gradient is computed on demand. Nothing is yielded if the term is unknown.
         """
 
     def gradients_by_use(self) -> Mapping[str, Vector]:
-        """Return the gradient that comes through each use of a weight that has several, by the name of the use.
+        """Return the gradient through each use of a weight that is used several times, by name of the use.
 
-        Over all valid tokens and terms. Empty where there is no such weight, or where its uses are not known.
+        Covers all valid tokens and terms. Empty if there is no such weight or if its uses are unknown.
         """
 
 
 class Subject(Protocol):
-    """The model under test of one recipe."""
+    """The model under test of a recipe."""
 
     @property
     def can_replay(self) -> bool:
-        """Return whether its routers can be given the routing of a golden."""
+        """Return whether its routers can replay the routing of a golden."""
 
     def build(self, device: torch.device, dtype: torch.dtype, *, experts: str = "loop") -> nn.Module:
         """Return the whole model on a device, ready to train.
 
-        `dtype` is that of the parameters, `experts` the backend of experts that moeverify computes. A user's model
-        has its initial values, rounded to the recipe's precision; those of the reference model are filled in later,
-        where each rank knows what it stores.
+        `dtype` is the dtype of the parameters and `experts` the backend of the reference experts. A user's
+        model has its initial values, rounded to the recipe's precision. The reference model is filled
+        later, when each rank knows its shards.
 
-        Raises: CaseError where a user's code fails.
+        Raises: CaseError when a user's code fails.
         """
 
     def find_routers(self, model: nn.Module) -> list[RouterView]:
-        """Return the routers of the model, however it is divided, that can be seen, in layer order."""
+        """Return the observable routers of the model under any layout, in layer order."""
 
     def make_batch(self, step: int, share: Share, device: torch.device) -> Batch:
-        """Return a share of the global batch of a step, in the form that the model takes."""
+        """Return a share of the global batch of a step as the model's input."""
 
     def compute_losses(
         self, run: Run, batch: Batch, normalizers: Normalizers
     ) -> tuple[Losses, Tensor | None]:
         """Return this rank's part of each loss, and the detached cross entropy of each token (M, s).
 
-        The second value is None where only a sum is known. Collective: the ranks that `run.sums` reaches.
+        The second value is None if only a sum is known. Collective: the ranks of `run.sums`.
 
-        Raises: CaseError where a user's model or loss returns what it should not.
+        Raises: CaseError when a user's model or loss returns an invalid value.
         """
 
     def count_experts(self, name: str, shape: Sequence[int]) -> int:
-        """Return how many experts a logical tensor stacks along dim 0; 0 where that is unknown."""
+        """Return the number of experts that a logical tensor stacks along dim 0; 0 if unknown."""
 
     def surround(self) -> AbstractContextManager[object]:
-        """Return the context of a micro-batch's forward and backward pass, whatever the layout."""
+        """Return the context of a micro-batch's forward and backward pass under any layout."""
 
     def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> GradientParts:
-        """Return the parts of the gradient of a whole batch, on one device, in float64.
+        """Return the parts of the gradient of a whole batch, in float64 on one device.
 
-        `unmasked` (B, S) are the targets with those of padding tokens.
+        `unmasked` (B, S) are the targets including those of padding tokens.
         """

@@ -1,4 +1,4 @@
-"""The subjects that there are, by the section of the schema that describes each."""
+"""The available subjects, by the schema section that describes the model."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def subject_of(recipe: Recipe) -> Subject:
 
 
 def replays_routing(recipe: Recipe) -> bool:
-    """Return whether runs replay the golden's routing: where rounding could move a token to another expert."""
+    """Return whether runs replay the golden's routing: rounding could otherwise change a token's experts."""
     return recipe.precision != "float64" and subject_of(recipe).can_replay

@@ -1,4 +1,4 @@
-"""Functions that a case names as `package.module:function`: found, called, and what to say when they fail."""
+"""Functions that a case names as `package.module:function`: import, lookup and error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN_FOLDER = Path(__file__).resolve().parents[1]
 
 @contextmanager
 def import_path(folders: Sequence[str]) -> Iterator[None]:
-    """Let imports look into these folders first, for as long as the context lasts."""
+    """Prepend folders to the import path while the context is open."""
     before = list(sys.path)
     sys.path[:0] = folders
     importlib.invalidate_caches()
@@ -30,10 +30,10 @@ def import_path(folders: Sequence[str]) -> Iterator[None]:
 
 
 def resolve(target: str, path: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function` names.
+    """Return the function named by `package.module:function`.
 
-    Raises: CaseError, naming the field `path`, where there is no such module or function, where the module
-    fails on import, or where another module of that name was imported before.
+    Raises: CaseError for the field `path` when the module or function does not exist, when the import
+    fails, or when another module of the same name was imported before.
     """
     module_name, _, name = target.partition(":")
     try:
@@ -57,7 +57,7 @@ def resolve(target: str, path: str) -> Callable[..., Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `ValueError at model.py:12 in make: text`, with the innermost place that is the user's own code."""
+    """Return `ValueError at model.py:12 in make: text`, with the innermost location in the user's code."""
     kind = type(error).__name__
     if isinstance(error, SyntaxError):
         return f"{kind} at {error.filename}:{error.lineno}: {error.msg}"
@@ -71,7 +71,7 @@ def _failure(message: str, path: str, remedy: str = "") -> CaseError:
 
 
 def _is_part_of(missing: str | None, module_name: str) -> bool:
-    """Return whether the module that is missing is the wanted one or a package around it."""
+    """Return whether the missing module is the wanted one or one of its parent packages."""
     return missing is not None and f"{module_name}.".startswith(f"{missing}.")
 
 
@@ -83,7 +83,7 @@ def _is_users(filename: str) -> bool:
 
 
 def _describe_path() -> str:
-    """Return the folders of the import path that are not Python's own, and what is behind them."""
+    """Return the folders of the import path outside Python's own, and a mention of installed packages."""
     own = (sys.prefix, sys.base_prefix)
     folders = [entry for entry in sys.path if entry and not entry.startswith(own) and Path(entry).is_dir()]
     return ", ".join([*dict.fromkeys(folders), "the installed packages"])
@@ -94,7 +94,7 @@ def _origin(module_name: str) -> str:
 
 
 def _check_origin(module_name: str, path: str) -> None:
-    """Report that the name was taken by another file before: ranks serve many cases, and import once.
+    """Check that an earlier case has not imported another file under this name: ranks serve many cases.
 
     Raises: CaseError.
     """

@@ -1,7 +1,8 @@
-"""Operators of torch without a float64 kernel, computed in float64 by other ones.
+"""Float64 replacements for torch operators that have no float64 kernel.
 
-A golden is trained in float64, whatever the precision of its recipe, and so are the parts that diagnosis makes. The
-product itself is then a loop over experts; sorting, offsets and everything else stay the model's own.
+Goldens are trained in float64 for every precision of a recipe, and so are the gradient parts of the
+diagnosis. Only the product is replaced, by a loop over experts. Sorting, offsets and everything else stay
+the model's own.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch.overrides import TorchFunctionMode
 
 
 class WideOperators(TorchFunctionMode):
-    """A context in which torch's grouped product takes float64.
+    """A context in which torch's grouped product accepts float64.
 
-    It must surround the backward pass too, where checkpointed layers compute their forward pass again.
+    It must also surround the backward pass, where checkpointed layers recompute their forward pass.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the operator, or what stands for it in float64."""
+        """Call the operator or its float64 replacement."""
         if func is scaled_dot_product_attention and args[1].ndim > 2 and not args[1].shape[-3]:
-            # torch 2.11 divides by the number of heads on CPUs, and the process ends by SIGFPE.
+            # torch 2.11 divides by the number of heads on CPUs: with no heads the process dies of SIGFPE.
             raise RuntimeError("attention without key heads")
-        # torch.nn.functional.grouped_mm is a Python function that calls this one.
+        # torch.nn.functional.grouped_mm is a Python function that calls torch._grouped_mm.
         if func is torch._grouped_mm and args[0].dtype == torch.float64:
             return multiply_groups(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -42,11 +43,12 @@ def multiply_groups(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the product of each group, as `torch.nn.functional.grouped_mm` does, differentiable.
+    """Return the product of each group, as `torch.nn.functional.grouped_mm` does; differentiable.
 
-    `offs` (G), int32, has where each group ends. Shapes, with R rows and N columns of all groups together:
-    (R, K) x (G, K, N) -> (R, N); (G, M, K) x (K, N) -> (M, N), groups of columns; (M, R) x (R, N) -> (G, M, N);
-    (G, M, K) x (G, K, N) -> (G, M, N), without `offs`. Rows and columns behind the last group are zero.
+    `offs` (G) int32 is the end of each group. Shapes, with R rows and N columns of all groups together:
+    (R, K) x (G, K, N) -> (R, N); (G, M, K) x (K, N) -> (M, N) with groups of columns;
+    (M, R) x (R, N) -> (G, M, N); (G, M, K) x (G, K, N) -> (G, M, N) without `offs`.
+    Rows and columns after the last group are zero.
     """
     if offs is None:
         product = left @ right
@@ -65,12 +67,12 @@ def multiply_groups(
 
 
 def _list_groups(offs: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield where each group begins and ends. Waits for the device: the offsets are needed on the host."""
+    """Yield the begin and end of each group. Synchronizes with the device to read the offsets."""
     return pairwise([0, *offs.tolist()])
 
 
 def _fill(product: Tensor, dim: int, size: int) -> Tensor:
-    """Return a product with zeros behind it, up to a size along a dim."""
+    """Pad a product with zeros along a dim to `size`."""
     shape = list(product.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([product, product.new_zeros(shape)], dim=dim) if shape[dim] else product

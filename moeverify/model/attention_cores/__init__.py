@@ -1,6 +1,6 @@
-"""How a rank attends: each core is a file here, called as `layout.attention` calls it.
+"""Implementations of attention on a rank, one module for each value of `layout.attention`.
 
-Context parallelism replaces it by a core of its own (`moeverify.parallel.context_parallel`).
+Context parallelism replaces them by its own core (`moeverify.parallel.context_parallel`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class AttentionKind(Implementation):
-    """One implementation of attention on a rank."""
+    """An implementation of attention on a rank."""
 
     def make_core(self) -> Core:
-        """Return the core: see `moeverify.model.attention.Core`."""
+        """Return the core; see `moeverify.model.attention.Core`."""
         raise NotImplementedError
 
 

@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 @reading("layout.attention", "layout.cp", "layout.parallelize")
 def whole_rows(case: Case) -> Iterator[Problem]:
-    """The fused kernel sees no positions: it takes tokens for the whole row in its order."""
+    """Reject split rows: the fused kernel ignores positions and assumes a whole row in order."""
     if case.layout.cp > 1 or case.layout.parallelize is not None:
         message = "fused attention is for whole rows, without cp or a function of your own"
         yield blame("layout.attention", message, "write `plain`, or remove it")
 
 
 def fused_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Return what `causal_core` does by torch's fused kernels, for tokens that stand in the order of their positions.
+    """Return `causal_core` by torch's fused kernels, for tokens in the order of their positions.
 
-    Shapes: q (B, S, Nq, D), k (B, S, Nkv, D), v (B, S, Nkv, Dv), positions (B, S); returns (B, S, Nq, Dv).
+    Shapes: q (B, S, Nq, D), k (B, S, Nkv, D), v (B, S, Nkv, Dv), positions (B, S).
+    Returns: (B, S, Nq, Dv).
     """
     from torch.nn import functional
 

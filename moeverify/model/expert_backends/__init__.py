@@ -1,4 +1,4 @@
-"""How the experts of a rank are computed: each backend is a file here, called as `layout.experts` calls it."""
+"""Implementations of the routed experts on a rank, one module for each value of `layout.experts`."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from moeverify.model.precision import Factory
 
     Multiply = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
-    """x (M, H) sorted by expert, counts (E) int64, the weights in; outputs (M, H) out.
+    """multiply(x (M, H) sorted by expert, counts (E) int64, weights) -> outputs (M, H).
 
-    The counts may sum to less than M: what comes out for the rows after them is never read.
+    The counts may sum to less than M. Output rows after the counted ones are never read.
     """
 
 
 class ExpertBackend(Implementation):
-    """One way to compute the routed experts.
+    """An implementation of the routed experts.
 
-    A backend that is a function of our stacked weights gives `multiply`; one with a block of its own, `build_block`.
+    A backend for the reference weights provides `multiply`; one with its own block provides `build_block`.
     """
 
     @property
     def multiply(self) -> Multiply | None:
-        """Return the function that runs the experts on tokens sorted by expert, if the weights are ours."""
+        """Return the function that runs the experts on sorted tokens; None for a block of its own."""
         return None
 
     def check(self, dtype: torch.dtype, *, hidden: int, expert_hidden: int) -> None:
-        """Make sure that weights of this dtype and these sizes can be multiplied.
+        """Check that weights of this dtype and these sizes can be multiplied.
 
-        Raises: CaseError.
+        Raises: CaseError when they cannot.
         """
 
     def build_block(self, hidden: int, spec: MoE, *, factory: Factory) -> nn.Module | None:
-        """Return a mixture-of-experts block called as `moeverify.model.moe.MoE` is, or None for that one.
+        """Return a block with the interface of `moeverify.model.moe.MoE`, or None to use that class.
 
-        Raises: CaseError where the block cannot take the dtype, or its package is not installed.
+        Raises: CaseError when the block does not support the dtype, or its package is not installed.
         """
         return None
 
@@ -54,7 +54,7 @@ EXPERTS: Modules[ExpertBackend] = Modules("layout.experts", __name__)
 
 @reading("layout.experts", "recipe.model")
 def experts_of_the_reference(case: Case) -> Iterator[Problem]:
-    """The experts of a model that moeverify did not write are computed by its own code."""
+    """Reject the option for a user's model, which computes its experts with its own code."""
     is_chosen = case.layout.experts != Layout.model_fields["experts"].default
     if is_chosen and case.recipe.model.reference is None:
         message = f"experts `{case.layout.experts}` has no effect on a model with a `factory`"

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from moeverify.model.expert_weights import ExpertWeights
 
     Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-    """rows (M, H), matrices (E, F, H) and where the rows of each end (E) in; their products (M, F) out."""
+    """product(rows (M, H), matrices (E, F, H), end of each matrix's rows (E)) -> (M, F)."""
 
-_ROW_BYTES = 16  # rows of a grouped product are a multiple of it
+_ROW_BYTES = 16  # row sizes of a grouped product must be multiples of it
 _BYTES = {"bfloat16": 2, "float32": 4, "mixed": 2}
 _TILE = 128  # rows; see `count_spare_rows`
 
 
 @reading("layout.experts", "recipe.precision", "recipe.model.moe")
 def narrow_precision(case: Case) -> Iterator[Problem]:
-    """The grouped matmul of torch has no float64."""
+    """Reject float64, which torch's grouped matrix product does not support."""
     if case.recipe.precision == "float64" and experts(case) is not None:
         remedy = "write `experts: loop`, or set recipe.precision to float32 or bfloat16"
         yield blame("layout.experts", "grouped_mm cannot compute in float64", remedy)
@@ -40,7 +40,7 @@ def narrow_precision(case: Case) -> Iterator[Problem]:
     "recipe.model.moe.expert_hidden",
 )
 def aligned_rows(case: Case) -> Iterator[Problem]:
-    """The grouped matmul of torch takes rows of a multiple of 16 bytes."""
+    """Require rows with a multiple of 16 bytes, as torch's grouped matrix product does."""
     moe, model = experts(case), own_model(case)
     if moe is None or model is None or case.recipe.precision == "float64":
         return
@@ -59,7 +59,7 @@ def aligned_rows(case: Case) -> Iterator[Problem]:
 
 
 def multiply_grouped(rows: Tensor, matrix: Tensor, ends: Tensor) -> Tensor:
-    """Return torch's grouped product of rows (M, H), which end at `ends` (E) int32, with (E, F, H): (M, F)."""
+    """Return the product (M, F) of rows (M, H), in groups that end at `ends` (E) int32, and (E, F, H)."""
     from torch.nn import functional
 
     return functional.grouped_mm(rows, matrix.transpose(-2, -1), offs=ends)
@@ -71,13 +71,13 @@ def swiglu_grouped(
     weights: ExpertWeights,
     products: Sequence[Product] = (multiply_grouped,) * 3,
 ) -> Tensor:
-    """Return what `swiglu_loop` does, with torch's grouped matrix product.
+    """Return the result of `swiglu_loop`, computed by torch's grouped matrix product.
 
-    `products` multiply by gate, up and down.
+    `products` are the functions that multiply by gate, up and down.
 
-    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to at most M; returns (M, H), whose rows after those
-    of the experts are whatever was in memory.
-    Raises: CaseError for float64 and for rows that are no multiple of 16 bytes.
+    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to at most M.
+    Returns: (M, H); rows after the experts' rows have undefined values.
+    Raises: CaseError for float64 and for rows that are not a multiple of 16 bytes.
     """
     import torch
     from torch.nn import functional
@@ -92,8 +92,8 @@ def swiglu_grouped(
         product = find(rows, matrix, offsets)
         if bias is None or owner is None:
             return product
-        # Rows of no expert are zero, and so are their gradients: in the product with the owner, whose backward sums
-        # over rows, 0 * NaN would be NaN.
+        # Set rows without expert to zero, and so their gradients. The backward of the product with `owner`
+        # sums over rows, where 0 * NaN would be NaN.
         return torch.where(owner.any(dim=1, keepdim=True), product + owner.to(bias.dtype) @ bias, 0.0)
 
     by_gate, by_up, by_down = products
@@ -104,11 +104,11 @@ def swiglu_grouped(
 
 
 def count_spare_rows(x: Tensor, num_experts: int) -> int:
-    """Return how many rows of no expert make torch multiply x (M, H) faster on a Hopper GPU in bfloat16.
+    """Return the number of padding rows that make torch multiply x (M, H) faster in bfloat16 on a Hopper GPU.
 
-    Up to a mean of 128 rows per expert torch takes tiles of 64 rows, above it tiles of 128, and each tile reads the
-    weights of its expert again. Small ones are faster until, near that mean, half of the experts have more than 128
-    rows and need a third one; a few rows more, and torch takes the large ones.
+    torch uses tiles of 64 rows up to a mean of 128 rows per expert, and tiles of 128 above. Each tile reads
+    its expert's weights again. Small tiles are faster until, near that mean, half of the experts have more
+    than 128 rows and need a third tile. A few padding rows then make torch use the large tiles.
     Source: pytorch, aten/src/ATen/native/cuda/GroupMM.cu, dispatch_bf16_grouped_kernel_on_tile_size.
     """
     import torch
@@ -120,10 +120,10 @@ def count_spare_rows(x: Tensor, num_experts: int) -> int:
 
 
 def _find_owner(ends: Tensor, num_rows: int) -> Tensor:
-    """Return the one-hot owner (M, E) of each row, of experts whose rows end at `ends` (E); none after the last.
+    """Return the one-hot expert (M, E) of each row, given the `ends` (E) of groups; zero after the last.
 
-    The grouped product takes no bias yet. A product with the owner adds each row's own, and its backward sums
-    in a fixed order where that of an index would use atomics.
+    The grouped product does not support a bias yet. A product with this matrix adds each row's bias, and
+    its backward sums in a fixed order. The backward of indexing would use atomics.
     """
     import torch
 
@@ -133,7 +133,7 @@ def _find_owner(ends: Tensor, num_rows: int) -> Tensor:
 
 
 def check_grouped(dtype: torch.dtype, *, hidden: int, expert_hidden: int) -> None:
-    """Raise CaseError with everything that keeps the grouped product from taking this dtype and sizes."""
+    """Raise a CaseError with every reason why grouped_mm does not support this dtype and these sizes."""
     import torch
 
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

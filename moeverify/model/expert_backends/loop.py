@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 
 def swiglu_loop(x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
-    """Return down_e(silu(gate_e(x)) * up_e(x)) for the rows of each expert e, one expert after the other.
+    """Return down_e(silu(gate_e(x)) * up_e(x)) for the rows of each expert e, one expert at a time.
 
-    An expert without rows is computed too, so that its gradient is zero and not missing.
+    An expert without rows is computed too, so that its gradient is zero instead of missing.
 
-    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to at most M; returns (M, H), zeros after the
-    experts' rows.
+    Shapes: x (M, H) sorted by expert, counts (E) int64 that sum to at most M.
+    Returns: (M, H), zero after the experts' rows.
     """
     import torch
     from torch.nn import functional
 
     num_experts = len(weights.gate)
-    # unbind, not indexing: its backward stacks, where that of E indexings adds up E tensors of full size.
+    # unbind instead of indexing: its backward stacks, while E indexing operations would add E full-size
+    # tensors.
     gates, ups, downs = weights.gate.unbind(), weights.up.unbind(), weights.down.unbind()
     gate_biases, up_biases, down_biases = (
         [None] * num_experts if bias is None else bias.unbind()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _BLOCK_ROWS = 128  # rows of a block of megablocks' sparse matrices
 
-# What the package has only one way of: field of `recipe.model.moe` -> its value.
+# Settings without an alternative in the package: field of `recipe.model.moe` -> its value.
 _ONLY = {
     "score": "softmax",
     "route_scale": 1.0,
@@ -40,7 +40,7 @@ _ONLY = {
     "recipe.model.moe",
 )
 def supported(case: Case) -> Iterator[Problem]:
-    """What megablocks' router and experts do not have, and what cannot divide them."""
+    """Reject options and layouts that megablocks' router and experts do not support."""
     moe, layout, model, path = experts(case), case.layout, reference_model(case), "layout.experts"
     if moe is None or model is None:
         return
@@ -72,7 +72,7 @@ def supported(case: Case) -> Iterator[Problem]:
     "recipe.model.moe.num_experts",
 )
 def whole_experts(case: Case) -> Iterator[Problem]:
-    """FSDP2 cuts the stacked experts along their rows; a shard must hold whole experts to have a logical place."""
+    """Require whole experts in each FSDP2 shard: other rows of stacked experts have no logical region."""
     moe, layout = experts(case), case.layout
     if moe is None or layout.data_parallel != "fsdp2":
         return
@@ -86,7 +86,7 @@ def whole_experts(case: Case) -> Iterator[Problem]:
 
 @reading("layout.experts", "layout.pp", "recipe.precision", "recipe.model.moe")
 def unmixed_precision(case: Case) -> Iterator[Problem]:
-    """The package keeps one dtype."""
+    """Reject mixed precision: the package uses a single dtype."""
     if case.recipe.precision == "mixed" and experts(case) is not None:
         message = "mixed together with megablocks' experts is not supported"
         remedy = "write `experts: grouped_mm`, or the precision float32 or bfloat16"

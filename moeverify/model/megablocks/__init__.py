@@ -1,1 +1,1 @@
-"""The real megablocks package as the experts of the reference model. Only `block.py` imports it."""
+"""The megablocks package as the experts of the reference model. Only `block.py` imports it directly."""

@@ -1,9 +1,9 @@
 """megablocks' dMoE as the mixture-of-experts block of the reference model.
 
-The router, the dispatch, the experts and the shared expert are the package's; what is added is what a
-verification needs: a router whose choice can be seen and replayed, and parameters under their logical names.
+Router, dispatch, experts and shared expert are the package's. This module adds a router whose choice can be
+observed and replayed, and logical names for the parameters.
 
-Letters: B rows, S tokens, N = B * S, H hidden, E experts (e here), F expert hidden (f here), k choices.
+Letters: B rows, S tokens, N = B * S, H hidden, E experts (e local), F expert hidden (f local), k choices.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moeverify.model.router import RouterRecord, RouterSlot, RouterStats, summar
 
 
 class StorageLayout(NamedTuple):
-    """How a parameter is stored: under another name, with experts stacked along dim 0, perhaps transposed.
+    """Storage of a parameter: its logical name, experts stacked along dim 0, and whether it is transposed.
 
-    `rows` is how many rows belong to each expert, 0 for a parameter that is stored as it is meant.
+    `rows` is the number of rows per expert; 0 for a parameter that is stored in its logical layout.
     """
 
     name: str
@@ -37,9 +37,9 @@ class StorageLayout(NamedTuple):
 
 
 def make_arguments(hidden: int, spec: MoESpec, factory: Factory, group: ProcessGroup | None = None) -> Any:
-    """Return the package's arguments for these experts, parallel over the group if there is one.
+    """Return the package's arguments for these experts, with expert parallelism over `group` if given.
 
-    Initial values come later, so nothing is drawn; the package's own losses are off.
+    Nothing is initialized here, since values are filled later, and the package's own losses are disabled.
     """
     return Arguments(
         hidden_size=hidden,
@@ -66,11 +66,11 @@ def make_arguments(hidden: int, spec: MoESpec, factory: Factory, group: ProcessG
 
 
 def _leave(_: Tensor) -> None:
-    """Draw no initial values."""
+    """Initialize nothing."""
 
 
 class ObservedRouter(LearnedRouter, RouterSlot):  # type: ignore[misc]
-    """The package's router, which notes what it did and can be made to repeat a choice."""
+    """The package's router, extended to record its routing and to replay a choice."""
 
     def __init__(self, args: Any, spec: MoESpec) -> None:
         super().__init__(args)
@@ -97,7 +97,7 @@ class ObservedRouter(LearnedRouter, RouterSlot):  # type: ignore[misc]
         return self._scores, self._weights, self._ids
 
     def conclude(self, valid: Tensor) -> RouterStats:
-        """Return the sums over `valid` (B, S) tokens of the last forward, and fill in the record."""
+        """Return the sums over `valid` (B, S) tokens of the last forward pass, and set the record."""
 
         def by_row(flat: Tensor) -> Tensor:
             return flat.view(*valid.shape, flat.shape[-1])
@@ -117,7 +117,7 @@ class ObservedRouter(LearnedRouter, RouterSlot):  # type: ignore[misc]
 
 
 class DroplessExperts(ParallelDroplessMLP, ExpertHolder):  # type: ignore[misc]
-    """The package's dispatch and experts; it divides the experts' gradients by the number of ep ranks."""
+    """The package's dispatch and experts, which divide the experts' gradients by the number of ep ranks."""
 
     mlp: Any
     ffn_hidden_size: int
@@ -129,9 +129,9 @@ class DroplessExperts(ParallelDroplessMLP, ExpertHolder):  # type: ignore[misc]
 
 
 class DroplessMoE(dMoE, DividesExperts):  # type: ignore[misc]
-    """dMoE of megablocks, called as `moeverify.model.moe.MoE` is.
+    """megablocks' dMoE with the interface of `moeverify.model.moe.MoE`.
 
-    Parameters of `experts.mlp`, per rank: w1 (gate) and v1 (up) (e * f, H), w2 (down) (e * f, H).
+    Parameters of `experts.mlp` on a rank: w1 (gate) and v1 (up) (e * f, H), w2 (down) (e * f, H).
     """
 
     experts: DroplessExperts
@@ -143,15 +143,16 @@ class DroplessMoE(dMoE, DividesExperts):  # type: ignore[misc]
         self.args = make_arguments(hidden, spec, factory)
         super().__init__(self.args)
         self.router = ObservedRouter(self.args, spec)
-        self.to(factory["dtype"])  # the package knows no float64
+        self.to(factory["dtype"])  # the package does not create float64
 
     def _init_experts_mlp(self, args: Any) -> DroplessExperts:
         return DroplessExperts(args)
 
     def divide_experts(self, group: ProcessGroup) -> nn.Module:
-        """Replace the experts by those that the package gives to this rank of the group, on the same device.
+        """Replace the experts by this rank's experts of the group, on the same device.
 
-        Returns the module of w1, v1 and w2. Source: megablocks 0.10.0, layers/moe.py (parallel_forward_once).
+        Return the module of w1, v1 and w2. Source: megablocks 0.10.0, layers/moe.py
+        (parallel_forward_once).
         """
         self.args = make_arguments(self.hidden, self.spec, self.factory, group)
         self.experts = DroplessExperts(self.args).to(self.factory["dtype"])
@@ -161,7 +162,7 @@ class DroplessMoE(dMoE, DividesExperts):  # type: ignore[misc]
 
     @property
     def stored_as(self) -> Mapping[str, StorageLayout]:
-        """Return how the parameters are stored, by their names here."""
+        """Return the storage of each parameter, by its name in this module."""
         rows = self.experts.ffn_hidden_size
         names = {
             "router.layer.weight": StorageLayout("router.weight"),
@@ -175,7 +176,7 @@ class DroplessMoE(dMoE, DividesExperts):  # type: ignore[misc]
         return names
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
-        """Return the output, in the shape of x (B, S, H), and the sums over `valid` (B, S) tokens."""
+        """Return the output (B, S, H) for x (B, S, H), and the router's sums over `valid` (B, S) tokens."""
         if valid is None:
             valid = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
         y = super().forward(x)

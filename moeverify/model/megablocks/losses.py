@@ -1,11 +1,12 @@
-"""megablocks' own auxiliary losses, as it computes them: means over the tokens of one rank and micro-batch.
+"""megablocks' own auxiliary losses, which are means over the tokens of one rank and micro-batch.
 
-The package keeps what they need in lists of the process, which want one entry a layer and must be emptied in
-every step. Over several ranks and micro-batches the mean of these losses is not the loss of the global batch,
-since the share of tokens of an expert is taken over other tokens: they agree where the golden takes it row by
-row (balance_scope `sequence`) and every micro-batch of a rank is one row.
+The package collects their inputs in process-wide lists, which must have one entry per layer and be cleared
+in every step. Each loss takes an expert's share of tokens over its own tokens. Over several ranks and
+micro-batches, the mean of these losses therefore differs from the loss of the global batch. They agree if
+the golden takes it per row (balance_scope `sequence`) and every micro-batch of a rank is one row.
 
-Source: megablocks 0.10.0, layers/moe.py (batched_load_balancing_loss), layers/router.py (batched_router_zloss).
+Source: megablocks 0.10.0, layers/moe.py (batched_load_balancing_loss), layers/router.py
+(batched_router_zloss).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from moeverify.model.megablocks.block import DroplessMoE
 
 
 class OwnLosses:
-    """Turns the package's losses on in a model, and collects them.
+    """Collector of the package's losses in a model, which it also enables.
 
-    Its balance loss is divided by the number of layers where ours is a sum over them; so its weight is
-    multiplied by it.
+    The package divides the balance loss by the number of layers, while the reference sums over layers. The
+    weight of the loss is multiplied by that number to compensate.
     """
 
     def __init__(self, model: nn.Module, spec: MoE) -> None:
@@ -38,7 +39,7 @@ class OwnLosses:
         self._clear()
 
     def collect(self) -> tuple[Tensor, Tensor]:
-        """Return the balance and the z loss of the last forward pass, (), with gradients, and forget them."""
+        """Return the balance and z loss () of the last forward pass, with gradients, and clear them."""
         balance = torch.as_tensor(batched_load_balancing_loss(self._args))
         z = batched_router_zloss(self._args).sum() if self._args.moe_zloss_weight else balance.new_zeros(())
         self._clear()

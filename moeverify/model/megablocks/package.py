@@ -1,8 +1,8 @@
-"""Imports megablocks as it is installed, with stand-ins for what is not compiled.
+"""Import of the installed megablocks package, with replacements for extensions that are not compiled.
 
-Where `megablocks_ops` and `grouped_gemm` are installed they are used; else `ops.py` and `grouped_gemm.py` of this
-package take their names. Without a GPU the package's Triton kernels run in Triton's interpreter, which must be
-turned on before Triton is imported: `moeverify.launch` sets TRITON_INTERPRET=1 for ranks on a CPU.
+Installed `megablocks_ops` and `grouped_gemm` are used; otherwise `ops.py` and `grouped_gemm.py` of this
+package take their names. Without a GPU the package's Triton kernels run in Triton's interpreter, which must
+be enabled before Triton is imported: `moeverify.launch` sets TRITON_INTERPRET=1 for ranks on a CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PATH = "layout.experts"
 
 
 def import_package(dtype: torch.dtype) -> None:
-    """Make megablocks importable and its kernels fit to run here, in this dtype.
+    """Import megablocks and prepare its kernels for this machine and dtype.
 
-    Raises: CaseError where the package is missing, or cannot compute on this machine in this dtype.
+    Raises: CaseError when a package is missing, or cannot compute in this dtype on this machine.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -37,7 +37,7 @@ def import_package(dtype: torch.dtype) -> None:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             sys.modules[name] = module
     with warnings.catch_warnings():
-        # torch.jit.script, which megablocks/layers/gelu.py uses, is deprecated.
+        # megablocks/layers/gelu.py uses torch.jit.script, which is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         kernels = importlib.import_module("megablocks.backend.kernels")
         importlib.import_module("megablocks.layers.dmoe")
@@ -60,27 +60,27 @@ def is_interpreted(kernels: ModuleType) -> bool:
 
 
 def _take_first_configurations(kernels: ModuleType) -> None:
-    """Leave one configuration to each kernel: choosing among several measures them, which needs a driver."""
+    """Keep one configuration per kernel: choosing among several measures them, which needs a driver."""
     for kernel in vars(kernels).values():
         if type(kernel).__name__ == "Autotuner":
             kernel.configs = kernel.configs[:1]
 
 
 def _set_width(kernels: ModuleType, dtype: torch.dtype) -> None:
-    """Let interpreted kernels compute in float64 for float64 models; they are written in float32.
+    """Make interpreted kernels compute in float64 for float64 models; they are written for float32.
 
-    That is the one thing which keeps the package from float64, where a wrong factor or a lost row stands out
-    from rounding by ten orders of magnitude.
+    float32 in the kernels is all that keeps the package from float64. In float64 a wrong factor or a lost
+    row exceeds rounding errors by ten orders of magnitude.
     """
     import triton.language
 
     names = vars(kernels)
-    names["exact_tl"] = triton.language  # the interpreter wants to find the real one among a kernel's globals
+    names["exact_tl"] = triton.language  # the interpreter looks for the real module in a kernel's globals
     names["tl"] = _WideLanguage() if dtype is torch.float64 else triton.language
 
 
 class _WideLanguage(ModuleType):
-    """`triton.language` whose float32 is float64."""
+    """`triton.language` with float64 in place of float32."""
 
     def __init__(self) -> None:
         super().__init__("triton.language")

@@ -1,4 +1,4 @@
-"""The packages that megablocks' experts need, by the names under which they are imported."""
+"""Import names of the packages that megablocks' experts need."""
 
 from __future__ import annotations
 

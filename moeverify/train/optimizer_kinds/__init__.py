@@ -1,4 +1,4 @@
-"""The kinds of optimizers, each a file here, called as `recipe.optimizer.name` calls it."""
+"""The kinds of optimizers, one module for each value of `recipe.optimizer.name`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerKind(Implementation):
-    """One kind of optimizer; `uses` are the fields of `recipe.optimizer` that not every kind has.
+    """A kind of optimizer; `uses` are the fields of `recipe.optimizer` that only some kinds have.
 
-    `moments` are the names of what it keeps of each parameter, in the parameter's shape. `decays_weight` is true
-    where weight decay is taken off the weight, and false where it is added to the gradient.
+    `moments` are the names of its state tensors in the parameter's shape. `decays_weight` is true if weight
+    decay shrinks the weight, and false if it is added to the gradient.
     """
 
     uses: frozenset[str] = frozenset()
@@ -33,35 +33,36 @@ class OptimizerKind(Implementation):
     def build(
         self, groups: Sequence[dict[str, Any]], spec: Optimizer, kernels: Mapping[str, bool]
     ) -> TorchOptimizer:
-        """Return torch's optimizer over parameter groups, computed by `kernels` (its `foreach` and `fused`)."""
+        """Return torch's optimizer over parameter groups; `kernels` are its `foreach` and `fused`."""
         raise NotImplementedError
 
     def list_decays(self, spec: Optimizer) -> Mapping[str, float]:
-        """Return by moment the factor that its value of the step before has in a step's sum."""
+        """Return, by moment, the factor of its previous value in a step's sum."""
         raise NotImplementedError
 
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
-        """Return what a step makes of these values: the moments, and the change of the weight by its own moments.
+        """Return the expected moments and weight change of a step.
 
-        The change is that of the moments which the optimizer has made, so an error of a moment is not seen twice.
+        The weight change uses the optimizer's own new moments, so an error in a moment is reported only
+        once.
         """
         raise NotImplementedError
 
     def find_grammar(
         self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
     ) -> Grammar | None:
-        """Return the formula of the result `name` in parts that may be made otherwise; None where it has none.
+        """Return the formula of result `name` with alternatives, or None if there is none.
 
-        Shape: actual (N,), what the optimizer has made. None is looked at where the step is right.
+        `actual` (N,) is the optimizer's result. The formula is only used for a wrong step.
         """
         return None
 
     def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
-        """Return the change (N,) of the weight by the bias corrections of the steps `number`, None without any."""
+        """Return the weight change (N,) with the bias corrections of step `number`, None without any."""
         return None
 
     def list_correction_factors(self, spec: Optimizer, number: int) -> Mapping[StepChange, float]:
-        """Return how many times as large a step is by other bias corrections; `number` counts it from 1."""
+        """Return, by way, the factor by which wrong bias corrections scale step `number` (counted from 1)."""
         return {}
 
 
@@ -70,7 +71,7 @@ OPTIMIZER: Modules[OptimizerKind] = Modules("recipe.optimizer.name", __name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Row):
-    """How the arithmetic of an optimizer is done, as keywords of torch's optimizers."""
+    """An implementation of an optimizer's arithmetic, as keyword arguments of torch's optimizers."""
 
     keywords: Mapping[str, bool] = field(default_factory=dict)
 
@@ -89,7 +90,7 @@ OPTIMIZER_KERNELS: Table[Kernels] = Table(
 
 
 def _only_for_users(name: str) -> Rule:
-    """Return the rule that the optimizer's field `name` is set for those kinds only that use it."""
+    """Return the rule that field `name` of the optimizer is set only for kinds that use it."""
 
     @reading(f"recipe.optimizer.{name}", "recipe.optimizer.name")
     def rule(case: Case) -> Iterator[Problem]:

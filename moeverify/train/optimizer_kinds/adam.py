@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @reading("recipe.optimizer.name", "recipe.optimizer.betas")
 def forgetting(case: Case) -> Iterator[Problem]:
-    """Adam divides by 1 - beta^step."""
+    """Check that the betas are below 1: Adam divides by 1 - beta^step."""
     if max(case.recipe.optimizer.betas) >= 1.0:
         message = "a beta of 1 never forgets, and divides by zero"
         yield blame("recipe.optimizer.betas", message, "write numbers below 1")
 
 
 class AdamKind(OptimizerKind):
-    """Adam, or an optimizer of torch with the same arguments."""
+    """Adam, or a torch optimizer with the same arguments."""
 
     uses = frozenset({"betas", "eps"})
     moments = ("exp_avg", "exp_avg_sq")
@@ -49,19 +49,21 @@ class AdamKind(OptimizerKind):
         return built
 
     def list_decays(self, spec: Optimizer) -> Mapping[str, float]:
-        """Return both betas; see `OptimizerKind`."""
+        """Return both betas by moment; see `OptimizerKind`."""
         return dict(zip(self.moments, spec.betas, strict=True))
 
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
-        """Return both moments and the change of the weight; see `OptimizerKind`.
+        """Return both moments and the weight change; see `OptimizerKind`.
 
-        Source: Kingma and Ba 2015, "Adam", algorithm 1; Loshchilov and Hutter 2019, algorithm 2 (decoupled decay).
+        Source: Kingma and Ba 2015, "Adam", algorithm 1; Loshchilov and Hutter 2019, algorithm 2 (decoupled
+        decay).
         """
         beta1, beta2 = spec.betas
         rest1, rest2 = 1.0 - beta1, 1.0 - beta2
         decay = 0.0 if self.decays_weight else step.weight_decay
         gradient = step.gradient + decay * step.weight
-        # The clip rounds its coefficient and the product; a decay by the gradient its rate, a product and a sum.
+        # The clip rounds its coefficient and a product. Decay in the gradient rounds the rate, a product
+        # and a sum.
         size = 2.0 * step.gradient.abs()
         if decay:
             size = size + step.gradient.abs() + 3.0 * decay * step.weight.abs()
@@ -72,17 +74,18 @@ class AdamKind(OptimizerKind):
             terms = [Term("exp_avg", beta1, mean), Term("gradient", rest1, step.gradient)]
             if not self.decays_weight:
                 terms.append(Term("weight decay", rest1 * decay, step.weight))
-            # lerp rounds its weight, a difference that is no larger than both together, and their product.
+            # lerp rounds its weight, a difference (at most the sum of both magnitudes), and their product.
             lerp = 3.0 * rest1 * (mean.abs() + gradient.abs())
-            # torch's fused kernel on CUDA rounds beta to float32 and has m = beta * m + (g - beta * g).
+            # torch's fused CUDA kernel rounds beta to float32 and computes m = beta * m + (g - beta * g).
             options = beta1 * (mean.abs() + gradient.abs())
             found.append(Recomputed("exp_avg", terms, lerp + rest1 * size, options))
         if "exp_avg_sq" in step.after:
             terms = [Term("exp_avg_sq", beta2, square), Term("squared gradient", rest2, gradient * gradient)]
-            # Rounded: the option and the decayed moment; the option, the square and their product.
+            # Roundings: the option and the decayed moment; the option, the square and their product.
             added = rest2 * gradient.abs() * (3.0 * gradient.abs() + 2.0 * size)
             options = beta2 * (square.abs() + gradient * gradient)
-            # Where gradient and decay cancel, their sum is of the size of its own rounding, and so is its square's.
+            # Where gradient and decay cancel, their sum is as small as its rounding error, and so is its
+            # square.
             squared = rest2 * size * size if decay else 0.0
             rounded = 2.0 * beta2 * square.abs() + added
             found.append(Recomputed("exp_avg_sq", terms, rounded, options, squared=squared))
@@ -94,18 +97,19 @@ class AdamKind(OptimizerKind):
         powers = [beta**step.number for beta in spec.betas]
         correction1, correction2 = (1.0 - power for power in powers)
         mean, square = (step.after[name] for name in self.moments)
-        # A second moment below zero gives NaN, which no bound allows.
+        # A negative second moment gives NaN, which no bound allows.
         moved = (mean / correction1) / ((square / correction2).sqrt() + spec.eps)
         terms = [Term("step", -step.lr, moved)]
-        # Rounded: the root, its correction and their quotient, epsilon and the sum with it, the quotient of the
-        # moments, the rate and the product with it.
+        # Roundings: the root, its correction and their quotient; epsilon and the sum; the quotient of the
+        # moments; the rate and its product.
         rounded = 8.0 * step.lr * moved.abs()
-        # The fused kernel on CUDA takes powers of rounded betas: as many roundings as steps, and powf's own error of
-        # 4 units in the last place, which are 8 roundings. The correction of the second moment is under a root.
+        # The fused CUDA kernel takes powers of rounded betas: one rounding per step, and 8 for powf's own
+        # error of 4 units in the last place. The correction of the second moment is under a root, which
+        # halves its error.
         lost1, lost2 = ((step.number + 8.0) * power / (1.0 - power) for power in powers)
         options = (lost1 + 0.5 * lost2) * step.lr * moved.abs()
         if self.decays_weight:
-            # Also where the options have none: a decay that is there all the same is then measured.
+            # Kept for a decay of 0: the fit then measures a decay that should not be there.
             terms.append(Term("weight decay", -step.lr * step.weight_decay, step.weight))
         smallest, shrunk_by = 4.0 + 4.0 * step.lr / spec.eps, None
         if self.decays_weight and step.weight_decay:
@@ -115,7 +119,7 @@ class AdamKind(OptimizerKind):
     def find_grammar(
         self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
     ) -> Grammar | None:
-        """Return that of a moment, or of the change of the weight; see `OptimizerKind`."""
+        """Return the formula of a moment or of the weight change; see `OptimizerKind`."""
         if name != WEIGHT:
             moment = AdamMoment(spec, step, name, actual, solve, decays=not self.decays_weight)
             return moment.grammar()
@@ -124,7 +128,7 @@ class AdamKind(OptimizerKind):
         return AdamStep(spec, step, actual, solve, decays_weight=self.decays_weight).grammar()
 
     def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
-        """Return the change with the bias corrections of the steps `number`; see `OptimizerKind`."""
+        """Return the weight change with the bias corrections of step `number`; see `OptimizerKind`."""
         if not set(self.moments) <= set(step.after):
             return None
         mean, square = (step.after[name] for name in self.moments)
@@ -133,7 +137,7 @@ class AdamKind(OptimizerKind):
         return moved - step.lr * step.weight_decay * step.weight if self.decays_weight else moved
 
     def list_correction_factors(self, spec: Optimizer, number: int) -> Mapping[StepChange, float]:
-        """Return those of Adam's formula; see `OptimizerKind`."""
+        """Return the factors of Adam's formula; see `OptimizerKind`."""
         return list_correction_factors(spec, number)
 
 

@@ -31,14 +31,14 @@ class _Sgd(OptimizerKind):
         return {self.moments[0]: spec.momentum}
 
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
-        """Return the momentum, where there is one, and the change of the weight; see `OptimizerKind`.
+        """Return the momentum, if any, and the weight change; see `OptimizerKind`.
 
-        The first step takes the gradient itself for its momentum, as torch does (no dampening).
+        In the first step the momentum is the gradient itself, as in torch (no dampening).
         """
         decay = step.weight_decay
-        # The decay also where the options have none: one that is there all the same is then measured.
+        # The decay term is kept for a decay of 0: the fit then measures a decay that should not be there.
         direction = [Term("gradient", 1.0, step.gradient), Term("weight decay", decay, step.weight)]
-        # The clip rounds its coefficient and the product; a decay its rate, a product and a sum.
+        # The clip rounds its coefficient and a product. A decay rounds its rate, a product and a sum.
         rounded = 2.0 * step.gradient.abs()
         if decay:
             rounded = rounded + step.gradient.abs() + 3.0 * decay * step.weight.abs()
@@ -48,7 +48,7 @@ class _Sgd(OptimizerKind):
             terms = list(direction)
             if momentum in step.before:
                 terms.insert(0, Term("momentum", spec.momentum, step.before[momentum]))
-                # The option, and the product with it.
+                # Roundings: the option and its product.
                 rounded = rounded + 2.0 * spec.momentum * step.before[momentum].abs()
             found.append(Recomputed(momentum, terms, rounded))
             direction = [Term("momentum", 1.0, step.after[momentum])]
@@ -56,14 +56,14 @@ class _Sgd(OptimizerKind):
         elif spec.momentum:
             return []
         moved = [Term(term.name, -step.lr * term.coefficient, term.values) for term in direction]
-        # The rate, and the product with it.
+        # Roundings: the rate and its product.
         size = sum((abs(term.coefficient) * term.values.abs() for term in moved), rounded * 0.0)
         return [*found, Recomputed(WEIGHT, moved, step.lr * rounded + 2.0 * size)]
 
     def find_grammar(
         self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
     ) -> Grammar | None:
-        """Return that of the momentum, or of the change of the weight; see `OptimizerKind`."""
+        """Return the formula of the momentum or of the weight change; see `OptimizerKind`."""
         if name != WEIGHT:
             return SgdMomentum(spec, step, actual, solve).grammar()
         return SgdStep(spec, step).grammar()
