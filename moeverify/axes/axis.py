@@ -45,11 +45,11 @@ def in_experts(tensor: str) -> bool:
 class Divided:
     """Tensors that the ranks of an axis hold different parts of.
 
-    They are all tensors of `kind`, or those of one `part` of the model. The check `sharding` verifies this
-    wherever `applies` returns True. With part `experts` the axis makes no claim about other parameters,
-    although its ranks may hold different shards of them for another reason; the reverse holds for `others`.
-    Each module of the reference model that matches a pattern of `modules` contains divided tensors. With
-    `once`, each of these modules is on a single rank of a group.
+    They are all tensors of `kind`, or only the ones in a `part` of the model. The check `sharding` verifies
+    this wherever `applies` returns True. With part `experts` the axis makes no claim about other
+    parameters, although its ranks may hold different shards of them for another reason; the reverse holds
+    for `others`. Each module of the reference model that matches a pattern of `modules` contains divided
+    tensors. With `once`, each of these modules is on a single rank of a group.
     """
 
     kind: Literal[Kind.TOKEN_LOSS, Kind.INITIAL_WEIGHT]

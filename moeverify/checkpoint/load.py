@@ -46,9 +46,12 @@ def load(
     that no rank requests are an error too, unless they begin with `optional`. Collective: all ranks of
     `group`, by default all ranks.
 
-    Raises: FormatError with the file and the key when the folder is no complete checkpoint, a file is
-    missing, truncated or damaged, a key is missing or superfluous, a shape or dtype does not fit, or the
-    state belongs to another recipe.
+    Raises: FormatError, with the file and the key, when
+    - the folder is no complete checkpoint;
+    - a file is missing, truncated or damaged;
+    - a key is missing or superfluous;
+    - a shape or dtype does not fit;
+    - the state belongs to another recipe.
     """
     folder = folder.resolve()
     parts, state = list_parts(tensors)

@@ -31,7 +31,7 @@ _MOST_ANCHORS = 64
 
 @dataclass(frozen=True)
 class Place:
-    """A logical tensor and the region of it whose values equal those of a local tensor under `view`."""
+    """A logical tensor and the region of it whose values equal a local tensor seen through `view`."""
 
     name: str
     region: Region

@@ -1,11 +1,11 @@
 """Pipeline parallelism: consecutive layers on the ranks of the pp axis, run by torch.distributed.pipelining.
 
 Forward, stage s of n: h_s = layers_s(h_{s-1}). A vector of losses travels with the hidden states: l_s =
-l_{s-1} + own_s. The final loss, lm(h_n) + sum(l_n), is therefore that of the whole model, and its gradient
-reaches the routers of every stage together with the gradient of h.
+l_{s-1} + own_s. The final loss, lm(h_n) + sum(l_n), is therefore the loss of the whole model, and its
+gradient reaches the routers of every stage together with the gradient of h.
 
-Backward: the transposed sends. Zero-bubble schedules compute the gradients of a stage's inputs first and
-those of its weights later.
+Backward: the transposed sends. Zero-bubble schedules compute the gradients of a stage's inputs first and of
+its weights later.
 
 The schedule's own division of gradients by the number of micro-batches is off, because losses are already
 divided by the token count of the global batch. A tied embedding is on the first and the last stage, each

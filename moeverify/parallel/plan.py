@@ -91,7 +91,7 @@ def parallelize(
     """Return the model under the layout, with its values filled in; it must be on the meta device.
 
     `fill` is called once, with a model whose parameters are allocated on `device`. `compute` is the dtype
-    of the arithmetic and defaults to that of the parameters; only FSDP2 supports a different one.
+    of the arithmetic and defaults to the parameters' dtype; only FSDP2 supports a different one.
     Collective: all ranks.
     """
     placed = _shard_model(model, layout, meshes)
@@ -273,7 +273,7 @@ def list_reductions(
     meshes: Meshes,
     partial_names: Mapping[str, set[str]],
 ) -> list[Reduction]:
-    """Return the reductions that no wrapper performs: over tp and etp, and those of experts.
+    """Return the reductions that no wrapper performs: over tp and etp, and for experts.
 
     `partial_names` lists, for each axis, the parameters to sum over it.
     """

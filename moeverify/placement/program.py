@@ -12,9 +12,9 @@ Variables:
 Loads are in units of the mean load, which keeps HiGHS's tolerances small in comparison.
 
 With even sources the load of a replica follows from its option. Otherwise a replica keeps the copies of its
-own rank, and the rest is divided evenly. With A the ranks of the replicas on a node, replica r has the load
-src[r] + (total - sum over A of src) / k, where the sum is linear in z. This is a lower bound on g where
-z[o, r] = 1.
+own rank, and the rest is divided evenly. Let A be the ranks of the replicas on a node. Replica r then has
+the load src[r] + (total - sum over A of src) / k, where the sum is linear in z. This is a lower bound on g
+where z[o, r] = 1.
 
 Notation: E experts, R ranks, N nodes, G ranks per node, S slots per rank.
 """

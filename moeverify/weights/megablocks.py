@@ -2,7 +2,7 @@
 
 Notation: E experts, H hidden, F expert hidden. `experts.mlp.w1` (gate), `v1` (up) and `w2` (down) are (E *
 F, H). Expert e has F rows starting at e * F; rows of `w2` are the columns of its down projection. Keys
-below `layers.N.moe.` are those of a `dMoE` with `mlp_type="glu"`. All other tensors have our FQNs.
+below `layers.N.moe.` are the keys of a `dMoE` with `mlp_type="glu"`. All other tensors have our FQNs.
 
 Source: megablocks 0.10.0, layers/glu.py and layers/router.py.
 """
