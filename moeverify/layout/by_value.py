@@ -86,12 +86,12 @@ def place_by_value(
     """Return this rank's shards of the parameters, and the tensors whose place is not certain.
 
     `tensors` are the local tensors and `whole` the initial values of all parameters, both by name. `names`
-    and `regions` give the parameter and the region of a local tensor where they are known; they are not
-    checked.
+    limits the search for a local tensor to one parameter. `regions` gives the known region of a local tensor,
+    whose values are then not checked.
 
     Where values occur in several parameters, these are preferred in order: the parameter of the tensor's
-    own name, then the parameter of its module with a similar name (see `find_namesake`). A namesake is not
-    preferred if it has the values only in another shape while another parameter has them unchanged. If
+    own name, then the parameter of its module with a similar name (see `find_namesake`). The place is
+    not certain if a namesake has the values only in another shape and another parameter has them unchanged. If
     values occur nowhere else, a tensor with the name and shape of a parameter is that parameter, whatever
     its values are. If values occur at several places of one parameter, adjacent indices are preferred.
 
