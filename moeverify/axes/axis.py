@@ -1,7 +1,8 @@
-"""A mesh axis as data: its degree, the views that it is a factor of, what it divides, and what it goes together with.
+"""Descriptor of a mesh axis: its degree, its views, the tensors it divides, and its rules.
 
-Everything that is said of an axis stands in its descriptor. Meshes, groups, claims and rules are derived from the
-descriptors in `moeverify.axes.registry`, so a new axis is a descriptor, a line there, and a field of the schema.
+A descriptor contains all facts about its axis. Meshes, groups, claims and rules are derived from the
+descriptors in `moeverify.axes.registry`. To add an axis, write a descriptor, register it there, and add a
+field to the schema.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def always(_: Case) -> bool:
 
 
 def every_tensor(_: str) -> bool:
-    """Return True: an axis that has to do with all tensors."""
+    """Return True: the axis affects all tensors."""
     return True
 
 
@@ -42,12 +43,13 @@ def in_experts(tensor: str) -> bool:
 
 @dataclass(frozen=True)
 class Divided:
-    """What the ranks of an axis hold different parts of: the tensors of a kind, or those of one part of the model.
+    """Tensors that the ranks of an axis hold different parts of.
 
-    The check `sharding` holds the layout to it wherever `applies` says so. Of an axis that cuts experts alone the
-    other parameters say nothing, although its ranks may hold different shards of them for another reason; and the
-    other way round. `modules` are patterns of modules of the reference model in each of which something is divided;
-    with `once` each of these is on one rank of a group alone.
+    They are all tensors of `kind`, or only the ones in a `part` of the model. The check `sharding` verifies
+    this wherever `applies` returns True. With part `experts` the axis makes no claim about other
+    parameters, although its ranks may hold different shards of them for another reason; the reverse holds
+    for `others`. Each module of the reference model that matches a pattern of `modules` contains divided
+    tensors. With `once`, each of these modules is on a single rank of a group.
     """
 
     kind: Literal[Kind.TOKEN_LOSS, Kind.INITIAL_WEIGHT]
@@ -61,8 +63,8 @@ class Divided:
 class Size:
     """A size of the reference model that the degree of an axis must divide.
 
-    `path` is that of the field below `recipe`; `meaning` says what it counts. Where the field `unless` of the layout
-    is set, nothing need be divided.
+    `path` is the path of the field below `recipe`; `meaning` is a phrase for messages. If the layout sets
+    the field `unless`, the rule does not apply.
     """
 
     path: str
@@ -74,16 +76,19 @@ class Size:
 class Axis:
     """One axis of the device mesh.
 
-    `size` is the number of ranks along it, and `views` lists the factorizations of the world that it is a factor of
-    (see `moeverify.axes.mesh`). `degree` names the field of the layout that sets it; a derived axis has none.
+    `size` returns the number of ranks along the axis, and `views` the factorizations of the world that
+    contain it (see `moeverify.axes.mesh`). `degree` names the layout field that sets it; a derived axis has
+    none.
 
-    `batch_dim` is the dim of the global batch that it splits. To a model that moeverify did not write it is applied
-    by torch's own wrappers (`wrapped`), `by function` of the user's, or not at all (`custom_models`). An axis that
-    `places_experts` is about experts alone, and the tokens that travel to them.
+    `batch_dim` is the dim of the global batch that the axis splits. `custom_models` says how the axis
+    applies to a model that moeverify did not write: by torch's wrappers (`wrapped`), by a user's function
+    (`by function`), or not at all (`no`). An axis that `places_experts` concerns only experts and the
+    tokens dispatched to them.
 
-    A diagnosis calls the axis by its `label`, of the tensors for which `affects` is true; `is_factor` says whether a
-    wrong factor may come from its size. A union of other axes is named only where no axis has the same groups.
-    `is_varied` lets another degree be proposed to tell it apart from an axis of the same size.
+    A diagnosis uses `label` as the name of the axis, for tensors for which `affects` returns True.
+    `is_factor` is whether a wrong factor may come from its size. A union of other axes (`is_union`) is
+    named only if no axis has the same groups. `is_varied` allows proposing another degree, to distinguish
+    the axis from one of the same size.
     """
 
     name: str

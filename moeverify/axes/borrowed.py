@@ -1,4 +1,4 @@
-"""The ranks that ep and etp regroup: those of other axes, within one pipeline stage."""
+"""The ranks that ep and etp borrow from other axes, within one pipeline stage."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from moeverify.errors import Problem
 def lenders(layout: Layout) -> Mapping[str, int]:
     """Return the axes whose ranks hold experts, with their degrees.
 
-    Within one replica, unless data parallelism is DDP: it shards nothing, so the replicas are what is lent.
+    These are the axes within one replica. DDP shards nothing, so with DDP the replicas are borrowed too.
     """
     replicas = {"dp_replicate": layout.dp_replicate} if layout.data_parallel == "ddp" else {}
     return {**replicas, "dp_shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp}
 
 
 def count_lent(layout: Layout) -> int:
-    """Return how many ranks ep and etp regroup."""
+    """Return the number of ranks that ep and etp regroup."""
     return math.prod(lenders(layout).values())
 
 
 def count_holders(layout: Layout) -> int:
-    """Return how many ranks hold a copy or a shard of the same slice of an expert: the size of edp or efsdp."""
+    """Return the number of ranks with a copy or shard of the same expert slice: the size of edp or efsdp."""
     return count_lent(layout) // (layout.ep * layout.expert_tp)
 
 
@@ -51,7 +51,7 @@ def needs_experts(degree: str) -> Rule:
     *(f"layout.{name}" for name in ("ep", "etp", "tp", "cp", "data_parallel", "dp_replicate", "dp_shard"))
 )
 def borrowed_ranks(case: Case) -> Iterator[Problem]:
-    """Expert parallelism adds no ranks: ep x etp divides the ranks that there are."""
+    """Expert parallelism adds no ranks: ep x etp must divide the number of borrowed ranks."""
     layout = case.layout
     num_lent = count_lent(layout)
     if num_lent % (layout.ep * layout.expert_tp) == 0:

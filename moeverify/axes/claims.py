@@ -1,4 +1,4 @@
-"""What a layout claims to divide, axis by axis; a check holds it to that."""
+"""Claims of a layout about the tensors that each axis divides; the check `sharding` verifies them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from moeverify.case.schema import Case
 from moeverify.results.checks import Kind
 
 EXPERTS = ".experts."
-"""What the names of experts' parameters have in them."""
+"""Substring of the names of all expert parameters."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That the tensors of a kind, or of one part of the model, are divided over each of these groups of ranks.
+    """The claim that tensors of a kind, or of one part of the model, are divided over groups of ranks.
 
-    Some of them are in each module that one of the patterns of `modules` fits. With `once` each of these modules is
-    on one rank of a group alone.
+    Every module that matches a pattern of `modules` contains some of these tensors. With `once`, each of
+    these modules is on a single rank of a group.
     """
 
     kind: str
@@ -31,19 +31,19 @@ class Claim:
     once: bool = False
 
     def find_module(self, name: str) -> str | None:
-        """Return the module of `modules` that a tensor is in."""
+        """Return the module that contains a tensor and matches a pattern of `modules`, or None."""
         parts = name.split(".")
         around = (".".join(parts[:count]) for count in range(1, len(parts)))
         return next((each for each in around if any(_fits(each, pattern) for pattern in self.modules)), None)
 
     def covers(self, key: tuple[int, str, str]) -> bool:
-        """Return whether the claim is about this tensor."""
+        """Return whether the claim applies to a tensor with the key (step, kind, name)."""
         _, kind, name = key
         return kind == self.kind and (self.part == "all" or (EXPERTS in name) == (self.part == "experts"))
 
 
 def _fits(module: str, pattern: str) -> bool:
-    """Return whether a module has the name of a pattern, in which `*` is one part of a name."""
+    """Return whether a module name matches a pattern, in which `*` is one component."""
     parts, wanted = module.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -58,7 +58,7 @@ def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
         if divided.kind == Kind.TOKEN_LOSS and not _shows_token_losses(case):
             continue
         if divided.kind == Kind.INITIAL_WEIGHT and case.layout.parallelize is not None:
-            continue  # how a user's own code divides parameters is not ours to say
+            continue  # a user's own code may divide parameters in any way
         view = plan.view_of(axis.name)
         if view.axes[axis.name] > 1:
             groups = view.groups(axis.name)
@@ -67,5 +67,5 @@ def axis_claims(case: Case, plan: MeshPlan) -> Mapping[str, Claim]:
 
 
 def _shows_token_losses(case: Case) -> bool:
-    """Return whether the run shows the loss of each token; a user's own step computes it where nobody sees it."""
+    """Return whether the run exposes the loss of each token; a user's own step does not."""
     return case.recipe.step is None and case.recipe.model.gives_token_losses

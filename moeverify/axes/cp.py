@@ -1,6 +1,7 @@
-"""The axis of context parallelism: its ranks see other positions of the same rows.
+"""The axis of context parallelism: its ranks process different positions of the same rows.
 
-Which positions, and what they must be a multiple of, is said by the chosen `context_parallel`.
+The chosen `context_parallel` defines the split of positions and the required divisor of the sequence
+length.
 """
 
 from __future__ import annotations

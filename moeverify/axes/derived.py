@@ -1,9 +1,9 @@
-"""The axes that no field of a layout sets: products and quotients of those that are set.
+"""Derived axes, which no layout field sets: products and quotients of the other axes.
 
-- `fsdp` = dp_shard * cp: the ranks over which FSDP shards parameters outside the experts;
-- `loss` = dp_replicate * dp_shard * cp: the ranks whose losses add up to the loss of the global batch;
-- `efsdp`: the ranks over which FSDP shards the experts that they share, after ep and etp have divided them;
-- `edp`: under DDP the ranks that hold copies of the same experts.
+- `fsdp` = dp_shard * cp: the ranks over which FSDP shards parameters outside the experts.
+- `loss` = dp_replicate * dp_shard * cp: the ranks whose losses add up to the loss of the global batch.
+- `efsdp`: the ranks over which FSDP shards experts, after ep and etp have divided them.
+- `edp`: under DDP, the ranks that hold copies of the same experts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def _shards_parameters(case: Case) -> bool:
 
 
 def _shards_experts(case: Case) -> bool:
-    # Over one data rank nothing is sharded, and ranks of tp may hold the same experts.
-    # Placed experts are whole on each rank.
+    # With one data rank nothing is sharded, and several tp ranks may hold the same experts. Placed experts
+    # are whole on each rank.
     if is_placed(case.layout):
         return False
     return has_experts(case) and case.layout.ep > 1 and case.layout.data_ranks * case.layout.cp > 1

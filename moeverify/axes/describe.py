@@ -1,4 +1,4 @@
-"""A layout in a few words, for tables and reports."""
+"""Short text for a layout, for tables and reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moeverify.case.schema import Layout
 
 
 def describe_layout(layout: Layout) -> str:
-    """Return for example `hsdp 2x2 + cp 2 + ep 4`; `one device` if nothing is divided."""
+    """Return a text such as `hsdp 2x2 + cp 2 + ep 4`; `one device` if nothing is divided."""
     parts = [_describe_data(layout)] if layout.data_ranks > 1 else []
     if layout.pp > 1:
         parts.append(_describe_pipeline(layout))
@@ -73,7 +73,7 @@ def _describe_pipeline(layout: Layout) -> str:
 
 def _describe_data(layout: Layout) -> str:
     kind = layout.data_parallel
-    if layout.parallelize is not None:  # what the user's code makes of these ranks is its own
+    if layout.parallelize is not None:  # the user's code decides how to use these ranks
         both = layout.dp_replicate > 1 and layout.dp_shard > 1
         return f"dp {layout.dp_replicate}x{layout.dp_shard}" if both else f"dp {layout.data_ranks}"
     name = (

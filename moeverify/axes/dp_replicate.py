@@ -1,4 +1,4 @@
-"""The axis of data-parallel replicas: its ranks see other rows and hold copies of all parameters."""
+"""The axis of data-parallel replicas: its ranks process different rows and hold copies of all parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.checks import Kind
 
 
 def _views(layout: Layout) -> Sequence[ViewName]:
-    # DDP shards nothing, so experts borrow the replicas themselves: edp takes their place in the sparse view.
+    # DDP shards nothing, so experts borrow the replicas themselves: edp replaces them in the sparse view.
     return ("data", "dense") if layout.data_parallel == "ddp" else ("data", "dense", "sparse")
 
 

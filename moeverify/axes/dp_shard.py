@@ -1,4 +1,4 @@
-"""The axis of data-parallel shards: its ranks see other rows, and with cp they are the axis fsdp."""
+"""The axis of data-parallel shards: its ranks process different rows; with cp they form the axis fsdp."""
 
 from __future__ import annotations
 

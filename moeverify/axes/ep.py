@@ -1,6 +1,6 @@
-"""The axis of expert parallelism: its ranks hold other experts, and tokens travel between them.
+"""The axis of expert parallelism: its ranks hold different experts and exchange tokens.
 
-It adds no ranks but regroups those of other axes within a pipeline stage (`moeverify.axes.borrowed`).
+It adds no ranks. It regroups ranks of other axes within a pipeline stage (`moeverify.axes.borrowed`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moeverify.results.checks import Kind
 
 
 def _divides_experts(case: Case) -> bool:
-    """Return whether the ranks hold different experts: a placement may put all of them everywhere."""
+    """Return whether the ranks hold different experts; a placement may put all experts on all ranks."""
     model = case.recipe.model.reference
     placement = None if model is None or model.moe is None else find_placement(case.layout, model)
     if placement is None:

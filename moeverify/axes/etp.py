@@ -1,6 +1,7 @@
-"""The axis of expert tensor parallelism: its ranks hold shards of the hidden units of the same experts.
+"""The axis of expert tensor parallelism: its ranks hold shards of the same experts' hidden units.
 
-Its ranks are those of tp, or borrowed like those of ep. Left out, `etp` is `tp` where there is no ep, else 1.
+Its ranks are the ranks of tp, or borrowed like the ranks of ep. The default of `etp` is `tp` without ep,
+else 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which ranks of the ep axis hold which experts: `layout.placement` for a model, and what it goes together with."""
+"""The placement of experts on the ranks of ep: `layout.placement` for a model, and its rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def list_moe_layers(model: ReferenceModel) -> tuple[int, ...]:
 
 
 def find_placement(layout: Layout, model: ReferenceModel) -> Placement | None:
-    """Return which rank of ep holds which experts in each MoE layer at first; None where a layout says nothing of it.
+    """Return the initial placement of experts on ep in each MoE layer, or None without a placement.
 
     The layout must have been validated.
     """
@@ -33,12 +33,12 @@ def find_placement(layout: Layout, model: ReferenceModel) -> Placement | None:
 
 
 def list_exchanges(layout: Layout, model: ReferenceModel) -> dict[int, Placement]:
-    """Return the placements that experts go to during training, by the number of steps after which."""
+    """Return the placements that experts move to during training, by the number of completed steps."""
     return {int(after): spell_out(given, layout.ep, model) for after, given in layout.exchange.items()}
 
 
 def spell_out(given: Given, num_ranks: int, model: ReferenceModel) -> Placement:
-    """Return what a field gives as a placement with a matrix for each MoE layer of the model."""
+    """Return the value of a placement field as a placement with a matrix for each MoE layer."""
     assert model.moe is not None
     layers, num_experts = list_moe_layers(model), model.moe.num_experts
     if isinstance(given, str):
@@ -49,7 +49,7 @@ def spell_out(given: Given, num_ranks: int, model: ReferenceModel) -> Placement:
 
 
 def is_placed(layout: Layout) -> bool:
-    """Return whether a layout says where experts are, instead of equal blocks that stay."""
+    """Return whether a layout defines the location of experts, instead of fixed equal blocks."""
     return layout.placement is not None or bool(layout.exchange) or layout.rebalance is not None
 
 
@@ -57,7 +57,7 @@ def is_placed(layout: Layout) -> bool:
     "layout.ep", FIELD, EXCHANGE, REBALANCE, "recipe.steps", "recipe.model.moe.num_experts", *MODEL_OF_LAYOUT
 )
 def fitting_placement(case: Case) -> Iterator[Problem]:
-    """A placement names every expert of the model, and a rank of ep in each row."""
+    """A placement contains every expert of the model and has one row for each rank of ep."""
     layout, model = case.layout, own_model(case)
     if not is_placed(layout):
         return
@@ -77,7 +77,7 @@ def fitting_placement(case: Case) -> Iterator[Problem]:
 
 
 def _check_rebalance(layout: Layout, num_steps: int, model: ReferenceModel) -> Iterator[Problem]:
-    """Yield why the placements of a run cannot be solved from its load."""
+    """Yield the problems that prevent solving placements from the load of the run."""
     spec = layout.rebalance
     if spec is None:
         return
@@ -103,7 +103,7 @@ def _check_rebalance(layout: Layout, num_steps: int, model: ReferenceModel) -> I
 
 
 def _list_rows(given: Given | None) -> Iterator[Sequence[int]]:
-    """Yield the rows of all matrices that a field gives; those of a strategy fit wherever experts do."""
+    """Yield the rows of all given matrices; a named strategy yields none, because it always fits."""
     if isinstance(given, str) or given is None:
         return
     for matrix in given.values() if isinstance(given, dict) else (given,):
@@ -128,11 +128,11 @@ def _check_after(after: str, num_steps: int) -> Iterator[Problem]:
 
 
 def check_given(given: Given, path: str, num_ranks: int, model: ReferenceModel) -> Iterator[Problem]:
-    """Yield what is wrong with what the field at `path` gives."""
+    """Yield the problems of the placement given by the field at `path`."""
     assert model.moe is not None
     layers, num_experts = list_moe_layers(model), model.moe.num_experts
     if isinstance(given, str):
-        # A file that could not be read is still called by its name, and has been blamed.
+        # A file that could not be read keeps its name here, and has been reported already.
         if given not in STRATEGIES and not given.endswith(FILE_ENDINGS):
             remedy = (
                 f"write {enumerate_names(list(STRATEGIES))}, a matrix, or the name of a file (.yaml, .json)"
@@ -164,7 +164,7 @@ def _check_layers(given: dict[str, ExpertMatrix], path: str, layers: Sequence[in
 
 @reading(FIELD, EXCHANGE, REBALANCE, "layout.experts", "layout.etp", "layout.tp", "layout.ep")
 def supported_placement(case: Case) -> Iterator[Problem]:
-    """A placed expert is whole on each of its ranks, in our own weights."""
+    """A placed expert is whole on each of its ranks, in moeverify's own weights."""
     layout = case.layout
     if not is_placed(layout):
         return

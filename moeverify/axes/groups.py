@@ -1,6 +1,6 @@
-"""The mesh axes that a diagnosis may name: their groups, their degrees, and for which tensors each says anything.
+"""Mesh axes that a diagnosis may name: their groups, their degrees, and the tensors they affect.
 
-No torch: the controller asks too, for layouts that have not run.
+No torch: the controller uses this too, for layouts that have not run.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from moeverify.axes.mesh import MeshPlan
 from moeverify.axes.registry import AXES, AXIS_OF
 from moeverify.case.schema import Case, Layout
 
-# What a loss may be divided by: all tokens of the global batch, and those that are no padding.
+# Possible divisors of a loss: all tokens of the global batch, and those that are not padding.
 TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
 ROWS = "rows of the batch"
 
-# What initial values are scaled by: projections back into the residual stream by its branches, all by a fan or both.
+# Possible scales of initial values: residual projections by their branches, any weight by its fans.
 BRANCHES = "residual branches (2 a layer)"
 WEIGHT_ROWS, WEIGHT_COLUMNS = "rows of the weight", "columns of the weight"
 BOTH_FANS = "rows and columns of the weight"
 HALVES = {size: f"half of the {size}" for size in (WEIGHT_ROWS, WEIGHT_COLUMNS, BOTH_FANS)}
 
-# Integers that are no axes, and of which tensors they can be a factor.
+# Integers that are not axes, and the tensors that they can be a factor of.
 LAYERS = "layers"
 TIED_USES, TOP_K, EXPERTS = "uses of the tied weight", "top_k", "experts"
 _OF_TENSORS = {TIED_USES: "embed.weight", TOP_K: "*.moe.*"}
@@ -32,10 +32,10 @@ Groups = Mapping[str, Sequence[Sequence[int]]]
 
 
 def list_groups(case: Case) -> dict[str, list[list[int]]]:
-    """Return the groups of ranks of every axis with more than one rank, those of the data first.
+    """Return the rank groups of every axis with more than one rank, the data axes first.
 
-    Unions of axes, `fsdp` (dp_shard and cp together) and `loss ranks` (all that see other tokens), come last, where
-    they are not one of the others.
+    Unions of axes come last, unless another axis has the same groups: `fsdp` (dp_shard and cp together) and
+    `loss ranks` (all ranks with different tokens).
     """
     plan = MeshPlan.of(case.layout)
     found = {axis: plan.data.groups(axis) for axis, size in plan.data.axes.items() if size > 1}
@@ -57,11 +57,11 @@ def _list_unions() -> list[tuple[str, str]]:
 
 
 def list_degrees(case: Case) -> dict[str, int]:
-    """Return the sizes that a factor may come from; those of expert axes only where there are experts."""
+    """Return the sizes that a factor may come from; expert axes only where experts are divided separately."""
     plan = MeshPlan.of(case.layout)
     axes = {**(plan.sparse.axes if cuts_experts_apart(case) else {}), **plan.data.axes}
     degrees = {axis: size for axis, size in axes.items() if size > 1}
-    named = set(plan.data.axes.values())  # an expert axis of the size says nothing of other tensors
+    named = set(plan.data.axes.values())  # an expert axis of the same size does not explain other tensors
     unions = {
         label: plan.view_of(name).axes[name] for name, label in _list_unions() if AXIS_OF[name].is_factor
     }
@@ -78,7 +78,7 @@ def list_degrees(case: Case) -> dict[str, int]:
 
 
 def list_loss_counts(case: Case) -> dict[str, int]:
-    """Return the integers of a recipe, beside the axes, that a loss term is divided or multiplied by."""
+    """Return the integers of a recipe, besides axes, that may divide or multiply a loss term."""
     data, reference = case.recipe.data, case.recipe.model.reference
     counts = {ROWS: data.batch, "positions of a row": data.seq_len}
     counts[TOKENS] = data.batch * data.seq_len
@@ -89,7 +89,7 @@ def list_loss_counts(case: Case) -> dict[str, int]:
 
 
 def list_module_counts(case: Case) -> dict[str, int]:
-    """Return the integers, beside the axes, that code inside a module may multiply with by mistake."""
+    """Return the integers, besides axes, that code inside a module may multiply with by mistake."""
     reference = case.recipe.model.reference
     if reference is None:
         return {}
@@ -101,19 +101,19 @@ def list_module_counts(case: Case) -> dict[str, int]:
 
 
 def cuts_experts_apart(case: Case) -> bool:
-    """Return whether there may be experts, and they are cut over other ranks than everything else is."""
+    """Return whether there may be experts that are divided over other ranks than the rest of the model."""
     layout = case.layout
     return case.recipe.model.may_have_experts and (layout.ep > 1 or layout.expert_tp != layout.tp)
 
 
 def axis_affects(case: Case, axis: str, tensor: str) -> bool:
-    """Return whether an axis has to do with a tensor: expert axes with what is inside a MoE block alone.
+    """Return whether an axis affects a tensor; expert axes affect only tensors inside a MoE block.
 
-    What a user's own model calls its experts is not known here, so there every axis may matter. Names that are no
-    axes (`micro-batches`) matter to every tensor.
+    The names of experts in a user's own model are unknown, so there every axis may matter. Names that are
+    not axes (`micro-batches`) affect every tensor.
     """
     if axis == "etp" and not cuts_experts_apart(case):
-        return False  # its ranks are those of tp
+        return False  # its ranks are the ranks of tp
     if axis in _OF_TENSORS:
         return fnmatchcase(tensor, _OF_TENSORS[axis])
     if axis in _OF_MODULES:
@@ -123,7 +123,7 @@ def axis_affects(case: Case, axis: str, tensor: str) -> bool:
 
 
 def name_ranks(case: Case, ranks: Sequence[int]) -> str:
-    """Return the axis whose group these ranks are, or the ranks."""
+    """Return the name of the axis that has these ranks as a group, or a list of the ranks."""
     wanted = list(ranks)
     if len(wanted) == case.layout.world_size and len(wanted) > 1:
         single = [axis for axis, groups in list_groups(case).items() if list(groups) == [wanted]]
@@ -133,9 +133,9 @@ def name_ranks(case: Case, ranks: Sequence[int]) -> str:
 
 
 def find_source(layout: Layout, rank: int) -> int | None:
-    """Return the coordinate on ep from which a rank sends token copies; None for one that routes those of another.
+    """Return the coordinate on ep from which a rank sends token copies, or None if it sends none of its own.
 
-    Ranks of tp route the same tokens, unless each has positions of its own.
+    Ranks of tp route the same tokens, unless each has its own positions.
     """
     plan = MeshPlan.of(layout)
     if plan.data.coordinates(rank)["tp"] and not layout.slices_tokens:

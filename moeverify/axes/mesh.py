@@ -1,18 +1,18 @@
 """The device mesh of a layout as plain arithmetic: axes, coordinates and groups, without torch.
 
-The same ranks are looked at through several views, each a factorization of the world in row-major order. The
-descriptors in `moeverify.axes` say which view an axis is a factor of:
+A layout has several views. Each view is a factorization of the same world in row-major order. The
+descriptors in `moeverify.axes` list the views of each axis:
 
-- `data`:   pp, dp_replicate, dp_shard, cp, tp      which part of the batch a rank sees
-- `dense`:  pp, dp_replicate, fsdp, tp              how parameters outside the experts are stored;
-                                                    fsdp = dp_shard * cp
-- `sparse`: pp, dp_replicate, efsdp, ep, etp        how expert parameters are stored; ep and etp borrow ranks
-                                                    from dp_shard, cp and tp
-- `loss`:   pp, loss, tp                            loss = dp_replicate * dp_shard * cp, the ranks whose
-                                                    losses add up to the loss of the global batch
+- `data`: pp, dp_replicate, dp_shard, cp, tp. It defines the part of the batch that a rank processes.
+- `dense`: pp, dp_replicate, fsdp, tp, with fsdp = dp_shard * cp. It defines the storage of parameters
+  outside the experts.
+- `sparse`: pp, dp_replicate, efsdp, ep, etp. It defines the storage of expert parameters; ep and etp borrow
+  ranks from dp_shard, cp and tp.
+- `loss`: pp, loss, tp, with loss = dp_replicate * dp_shard * cp. The losses of these ranks add up to the
+  loss of the global batch.
 
-With `data_parallel: ddp` nothing is sharded over the data ranks, so ep borrows from dp_replicate: the sparse
-view is then pp, edp, ep, etp.
+With `data_parallel: ddp` nothing is sharded over the data ranks, so ep borrows from dp_replicate. The
+sparse view is then pp, edp, ep, etp.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MeshPlan:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """Return all views, that of the data first."""
+        """Return all views, the data view first."""
         return self.data, self.dense, self.sparse, self.loss
 
     @property
@@ -79,9 +79,9 @@ class MeshPlan:
         return self.data.world_size
 
     def view_of(self, axis: str) -> View:
-        """Return the first view that an axis is a factor of.
+        """Return the first view that contains an axis.
 
-        Raises: KeyError where no view has it.
+        Raises: KeyError when no view contains it.
         """
         for view in self.views:
             if axis in view.axes:
@@ -89,7 +89,7 @@ class MeshPlan:
         raise KeyError(axis)
 
     def row_share(self, rank: int) -> int:
-        """Return which share of the rows of the global batch a rank sees, counted in the order of the mesh."""
+        """Return the index of a rank's share of the rows of the global batch, in mesh order."""
         place, share = self.data.coordinates(rank), 0
         for axis in DEGREES:
             if axis.batch_dim == "rows":
@@ -97,7 +97,7 @@ class MeshPlan:
         return share
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the rank's coordinates on every axis of more than one rank that a field of the layout sets."""
+        """Return a rank's coordinates on every axis that a layout field sets and that has several ranks."""
         both = self.data.coordinates(rank) | self.sparse.coordinates(rank)
         sizes = {**self.data.axes, **self.sparse.axes}
         names = {axis.name for axis in DEGREES}

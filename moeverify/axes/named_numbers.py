@@ -1,4 +1,4 @@
-"""The numbers of a run that have a name and are no axes: sizes of the model, and options of its recipe. No torch."""
+"""Named numbers of a run that are not axes: model sizes and recipe options. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LAYER = "place of its layer, from 1 on"
 
 
 def list_sizes(case: Case) -> dict[str, float]:
-    """Return the sizes of the reference model; of a user's own none is known."""
+    """Return the sizes of the reference model; empty for a user's own model."""
     model = case.recipe.model.reference
     if model is None:
         return {}
@@ -31,7 +31,7 @@ def list_sizes(case: Case) -> dict[str, float]:
 
 
 def list_options(case: Case) -> dict[str, float]:
-    """Return the options of a recipe that something may be multiplied by."""
+    """Return the options of a recipe that may occur as a factor."""
     recipe, model = case.recipe, case.recipe.model.reference
     beta1, beta2 = recipe.optimizer.betas
     options: dict[str, float] = {

@@ -1,4 +1,4 @@
-"""The axis of pipeline parallelism: its ranks hold other layers, and see the same part of the batch."""
+"""The axis of pipeline parallelism: its ranks hold different layers and process the same rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeverify.results.checks import Kind
 
 @reading(*SCHEDULE_FIELDS, "layout.stage_layers", "layout.parallelize")
 def pipelines(case: Case) -> Iterator[Problem]:
-    """A user's own function is given no mesh of stages, and the fields of a pipeline need one."""
+    """The fields of a pipeline need pp above 1, and a user's own function has no mesh of stages."""
     layout = case.layout
     if layout.pp == 1:
         for name in ("pipeline_schedule", "virtual_stages", "stage_layers"):
@@ -28,7 +28,7 @@ def pipelines(case: Case) -> Iterator[Problem]:
 
 @reading(*SCHEDULE_FIELDS, "layout.stage_layers", "recipe.model.num_layers", "layout.parallelize")
 def layers_of_stages(case: Case) -> Iterator[Problem]:
-    """Every layer is in one stage, and no stage between the ends is empty."""
+    """Every layer is in one stage, and only the first and last stage may be empty."""
     layout, model = case.layout, own_model(case)
     if layout.pp == 1 or model is None:
         return

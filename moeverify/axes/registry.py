@@ -1,4 +1,4 @@
-"""All mesh axes, one line each, from the outermost to the innermost: the order in which every view has its own."""
+"""All mesh axes from the outermost to the innermost, which is their order in every view."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ AXES: tuple[Axis, ...] = (
 AXIS_OF: Mapping[str, Axis] = {axis.name: axis for axis in AXES}
 
 DEGREES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.degree)
-"""The axes that fields of a layout set."""
+"""The axes that layout fields set."""
 
 EXPERT_AXES: tuple[str, ...] = tuple(axis.name for axis in AXES if axis.places_experts)
-"""The axes that place experts, and the tokens that travel to them."""
+"""The axes that place experts and carry the tokens dispatched to them."""
 
 
 def list_axes(layout: Layout, view: str) -> dict[str, int]:

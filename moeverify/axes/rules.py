@@ -1,4 +1,4 @@
-"""The rules of all axes: what their degrees must divide, which models they take, and what each adds of its own."""
+"""The rules of all axes: sizes that degrees must divide, supported models, and rules of single axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def whole_rows(case: Case) -> Iterator[Problem]:
 
 
 def _divides(axis: Axis, size: Size) -> Rule:
-    """Return the rule that an axis divides a size of the model, where the model has it."""
+    """Return the rule that an axis divides a size of the model, if the model has it."""
     section, _, name = size.path.rpartition(".")
     unless = (f"layout.{size.unless}",) if size.unless else ()
 
@@ -48,7 +48,7 @@ def _divides(axis: Axis, size: Size) -> Rule:
             getattr(experts(case) if section == "model.moe" else model, name),
             axis.size(case.layout),
         )
-        # The default of etp is tp, so that is what the user wrote.
+        # The default of etp is tp, so blame the field that the user wrote.
         written = "tp" if getattr(case.layout, axis.degree) is None else axis.degree
         if value % divisor:
             message = f"recipe.{size.path} {value} ({size.meaning}) is not divisible by {written} {divisor}"

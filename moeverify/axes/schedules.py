@@ -1,7 +1,7 @@
-"""The pipeline schedules of torch: how many stages a rank has, in which order, and what they need.
+"""The pipeline schedules of torch: stages per rank, their order, and their requirements.
 
-Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B (arXiv 2104.04473, section 2.2), zero bubble and its V
-(arXiv 2401.10241).
+Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved 1F1B (arXiv 2104.04473, section 2.2), zero bubble
+and its V schedule (arXiv 2401.10241).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ SCHEDULE_FIELDS = ("layout.pp", "layout.pipeline_schedule", "layout.virtual_stag
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Row):
-    """A schedule: the name of its class in `torch.distributed.pipelining.schedules`, and facts about its stages.
+    """A schedule: its class in `torch.distributed.pipelining.schedules`, and properties of its stages.
 
-    `stages_per_rank` is what `virtual_stages` is by default. With `is_v` the stages go down the ranks and up again.
-    A class for one stage a rank takes it alone and not in a list (`takes_list`).
+    `stages_per_rank` is the default of `virtual_stages`. With `is_v` the stages go down the ranks and up
+    again. `takes_list` is False for a class with one stage per rank, which takes the stage itself instead
+    of a list.
     """
 
     torch_class: str
@@ -33,7 +34,7 @@ class Schedule(Row):
 
 @reading(*SCHEDULE_FIELDS)
 def single_stage(case: Case) -> Iterator[Problem]:
-    """These schedules give one stage to each rank."""
+    """These schedules have one stage per rank."""
     name, virtual = case.layout.pipeline_schedule, case.layout.virtual_stages
     if case.layout.pp > 1 and virtual is not None and virtual > 1:
         message = f"{name} has one stage a rank, so virtual_stages cannot be {virtual}"
@@ -51,7 +52,7 @@ def several_stages(case: Case) -> Iterator[Problem]:
 
 @reading(*SCHEDULE_FIELDS)
 def two_stages(case: Case) -> Iterator[Problem]:
-    """A V passes each rank twice."""
+    """A V schedule passes each rank twice."""
     virtual = case.layout.virtual_stages
     if case.layout.pp > 1 and virtual is not None and virtual != 2:
         message = f"zbv has two stages a rank, so virtual_stages cannot be {virtual}"
@@ -71,7 +72,7 @@ def filled_pipeline(case: Case) -> Iterator[Problem]:
 
 @reading(*SCHEDULE_FIELDS, "layout.micro_batches")
 def whole_rounds(case: Case) -> Iterator[Problem]:
-    """Interleaved schedules take the micro-batches in rounds of equal size."""
+    """Interleaved schedules process the micro-batches in rounds of equal size."""
     layout = case.layout
     num, rounds = layout.micro_batches, max(1, layout.micro_batches // layout.pp)
     if layout.pp > 1 and num % rounds:

@@ -1,6 +1,6 @@
-"""Which rows and positions of the global batch each rank sees, by plain arithmetic.
+"""The rows and positions of the global batch that each rank processes, by plain arithmetic.
 
-Which of the ways to split positions a layout takes is said by its `context_parallel`.
+The `context_parallel` of a layout selects the split of positions.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ Positions = range | tuple[int, ...]
 
 
 def split_rows(batch: int, num_ranks: int, rank: int) -> range:
-    """Return the consecutive rows of the global batch that a data-parallel rank sees."""
+    """Return the consecutive rows of the global batch that a data-parallel rank processes."""
     size = batch // num_ranks
     return range(rank * size, (rank + 1) * size)
 
 
 def split_in_runs(seq_len: int, num_ranks: int, rank: int) -> range:
-    """Return the consecutive positions that a rank sees: its one of n runs."""
+    """Return the consecutive positions that a rank processes: one of n equal runs."""
     return split_rows(seq_len, num_ranks, rank)
 
 
 def split_in_zigzag(seq_len: int, num_ranks: int, rank: int) -> Positions:
-    """Return the positions that a rank sees, in its order: rank r of n has the chunks r and 2n-1-r of 2n.
+    """Return the positions of a rank, in its order: of 2n chunks, rank r of n has r and 2n-1-r.
 
-    So causal attention costs every rank the same (Llama 3, arXiv 2407.21783, section 3.3.2).
+    This split makes causal attention cost the same on every rank (Llama 3, arXiv 2407.21783, section
+    3.3.2).
     """
     first = split_rows(seq_len, 2 * num_ranks, rank)
     second = split_rows(seq_len, 2 * num_ranks, 2 * num_ranks - 1 - rank)
@@ -36,9 +37,9 @@ def split_in_zigzag(seq_len: int, num_ranks: int, rank: int) -> Positions:
 
 @dataclass(frozen=True)
 class PositionSplit:
-    """A way to split the positions of a row: `cut(seq_len, num_ranks, rank)` into so many chunks for each rank.
+    """A way to split the positions of a row into chunks; `cut` takes (seq_len, num_ranks, rank).
 
-    `unit` says in words what the length of a row must be a multiple of.
+    `unit` is a phrase for messages: the number that the length of a row must be a multiple of.
     """
 
     cut: Callable[[int, int, int], Positions]

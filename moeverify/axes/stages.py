@@ -1,4 +1,4 @@
-"""Which pipeline stage has which layers, and which rank of the pp axis has which stages, by plain arithmetic."""
+"""The layers of each pipeline stage and the stages of each pp rank, by plain arithmetic."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from moeverify.case.schema import Layout
 
 
 def count_stages(layout: Layout) -> int:
-    """Return into how many stages the layers are divided: `virtual_stages` for each rank of pp.
+    """Return the number of pipeline stages: pp times `virtual_stages`.
 
-    Left out, it is what the schedule takes.
+    The schedule defines the default of `virtual_stages`.
     """
     default = 1 if layout.pp == 1 else PIPELINE_SCHEDULE.find(layout.pipeline_schedule).stages_per_rank
     return layout.pp * (layout.virtual_stages or default)
 
 
 def split_layers(layout: Layout, num_layers: int) -> list[range]:
-    """Return the layers of each stage, in order: those of `stage_layers`, or else equally many for all.
+    """Return the layers of each stage, in order: as in `stage_layers`, or equally many for all.
 
-    The first and the last stage may have none: they still have the embedding, or the head.
+    The first and the last stage may have no layers, because they have the embedding or the head.
     """
     num_stages = count_stages(layout)
     sizes = layout.stage_layers or (num_layers // num_stages,) * num_stages
@@ -27,7 +27,7 @@ def split_layers(layout: Layout, num_layers: int) -> list[range]:
 
 
 def split_evenly(num_layers: int, num_stages: int) -> list[int]:
-    """Return sizes of stages as even as they can be; what is missing is missing at the ends."""
+    """Return stage sizes that are as even as possible; stages at the ends get fewer layers."""
     if num_layers < num_stages:
         inner = [1] * num_layers
         return [0, *inner] if len(inner) + 1 == num_stages else [0, *inner, 0]
@@ -37,10 +37,10 @@ def split_evenly(num_layers: int, num_stages: int) -> list[int]:
 
 
 def stages_of(layout: Layout, pp_rank: int) -> list[int]:
-    """Return the stages that a rank of the pp axis has, in order.
+    """Return the stages of a rank of the pp axis, in order.
 
-    They go round in a loop, stage s to rank s mod pp; under a V they go down and up again, so that the first rank
-    has the first and the last stage (Qi et al., arXiv 2401.10241, section 6).
+    Stage s is on rank s mod pp. In a V schedule the stages go down the ranks and up again, so the first
+    rank has the first and the last stage (Qi et al., arXiv 2401.10241, section 6).
     """
     rounds = range(count_stages(layout) // layout.pp)
     is_v = _is_v(layout)

@@ -1,4 +1,4 @@
-"""The axis of tensor parallelism: its ranks see the same tokens and hold shards of the matrices but the experts'."""
+"""The axis of tensor parallelism: its ranks process the same tokens and hold shards of the dense matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parts_of_tensor_parallelism(case: Case) -> Iterator[Problem]:
 
 @reading("layout.tp", "recipe.model.vocab_size")
 def rows_of_the_vocabulary(case: Case) -> Iterator[Problem]:
-    """Each rank has a row of the vocabulary: shards are ceil(V / tp) rows, and the last ones may have none left."""
+    """Each rank has a row of the vocabulary: with shards of ceil(V / tp) rows the last ones may be empty."""
     model, tp = own_model(case), case.layout.tp
     if model is None:
         return

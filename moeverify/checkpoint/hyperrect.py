@@ -1,8 +1,9 @@
-"""A region of a logical tensor as boxes: what torch's distributed checkpoint can save and load.
+"""Decomposition of a region of a logical tensor into boxes, as torch's distributed checkpoint needs them.
 
-A box is an offset and a size for each dim. A rank's region may be several: indices with gaps (zigzag, experts
-placed by hand) give one box for each run, a run of the flattened tensor (FSDP1) its first row's rest, the
-whole rows, and the last row's beginning, dim by dim.
+A box has an offset and a size for each dim. A region may need several boxes. Indices with gaps (zigzag,
+placed experts) need one box for each run of consecutive indices. A range of the flattened tensor (FSDP1)
+needs boxes for the rest of its first row, its whole rows, and the start of its last row, recursively for
+each dim.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moeverify.layout.region import Indices, Region
 
 @dataclass(frozen=True)
 class Hyperrect:
-    """A box of a logical tensor: per dim where it begins and how far it goes."""
+    """A box of a logical tensor: per dim its offset and its size."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,11 +32,12 @@ class Hyperrect:
 
 
 def split_region(region: Region, local: Tensor) -> Iterator[tuple[Hyperrect, Tensor]]:
-    """Yield the boxes of a region, none of them empty, each with its view of the local tensor.
+    """Yield the non-empty boxes of a region, each with its view of the local tensor.
 
-    Shapes: `local` has `region.local_shape`, or is a flat run in any shape without gaps.
+    Shapes: `local` has `region.local_shape`; for a flat range it may be contiguous in any shape.
 
-    Raises: RuntimeError where a run's local tensor is not contiguous, since a load would then write to a copy.
+    Raises: RuntimeError when the local tensor of a flat range is not contiguous, because a load would write
+    to a copy.
     """
     if region.numel == 0:
         return
@@ -65,7 +67,7 @@ def _split_indices(indices: Indices) -> Iterator[tuple[int, int, int]]:
 
 
 def _split_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Hyperrect]:
-    """Yield the boxes of elements [start, stop) of a flattened tensor, in their order."""
+    """Yield the boxes of elements [start, stop) of a flattened tensor, in order."""
     if not shape:
         yield Hyperrect((), ())
         return

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into tensors that are there, under any layout; everything is checked before anything changes."""
+"""Loading of a checkpoint into existing tensors, under any layout, with all checks before any change."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moeverify.layout.local_shard import LocalShard
 from moeverify.seams import seam
 
 RECIPE = "recipe"
-"""The fact that says for which recipe a state is: its fingerprint."""
+"""The fact with the fingerprint of the recipe that a state belongs to."""
 
 
 def read_facts(folder: Path) -> Mapping[str, Any]:
-    """Return the facts of a checkpoint, which every rank may read for itself.
+    """Return the facts of a checkpoint. Not collective.
 
-    Raises: FormatError where the folder is no complete checkpoint.
+    Raises: FormatError when the folder is no complete checkpoint.
     """
     return read_manifest(folder).facts
 
@@ -39,16 +39,19 @@ def load(
     optional: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Mapping[str, Any]:
-    """Fill tensors with the values that a checkpoint holds under their names, and return its facts.
+    """Fill tensors with the checkpoint's values of the same names, and return its facts.
 
-    Each rank reads the parts that it holds; the ranks check the files' checksums together. All ranks check
-    everything first, and where one finds something wrong all raise and no tensor has changed. Keys of the
-    checkpoint that no rank asks for are wrong too, unless they begin with `optional`.
-    Collective: all ranks of `group`, by default all ranks.
+    Each rank reads its own parts; the ranks share the verification of file checksums. All ranks check
+    everything first. If one finds a problem, all ranks raise and no tensor has changed. Checkpoint keys
+    that no rank requests are an error too, unless they begin with `optional`. Collective: all ranks of
+    `group`, by default all ranks.
 
-    Raises: FormatError with the file and the key where the folder is no complete checkpoint, a file is
-    missing, cut off or damaged, a key is missing or superfluous, a shape or dtype does not fit, or it is the
-    state of another recipe.
+    Raises: FormatError, with the file and the key, when
+    - the folder is no complete checkpoint;
+    - a file is missing, truncated or damaged;
+    - a key is missing or superfluous;
+    - a shape or dtype does not fit;
+    - the state belongs to another recipe.
     """
     folder = folder.resolve()
     parts, state = list_parts(tensors)
@@ -67,7 +70,7 @@ def load(
                 planner=HyperrectLoadPlanner(parts, state),
                 process_group=group,
             )
-        except CheckpointException as error:  # no Exception: a rank's error would pass most handlers
+        except CheckpointException as error:  # a BaseException, which most handlers would miss
             rank, (cause, _) = min(error.failures.items())
             raise FormatError(
                 f"rank {rank} could not read {folder}: {type(cause).__name__}: {cause}"
@@ -78,7 +81,7 @@ def load(
 def _examine(
     folder: Path, tensors: Sequence[LocalShard], recipe: str | None, group: dist.ProcessGroup | None
 ) -> tuple[Manifest | None, str]:
-    """Return the manifest, and what is wrong with the checkpoint or with what this rank wants of it."""
+    """Return the manifest, and the first problem of the checkpoint or of this rank's request."""
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     try:
         manifest = read_manifest(folder)
@@ -94,7 +97,7 @@ def _examine(
 
 @seam
 def find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard]) -> Iterator[str]:
-    """Yield what is wrong with the tensors that are asked for: not saved, of another shape, of another dtype."""
+    """Yield the problems of the requested tensors: not saved, or saved with another shape or dtype."""
     for shard in tensors:
         known = manifest.tensors.get(shard.name)
         if known is None:
@@ -109,7 +112,7 @@ def find_misfits(folder: Path, manifest: Manifest, tensors: Sequence[LocalShard]
 
 @seam
 def refuse(folder: Path, superfluous: Sequence[str]) -> None:
-    """Raise FormatError where the checkpoint has tensors that the model has no place for."""
+    """Raise FormatError when the checkpoint has tensors that the model does not have."""
     if superfluous:
         more = f" and {len(superfluous) - 1} more" if len(superfluous) > 1 else ""
         raise FormatError(f"{folder} has `{min(superfluous)}`{more}, which this model has not")

@@ -1,8 +1,9 @@
-"""What a checkpoint says of itself: `checkpoint.json`, plain JSON, written last.
+"""The manifest of a checkpoint: `checkpoint.json`, plain JSON, written last.
 
-A checkpoint is a folder with one `rank-N.safetensors` a rank and the manifest: the facts of the run, and for
-every logical tensor its dtype, shape and chunks, each with file, first byte and checksum. The folder gets its
-name when all of that is on disk, so what has a name is complete. Nothing in it is a pickle.
+A checkpoint is a folder with one `rank-N.safetensors` per rank and the manifest. The manifest has the facts
+of the run and, for every logical tensor, its dtype, shape and chunks, each with file, start byte and
+checksum. The folder is renamed to its final name when everything is on disk, so a folder with that name is
+complete. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a logical tensor in a file: its first byte there and the CRC-32 of its bytes."""
+    """A box of a logical tensor in a file: its start byte and the CRC-32 of its bytes."""
 
     box: Hyperrect
     file: str
@@ -37,7 +38,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file: its size, the length of its header (with the eight bytes before it) and the header's CRC-32."""
+    """A file: its size, the size of its header (including the 8-byte length) and the header's CRC-32."""
 
     size: int
     header: int
@@ -46,20 +47,20 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor: its dtype (a name of `DTYPES`), its global shape, its boxes."""
+    """A logical tensor: its dtype (a name in `DTYPES`), its global shape and its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
 
     def num_bytes(self, chunk: StoredChunk) -> int:
-        """Return how many bytes a box takes."""
+        """Return the size of a chunk in bytes."""
         return chunk.box.numel * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint, without its values."""
+    """The content of a checkpoint without tensor values."""
 
     facts: Mapping[str, Any]
     files: Mapping[str, StoredFile]
@@ -67,7 +68,7 @@ class Manifest:
 
 
 def write_manifest(manifest: Manifest) -> str:
-    """Return the manifest as JSON text that ends in a digest of itself."""
+    """Return the manifest as JSON text that ends with its own digest."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -94,9 +95,9 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what a checkpoint holds, after a look at its manifest alone.
+    """Return the manifest of a checkpoint, without checking other files.
 
-    Raises: FormatError where the folder is no complete checkpoint of this version.
+    Raises: FormatError when the folder is no complete checkpoint of this version.
     """
     path = folder / MANIFEST
     try:
@@ -154,7 +155,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
 
 
 def _check_tensor(tensor: StoredTensor, files: Mapping[str, StoredFile]) -> Iterator[str]:
-    """Yield what is wrong with one tensor's entry: boxes outside of it, files that are not listed, holes."""
+    """Yield the problems of one tensor's entry: boxes out of bounds, unlisted files, incomplete coverage."""
     if tensor.dtype not in DTYPES:
         yield f"unknown dtype {tensor.dtype!r}"
         return

@@ -1,7 +1,7 @@
-"""The side of torch's distributed checkpoint that loads: which boxes this rank wants, and their bytes from the files.
+"""Loading side of torch's distributed checkpoint: the boxes that this rank needs, and their bytes.
 
-torch finds, for each box that is wanted, the saved boxes that overlap it; here the overlaps are copied from
-the mapped files straight to where the rank holds them, so a rank reads no more than its part.
+For each requested box torch finds the saved boxes that overlap it. The overlaps are copied here from the
+mapped files directly to the rank's tensors, so a rank reads only its part.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
 
 _CHUNK = 1 << 24
-_MAPPED = 1 << 26  # pages of a file count as this process's memory until they are given back
+_MAPPED = 1 << 26  # mapped pages count as memory of this process until they are released
 
 
 class HyperrectLoadPlanner(LoadPlanner):
-    """Asks torch for the boxes of this rank. The state dict has the local tensor of each part by its number."""
+    """Planner that requests the boxes of this rank.
+
+    The state dict has the local tensor of each part by its number.
+    """
 
     def __init__(self, parts: Sequence[Part], state: dict[str, Tensor]) -> None:
         self._parts = parts
@@ -51,12 +54,15 @@ class HyperrectLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take what the checkpoint holds."""
+        """Store the metadata of the checkpoint."""
         assert metadata is not None
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank reads: of each box the parts that saved boxes have."""
+        """Return the read plan of this rank: for each of its boxes, the overlaps with saved boxes.
+
+        Raises: FormatError when saved boxes do not cover a box of this rank.
+        """
         items = []
         for part in self._parts:
             known = self._metadata.state_dict_metadata[part.key]
@@ -69,7 +75,7 @@ class HyperrectLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans: each rank reads for itself."""
+        """Return the plans unchanged: each rank reads independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -84,25 +90,22 @@ class HyperrectLoadPlanner(LoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the local tensor itself was written."""
+        """Do nothing: the data was written to the local tensor itself."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Raise: no checkpoint of ours holds objects.
-
-        Raises: FormatError.
-        """
+        """Raise FormatError: checkpoints of moeverify contain no objects."""
         raise FormatError(f"{read_item.dest_index.fqn} is an object and no tensor")
 
     def resolve_bytes(self, read_item: ReadItem) -> Any:
-        """Raise: no checkpoint of ours holds objects.
-
-        Raises: FormatError.
-        """
+        """Raise FormatError: checkpoints of moeverify contain no objects."""
         raise FormatError(f"{read_item.dest_index.fqn} is an object and no tensor")
 
 
 class SafeReader(StorageReader):
-    """Reads what `SafeWriter` wrote. Whoever uses it has read the manifest and checked the files."""
+    """Reader for checkpoints of `SafeWriter`.
+
+    The caller must have read the manifest and checked the files.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -117,7 +120,7 @@ class SafeReader(StorageReader):
         """Do nothing: a reader reads one checkpoint."""
 
     def read_metadata(self) -> Metadata:
-        """Return the manifest in torch's terms."""
+        """Return the manifest as torch's metadata."""
         return Metadata(
             state_dict_metadata={
                 key: TensorStorageMetadata(
@@ -139,15 +142,15 @@ class SafeReader(StorageReader):
         """Do nothing: the manifest is known."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every overlap to its place, file by file."""
+        """Copy every overlap to its destination, file by file."""
         by_file: dict[str, list[tuple[ReadItem, StoredTensor, StoredChunk]]] = {}
         for item in plan.items:
             tensor, chunk = self._chunks[item.storage_index]
@@ -167,14 +170,14 @@ class SafeReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be there."""
+        """Return True: any path may be a checkpoint."""
         return True
 
 
 def copy_overlap(
     content: mmap.mmap, item: ReadItem, tensor: StoredTensor, chunk: StoredChunk, planner: LoadPlanner
 ) -> None:
-    """Copy one overlap of a saved box and a box of this rank."""
+    """Copy the overlap of a saved box and a box of this rank."""
     source = torch.frombuffer(content, dtype=DTYPES[tensor.dtype], count=chunk.box.numel, offset=chunk.start)
     source = source.view(chunk.box.shape)
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -186,24 +189,24 @@ def copy_overlap(
 
 @contextmanager
 def map_file(path: Path) -> Iterator[mmap.mmap]:
-    """Give the content of a file; pages are read when they are touched.
+    """Yield the mapped content of a file; pages are read on access.
 
-    Private pages, since torch takes no buffer that cannot be written to without a warning; nobody writes.
+    The pages are private, because torch warns about buffers that are not writable. Nothing writes to them.
     """
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     try:
         yield content
     finally:
-        # A tensor on it may still be alive in a frame that raised; it goes with the frame.
+        # A frame that raised may still hold a tensor on the mapping; it is released with the frame.
         with suppress(BufferError):
             content.close()
 
 
 def check_files(folder: Path, manifest: Manifest, share: int, num_shares: int) -> None:
-    """Make sure that this share of the files is whole: its size, its header and each box by its checksum.
+    """Check the size of all files, and the checksums of this share of headers and boxes.
 
-    Raises: FormatError with the file and the key of what is wrong.
+    Raises: FormatError with the file and the key of the problem.
     """
     for name, known in manifest.files.items():
         path = folder / name
@@ -234,7 +237,7 @@ def check_files(folder: Path, manifest: Manifest, share: int, num_shares: int) -
 def _take_share(
     entries: Sequence[tuple[str, int, int, int, str]], share: int, num_shares: int
 ) -> Iterator[Any]:
-    """Yield the entries of one of several ranks, each about as many bytes as the others, neighbors together."""
+    """Yield this share of the entries: contiguous, with about the same number of bytes as other shares."""
     total = sum(size for _, _, size, _, _ in entries)
     before = 0
     for entry in entries:

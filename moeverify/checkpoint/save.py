@@ -1,4 +1,4 @@
-"""Saves what all ranks hold as one checkpoint: at once, or in the background while training goes on."""
+"""Saving the state of all ranks as one checkpoint, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moeverify.layout.local_shard import LocalShard
 from moeverify.seams import seam
 
 BY_NAME = "by_name"
-"""The fact whose mapping is the union of what the ranks give: what is known of a tensor where it is stored."""
+"""The fact that is the union of all ranks' mappings, for facts known only where a tensor is stored."""
 
 
 def save(
@@ -34,12 +34,12 @@ def save(
 ) -> None:
     """Save tensors by their logical names, and facts (JSON), as the checkpoint `folder`.
 
-    Holdings of one name on several ranks are parts or replicas of one logical tensor; of a box that several
-    ranks hold, one writes it. The folder appears when everything is on disk; it must not be there yet, so no
-    checkpoint is ever written over. Collective: all ranks of `group`, by default all ranks.
+    Shards with the same name on several ranks are parts or replicas of one logical tensor. One rank writes
+    a box that several ranks hold. The folder appears when everything is on disk. It must not exist, so no
+    checkpoint is ever overwritten. Collective: all ranks of `group`, by default all ranks.
 
-    Raises: FormatError where `folder` is there; MachineError where a rank could not write, or was lost, on every
-    rank that is left.
+    Raises: FormatError when `folder` exists; MachineError on every remaining rank when a rank could not
+    write or was lost.
     """
     Saving(folder, tensors, facts, group).run()
 
@@ -50,13 +50,13 @@ def save_async(
     facts: Mapping[str, Any],
     group: dist.ProcessGroup,
 ) -> Saving:
-    """Copy everything to the host's memory and save it in the background; see `save`.
+    """Copy all tensors to host memory and save them in the background; see `save`.
 
-    Returns when training may change the tensors; `wait` of what comes back returns when the checkpoint is
-    there. `group` must be used for nothing else, since its collectives run in another thread; it needs gloo.
-    Collective: all ranks of `group`.
+    When it returns, training may modify the tensors. `wait` on the result returns when the checkpoint
+    exists. `group` must be a gloo group that is used for nothing else, because its collectives run in
+    another thread. Collective: all ranks of `group`.
 
-    Raises: FormatError where `folder` is there.
+    Raises: FormatError when `folder` exists.
     """
     saving = Saving(folder, tensors, facts, group)
     saving.begin()
@@ -64,7 +64,7 @@ def save_async(
 
 
 class Saving:
-    """One save of a checkpoint, from the plan to the name."""
+    """One save of a checkpoint, from planning to the final rename."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Saving:
         self._future: Any = None
 
     def run(self) -> None:
-        """Save now, in this thread."""
+        """Save in this thread."""
         self._guard(lambda: self._save(state_dict_saver.save))
 
     def begin(self) -> None:
@@ -92,9 +92,9 @@ class Saving:
         self._state = {}
 
     def wait(self) -> None:
-        """Return when the checkpoint is there.
+        """Wait until the checkpoint exists.
 
-        Raises: MachineError where a rank could not write, or was lost, on every rank that is left.
+        Raises: MachineError on every remaining rank when a rank could not write or was lost.
         """
         self._guard(self._future.result)
 
@@ -112,7 +112,7 @@ class Saving:
     def _guard(self, action: Callable[[], Any]) -> None:
         try:
             action()
-        except CheckpointException as error:  # no Exception: a rank's error would pass most handlers
+        except CheckpointException as error:  # a BaseException, which most handlers would miss
             self._remove()
             rank, (cause, _) = min(error.failures.items())
             if isinstance(cause, KeyboardInterrupt):
@@ -139,7 +139,10 @@ class Saving:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _agree(self, facts: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the name of the partial folder and the facts of all ranks, equal on every rank."""
+        """Return the name of the partial folder and the merged facts, equal on every rank.
+
+        Raises: FormatError when the folder exists.
+        """
         mine = (f".{self.folder.name}.{secrets.token_hex(4)}.partial", dict(facts), self.folder.exists())
         shown = gather(mine, self._group)
         if any(exists for _, _, exists in shown):
@@ -154,7 +157,7 @@ class Saving:
 
 
 class HostCopy:
-    """What torch asks for a copy that training does not change; one copy, in the host's memory."""
+    """Torch's staging interface: one copy of all tensors in host memory."""
 
     should_synchronize_after_execute = False
 
@@ -163,15 +166,15 @@ class HostCopy:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_dict.items()}
 
     def synchronize_staging(self) -> None:
-        """Do nothing: `stage` returns when everything is copied."""
+        """Do nothing: `stage` returns after all copies are complete."""
 
     def close(self) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: no resources are held."""
 
 
 @seam
 def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
-    """Return the boxes that this rank holds, and the local tensor of each by its number.
+    """Return the boxes that this rank holds, and their local tensors by number.
 
     Raises: TypeError for a dtype that a checkpoint cannot hold.
     """
@@ -188,7 +191,7 @@ def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Ten
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every rank's value, in their order. Collective: all ranks of `group`."""
+    """Return every rank's value, in rank order. Collective: all ranks of `group`."""
     if not dist.is_initialized():
         return [value]
     shown: list[Any] = [None] * dist.get_world_size(group)

@@ -1,8 +1,8 @@
-"""The side of torch's distributed checkpoint that saves: which boxes this rank has, and how they reach the disk.
+"""Saving side of torch's distributed checkpoint: the boxes of this rank, and their way to disk.
 
-torch plans (which rank writes a box that several hold, whether the boxes of all ranks cover every tensor
-once) and moves the plans between the ranks; here a rank's boxes become one safetensors file, without torch's
-pickles, and the manifest is written when all ranks are through.
+torch plans and communicates: it chooses one rank for a box that several hold, and checks that the boxes of
+all ranks cover every tensor once. Here the boxes of a rank become one safetensors file, without torch's
+pickles. The manifest is written after all ranks have finished.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from moeverify.checkpoint.manifest import (
 from moeverify.dtype_names import DTYPE_NAMES
 from moeverify.errors import MachineError
 
-_CHUNK = 1 << 24  # bytes that are hashed while they are in the cache, then written
+_CHUNK = 1 << 24  # bytes that are hashed while in cache, then written
 
 
 class Part(NamedTuple):
-    """One box of a logical tensor as this rank holds it."""
+    """One box of a logical tensor that this rank holds."""
 
     key: str
     shape: tuple[int, ...]
@@ -62,7 +62,10 @@ class Part(NamedTuple):
 
 
 class HyperrectPlanner(DefaultSavePlanner):
-    """Offers torch the boxes of this rank. The state dict has the local tensor of each part by its number."""
+    """Planner that offers torch the boxes of this rank.
+
+    The state dict has the local tensor of each part by its number.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -71,7 +74,7 @@ class HyperrectPlanner(DefaultSavePlanner):
         }
 
     def create_local_plan(self) -> SavePlan:
-        """Return the boxes of this rank; torch chooses one rank for a box that several have."""
+        """Return the boxes of this rank; torch chooses one rank for a box that several hold."""
         items = []
         for index, (number, part) in self._parts.items():
             properties = TensorProperties(dtype=self.state_dict[number].dtype)
@@ -88,7 +91,7 @@ class HyperrectPlanner(DefaultSavePlanner):
 
 
 class SafeWriter(StorageWriter):
-    """Writes below `partial`, and on rank 0 gives it the name `folder` when every rank's part is on disk."""
+    """Writer into the folder `partial`; rank 0 renames it to `folder` when all ranks' parts are on disk."""
 
     def __init__(self, folder: Path, partial: Path, facts: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -98,9 +101,9 @@ class SafeWriter(StorageWriter):
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """Take care that the checkpoint gets no name any more, unless it has it when this returns.
+        """Prevent the final rename, unless it has already happened when this returns.
 
-        A save in the background goes on after an interrupt; what it has written may be removed after this.
+        A background save continues after an interrupt; its files may be removed after this call.
         """
         with self._naming:
             self._is_cancelled = True
@@ -109,28 +112,31 @@ class SafeWriter(StorageWriter):
         """Do nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: what a rank writes depends on its plan alone."""
+        """Do nothing: a rank's output depends only on its plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder; every rank may be on a machine of its own."""
+        """Create the folder on every rank, because ranks may be on different machines."""
         self.partial.mkdir(parents=True, exist_ok=True)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank the name of its file."""
+        """Assign each rank the name of its file."""
         return [
             dataclasses.replace(plan, storage_data=f"rank-{rank:05d}.safetensors")
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes to its file, to the disk."""
+        """Write this rank's boxes to its file and sync it to disk."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(write_boxes(self.partial, plan.storage_data, plan.items, planner))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest and give the checkpoint its name. Called on rank 0 when all ranks have written."""
+        """Write the manifest and rename the checkpoint; called on rank 0 when all ranks have written.
+
+        Raises: MachineError when the save was cancelled.
+        """
         files: dict[str, StoredFile] = {}
         chunks: dict[str, list[StoredChunk]] = {}
         for result in (result for part in results for result in part):
@@ -149,20 +155,20 @@ class SafeWriter(StorageWriter):
             commit(self.folder, self.partial, Manifest(self.facts, files, tensors))
 
     def storage_meta(self) -> StorageMeta:
-        """Return what torch wants to log."""
+        """Return the metadata that torch logs."""
         return StorageMeta(checkpoint_id=str(self.folder))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can be there."""
+        """Return True: any path may be a checkpoint."""
         return True
 
 
 def write_boxes(
     folder: Path, name: str, items: Sequence[WriteItem], planner: SavePlanner
 ) -> list[WriteResult]:
-    """Write boxes as one safetensors file and return where each of them is; one tensor is copied at a time."""
-    # Widest first, so that every value lies where its type may lie.
+    """Write boxes as one safetensors file and return their locations; one tensor is copied at a time."""
+    # Widest dtype first, so that every tensor is aligned to its dtype.
     ordered = sorted(items, key=lambda item: -_data(item).properties.dtype.itemsize)
     header, start, entries = {}, 0, []
     for item in ordered:
@@ -219,18 +225,18 @@ def _write_tensor(file: Any, tensor: Tensor) -> int:
 
 
 def commit(folder: Path, partial: Path, manifest: Manifest) -> None:
-    """Write the manifest into the partial folder, bring it to the disk, and rename the folder to its name."""
+    """Write the manifest into the partial folder, sync it to disk, and rename the folder."""
     with (partial / MANIFEST).open("x", encoding="utf-8") as file:
         file.write(write_manifest(manifest))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
-    partial.rename(folder)  # one step: before it there is no checkpoint, after it there is a whole one
+    partial.rename(folder)  # atomic: there is either no checkpoint or a complete one
     sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the entries of a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -239,6 +245,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what saves of this checkpoint that never ended have left."""
+    """Remove partial folders of unfinished saves of this checkpoint."""
     for left in folder.parent.glob(f".{folder.name}.*.partial"):
         shutil.rmtree(left, ignore_errors=True)

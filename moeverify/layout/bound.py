@@ -1,7 +1,7 @@
-"""Which tensor each name of a model is bound to: a name may be bound to another tensor while the model is trained.
+"""Detection of names that a model rebinds to other tensors during training.
 
-An optimizer and a checkpoint keep the tensors that they were given. A module that assigns a new tensor to one of its
-names, such as `self.bias = self.bias + step`, computes with one that they do not have.
+An optimizer and a checkpoint keep the tensors that they received. A module that assigns a new tensor to a
+name, as in `self.bias = self.bias + step`, then computes with a tensor that they do not have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeverify.layout.placement import local_part
 
 @dataclass(frozen=True)
 class Rebound:
-    """A parameter or buffer whose name was bound to `old` and is bound to `new` now."""
+    """A parameter or buffer whose name was bound to `old` and is now bound to `new`."""
 
     name: str
     is_buffer: bool
@@ -27,13 +27,13 @@ class Rebound:
     new: Tensor
 
     def measure_error(self) -> float:
-        """Return how far the old values of this rank are from the new ones, relative to these."""
+        """Return the norm of old minus new local values, relative to the norm of the new ones."""
         old, new = (_as_numbers(local_part(each)) for each in (self.old, self.new))
         return float((old - new).norm() / new.norm().clamp(min=torch.finfo(torch.float64).tiny))
 
 
 class BoundTensors:
-    """The parameters and persistent buffers of a model as they are when this is made."""
+    """Snapshot of the parameters and persistent buffers of a model at construction time."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -41,10 +41,10 @@ class BoundTensors:
         self._ids = {id(tensor) for tensor, _ in self._bound.values()}
 
     def find_rebound(self) -> list[Rebound]:
-        """Return what is bound to another tensor now, that takes the place of the one that it was bound to.
+        """Return the names that are now bound to a replacement tensor.
 
-        A wrapper may put a gathered tensor in the place of a shard, and a view in that of what it shows: neither
-        takes its place. Nor does another parameter of the model, to which a tied one may be bound.
+        These do not count as replacements: a gathered tensor in place of a shard, a view of the old tensor,
+        and another parameter of the model (weight tying).
         """
         found = []
         for name, (new, is_buffer) in _list_bound(self._model):
@@ -57,7 +57,7 @@ class BoundTensors:
 def take_live(shards: Sequence[LocalShard], rebound: Sequence[Rebound]) -> list[LocalShard]:
     """Return the shards with the tensors that their names are bound to now."""
     parameters = {id(each.old): each.new for each in rebound if not each.is_buffer}
-    # A shard of a complex buffer has a view of it: the name says which it is.
+    # A shard of a complex buffer is a real view of it, so match it by name.
     buffers = {each.name: each.new for each in rebound if each.is_buffer}
     found = []
     for shard in shards:
@@ -70,7 +70,7 @@ def take_live(shards: Sequence[LocalShard], rebound: Sequence[Rebound]) -> list[
 
 
 def _list_bound(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-    """Yield (name, (tensor, whether it is a buffer)), a tied parameter under each of its names."""
+    """Yield (name, (tensor, whether it is a buffer)); a tied parameter appears under each of its names."""
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
@@ -82,7 +82,7 @@ def _list_bound(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
 
 
 def _is_of_same_kind(old: Tensor, new: Tensor) -> bool:
-    """Return whether one tensor can stand for the other on this rank, and has memory of its own."""
+    """Return whether `new` can replace `old` on this rank and does not share its memory."""
     if isinstance(old, DTensor) != isinstance(new, DTensor):
         return False
     one, other = local_part(old), local_part(new)

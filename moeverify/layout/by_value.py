@@ -1,8 +1,13 @@
-"""Which parameters local tensors are, found by their values, and which regions of them plain tensors are.
+"""Matching of local tensors to regions of logical parameters by their values.
 
-The initial weights of the whole model are known. A local tensor is looked for in them: as slices along any dim,
-strided or in packed blocks, transposed, as one slice of a stack of experts, with several logical tensors fused along
-its first dim, or as a flat buffer. Every place that is found is compared value by value before it is believed.
+The initial weights of the whole model are known. Each local tensor is searched for in them as one of:
+- a slice along any dim, strided or in packed blocks;
+- a transposed tensor;
+- one slice of a stack of experts;
+- several logical tensors fused along the first dim;
+- a flat buffer.
+
+Every candidate region is compared value by value before it is accepted.
 """
 
 from __future__ import annotations
@@ -19,13 +24,14 @@ from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Indices, Region, as_indices
 
-# Places at which the first element of a local tensor may stand. A tensor of ones is everywhere, and so nowhere.
+# Maximum number of positions to try for the first element. A tensor of ones matches everywhere, so its
+# values cannot place it.
 _MOST_ANCHORS = 64
 
 
 @dataclass(frozen=True)
 class Place:
-    """A logical tensor and the region of it whose values a local tensor, seen through `view`, has."""
+    """A logical tensor and the region of it whose values equal a local tensor seen through `view`."""
 
     name: str
     region: Region
@@ -34,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A local tensor for which no place is certain: the logical tensors that it may be a part of, or none."""
+    """A local tensor without a certain place; `candidates` are the logical tensors that may contain it."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +48,7 @@ class Unplaced:
 
 
 class LogicalTensor:
-    """A whole tensor in which values are looked for."""
+    """A whole tensor that can be searched for values."""
 
     def __init__(self, name: str, values: Tensor) -> None:
         self.name = name
@@ -54,7 +60,7 @@ class LogicalTensor:
         return found.values, found.indices
 
     def find(self, value: Tensor) -> list[int]:
-        """Return the row-major positions of a value (), at most one more than there may be anchors."""
+        """Return the row-major positions of a value (), at most `_MOST_ANCHORS` + 1 of them."""
         values, positions = self._sorted
         value = value.to(values.dtype).reshape(1)
         first = int(torch.searchsorted(values, value))
@@ -79,13 +85,17 @@ def place_by_value(
 ) -> tuple[list[LocalShard], list[Unplaced]]:
     """Return this rank's shards of the parameters, and the tensors whose place is not certain.
 
-    Shapes: `tensors` are local ones, `whole` the initial values of all parameters, both by name. `names` says which
-    parameter a local tensor belongs to and `regions` which part it is, where that is known: they are believed.
-    Where values stand in several parameters, the one of the tensor's own name is taken, or else the one of its module
-    and nearly its name (see `find_namesake`), unless it has them in another shape and another parameter as they are;
-    a tensor of that name and shape whose values stand nowhere else is that tensor, whatever its values are. Values
-    that stand at several places of one parameter are those of adjacent indices. For example a rank that calls its
-    only expert number 0 and holds the third of four:
+    `tensors` are the local tensors and `whole` the initial values of all parameters, both by name. `names`
+    limits the search for a local tensor to one parameter. `regions` gives the known region of a local tensor,
+    whose values are then not checked.
+
+    Where values occur in several parameters, these are preferred in order: the parameter of the tensor's
+    own name, then the parameter of its module with a similar name (see `find_namesake`). The place is
+    not certain if a namesake has the values only in another shape and another parameter has them unchanged. If
+    values occur nowhere else, a tensor with the name and shape of a parameter is that parameter, whatever
+    its values are. If values occur at several places of one parameter, adjacent indices are preferred.
+
+    Example: a rank that calls its only expert number 0 and holds the third of four.
 
         place_by_value({"experts.0.w": w}, {"experts.0.w": ..., ..., "experts.3.w": ...})
     """
@@ -111,15 +121,17 @@ def place_region(
 ) -> LocalShard | Unplaced | None:
     """Return the shard under the name of the parameter whose values its region has.
 
-    For tensors whose placements are known, such as DTensors, and whose names are not. `whole` are the initial values
-    of all parameters, by name, and `taken` the names that other tensors of this rank have. Values that stand in no
-    parameter are those of the one of its name or nearly its name: the comparison then says that they are wrong. None
-    where there is none of this shape.
+    Use it for tensors with known placements but unknown names, such as DTensors. `whole` are the initial
+    values of all parameters, by name; `taken` are the names of other tensors of this rank.
+
+    If no parameter has the values, the parameter with the same or a similar name is used, and the
+    comparison then reports wrong values. Returns `Unplaced` when several parameters match, and None when no
+    parameter matches.
     """
     alike = {name: values for name, values in whole.items() if tuple(values.shape) == shard.region.shape}
     local = shard.local()
     found = [name for name, values in alike.items() if _equal(shard.region.take(values.detach()), local)]
-    if shard.region.numel == 0:  # equal to any, and nothing of it is compared: its name alone matters
+    if shard.region.numel == 0:  # an empty region equals any other: only the name matters
         found = sorted(found, key=lambda name: name in taken)[:1] if shard.name not in alike else [shard.name]
     name = find_namesake(shard.name, found or [each for each in alike if each not in taken])
     if name is None and len(found) == 1:
@@ -130,10 +142,10 @@ def place_region(
 
 
 def find_namesake(own_name: str, names: Collection[str]) -> str | None:
-    """Return which of some parameters a local name means: itself, or the one of its module whose name it contains.
+    """Return the name that equals a local name, or the name in the same module that it contains.
 
-    `attention.k_norm.weight_shard` is `attention.k_norm.weight`, and not `attention.q_norm.weight`. Of several names
-    that it contains the longest one counts.
+    `attention.k_norm.weight_shard` matches `attention.k_norm.weight` and not `attention.q_norm.weight`. The
+    longest contained name wins. Returns None without a match.
     """
     if own_name in names:
         return own_name
@@ -150,7 +162,7 @@ def _certain(places: Sequence[Place] | Unplaced) -> Sequence[Place]:
 def find_places(
     local: Tensor, logical: Mapping[str, LogicalTensor], own_name: str
 ) -> Sequence[Place] | Unplaced:
-    """Return where a local tensor lies: one place, or several where logical tensors are fused in it."""
+    """Return the place of a local tensor, or several places where logical tensors are fused in it."""
     own = logical.get(own_name)
     if own is not None and own.values.shape == local.shape and _equal(own.values, local):
         return [Place(own_name, Region.whole(local.shape), _keep)]
@@ -161,18 +173,16 @@ def find_places(
     if not found and (fused := _find_fused(local, logical)):
         return fused
     if not found and own is not None and own.values.shape == local.shape:
-        return [
-            Place(own_name, Region.whole(local.shape), _keep)
-        ]  # of other values: for the comparison to say
+        return [Place(own_name, Region.whole(local.shape), _keep)]  # values differ: the comparison reports it
     return Unplaced(own_name, tuple(local.shape), tuple(dict.fromkeys(place.name for place in found)))
 
 
 def _prefer(found: list[Place], own_name: str) -> list[Place]:
-    """Return the places of the tensor's own name where there are any, of these the one without a change of shape.
+    """Return the preferred places: those of the tensor's own name, and of these the one in unchanged shape.
 
-    Its own name alone does not make a tensor that would have to be transposed or taken apart more likely than another
-    one that has the values as they are: then both are returned. Rounded values often stand at several places of one
-    parameter, of which a part of adjacent indices is taken.
+    If only other parameters have the values in unchanged shape, the result contains both and is ambiguous.
+    Rounded values often occur at several places of one parameter; a place of adjacent indices is then
+    preferred.
     """
     namesake = find_namesake(own_name, {place.name for place in found})
     own = [place for place in found if place.name == namesake]
@@ -188,7 +198,7 @@ def _prefer(found: list[Place], own_name: str) -> list[Place]:
 
 
 def _find_in(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:
-    """Yield the regions of one logical tensor that have the local values, each once."""
+    """Yield the distinct regions of one logical tensor that have the local values."""
     if not local.numel() or local.numel() > logical.values.numel():
         return
     seen: set[str] = set()
@@ -203,7 +213,7 @@ def _find_in(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:
 
 
 def _list_views(local: Tensor, num_dims: int, shape: tuple[int, ...]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield what makes a local tensor one of as many dims as the logical one: as it is first."""
+    """Yield functions that view a local tensor with the logical number of dims; the identity comes first."""
     if local.ndim == num_dims:
         yield _keep
         for order in permutations(range(num_dims)):
@@ -220,12 +230,12 @@ def _list_views(local: Tensor, num_dims: int, shape: tuple[int, ...]) -> Iterato
 
 
 def _find_boxes(local: Tensor, logical: LogicalTensor) -> Iterator[Region]:
-    """Yield the boxes of the logical tensor, of any indices a dim, that equal the local tensor of as many dims."""
+    """Yield the boxes of the logical tensor that equal the local tensor, with any indices per dim."""
     if any(part > size for part, size in zip(local.shape, logical.values.shape, strict=True)):
         return
     anchors = logical.find(local[(0,) * local.ndim])
     if len(anchors) > _MOST_ANCHORS:
-        # Too many equal values to search: only a whole tensor of them is certain.
+        # Too many equal values to search: only a whole tensor is certain.
         if local.shape == logical.values.shape and _equal(local, logical.values):
             yield Region.whole(local.shape)
         return
@@ -240,9 +250,9 @@ def _find_boxes(local: Tensor, logical: LogicalTensor) -> Iterator[Region]:
 
 
 def _match_line(local: Tensor, whole: Tensor, anchor: tuple[int, ...], dim: int) -> Indices | None:
-    """Return which indices along a dim the local tensor has, along the line through its first element.
+    """Return the logical indices along `dim` of the local tensor, on the line through its first element.
 
-    Where a value stands there several times, the index that follows the last one is taken.
+    Where a value occurs several times on the line, the index after the previous one is preferred.
     """
     wanted = local[tuple(slice(None) if each == dim else 0 for each in range(local.ndim))]
     line = whole[tuple(slice(None) if each == dim else at for each, at in enumerate(anchor))]
@@ -273,9 +283,9 @@ def _find_runs(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:
 
 
 def _find_fused(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[Place]:
-    """Return the logical tensors that lie in a local one after another along dim 0; nothing where a row is none's.
+    """Return the logical tensors fused in a local one along dim 0; empty if a row matches none of them.
 
-    Of a flat buffer, zeros at the end are padding.
+    Trailing zeros of a flat buffer count as padding.
     """
     if local.ndim == 1:
         return _find_flat(local, logical)

@@ -1,4 +1,4 @@
-"""The logical parameters and buffers of a model that has been parallelized, and this rank's shard of each."""
+"""The logical parameters and buffers of a parallelized model, and this rank's shard of each."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ _WRAPPERS = re.compile(
 
 
 def logical_name(name: str) -> str:
-    """Return the name that a parameter has in the unwrapped model.
+    """Return the FQN that a parameter has in the unwrapped model.
 
-    DDP, FSDP1, activation checkpointing, compilation and our pipelines each insert a component into the FQN.
+    DDP, FSDP1, activation checkpointing, compilation and the pipeline stages of moeverify each insert a
+    component.
     """
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
 class StorageLayout(Protocol):
-    """How someone else's module stores a logical parameter (see `parameters`)."""
+    """Storage of a logical parameter in a third-party module (see `parameters`)."""
 
     @property
     def name(self) -> str:
-        """Return the logical name, below that of the module."""
+        """Return the logical name, relative to the module."""
 
     @property
     def rows(self) -> int:
-        """Return how many rows each expert has where (E, rows, n) is stored as (E * rows, n); else 0."""
+        """Return the number of rows per expert if (E, rows, n) is stored as (E * rows, n), else 0."""
 
     @property
     def is_transposed(self) -> bool:
@@ -45,9 +46,10 @@ class StorageLayout(Protocol):
 
 
 class RowBlock(Protocol):
-    """Rows of a stored parameter that are given rows of the logical one, where no placement of torch can say so.
+    """Consecutive stored rows that hold given rows of the logical parameter.
 
-    A module says in its `row_blocks` what the rows of all parameters of its own are: each block is a shard.
+    It describes layouts that no torch placement can express. A module lists the blocks of all its own
+    parameters in `row_blocks`; each block becomes a shard.
     """
 
     @property
@@ -56,11 +58,11 @@ class RowBlock(Protocol):
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Return which rows of the logical parameter they are."""
+        """Return the rows of the logical parameter that are stored."""
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows the logical parameter has."""
+        """Return the number of rows of the logical parameter."""
 
 
 def _keep(tensor: Tensor) -> Tensor:
@@ -71,8 +73,8 @@ def _keep(tensor: Tensor) -> Tensor:
 class LocalShard:
     """A logical tensor of the model and the region of it that this rank stores in `tensor`.
 
-    Gradients and optimizer moments of a parameter have the same region. `view` turns what is stored into the
-    shape of the region, without a copy.
+    Gradients and optimizer moments of a parameter have the same region. `view` reshapes the stored tensor
+    to the shape of the region, without a copy.
     """
 
     name: str
@@ -81,15 +83,16 @@ class LocalShard:
     view: Callable[[Tensor], Tensor] = _keep
 
     def local(self, tensor: Tensor | None = None) -> Tensor:
-        """Return the locally stored values, of `tensor` (a gradient, a moment) or of the tensor itself."""
+        """Return the local values of `tensor` (a gradient, a moment), by default of the shard itself."""
         stored = local_part(self.tensor if tensor is None else tensor).detach()
         return stored if stored.ndim == 0 else self.view(stored)
 
 
 def parameters(model: nn.Module) -> list[LocalShard]:
-    """Return every parameter of which this rank stores something, in the model's order, tied ones once.
+    """Return the shards of all parameters that this rank stores, in model order; tied ones appear once.
 
-    A module may store parameters otherwise than they are meant: its `stored_as` says how, by their names in it.
+    A module that stores parameters in another form describes it in `stored_as`, by their names in the
+    module.
     """
     flat = {id(each.parameter): each.region for each in flat_shards(model)}
     stored = dict(_stored_otherwise(model))
@@ -102,13 +105,13 @@ def parameters(model: nn.Module) -> list[LocalShard]:
         elif name in stored:
             shards.append(_shard(*stored[name], parameter, region))
         elif region.numel or not flat:
-            # FSDP1 gives a rank that has nothing of a parameter an empty one, which has no gradient either.
+            # FSDP1 gives a rank without any element of a parameter an empty tensor, which has no gradient.
             shards.append(LocalShard(logical_name(name), parameter, region))
     return shards
 
 
 def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, StorageLayout]]]:
-    """Yield (name of the parameter, (logical name of its module, how it is stored))."""
+    """Yield (name of the parameter, (logical name of its module, its storage layout))."""
     for prefix, module in model.named_modules():
         described: Mapping[str, StorageLayout] = getattr(module, "stored_as", {})
         for name, stored in described.items():
@@ -116,7 +119,7 @@ def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, Storag
 
 
 def join_regions(shards: Sequence[LocalShard]) -> dict[str, Region]:
-    """Return what this rank stores of each logical tensor, by name: blocks of rows as one region."""
+    """Return the region that this rank stores of each logical tensor, by name; row blocks are joined."""
     found: dict[str, Region] = {}
     for shard in shards:
         known = found.get(shard.name)
@@ -129,7 +132,7 @@ def join_regions(shards: Sequence[LocalShard]) -> dict[str, Region]:
 
 
 def _list_row_blocks(model: nn.Module) -> Iterator[tuple[str, Sequence[RowBlock]]]:
-    """Yield (name of the parameter, what its rows are)."""
+    """Yield (name of the parameter, its row blocks)."""
     for prefix, module in model.named_modules():
         blocks: Sequence[RowBlock] = getattr(module, "row_blocks", ())
         if blocks:
@@ -154,9 +157,9 @@ def _shard(module: str, stored: StorageLayout, parameter: Tensor, region: Region
 
 
 def _unstack(region: Region, stored: StorageLayout) -> Region:
-    """Return the region of (E, rows, n), or of (E, n, rows), that a region of (E * rows, n) is.
+    """Return the region of (E, rows, n) or (E, n, rows) that corresponds to a region of (E * rows, n).
 
-    Raises: ValueError where a shard ends within an expert, which is no box of a transposed tensor.
+    Raises: ValueError when a shard ends within an expert, which is no box of a transposed tensor.
     """
     (height, width), (rows, columns) = region.shape, region.dims
     first, last = (rows[0], rows[-1] + 1) if rows else (0, 0)
@@ -174,12 +177,13 @@ def _split_rows(tensor: Tensor, *, stored: StorageLayout) -> Tensor:
 
 
 def buffers(model: nn.Module) -> list[LocalShard]:
-    """Return every persistent buffer of the model, in the model's order; a complex one as pairs of numbers."""
+    """Return the shards of all persistent buffers, in model order; complex buffers become real pairs."""
     shards: list[LocalShard] = []
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                # Pairs (..., 2) of real numbers: comparison, checkpoints and collectives know no complex ones.
+                # Real pairs (..., 2): comparison, checkpoints and collectives do not support complex
+                # dtypes.
                 values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
                 shards.append(LocalShard(logical_name(f"{prefix}.{name}"), values, region_of(values)))
     return shards
@@ -187,7 +191,7 @@ def buffers(model: nn.Module) -> list[LocalShard]:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A parameter that FSDP1 keeps as a run of a flat one; `read` returns what this rank stores of it, flattened."""
+    """A parameter that FSDP1 stores as a range of a flat one; `read` returns its local part, flattened."""
 
     parameter: Tensor
     region: Region
@@ -195,7 +199,10 @@ class FlatShard:
 
 
 def flat_shards(model: nn.Module) -> Iterator[FlatShard]:
-    """Yield the parameters that FSDP1 keeps as runs of a flat parameter."""
+    """Yield the parameters that FSDP1 stores as ranges of a flat parameter.
+
+    Raises: TypeError when FSDP1 was applied without `use_orig_params=True`.
+    """
     for module in model.modules():
         if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
             continue
@@ -205,14 +212,14 @@ def flat_shards(model: nn.Module) -> Iterator[FlatShard]:
             raise TypeError("FSDP1 is verified with use_orig_params=True only")
         for parameter, shape, shard in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):
             first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
-            # Torch's last index is inclusive, and both are None on a rank that has nothing of the parameter.
+            # torch's last index is inclusive. Both are None on a rank without any element of the parameter.
             run = range(0) if first is None or last is None else range(first, last + 1)
             read = partial(_read_run, module._handle, shard.offset_in_shard or 0, len(run))
             yield FlatShard(parameter, Region.run(shape, run.start, run.stop), read)
 
 
 def _read_run(handle: Any, offset: int, length: int) -> Tensor:
-    """Return a run of what FSDP1 stores; where it cuts the flat parameter, that is apart from what it gathers."""
+    """Return a range of FSDP1's stored shard, which is separate from the gathered parameter when sharded."""
     flat = handle.flat_param
     # Before the first forward pass the flat parameter is the shard itself.
     stored: Tensor = getattr(flat, "_local_shard", flat) if handle.uses_sharded_strategy else flat

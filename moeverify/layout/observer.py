@@ -1,4 +1,4 @@
-"""What a training run shows to whoever watches it: local values with their region of a logical tensor."""
+"""The interface between a training run and its observers: local values with their regions."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from torch import Tensor
 
 from moeverify.layout.region import Region
 
-INITIAL = -1  # the step of what exists before the first step
+INITIAL = -1  # the step number of tensors that exist before the first step
 
 
 class Observer(Protocol):
-    """Receives the tensors of a run; the golden's recorder and the layout's comparison are both observers."""
+    """Receiver of a run's tensors, such as the golden's recorder and the layout's comparison."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Take one local tensor: `local` is `region` of the logical tensor `name` of this kind at this step.
+        """Receive one local tensor: `region` of the logical tensor `name` of this kind at this step.
 
-        `local` has `region.local_shape` and may be changed by the run afterwards; None says that the run
-        has no such tensor although it should (a gradient that never came).
+        `local` has `region.local_shape`, and the run may modify it afterwards. None means that an expected
+        tensor is missing, for example a gradient that was never computed.
         """
 
     def begin_step(self, step: int) -> None:
-        """Hear that a step begins, before anything of it is computed."""
+        """Receive the start of a step, before any of its computation."""
 
 
 Named = tuple[str, Tensor | None, Region]
-"""A local tensor with the name of its logical tensor and its region."""
+"""A local tensor with its logical name and region: (name, local, region)."""
 
 
 @runtime_checkable
 class BulkObserver(Observer, Protocol):
-    """An observer that takes all tensors of one kind in a few launches, where one by one each costs some.
+    """An observer that receives all tensors of one kind at once, in fewer kernel launches.
 
-    With a model in many small shards the host would else be busy with them for longer than a GPU trains.
+    With many small shards, one launch per tensor would keep the host busy for longer than the GPU trains.
     """
 
     def observe_all(self, step: int, kind: str, shown: Sequence[Named]) -> None:
-        """Take local tensors of one kind, as `observe` takes each."""
+        """Receive local tensors of one kind, each as in `observe`."""
 
 
 def show_all(observer: Observer, step: int, kind: str, shown: Sequence[Named]) -> None:
-    """Show tensors of one kind to an observer: together where it can, else one by one, in the same order."""
+    """Pass tensors of one kind to an observer, in bulk if it supports this, else one by one in order."""
     if isinstance(observer, BulkObserver):
         observer.observe_all(step, kind, shown)
         return
@@ -53,7 +53,10 @@ def show_all(observer: Observer, step: int, kind: str, shown: Sequence[Named]) -
 
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], *, contiguous: bool = False) -> list[Tensor]:
-    """Return a copy of each, in one launch for many of one dtype; with the strides that it has, or row by row."""
+    """Return a copy of each tensor, with one launch for many tensors of one dtype.
+
+    Copies keep the strides of their source, or are row-major with `contiguous`.
+    """
     layout = torch.contiguous_format if contiguous else torch.preserve_format
     copies = [torch.empty_like(tensor, memory_format=layout) for tensor in tensors]
     if copies:

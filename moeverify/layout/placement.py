@@ -1,7 +1,7 @@
-"""From a DTensor's placements to the region of the logical tensor that a rank stores.
+"""The region of the logical tensor that a rank stores, from a DTensor's placements.
 
-The indices are derived here, from the mesh coordinate and the meaning of each placement, and not from
-`full_tensor()` or torch's own offset arithmetic: those are part of what is verified.
+Indices are derived here from the mesh coordinate and the definition of each placement. `full_tensor()` and
+torch's offset arithmetic are not used, because they are part of the verified code.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from moeverify.layout.region import Indices, Region
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank stores of a tensor: the local tensor of a DTensor, else the tensor itself."""
+    """Return the local tensor of a DTensor, or the tensor itself."""
     if isinstance(tensor, DTensor):
-        # to_local() would add a node to the autograd graph. A functional collective gives a tensor to wait for.
+        # to_local() would add a node to the autograd graph. A functional collective returns an async
+        # tensor.
         local = tensor._local_tensor
         return local.wait() if hasattr(local, "wait") else local
     return tensor
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Return whether this is an unreduced partial sum: other ranks have the rest of it."""
+    """Return whether a tensor is an unreduced partial sum, so that other ranks hold the rest of it."""
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
 def region_of(tensor: Tensor) -> Region:
-    """Return the region of the logical tensor that this rank stores; the whole one for a plain tensor."""
+    """Return the region of the logical tensor that this rank stores; a plain tensor is whole."""
     if not isinstance(tensor, DTensor):
         return Region.whole(tensor.shape)
     mesh = tensor.device_mesh
@@ -49,8 +50,9 @@ def shard_region(
 ) -> Region:
     """Return the region that the rank at `coordinate` stores of a tensor with the given placements.
 
-    Each sharded dim is split as `torch.chunk` splits: ceil(size / parts) a part, the last ones shorter or
-    empty. Mesh axes that shard one dim split it one after the other, in the order of `sharding_order`.
+    Each sharded dim is split like `torch.chunk`: ceil(size / parts) per part, with the last parts shorter
+    or empty. Mesh axes that shard the same dim split it one after the other, in the order of
+    `sharding_order`.
     """
     dims: list[Indices] = [range(size) for size in shape]
     for axis, dim, num_blocks in sharding_order(mesh_shape, placements, len(shape)):
@@ -61,7 +63,7 @@ def shard_region(
 
 
 def _chunk(indices: Indices, num_parts: int, number: int) -> Indices:
-    """Return one part of indices as torch.chunk cuts them."""
+    """Return one part of the indices, split like torch.chunk."""
     step = -(-len(indices) // num_parts)  # rounded up: the last parts may be empty
     return indices[min(step * number, len(indices)) : min(step * (number + 1), len(indices))]
 
@@ -69,15 +71,17 @@ def _chunk(indices: Indices, num_parts: int, number: int) -> Indices:
 def sharding_order(
     mesh_shape: Sequence[int], placements: Sequence[Placement], num_dims: int
 ) -> list[tuple[int, int, int]]:
-    """Return (mesh axis, tensor dim, blocks) in the order in which the shards are cut.
+    """Return (mesh axis, tensor dim, number of blocks) in the order in which dims are split.
 
-    A plain `Shard` is cut after the shards of the axes before it. A strided shard with `split_factor` f is cut
-    within each of f blocks. Where these are the shards of the following axes on the same dim (what FSDP2 makes of
-    a tensor that is sharded already), it is cut after them, which is the same also for uneven sizes. What is left of
-    the factor are blocks of the tensor itself: packed projections such as gate and up (2 * hidden, n), of which
-    each rank has a part of the gate and a part of the up projection.
+    A plain `Shard` is split after the shards of earlier mesh axes. A strided shard with `split_factor` f is
+    split within each of f blocks:
+
+    - Blocks that are the shards of later axes on the same dim come from FSDP2 on an already sharded tensor.
+      The axis is then split after those axes, which gives the same result for uneven sizes too.
+    - The remaining factor is the number of blocks of the tensor itself. In a packed projection such as gate
+      and up (2 * hidden, n), each rank has a part of the gate and a part of the up projection.
     """
-    # From the last axis to the first: each is put before the later ones, or behind as many as its factor says.
+    # From last axis to first: insert each before the later ones, or after as many as its factor covers.
     order: list[tuple[int, int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
@@ -89,7 +93,7 @@ def sharding_order(
         for number, (later_axis, later_dim, _) in enumerate(order):
             size = mesh_shape[later_axis]
             if behind == 1 or (later_dim == dim and behind % size):
-                break  # the next axis did not make these blocks
+                break  # the next axis did not create these blocks
             behind //= size if later_dim == dim else 1
             position = number + 1
         order.insert(position, (axis, dim, behind))

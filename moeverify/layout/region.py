@@ -1,4 +1,4 @@
-"""The part of a logical tensor that a rank stores, as global indices."""
+"""Regions: the part of a logical tensor that a rank stores, as global indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Indices = range | tuple[int, ...]
 
 
 def as_indices(indices: Sequence[int]) -> Indices:
-    """Return the indices as a range of step 1 where they are one, else as a tuple."""
+    """Return the indices as a range of step 1 where possible, else as a tuple."""
     if isinstance(indices, range) and indices.step == 1:
         return indices
     values = tuple(indices)
@@ -28,9 +28,11 @@ def as_indices(indices: Sequence[int]) -> Indices:
 class Region:
     """A part of a logical tensor of the given global shape.
 
-    Either a box: for every dim its global indices, in the order in which the local tensor has them; or a run of the
-    tensor flattened in row-major order (`flat`), which is how FSDP1 shards. For example rank 1 of 2 of a tensor
-    (8, 4) under Shard(0): `Region.box((8, 4), [range(4, 8), range(4)])`.
+    A region is either a box or a flat range. A box lists the global indices of every dim, in the order of
+    the local tensor. A flat range (`flat`) indexes the row-major flattened tensor, as FSDP1 shards.
+
+    Example: rank 1 of 2 of a tensor (8, 4) under Shard(0) has `Region.box((8, 4), [range(4, 8),
+    range(4)])`.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +41,12 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """Return the region that is the whole tensor."""
+        """Return the region of a whole tensor."""
         return cls(tuple(shape), tuple(range(size) for size in shape))
 
     @classmethod
     def box(cls, shape: Sequence[int], dims: Sequence[Sequence[int]]) -> Region:
-        """Return the region of the given indices of every dim."""
+        """Return the region with the given indices of every dim."""
         return cls(tuple(shape), tuple(as_indices(indices) for indices in dims))
 
     @classmethod
@@ -52,7 +54,7 @@ class Region:
         """Return the region of elements [start, stop) of the flattened tensor."""
         return cls(tuple(shape), (), range(start, stop))
 
-    # Cached: a step asks for them several times of each shard, on the host that a GPU waits for.
+    # Cached: a step reads them several times per shard, on the host, which the GPU waits for.
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Return the shape of the local tensor of this region."""
@@ -67,14 +69,14 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether this is every element of the logical tensor, in its own order."""
+        """Return whether the region contains every element of the logical tensor, in its own order."""
         return self == Region.whole(self.shape) or (
             self.flat is not None and self.flat == range(math.prod(self.shape))
         )
 
     @cached_property
     def key(self) -> str:
-        """Return a short text that is equal for equal regions only (up to a 64-bit hash)."""
+        """Return a short text that identifies the region (up to a collision of a 64-bit hash)."""
         if self.flat is not None:
             return f"flat {self.flat.start}:{self.flat.stop}"
         return ",".join(_describe(indices) for indices in self.dims)
@@ -102,7 +104,7 @@ class Region:
         along = [
             torch.tensor(tuple(indices), dtype=torch.int64, device=whole.device) for indices in self.dims
         ]
-        # Indices of a dim may have gaps (zigzag), so no slice would do.
+        # Indices of a dim may have gaps (zigzag), so slices do not suffice.
         grid = torch.meshgrid(*along, indexing="ij")
         whole[grid] = local.to(whole.dtype)
 

@@ -1,4 +1,4 @@
-"""Hooks that watch a module without being taken for a part of it."""
+"""Hooks on modules whose operations are hidden from dispatch modes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ R = TypeVar("R")
 
 
 def unseen(hook: Callable[P, R]) -> Callable[P, R]:
-    """Return a hook whose operations no dispatch mode sees.
+    """Return the hook, wrapped so that no dispatch mode sees its operations.
 
-    Selective activation checkpointing is such a mode: it numbers the operations of a module, and keeps the results of
-    some by their numbers. What a hook computes in the forward pass, and not again in the recomputation, or the other
-    way round, would give the module the results of other operations.
+    Selective activation checkpointing is such a mode: it numbers the operations of a module and stores some
+    results by number. If a hook computes in only one of the forward pass and the recomputation, the numbers
+    shift and the module gets results of other operations.
+
     Source: torch.utils.checkpoint.create_selective_checkpoint_contexts.
     """
 
     @wraps(hook)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # What torch.compile traces of a hook runs in its graph, where no mode is.
+        # Operations of a compiled hook run in its graph, where no mode is active.
         if torch.compiler.is_compiling() or not _get_current_dispatch_mode_stack():
             return hook(*args, **kwargs)
         with _disable_current_modes():

@@ -1,13 +1,16 @@
-"""Collectives that carry gradients, each with its backward stated.
+"""Autograd collectives with an explicit backward for each.
 
-All of them take and give contiguous tensors: gloo reduces the storage of a strided view instead of the view,
-silently (pytorch #192920).
+All inputs and outputs are contiguous tensors. gloo silently reduces the storage of a strided view instead
+of the view (pytorch #192920).
 
-Which backward is right depends on what follows, and autograd cannot know it. Where every rank goes on to compute
-the same from a gathered or summed value, each has the whole gradient, and taking it once is enough (slice, keep).
-Where every rank goes on to compute something else, each has an unreduced partial sum of it, and they are summed.
+The correct backward depends on the computation that follows, which autograd cannot see:
 
-Letters: n ranks in the group; the value of rank r is x_r.
+- If every rank continues with the same computation on a gathered or summed value, each rank has the whole
+  gradient. It is used once (slice or keep).
+- If the ranks continue with different computations, each rank has an unreduced partial gradient. The
+  partials are summed.
+
+Notation: the group has n ranks; x_r is the input of rank r.
 """
 
 from __future__ import annotations
@@ -23,13 +26,16 @@ from torch.distributed import ProcessGroup
 
 from moeverify.seams import seam
 
-# torch 2.13 renamed these two and warns about the names that 2.11 has.
+# torch 2.13 renamed these two and warns about the names of torch 2.11.
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def check_contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor; raise ValueError if it is a strided view."""
+    """Return the tensor unchanged.
+
+    Raises: ValueError when it is a strided view.
+    """
     if not tensor.is_contiguous():
         shape, stride = tuple(tensor.shape), tensor.stride()
         raise ValueError(f"a collective needs a contiguous tensor, not shape {shape} with strides {stride}")
@@ -38,7 +44,7 @@ def check_contiguous(tensor: Tensor) -> Tensor:
 
 @seam
 def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return sum_r x_r on every rank, without gradient; the input is left as it is."""
+    """Return sum_r x_r on every rank, without gradient. The input is not modified."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(check_contiguous(total), group=group)
     return total
@@ -46,9 +52,10 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 @seam
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return x; the gradient is summed over the group (f of Megatron-LM, arXiv 1909.08053, section 3).
+    """Return x; the backward sums the gradient over the group (f of Megatron-LM).
 
-    Right before a computation that differs between the ranks, such as a projection sharded by columns.
+    Source: arXiv 1909.08053, section 3. Use it before a computation that differs between the ranks, such as
+    a column-parallel projection.
     """
     copied: Tensor = _Map.apply(x, 0, group, _keep, _sum)  # type: ignore[no-untyped-call]
     return copied
@@ -56,9 +63,9 @@ def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @seam
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return sum_r x_r; the gradient passes unchanged (g of Megatron-LM).
+    """Return sum_r x_r; the backward passes the gradient through unchanged (g of Megatron-LM).
 
-    Right before a computation that is the same on all ranks, such as the residual stream.
+    Use it before a computation that is identical on all ranks, such as the residual stream.
     """
     total: Tensor = _Map.apply(x, 0, group, _sum, _keep)  # type: ignore[no-untyped-call]
     return total
@@ -66,9 +73,9 @@ def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @seam
 def gather_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return the x_r concatenated along `dim`; a rank's gradient is its own slice of the incoming one.
+    """Return the x_r concatenated along `dim`; the backward keeps this rank's slice of the gradient.
 
-    Right where every rank goes on to compute the same from the result.
+    Use it when every rank continues with the same computation on the result.
     """
     whole: Tensor = _Map.apply(x, dim, group, _all_gather, _slice)  # type: ignore[no-untyped-call]
     return whole
@@ -76,23 +83,23 @@ def gather_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 @seam
 def split_to(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's slice of x along `dim`; the gradient is gathered from all ranks."""
+    """Return this rank's slice of x along `dim`; the backward all-gathers the gradient."""
     part: Tensor = _Map.apply(x, dim, group, _slice, _all_gather)  # type: ignore[no-untyped-call]
     return part
 
 
 @seam
 def reduce_scatter_from(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's slice of sum_r x_r along `dim`; the gradient is gathered from all ranks."""
+    """Return this rank's slice of sum_r x_r along `dim`; the backward all-gathers the gradient."""
     part: Tensor = _Map.apply(x, dim, group, _reduce_scatter, _all_gather)  # type: ignore[no-untyped-call]
     return part
 
 
 @seam
 def all_gather_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return the x_r concatenated along `dim`; gradients are summed over the ranks, then sliced.
+    """Return the x_r concatenated along `dim`; the backward reduce-scatters the gradient.
 
-    Right where every rank goes on to compute something different from the result.
+    Use it when the ranks continue with different computations on the result.
     """
     whole: Tensor = _Map.apply(x, dim, group, _all_gather, _reduce_scatter)  # type: ignore[no-untyped-call]
     return whole
@@ -100,19 +107,20 @@ def all_gather_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 @seam
 def exchange_rows(x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Return the rows that the other ranks send here, in rank order; gradients travel back.
+    """Return the rows that all ranks send to this rank, in rank order; the backward sends gradients back.
 
-    Shapes: x (sum(send), ...); returns (sum(receive), ...). `send[r]` rows go to rank r, `receive[r]` come
-    from it.
+    Shapes: x (sum(send), ...); returns (sum(receive), ...). `send[r]` is the number of rows sent to rank r,
+    and `receive[r]` the number of rows received from it.
     """
     rows: Tensor = _Exchange.apply(x, list(receive), list(send), group)  # type: ignore[no-untyped-call]
     return rows
 
 
 class Exchange:
-    """An `exchange_rows` under way; its backward overlaps with that of what is computed before `finish`.
+    """Asynchronous `exchange_rows`: the computation between construction and `finish` overlaps with it.
 
-    One forward and one backward pass. Collective: as `exchange_rows`.
+    The backward exchange overlaps with the backward of the same computation. One instance serves one
+    forward and one backward pass. Collective: like `exchange_rows`.
     """
 
     def __init__(self, x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup) -> None:
@@ -121,23 +129,24 @@ class Exchange:
         self._rows: Tensor | None = _Start.apply(x, self)  # type: ignore[no-untyped-call]
 
     def finish(self) -> Tensor:
-        """Return the rows that came in; a GPU waits for them, the host does not."""
+        """Return the received rows. On a GPU the device waits for them; the host does not."""
         rows: Tensor = _Finish.apply(self._rows, self)  # type: ignore[no-untyped-call]
-        # The graph refers to this exchange, and the rows to the graph: a circle would keep all before them in the
-        # graph until Python next looks for circles. On a GPU that can be many steps later.
+        # The autograd graph refers to this exchange, and the rows refer to the graph. This reference cycle
+        # would keep everything before the rows alive until Python's next garbage collection, possibly many
+        # steps later on a GPU.
         self._rows = None
         return rows
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:
-        """Send x off and return where the rows will stand."""
+        """Start sending x and return the buffer for the received rows."""
         receive, send = (self._send, self._receive) if back else (self._receive, self._send)
         sent, rows = check_contiguous(x.contiguous()), x.new_empty((sum(receive), *x.shape[1:]))
         work = dist.all_to_all_single(rows, sent, receive, send, group=self._group, async_op=True)
-        self._under_way = (rows, sent, work)  # both buffers must live until it is over
+        self._under_way = (rows, sent, work)  # both buffers must live until the exchange is complete
         return rows
 
     def wait(self) -> Tensor:
-        """Return the rows when they are there."""
+        """Wait for the exchange and return the received rows."""
         assert self._under_way is not None
         rows, _, work = self._under_way
         work.wait()
@@ -153,7 +162,8 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # What comes is only the sign that `_Finish` has sent the gradients off.
+        # The value of `grad` is not used: it only signals that `_Finish` has started the exchange of
+        # gradients.
         return ctx.exchange.wait(), None
 
 
@@ -182,15 +192,15 @@ def _sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def _all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    # Ranks are gathered along dim 0 whatever `dim` is: only there is the result of each a block of memory.
+    # Always gather along dim 0: only there is each rank's part a contiguous block of memory.
     parts = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     GATHER(parts, check_contiguous(x.contiguous()), group=group)
     return parts if dim == 0 else torch.cat(parts.chunk(group.size()), dim=dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    # Cut along `dim`, stacked along dim 0: the slice of rank r must be the r-th block of memory. `torch.cat` of what
-    # lies in another order of memory (channels last) gives that order again, so it is made contiguous after.
+    # Chunk along `dim` and stack along dim 0: the slice of rank r must be the r-th block of memory.
+    # `torch.cat` preserves the memory format of its inputs (channels last), so `contiguous` comes after it.
     parts = (x if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))).contiguous()
     part = x.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
     REDUCE_SCATTER(part, check_contiguous(parts), group=group)
@@ -208,7 +218,7 @@ def _all_to_all(x: Tensor, receive: list[int], send: list[int], group: ProcessGr
 
 
 class _Map(Function):
-    """A linear map of the values of all ranks along `dim`, and the map that its gradients go through."""
+    """A linear map of all ranks' values along `dim`, with a separate map for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, there: _Along, back: _Along) -> Tensor:

@@ -1,7 +1,7 @@
-"""torch.compile of the parts of a block between its collectives: few kernels where each operation had its own.
+"""torch.compile for the parts of a block between its collectives: fewer kernel launches.
 
-Compiled are functions of tensors and of modules that no wrapper has changed: gathers of FSDP2, exchanges of tokens
-and DTensors stay outside. All layers share one graph, which depends on shapes and not on modules.
+Only functions of plain tensors and of unwrapped modules are compiled. FSDP2 gathers, token exchanges and
+DTensors stay outside. All layers share one graph, because the graph depends on shapes and not on modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMPILERS = ("g++", "clang++", "c++")
     *(f"layout.{name}" for name in ("compile", "tp", "cp", "pp", "recompute", "parallelize")), "recipe.model"
 )
 def plain_parts(case: Case) -> Iterator[Problem]:
-    """What is compiled has neither DTensors nor collectives in it, and runs once forward and once backward."""
+    """Compiled parts contain no DTensors and no collectives, and run once forward and once backward."""
     layout, path = case.layout, "layout.compile"
     if layout.parallelize is not None or case.recipe.model.reference is None:
         yield blame(path, "`compile` is for the built-in parallelism of the reference model", "remove it")
@@ -38,10 +38,14 @@ def plain_parts(case: Case) -> Iterator[Problem]:
 
 
 class CompileKind(Row):
-    """How much of a block torch compiles."""
+    """An option of `layout.compile`: which parts of a block torch compiles."""
 
     def apply(self, model: Transformer) -> None:
-        """Compile, when modules have become what runs, and before recomputation and data parallelism wrap them."""
+        """Compile parts of the model in place.
+
+        Call it after parallelism has replaced modules, and before recomputation and data parallelism wrap
+        them.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +61,10 @@ class _Parts(CompileKind):
 
 @seam
 def compile_parts(model: Transformer) -> None:
-    """Compile attention with its norms, routers, and the places of token copies in exchanges of fixed sizes.
+    """Compile attention with its norms, the routers, and the index computation of padded dispatchers.
 
-    Experts stay as they are: with a grouped product they are six operations already, whose tracing torch has for
-    bfloat16 alone.
+    Experts are not compiled: with a grouped product they are only six operations, and torch can trace that
+    product for bfloat16 only.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Data parallelism by DDP: every rank holds all parameters outside the experts, gradients are averaged."""
+"""Data parallelism by DDP: all parameters outside the experts are replicated, gradients are averaged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moeverify.seams import seam
 
 Accumulate = Callable[[bool], AbstractContextManager[object]]
 
-# torch 2.13 renamed the first of these and warns about the name that 2.11 has. It syncs buffers at the start whatever
-# it is given, but not where `init_sync` is off.
+# torch 2.13 renamed `broadcast_buffers` and warns about the old name. The renamed option still syncs
+# buffers at construction, whatever its value, unless `init_sync` is off.
 _NEW_NAME = "forward_sync_buffers"
 _SYNC = (
     _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
@@ -31,14 +31,14 @@ _AS_THEY_ARE: dict[str, Any] = {_SYNC: False, "init_sync": False}
 def apply_ddp(
     model: nn.Module, group: ProcessGroup, device: torch.device, *, find_unused: bool = False
 ) -> tuple[nn.Module, Accumulate]:
-    """Return the wrapped model and its context for a micro-batch; parameters must have their values.
+    """Return the wrapped model and a function that returns the context of a micro-batch.
 
-    Expert parameters (DTensors, or placed) are left out: the ranks of `group` hold different ones. Nothing is
-    broadcast at the start or before a forward pass: replicas are equal because they compute the same, or a check
-    says so.
-    `find_unused` is for models that do not use every parameter in every forward pass.
+    Parameters must already have their values. DDP ignores expert parameters that are DTensors or placed,
+    because the ranks of `group` hold different ones. Nothing is broadcast at construction or before a
+    forward pass: replicas are equal because they compute the same, and a check reports it if they are not.
+    Set `find_unused` for models that do not use every parameter in every forward pass.
     """
-    # Before the wrapper is made: it builds its buckets, and registers its hooks, in its constructor.
+    # This must precede the constructor of DDP, which builds the buckets and registers the hooks.
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     for prefix, module in model.named_modules():
         if isinstance(module, ExpertHolder) and module.row_blocks:

@@ -1,4 +1,4 @@
-"""How many rows the ranks of `ep` exchange: those that there are, or those that there could be."""
+"""Sizes of the token exchange over `ep`: the actual number of rows, or the maximum possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
 )
 def equal_blocks(case: Case) -> Iterator[Problem]:
-    """Room for as many rows as there could be is made for equal blocks of experts on the ranks of ep."""
+    """Padded exchanges are for equal blocks of experts on the ranks of ep."""
     layout, path = case.layout, "layout.dispatch"
     if layout.parallelize is not None or layout.ep == 1:
         yield blame(path, "`padded` is a way to exchange tokens over ep", "remove it, or set ep")
@@ -37,7 +37,7 @@ def equal_blocks(case: Case) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchKind(Row):
-    """One way to exchange tokens; `find_maker` returns what makes the dispatcher of a layer."""
+    """One way to exchange tokens; `find_maker` returns the constructor of a layer's dispatcher."""
 
     find_maker: Callable[[], MakeDispatcher]
 

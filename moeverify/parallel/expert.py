@@ -1,14 +1,16 @@
-"""Expert parallelism: experts are spread over the ranks of the ep axis, and tokens travel to them and back.
+"""Expert parallelism: experts are sharded over the ep axis, and tokens are dispatched to them.
 
-Forward of one MoE layer, n ranks, e experts here; P slots, each with one expert, on all ranks together:
-1. every rank sorts its token copies by the slot that they go to: counts c (P);
-2. the ranks exchange counts, then copies (uneven all-to-all, sizes first), and compute the shared expert meanwhile;
-3. a rank sorts what came in by its own experts, computes, and the outputs travel back the same way.
-Backward: the transposed exchanges. A rank sees every token that its experts got, so an expert's gradient is
-already the sum over the ep ranks; what remains is the sum over the ranks that hold the same experts.
+Forward of one MoE layer on n ranks, with e experts per rank and P slots (one expert each) on all ranks
+together:
+1. Each rank sorts its token copies by destination slot, which gives counts c (P).
+2. The ranks exchange counts, then copies (uneven all-to-all), and compute the shared expert meanwhile.
+3. Each rank sorts the received copies by local expert, computes, and sends the outputs back the same way.
 
-Without a placement a rank has E/n consecutive experts, and slots are experts. Under one
-(`moeverify.parallel.placed_experts`) an expert may be in the slots of several ranks.
+Backward: the transposed exchanges. A rank processes every token of its experts, so the gradient of an
+expert is already summed over ep. Only the sum over the ranks that hold the same experts remains.
+
+Without a placement a rank has E/n consecutive experts, and slots equal experts. With a placement
+(`moeverify.parallel.placed_experts`) an expert may occupy slots on several ranks.
 
 Source: GShard (arXiv 2006.16668); dropless as in MegaBlocks (arXiv 2211.15841).
 """
@@ -40,15 +42,15 @@ from moeverify.parallel.collectives import Exchange, check_contiguous, exchange_
 from moeverify.parallel.replica_routes import EqualBlocks, ReplicaRoutes
 from moeverify.seams import seam
 
-# The dim of each expert parameter that holds the expert's hidden units, which etp shards.
+# The dim of each expert parameter that indexes hidden units, which etp shards.
 _HIDDEN_DIM = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1}
 
 
 class AllToAllDispatcher(Overlapping):
-    """Runs the experts of all ranks of `group` on this rank's tokens; `routes` say in which slots they are.
+    """Dispatcher to the experts of all ranks of `group` by uneven all-to-all; `routes` map copies to slots.
 
-    The host waits for the device once, for the sizes of the exchange: the gather of the tokens is queued before
-    it waits. `meanwhile` is computed while the tokens travel, and so is its backward.
+    The host waits for the device once per call, for the sizes of the exchange. The gather of the tokens is
+    queued before that wait. `meanwhile` and its backward overlap with the exchange of tokens.
     """
 
     def __init__(self, routes: EqualBlocks | ReplicaRoutes, group: ProcessGroup) -> None:
@@ -57,39 +59,42 @@ class AllToAllDispatcher(Overlapping):
 
     @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
-        """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
+        """Return the sum over k of each token's expert outputs times combine weights.
+
+        Shapes: x (N, H), ids and weights (N, k); returns (N, H).
+        """
         counts, order = self.routes.sort(ids)  # (P), (N * k)
         arriving = exchange_counts(counts, self.routes.num_slots, self.group)  # (n, e): from each rank
         leaving = torch.stack(
             [part.sum() for part in torch.split(counts, list(self.routes.num_slots))]
         )  # (n)
-        # On their way to the host while the device gathers: an uneven all-to-all wants its sizes on the host.
+        # An uneven all-to-all needs its sizes on the host. They are copied while the device gathers.
         sizes = EarlyCopy(torch.stack([leaving, arriving.sum(dim=1)]))
         copies = gather_copies(x, order)
         send, receive = sizes.read()
         exchange = Exchange(copies, receive, send, self.group)
-        # Rows come by rank and then expert; experts want them by expert. Both permutations are needed: `there` before
-        # the experts, `back` after them.
+        # Rows arrive by rank, then expert; the experts need them by expert. Each permutation is the
+        # backward of the other: `there` is applied before the experts, `back` after them.
         there, back = order_by_expert(arriving, sum(receive))
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()
         outputs = experts(permute_rows(exchange.finish(), there, back), arriving.sum(dim=0))
-        unsorted = permute_rows(outputs, back, there)  # by rank again, as the rows are sent back
+        unsorted = permute_rows(outputs, back, there)  # by rank again, the order in which rows are sent back
         return unpermute(exchange_rows(unsorted, send, receive, self.group), order, weights)
 
 
 MakeDispatcher = Callable[[int, ProcessGroup], Dispatcher]
-"""Makes a dispatcher for so many experts, of which each rank of the group has equally many."""
+"""Constructor of a dispatcher from (number of experts, group); each rank has equally many experts."""
 
 
 def make_sized(num_experts: int, group: ProcessGroup) -> AllToAllDispatcher:
-    """Return the dispatcher of equal blocks of experts that exchanges no more rows than there are."""
+    """Return the dispatcher for equal blocks of experts that exchanges only the existing rows."""
     return AllToAllDispatcher(EqualBlocks(num_experts, group.size()), group)
 
 
 class EarlyCopy:
-    """Integers on their way to the host; `read` waits for them, and not for what was queued after them."""
+    """Asynchronous copy of integers to the host; `read` does not wait for work that was queued after it."""
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -101,7 +106,7 @@ class EarlyCopy:
             self._event.record()
 
     def read(self) -> Any:
-        """Return the values as Python's lists."""
+        """Wait for the copy and return the values as nested Python lists."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
@@ -109,9 +114,10 @@ class EarlyCopy:
 
 @seam
 def exchange_counts(counts: Tensor, num_slots: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Return how many copies each rank sends to each slot here.
+    """Return the number of copies that each rank sends to each slot of this rank.
 
-    Shapes: counts (P) int64, what this rank sends to each slot; `num_slots` (n) sum to P; returns (n, e) int64.
+    Shapes: counts (P) int64, the copies that this rank sends to each slot; `num_slots` (n), summing to P;
+    returns (n, e) int64.
     """
     here = num_slots[group.rank()]
     arriving = counts.new_empty(group.size(), here)
@@ -123,19 +129,20 @@ def exchange_counts(counts: Tensor, num_slots: Sequence[int], group: ProcessGrou
 
 @seam
 def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the permutation that sorts rows, which come by rank and then expert, by expert and then rank.
+    """Return the permutation from (rank, expert) order to (expert, rank) order, and its inverse.
 
-    And its inverse. Neither is sorted for: blocks of rows move as they are, so a row's way is its block's.
+    No sort is needed: each (rank, expert) block of rows moves as a whole, so all rows of a block have the
+    same offset.
 
     Shapes: arriving (n, e) counts that sum to `num_rows`; returns (num_rows) int64 twice.
     """
     by_rank, by_expert = arriving.flatten(), arriving.t().flatten()
     starts_by_rank = (by_rank.cumsum(0) - by_rank).view_as(arriving)
     starts_by_expert = (by_expert.cumsum(0) - by_expert).view_as(arriving.t()).t()
-    # Blocks of (rank, expert) move as a whole: a row's place by expert plus this is its place by rank. (n, e)
+    # The offset of each (rank, expert) block: index in rank order minus index in expert order. (n, e)
     way = starts_by_rank - starts_by_expert
     places = torch.arange(num_rows, device=arriving.device)
-    # With its size known, the device need not tell the host how long the result is.
+    # With `output_size` the device need not report the length of the result to the host.
     there = places + way.t().flatten().repeat_interleave(by_expert, output_size=num_rows)
     back = places - way.flatten().repeat_interleave(by_rank, output_size=num_rows)
     return there, back
@@ -145,10 +152,10 @@ def order_by_expert(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, make_dispatcher: MakeDispatcher) -> None:
     """Shard the experts of every MoE over the axes `ep` (experts) and `etp` (each expert's hidden units).
 
-    Placement: every expert parameter becomes a DTensor, Shard(0) on ep and Shard of its hidden dim on etp
-    (`down_bias` is replicated there and added by one rank only). Over ep tokens travel by what `make_dispatcher`
-    makes. `mesh` has the axes (ep, etp) that are used, one or both, from the sparse view. A block whose package
-    divides its own experts does so over ep.
+    Every expert parameter becomes a DTensor: Shard(0) on ep, and Shard of its hidden dim on etp.
+    `down_bias` is replicated on etp and added by one rank only. `mesh` has the axes ep, etp or both, from
+    the sparse view. `make_dispatcher` makes the dispatcher over ep. A block whose package divides its own
+    experts does so over ep.
     """
     axes = mesh.mesh_dim_names or ()
     for block in [module for module in model.modules() if isinstance(module, DividesExperts)]:
@@ -170,7 +177,7 @@ def _divide_by_package(block: DividesExperts, mesh: DeviceMesh) -> None:
 
 
 def local_view(parameter: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor parameter; its gradient becomes a DTensor again."""
+    """Return the local tensor of a DTensor parameter, differentiably; return other tensors unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -184,13 +191,13 @@ def _shard_parameters(experts: Experts, mesh: DeviceMesh) -> None:
     for name, parameter in list(experts.named_parameters(recurse=False)):
         placements: list[Placement] = []
         shape = list(parameter.shape)
-        # One placement for each axis of the mesh, in its order, and the local shape that they leave.
+        # One placement for each mesh axis, in mesh order, and the resulting local shape.
         for axis in mesh.mesh_dim_names or ():
             dim = 0 if axis == "ep" else _HIDDEN_DIM.get(name)
             placements.append(Replicate() if dim is None else Shard(dim))
             if dim is not None:
                 shape[dim] //= mesh[axis].size()
-        # On meta: the values come later, slice by slice.
+        # On meta: values are filled in later, slice by slice.
         local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         sharded = DTensor.from_local(local, mesh, placements, run_check=False)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))

@@ -1,11 +1,14 @@
-"""Linear layers in float8 by torchao: converted before any other parallelism, and cut over tp by its own styles.
+"""Linear layers in float8 by torchao.
 
-A layer keeps its weight in the dtype of the recipe; operands are scaled and rounded anew for every product, so FSDP2,
-DDP and pipelines see an ordinary linear layer. Under tp the operands are DTensors, and the largest element of one
-that is cut is that of all ranks. No rank knows the largest element of what other data-parallel ranks have.
+They are converted before any other parallelism, and sharded over tp by torchao's styles.
 
-Where there is no kernel (a CPU, a GPU before compute capability 8.9, a dtype other than bfloat16) torchao emulates
-it: operands are rounded in the same way, and then multiplied in float32.
+A layer keeps its weight in the dtype of the recipe. Operands are scaled and rounded anew for every product,
+so FSDP2, DDP and pipelines treat it as an ordinary linear layer. Under tp the operands are DTensors, and
+the largest element of a sharded operand is taken over all tp ranks. It is not taken over data-parallel
+ranks.
+
+Where no float8 kernel exists (CPU, GPU below compute capability 8.9, dtype other than bfloat16), torchao
+emulates: operands are rounded the same way and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -29,29 +32,33 @@ _FIRST_CAPABILITY = (8, 9)
 
 @seam
 def apply_float8(model: nn.Module, float8: str, device: torch.device, compute: torch.dtype) -> None:
-    """Put torchao's layers in the place of those that float8 is for, in place; `compute` is the dtype of products.
+    """Replace the layers that use float8 with torchao's, in place; `compute` is the dtype of products.
 
-    The model must be whole, and on the meta device.
+    The model must be unsharded and on the meta device.
     """
     if float8 == "none":
         return
     library = _import_torchao()
     config = library.Float8LinearConfig.from_recipe_name(float8)
-    # The kernels take sums over multiples of 16, and how many tokens a rank has is nobody's choice.
+    # The kernels need inner dims that are multiples of 16, and the number of tokens per rank is not under
+    # our control.
     config = replace(config, emulate=not has_kernels(device, compute), pad_inner_dim=True)
     chosen = {name for name, _, _ in list_layers(model)}
     library.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
 
 
 def has_kernels(device: torch.device, compute: torch.dtype) -> bool:
-    """Return whether a device multiplies float8 numbers itself, with results in this dtype."""
+    """Return whether a device has float8 kernels with results in dtype `compute`."""
     if device.type != "cuda" or compute != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
 
 
 def columns(linear: nn.Module) -> ParallelStyle:
-    """Return the style that cuts the outputs of a linear layer; one scale in all is sent with operands in float8."""
+    """Return the style that shards the outputs of a linear layer.
+
+    Float8 operands with a single scale are communicated in float8, together with the scale.
+    """
     if not _has_one_scale(linear):
         return ColwiseParallel()
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel
@@ -61,7 +68,7 @@ def columns(linear: nn.Module) -> ParallelStyle:
 
 
 def rows(linear: nn.Module, outputs: Placement) -> ParallelStyle:
-    """Return the style that cuts what a linear layer sums over; see `columns`."""
+    """Return the style that shards the inputs of a linear layer, with its output placed as `outputs`."""
     if not _has_one_scale(linear):
         return RowwiseParallel(output_layouts=outputs)
     from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
@@ -71,9 +78,9 @@ def rows(linear: nn.Module, outputs: Placement) -> ParallelStyle:
 
 
 def unpack(tensor: Tensor) -> Tensor:
-    """Return the numbers that an operand in float8 stands for, in its own dtype; any other tensor as it is.
+    """Return the values of a float8 operand in its original dtype; return any other tensor unchanged.
 
-    Shape: that of the tensor. Placements: those of a DTensor.
+    The shape and, for a DTensor, the placements are preserved.
     """
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
@@ -98,10 +105,10 @@ def _has_one_scale(linear: nn.Module) -> bool:
 
 @cache
 def _import_torchao() -> Any:
-    """Return `torchao.float8`, which multiplies in float64 what is emulated in it."""
+    """Return `torchao.float8`, patched to emulate in float64 when its operands were float64."""
     log = logging.getLogger("torchao")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # it warns of kernels for other chips that it could not load
+    log.setLevel(logging.CRITICAL)  # torchao warns about kernels for other chips that it could not load
     try:
         import torchao.float8
     finally:
@@ -111,11 +118,11 @@ def _import_torchao() -> Any:
 
 
 def _emulate_in_float64() -> None:
-    """Let torchao's emulation multiply in float64 where its operands came in float64.
+    """Patch torchao's emulation to multiply in float64 where its operands were float64.
 
-    It multiplies in float32 whatever they came in. What two devices then differ by, 1e-7, moves an operand of the
-    next layer across the middle between two float8 numbers now and then, and that is an error of 1e-3: nothing about
-    the logic of a layout would be certain.
+    Unpatched, it always multiplies in float32. Two devices then differ by about 1e-7. Occasionally that
+    moves an operand of the next layer across the midpoint between two float8 numbers, an error of about
+    1e-3. No bound on the layout could then be tight.
     """
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism by FSDP1: each block's parameters are one flat parameter, cut into runs."""
+"""Fully sharded data parallelism by FSDP1: one flat parameter per block, sharded by contiguous ranges."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ STRATEGIES = {
 def apply_fsdp1(
     model: Transformer, mesh: DeviceMesh, strategy: Fsdp1Strategy, device: torch.device
 ) -> tuple[nn.Module, Accumulate]:
-    """Return the wrapped model and its context for a micro-batch; parameters must have their values.
+    """Return the wrapped model and its micro-batch context; parameters must already have their values.
 
-    `mesh` is (fsdp) or, for a hybrid, (dp_replicate, fsdp). Gradients are averaged over all of it.
+    `mesh` is (fsdp) or, for a hybrid, (dp_replicate, fsdp). Gradients are averaged over the whole mesh.
     """
-    # Blocks first, from the inside out: what they take is not in the flat parameter of the model.
+    # Wrap blocks first: parameters of wrapped blocks are excluded from the flat parameter of the model.
     for name, block in model.layers.items():
         model.layers[name] = wrap_fsdp1(block, mesh, strategy, device)
     wrapped = wrap_fsdp1(model, mesh, strategy, device)
@@ -40,18 +40,19 @@ def apply_fsdp1(
 def wrap_fsdp1(
     module: nn.Module, mesh: DeviceMesh, strategy: Fsdp1Strategy, device: torch.device
 ) -> FullyShardedDataParallel:
-    """Return one module whose parameters, less those of wrapped modules inside, are one flat parameter."""
+    """Return a module whose parameters, except those of wrapped submodules, are one flat parameter."""
     ranks = choose_ranks(mesh, strategy)
-    # With the original parameters, views into the flat one, the place of each shard is known (`LocalShard`).
+    # With `use_orig_params`, parameters are views into the flat one and the location of each shard is known
+    # (`LocalShard`).
     return FullyShardedDataParallel(module, **ranks, device_id=device, use_orig_params=True)
 
 
 @seam
 def choose_ranks(mesh: DeviceMesh, strategy: Fsdp1Strategy) -> dict[str, Any]:
-    """Return over which ranks parameters are sharded and gradients averaged, as FSDP's arguments.
+    """Return FSDP's arguments for the ranks to shard over and to average gradients over.
 
-    Replicas of one rank each are not sharded: a hybrid over them would keep to the one rank of a shard group
-    and average over no replica, silently (pytorch #154888).
+    When each shard group has a single rank, parameters are not sharded. A hybrid would then silently reduce
+    within that one rank and not average over replicas (pytorch #154888).
     """
     if mesh.ndim == 2 and mesh.size(1) == 1:
         return {"process_group": mesh.get_group(0), "sharding_strategy": ShardingStrategy.NO_SHARD}

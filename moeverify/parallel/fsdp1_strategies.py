@@ -1,4 +1,4 @@
-"""What FSDP1 shards, by the names that torch has for it."""
+"""FSDP1 sharding strategies, by the names of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from moeverify.case.choice import Row, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Row):
-    """Members of torch's ShardingStrategy: `shards` for a mesh of (fsdp), `hybrid` for (dp_replicate, fsdp)."""
+    """An FSDP1 strategy: members of torch's ShardingStrategy.
+
+    `shards` is for a mesh of (fsdp), `hybrid` for (dp_replicate, fsdp).
+    """
 
     shards: str
     hybrid: str

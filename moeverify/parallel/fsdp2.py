@@ -1,15 +1,18 @@
-"""Fully sharded data parallelism by FSDP2, with experts on a mesh of their own.
+"""Fully sharded data parallelism by FSDP2, with experts on a separate mesh.
 
-Placement: every parameter Shard(0) on fsdp (and Replicate on dp_replicate), after what tp, ep and etp have
-already cut. Gradients of parameters outside the experts are averaged over dp_replicate * fsdp, which is the
-number of ranks over which the loss is split. Experts are held by dp_replicate * efsdp ranks, but their
-gradient holds the tokens of all ranks of the loss, so it is divided by that number, not by its own mesh
-(pytorch #160285). Experts that no two ranks share are left to themselves, and divided at the end. Where they have
-copies and no shards (efsdp of 1), torch 2.13 applies a factor of its own twice in float64 and fp16; there FSDP2
-averages over its mesh and `expert_divisor` is left for the end.
+Placement: every parameter is Shard(0) on fsdp and Replicate on dp_replicate, after tp, ep and etp sharding.
 
-Mixed precision: FSDP2 gathers in the narrow dtype, and widens gradients before it reduces them. Experts that it
-leaves alone compute with narrow copies too, and their gradients arrive widened.
+Gradients outside the experts are averaged over dp_replicate * fsdp, which is the number of ranks that the
+loss is split over. Each expert is held by dp_replicate * efsdp ranks, but its gradient contains the tokens
+of all loss ranks. Expert gradients are therefore divided by the number of loss ranks, not by the size of
+the expert mesh (pytorch #160285).
+
+FSDP2 does not wrap experts that no two ranks share; their gradients are divided at the end. With copies but
+no shards (efsdp of 1), torch 2.13 applies a custom divide factor twice in float64 and fp16. In this case
+FSDP2 averages over its mesh, and `expert_divisor` gives the remaining divisor.
+
+Mixed precision: FSDP2 gathers in the narrow dtype and widens gradients before it reduces them. Experts that
+FSDP2 does not wrap also compute with narrow copies, and their gradients arrive widened.
 """
 
 from __future__ import annotations
@@ -45,13 +48,15 @@ def apply_fsdp2(
 ) -> Accumulate:
     """Shard the model in place and return its context for a micro-batch.
 
-    `mesh` is (fsdp) or (dp_replicate, fsdp); `expert_mesh` is the same of the sparse view, for experts that
-    are already sharded over ep or etp, or None where experts are like any other parameter.
+    `mesh` is (fsdp) or (dp_replicate, fsdp). `expert_mesh` is the corresponding mesh of the sparse view,
+    for experts that are already sharded over ep or etp. It is None where experts are like any other
+    parameter. `num_loss_ranks` is the number of ranks that the loss is averaged over.
     """
     whole: set[nn.Parameter] = set()
     for block in model.layers.values():
         if expert_mesh is not None:
-            # Experts first: `fully_shard` takes only what no module inside has taken, and on their own mesh.
+            # Shard experts first, on their own mesh: `fully_shard` takes only parameters that no submodule
+            # has taken.
             shard_experts(block, expert_mesh, num_loss_ranks, policy)
             whole |= _leave_alone(block, policy)
         fully_shard(block, mesh=mesh, ignored_params=whole, mp_policy=policy)
@@ -63,7 +68,10 @@ def apply_fsdp2(
 
 @seam
 def choose_policy(model: nn.Module, compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return what makes FSDP2 compute in a dtype, by default that of the parameters, and reduce in theirs."""
+    """Return the policy that computes in dtype `compute` and reduces gradients in the parameters' dtype.
+
+    Without `compute`, FSDP2 computes in the parameters' dtype.
+    """
     stored = next(model.parameters()).dtype
     if compute is None or compute == stored:
         return AS_STORED
@@ -71,20 +79,17 @@ def choose_policy(model: nn.Module, compute: torch.dtype | None) -> MixedPrecisi
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Let a pipeline stage keep its gathered parameters from one micro-batch to the next.
+    """Keep the gathered parameters of a pipeline stage from one micro-batch to the next.
 
-    Zero-bubble schedules need it: torch looks for the parameters of a stage before the backward pass gathers
-    them, and those that it does not find get no gradient, silently.
+    Zero-bubble schedules need this. torch looks up the parameters of a stage before the backward pass
+    gathers them, and silently computes no gradient for parameters that it does not find.
     """
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_forward(False)
 
 
 def _leave_alone(block: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
-    """Return the experts' parameters that a rank keeps whole, which FSDP2 must leave alone.
-
-    What the policy asks of their arithmetic is done here.
-    """
+    """Return the expert parameters that FSDP2 must not shard; apply the policy's compute dtype here."""
     holders = [module for module in block.modules() if isinstance(module, ExpertHolder)]
     alone = [holder for holder in holders if not isinstance(holder, FSDPModule)]
     if policy.param_dtype is not None:
@@ -107,25 +112,27 @@ def shard_experts(
 ) -> None:
     """Shard the experts of a block over `mesh` and average their gradients over the ranks of the loss."""
     if mesh.size() == 1:
-        return  # FSDP2 would copy them for every pass although nobody shares them
+        return  # FSDP2 would copy them for every pass although no rank shares them
     for module in block.modules():
-        # Placed experts are whole on each of their ranks, and reduced over those alone.
+        # Placed experts are whole on each of their ranks and reduced only over those ranks.
         if isinstance(module, ExpertHolder) and not module.row_blocks:
             sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-            # The divisor of a sum over all tokens of the batch. FSDP2 would divide by the ranks of its own mesh, of
-            # which there are num_loss_ranks * tp / (ep * etp).
+            # The gradient is a sum over all tokens of the batch. FSDP2 would divide by the size of its own
+            # mesh, which is num_loss_ranks * tp / (ep * etp).
             divisor = num_loss_ranks * module.gradient_share
             if divisor == mesh.size() or expert_divisor(mesh, num_loss_ranks) is not None:
                 continue
-            # A factor of its own is applied by NCCL's pre-multiplied sum, which gloo does not have; torch divides by
-            # hand when told to sum (torch 2.11 to 2.13, _fsdp_collectives.py, _get_gradient_divide_factors).
+            # torch applies a custom divide factor by NCCL's pre-multiplied sum, which gloo lacks. With a
+            # forced sum reduction torch divides explicitly (torch 2.11 to 2.13, _fsdp_collectives.py,
+            # _get_gradient_divide_factors).
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(float(divisor))
 
 
 def expert_divisor(mesh: DeviceMesh, num_loss_ranks: int) -> float | None:
-    """Return what the experts' gradients must still be divided by after FSDP2, or None for nothing."""
-    # On a mesh of (n, 1), copies without shards, `shard_experts` leaves FSDP2 its average over the n.
+    """Return the divisor still to apply to the experts' gradients after FSDP2, or None if there is none."""
+    # On a mesh of (n, 1), with copies but no shards, `shard_experts` keeps FSDP2's average over the n
+    # ranks.
     return num_loss_ranks / mesh.size() if mesh.size(mesh.ndim - 1) == 1 else None
 
 
@@ -134,8 +141,8 @@ def _accumulation(root: FSDPModule, reshard: Reshard) -> Accumulate:
     def micro_batch(last: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(last)
         if not reshard.after_backward:
-            # What stays gathered now is found by the next forward pass; the optimizer is about to change the shards
-            # after the last backward pass, so there it must go.
+            # Parameters that stay gathered are reused by the next forward pass. After the last backward
+            # pass they must be freed, because the optimizer changes the shards.
             root.set_reshard_after_backward(last)
         yield
 

@@ -1,8 +1,8 @@
-"""One gather and one reduction of FSDP2 for passes that it does not see.
+"""One FSDP2 gather and reduction around passes that FSDP2 does not see.
 
-FSDP2 gathers and reduces in hooks around the forward passes of its modules. Here these modules only pass a number on:
-the hooks run as ever, forward they gather, and in the backward pass they reduce whatever gradients have been put into
-the gathered parameters in between.
+FSDP2 gathers and reduces in hooks around the forward passes of its modules. Here these modules only pass a
+scalar on, and the hooks run as usual. In forward they gather. In backward they reduce the gradients that
+were stored in the gathered parameters in between.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from moeverify.seams import seam
 
 @seam
 def gather(model: nn.Module, device: torch.device) -> Tensor | None:
-    """Have FSDP2 gather all parameters of a model, which then are those that its modules have.
+    """Make FSDP2 gather all parameters of a model, and return a tensor that triggers their reduction.
 
-    Return a tensor whose backward pass has it reduce their gradients; None for a model that it has not sharded.
-    Nothing may be freed after forward passes (`reshard: step`). Collective: all ranks of the model's meshes.
+    After the call the modules hold the gathered parameters. The backward pass of the returned tensor
+    (scalar) makes FSDP2 reduce their gradients. Returns None for a model that FSDP2 has not sharded.
+    Parameters must stay gathered after forward passes (`reshard: step`). Collective: all ranks of the
+    model's meshes.
     """
     if not isinstance(model, FSDPModule):
         return None
@@ -34,7 +36,7 @@ def gather(model: nn.Module, device: torch.device) -> Tensor | None:
 
 @contextmanager
 def _passing_on(model: nn.Module) -> Iterator[None]:
-    """Let each module that FSDP2 has sharded call those inside, and compute nothing itself."""
+    """Replace the forward of each sharded module by one that only calls the sharded modules inside it."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.forward = partial(_pass_on, list(_outermost(module)))
@@ -52,7 +54,7 @@ def _pass_on(inside: list[nn.Module], sign: Tensor) -> Tensor:
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the sharded modules inside a module that are in no other one inside it."""
+    """Yield the outermost sharded modules inside a module."""
     for child in module.children():
         if isinstance(child, FSDPModule):
             yield child

@@ -1,4 +1,4 @@
-"""When FSDP2 frees the parameters that it has gathered: memory against all-gathers."""
+"""When FSDP2 frees gathered parameters: a trade-off of memory against all-gathers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.errors import Problem
 
 @reading(*(f"layout.{name}" for name in ("reshard", "data_parallel", "pp", "parallelize")), "recipe.model")
 def blocks_of_fsdp2(case: Case) -> Iterator[Problem]:
-    """Only FSDP2 around the blocks of the reference model has the choice; a pipeline stage keeps its parameters."""
+    """Only FSDP2 on the reference model has this choice; a pipeline stage keeps parameters gathered."""
     layout, path = case.layout, "layout.reshard"
     if layout.parallelize is not None or case.recipe.model.reference is None:
         yield blame(path, "`reshard` is for the built-in FSDP2 of the reference model", "remove it")
@@ -26,9 +26,9 @@ def blocks_of_fsdp2(case: Case) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class Reshard(Row):
-    """Whether parameters are freed after a forward pass, and after the backward pass of each micro-batch.
+    """Whether gathered parameters are freed after forward, and after the backward of each micro-batch.
 
-    After the last backward pass of a step they always are: the optimizer changes the shards.
+    They are always freed after the last backward pass of a step, because the optimizer changes the shards.
     """
 
     after_forward: bool

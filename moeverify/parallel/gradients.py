@@ -1,4 +1,4 @@
-"""What completes the gradients after the last backward pass, where no wrapper does it."""
+"""Reductions that complete gradients after the last backward pass, where no wrapper performs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moeverify.seams import seam
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradients of these parameters are unreduced partial sums: sum them over the group, if any, then divide."""
+    """A pending reduction of partial gradients: sum over `group`, if any, then divide by `divisor`."""
 
     parameters: Sequence[Tensor]
     group: ProcessGroup | None
@@ -27,11 +27,11 @@ class Reduction:
 
 @torch.no_grad()
 def add_shared(first: Tensor, second: Tensor) -> None:
-    """Give two parameters of this rank, which are one logical tensor, the sum of their gradients."""
+    """Replace the gradients of two copies of one logical parameter on this rank by their sum."""
     one, other = first.grad, second.grad
     assert one is not None
     assert other is not None
-    # Both copies get the sum, and so stay equal: each is stepped by the optimizer on its own.
+    # Both copies get the sum and stay equal, although the optimizer steps each separately.
     total = local_part(one) + local_part(other)
     local_part(one).copy_(total)
     local_part(other).copy_(total)
@@ -42,8 +42,9 @@ def add_shared(first: Tensor, second: Tensor) -> None:
 def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:
     """Complete the gradients in place. Collective: all ranks of each group, in the same order.
 
-    A DTensor's gradient may come out placed otherwise than its parameter (that of a vocabulary-sharded
-    embedding comes out replicated); the optimizer wants them alike.
+    The gradient of a DTensor may have other placements than its parameter: for a vocabulary-sharded
+    embedding it is replicated. It is redistributed to the parameter's placements, because the optimizer
+    needs them equal.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -51,7 +52,7 @@ def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduct
             continue
         if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-    # All ranks of a group have the same reductions in the same order, and each of their parameters too.
+    # All ranks of a group have the same reductions, and the same parameters in each, in the same order.
     for reduction in reductions:
         for parameter in reduction.parameters:
             if parameter.grad is not None:
@@ -59,7 +60,8 @@ def finalize_gradients(parameters: Sequence[Tensor], reductions: Sequence[Reduct
 
 
 def _reduce(local: Tensor, reduction: Reduction) -> None:
-    # gloo reduces the storage of a strided view and not the view (pytorch #192920), so a copy is reduced.
+    # gloo reduces the storage of a strided view instead of the view (pytorch #192920), so a contiguous copy
+    # is reduced.
     whole = local.contiguous()
     if reduction.group is not None:
         dist.all_reduce(check_contiguous(whole), group=reduction.group)

@@ -1,6 +1,6 @@
-"""CUDA graphs: what a GPU is given in one launch, where each kernel had its own.
+"""Rules of CUDA graphs, which replace many kernel launches by one.
 
-How a graph is captured and launched is in `moeverify.train.micro_batch_graph`; here is when it can be.
+`moeverify.train.micro_batch_graph` captures and launches graphs. This module decides when they can be used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATH = "layout.graphs"
     "recipe.model",
 )
 def passes_between_gathers(case: Case) -> Iterator[Problem]:
-    """What is captured computes with weights that stay gathered, and leaves gradients where they are."""
+    """A captured pass computes with weights that stay gathered, and leaves gradients unreduced."""
     layout = case.layout
     if layout.parallelize is not None or case.recipe.model.reference is None:
         yield blame(_PATH, "`graphs` is for the built-in parallelism of the reference model", "remove it")
@@ -51,7 +51,7 @@ def passes_between_gathers(case: Case) -> Iterator[Problem]:
     "recipe.model.moe",
 )
 def sizes_on_the_device(case: Case) -> Iterator[Problem]:
-    """A graph is launched with the sizes that it was captured with: none may come from the device."""
+    """A graph replays with the sizes of its capture, so no size may come from the device."""
     layout = case.layout
     if case.recipe.precision == "mixed":
         message = "graphs together with the precision mixed are not supported"
@@ -67,7 +67,7 @@ def sizes_on_the_device(case: Case) -> Iterator[Problem]:
 
 @reading(_PATH, "checks.also")
 def unwatched_passes(case: Case) -> Iterator[Problem]:
-    """Nobody sees the outputs of a block when a graph is launched."""
+    """A graph launch does not expose the outputs of a block."""
     for name in (CheckName.ACTIVATIONS, CheckName.FORCED_BLOCKS):
         if name in case.checks.also:
             message = f"nothing inside a graph can be shown, so there is no check `{name}`"
@@ -76,7 +76,7 @@ def unwatched_passes(case: Case) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphsKind(Row):
-    """What of a step is one graph; `is_captured` says whether anything is."""
+    """An option of `layout.graphs`: the part of a step that is one graph; `is_captured`: any at all."""
 
     is_captured: bool
 

@@ -1,4 +1,4 @@
-"""The process groups of ranks that hold the same experts."""
+"""Process groups of the ranks that hold the same experts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ Holders = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HolderGroup:
-    """The `ranks` that hold the same experts, this one among them; a single rank needs no `group`."""
+    """The ranks that hold the same experts, including this rank; `group` is None for a single rank."""
 
     ranks: tuple[int, ...]
     group: ProcessGroup | None
 
 
 class HolderGroups:
-    """The groups of one layout, made once for each set of holders.
+    """The holder groups of one layout, created once per set of holders.
 
-    A group has the ranks at the coordinates of its holders in all copies of the ep group that train the same layers.
+    A group contains the ranks at the holders' coordinates on ep, in all copies of the ep group that train
+    the same layers.
     """
 
     def __init__(self, view: View) -> None:
@@ -38,12 +39,13 @@ class HolderGroups:
 
     @seam
     def make(self, placement: Placement) -> None:
-        """Make the groups that a placement needs and that are not there. Collective: all ranks.
+        """Create the groups that a placement needs and that do not exist yet. Collective: all ranks.
 
-        Every rank makes every group in the same order, also those that it is not in: torch names a group by how many
-        groups a rank knows, so ranks that made only their own, which differ in number, would wait for each other.
+        Every rank creates every group in the same order, including groups that it is not in. torch derives
+        a group's name from the number of groups that a rank knows. If ranks created only their own groups,
+        these numbers would differ and the ranks would deadlock.
 
-        Raises: MachineError where the backend cannot make one; the groups that were there stay.
+        Raises: MachineError when the backend cannot create a group; existing groups are kept.
         """
         made: dict[Holders, HolderGroup | None] = {}
         missing = [
@@ -66,38 +68,41 @@ class HolderGroups:
 
     @seam
     def keep_only(self, placement: Placement) -> None:
-        """Destroy the groups that a placement does not need. Collective: all ranks, with nothing under way."""
+        """Destroy the groups that a placement does not need.
+
+        Collective: all ranks, with no other collective in progress.
+        """
         needed = list_holders(placement)
         unused = [holders for holders in sorted(self._made) if holders not in needed]
         if unused:
-            dist.barrier()  # no rank may still be in a collective of a group that another one takes down
+            dist.barrier()  # no rank may still use a group that another rank destroys
         for holders in unused:
             found = self._made.pop(holders)
             if found is not None and found.group not in (None, dist.group.WORLD):
                 dist.destroy_process_group(found.group)
 
     def list_own(self) -> list[Holders]:
-        """Return the sets of holders that this rank is one of, in the order in which their groups were made."""
+        """Return the sets of holders that include this rank, in creation order of their groups."""
         return [holders for holders, found in self._made.items() if found is not None]
 
     @seam
     def find(self, holders: Holders) -> HolderGroup:
-        """Return the group of all copies of these holders, one of which is this rank."""
+        """Return the group of a set of holders that includes this rank."""
         found = self._made[holders]
         assert found is not None, f"this rank is none of the holders {holders}"
         return found
 
 
 def list_holders(placement: Placement) -> set[Holders]:
-    """Return all sets of holders of a placement, and that of all ranks, over which the gradient norm is summed."""
+    """Return all sets of holders of a placement, plus the set of all ranks (for the gradient norm)."""
     found = {bucket.holders for matrix in placement.matrices for bucket in list_buckets(matrix)}
     return found | {tuple(range(placement.num_ranks))}
 
 
 def list_holder_ranks(view: View, holders: Iterable[int]) -> list[list[int]]:
-    """Return the ranks at these coordinates of ep, together in all copies of the ep group that have the same layers.
+    """Return one list of ranks per pipeline stage: those at the holders' coordinates on ep.
 
-    One list for each pipeline stage.
+    Each list covers all copies of the ep group that have the layers of the stage.
     """
     wanted = frozenset(holders)
     copies = [axis for axis in view.axes if axis != "pp"]
@@ -107,7 +112,7 @@ def list_holder_ranks(view: View, holders: Iterable[int]) -> list[list[int]]:
 
 
 def _make_group(ranks: Sequence[int]) -> ProcessGroup | None:
-    """Return a group of ranks, or nothing for a single rank. Collective: all ranks of the default group."""
+    """Return a group of ranks, or None for a single rank. Collective: all ranks of the default group."""
     if len(ranks) == 1:
         return None
     if len(ranks) == dist.get_world_size():

@@ -1,11 +1,12 @@
-"""Weight gradients of experts by one product for the rows of several micro-batches.
+"""Expert weight gradients by one product for the rows of several micro-batches.
 
-Where an expert has few rows in a micro-batch, the product that makes its weight gradient is bound by writing it, and
-so is the sum over micro-batches after it. Here the rows and their gradients are kept for some micro-batches, and the
-last of them makes the sum of all their weight gradients in one product: sums that were rounded for each micro-batch
-are rounded once.
+When an expert has few rows per micro-batch, the product for its weight gradient is bound by writing the
+result. So is the following sum over micro-batches. Here the rows and their gradients are kept for several
+micro-batches, and the last one computes the summed weight gradient in one product. Sums that were rounded
+for each micro-batch are rounded once.
 
-Letters: M rows of a micro-batch, sorted by expert, m micro-batches, E experts, F and H the sides of their matrices.
+Notation: M rows of a micro-batch, sorted by expert, m micro-batches, E experts, F and H the dims of their
+matrices.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from moeverify.seams import seam
 
 
 class Rows(NamedTuple):
-    """What a weight gradient is made of: rows (M, H), gradients (M, F) of their products, and ends (E) int32.
+    """Operands of a weight gradient: rows (M, H), gradients (M, F) of their products, and ends (E) int32.
 
-    The rows of an expert end at its number among the ends; those after the last one are of none.
+    Rows of expert e end at `ends[e]`. Rows after the last end belong to no expert.
     """
 
     rows: Tensor
@@ -40,7 +41,10 @@ class Rows(NamedTuple):
 
 @dataclass
 class JoinedGradients:
-    """Counts the micro-batches of a step: of every `joined` of them, the last makes the weight gradients of all."""
+    """Counter of the micro-batches of a step, in runs of `joined`.
+
+    The last micro-batch of a run computes the weight gradients of the whole run.
+    """
 
     joined: int
     is_last: bool = True
@@ -61,7 +65,7 @@ class JoinedGradients:
 
 @dataclass
 class _Kept:
-    """The rows of the micro-batches whose weight gradients are not made yet, of one matrix for each expert."""
+    """Rows of micro-batches whose weight gradient is pending, for one matrix per expert."""
 
     together: JoinedGradients
     passes: list[Rows] = field(default_factory=list)
@@ -69,7 +73,10 @@ class _Kept:
 
 @seam
 def join_gradients(model: nn.Module, joined: int) -> JoinedGradients:
-    """Let the experts of a model, which multiply by grouped products, make gradients of `joined` passes at once."""
+    """Make the experts of a model compute weight gradients of `joined` micro-batches at once.
+
+    The experts must use grouped products.
+    """
     together = JoinedGradients(joined)
     for module in model.modules():
         if isinstance(module, Experts):
@@ -79,14 +86,14 @@ def join_gradients(model: nn.Module, joined: int) -> JoinedGradients:
 
 
 def _multiply(kept: _Kept, rows: Tensor, matrix: Tensor, ends: Tensor) -> Tensor:
-    # Without an edge to the matrix, nothing is passed on to it before its gradient is there.
+    # Detached, the matrix receives no gradient until the joined one is computed.
     used = matrix if kept.together.is_last else matrix.detach()
     product: Tensor = _Product.apply(rows, used, ends, kept)  # type: ignore[no-untyped-call]
     return product
 
 
 class _Product(Function):
-    """`multiply_grouped`, whose backward pass keeps what makes the matrix's gradient, or makes all that was kept."""
+    """`multiply_grouped` whose backward keeps operands, or computes the gradient of all kept ones."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrix: Tensor, ends: Tensor, kept: _Kept) -> Tensor:

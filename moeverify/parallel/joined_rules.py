@@ -1,4 +1,4 @@
-"""When the experts' weight gradients of several micro-batches can be made together."""
+"""Rules for joining the experts' weight gradients of several micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATH = "layout.joined_micro_batches"
     "recipe.model.moe",
 )
 def rows_of_equal_number(case: Case) -> Iterator[Problem]:
-    """One product joins micro-batches of equally many rows, which run one after the other."""
+    """Joined micro-batches have equally many rows and run one after the other."""
     layout = case.layout
     joined = layout.joined_micro_batches
     if joined == 1:

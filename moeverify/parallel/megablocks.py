@@ -1,8 +1,8 @@
-"""megablocks' own router losses as a rank's part of the loss of the global batch.
+"""megablocks' own router losses, as a rank's part of the loss of the global batch.
 
-How the package divides its experts is said by `moeverify.model.megablocks.block`: it exchanges counts, then tokens,
-and multiplies the experts' gradients by 1/ep, so that an average over the ranks which hold the same experts
-completes them (layers/mlp.py, scale_gradient).
+`moeverify.model.megablocks.block` describes how the package divides its experts. It exchanges counts, then
+tokens, and multiplies the experts' gradients by 1/ep (layers/mlp.py, scale_gradient). An average over the
+ranks that hold the same experts then completes the gradients.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from moeverify.model.megablocks.losses import OwnLosses
 
 
 def collect_own_losses(model: nn.Module, spec: MoE, num_shares: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a function that gives a micro-batch's part of the package's own balance and z losses.
+    """Return a function that returns a micro-batch's share of the package's balance and z losses, () each.
 
-    `num_shares` is how many micro-batches of all ranks the mean is taken over.
+    `num_shares` is the number of micro-batches, over all ranks, that the mean is taken over.
     """
     own = OwnLosses(model, spec)
 

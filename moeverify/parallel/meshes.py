@@ -1,4 +1,4 @@
-"""The device meshes of a layout, made by torch from the views of its mesh plan."""
+"""Device meshes of a layout, created by torch from the views of its mesh plan."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from moeverify.parallel.holder_groups import HolderGroups
 class Meshes:
     """One mesh for each view of the layout (see `moeverify.axes.mesh`).
 
-    `holders` has the groups of ranks that hold the same experts, where a placement says which. `ends` has the ranks
-    with the first and the last pipeline stage of this rank's pipeline, if this rank is one of two such.
+    `holders` has the groups of ranks that hold the same experts under a placement. `ends` is the group of
+    the ranks with the first and the last stage of this rank's pipeline. It is None when this rank is
+    neither, or when one rank has both stages.
     """
 
     plan: MeshPlan
@@ -48,7 +49,7 @@ class Meshes:
     def mesh_of(self, axis: str) -> DeviceMesh:
         """Return the mesh of the first view that has an axis.
 
-        Raises: KeyError where no view has it.
+        Raises: KeyError when no view has it.
         """
         for mesh in (self.data, self.dense, self.sparse, self.loss):
             if axis in (mesh.mesh_dim_names or ()):
@@ -59,8 +60,9 @@ class Meshes:
 def build_meshes(layout: Layout, device_type: str) -> Meshes:
     """Return the meshes of a layout. Collective: all ranks of the default process group.
 
-    Every group costs each of its ranks a thread and a connection to every other, so those with the same ranks are
-    one: all of a single rank, the default group where an axis has all ranks, and axes outside the experts.
+    Every group costs each of its ranks a thread and a connection to every other rank, so equal groups are
+    shared. These are groups of a single rank, the default group for axes with all ranks, and axes outside
+    the experts.
     """
     plan = MeshPlan.of(layout)
     made: dict[object, ProcessGroup] = {}
@@ -83,10 +85,10 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
 
 
 def _find_group(view: View, axis: str, made: dict[object, ProcessGroup]) -> ProcessGroup:
-    """Return this rank's group along an axis, a new one if none of `made` has the same part in training.
+    """Return this rank's group along an axis, reusing a group of `made` with the same ranks and role.
 
-    What experts are reduced over and what their tokens travel on keep groups of their own: these collectives are
-    under way beside those of the dense layers, and would wait for each other in one group.
+    Axes of experts keep separate groups. Their collectives run concurrently with those of the dense layers,
+    and would serialize within a shared group.
     """
     ranks = next(group for group in view.groups(axis) if dist.get_rank() in group)
     if len(ranks) == dist.get_world_size():
@@ -96,7 +98,7 @@ def _find_group(view: View, axis: str, made: dict[object, ProcessGroup]) -> Proc
     apart = axis if axis in EXPERT_AXES and len(ranks) > 1 else ""
     key = (apart, tuple(ranks))
     if key not in made:
-        # Each rank makes its own group alone: no rank waits for those that are not in it.
+        # With local synchronization a rank creates its group without waiting for ranks outside it.
         made[key] = _make_group(ranks, f"mesh_{axis}" if len(ranks) > 1 else "one rank")
     return made[key]
 
@@ -108,7 +110,7 @@ def _make_group(ranks: Sequence[int], description: str) -> ProcessGroup:
 
 
 def _group_ends(layout: Layout, plan: MeshPlan) -> ProcessGroup | None:
-    """Return the group of the first and the last stage, None where one rank has both or this rank neither.
+    """Return the group of the first and last stage, or None if one rank has both or this rank has neither.
 
     Collective: all ranks of the default process group.
     """
@@ -118,7 +120,7 @@ def _group_ends(layout: Layout, plan: MeshPlan) -> ProcessGroup | None:
         if first == last:
             continue
         ends = [ranks[first], ranks[last]]
-        # Without local synchronization: all ranks come here, for each pipeline in the same order.
+        # Without local synchronization: all ranks create every pipeline's group, in the same order.
         group = dist.new_group(ends)
         if dist.get_rank() in ends:
             mine = group

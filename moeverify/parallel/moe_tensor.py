@@ -1,11 +1,11 @@
 """MoE blocks on the tp and etp axes.
 
-`etp` equal to tp: every rank routes all tokens alike and holds a slice of every expert's hidden units; outputs
-are summed. Otherwise tp is lent to the experts: each rank routes its slice of the positions, like a
-data-parallel rank. With etp above 1 the ranks that share an expert then gather their tokens, and each gets the
-sum of the outputs of its own back.
+If `etp` equals tp, every rank routes all tokens and holds a slice of every expert's hidden units; outputs
+are summed. Otherwise the experts borrow the tp axis: each rank routes its slice of the positions, like a
+data-parallel rank. With etp above 1, the ranks that share an expert gather their tokens, and each gets back
+the summed outputs of its own tokens.
 
-Letters: B rows, S positions of this cp rank, H hidden, n ranks of tp.
+Notation: B rows, S positions of this cp rank, H hidden, n ranks of tp.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from moeverify.seams import seam
 
 
 def apply_expert_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Make every MoE work on all tokens of its tp group with a slice of each expert (etp equal to tp).
+    """Make every MoE process all tokens of its tp group with a slice of each expert (etp equal to tp).
 
     Call it after the experts have been sharded. The gradients that reach x and the combine weights through
-    the experts are unreduced partial sums, and are summed over the group; everything else is computed alike on all
-    ranks.
+    the experts are unreduced partial sums, and are summed over the group. All other gradients are identical
+    on all ranks.
     """
     group = mesh.get_group()
     for moe in _moes(model):
@@ -49,22 +49,22 @@ def apply_expert_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
         if moe.shared is not None:
             parallelize_mlp(moe.shared, mesh, Replicate())
         if sequence_parallel:
-            # (B, S/n, H) -> (B, S, H) and back. From here on all ranks compute the same until `SlicedDispatcher`
-            # parts them, so each takes its own slice of the gradient.
+            # (B, S/n, H) -> (B, S, H) and back. Between this gather and `SlicedDispatcher` all ranks
+            # compute the same, so each keeps its slice of the gradient.
             moe.register_forward_pre_hook(lambda _, args: (gather_from(args[0], 1, group), *args[1:]))
             moe.register_forward_hook(lambda _, args, out: (split_to(out[0], 1, group), out[1]))
 
 
 @seam
 def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Make every MoE work on this rank's slice of the positions (etp not equal to tp).
+    """Make every MoE process this rank's slice of the positions (etp not equal to tp).
 
-    The router's sums are completed over the group, since the losses are computed alike on its ranks.
+    The router statistics are summed over the group, because all its ranks compute the same router losses.
     """
     group = mesh.get_group()
 
     def before(_: nn.Module, args: Any) -> Any:
-        x, valid = args  # (B, S/n, H) under sequence parallelism, else (B, S, H); valid (B, S)
+        x, valid = args  # (B, S/n, H) with sequence parallelism, else (B, S, H); valid (B, S)
         x = x if sequence_parallel else split_to(x, 1, group)
         return x, valid.chunk(group.size(), dim=1)[group.rank()]
 
@@ -72,7 +72,7 @@ def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel:
         y, stats = output
         return y if sequence_parallel else gather_from(y, 1, group), _complete(stats, group)
 
-    # The shared expert is dense: it stays sharded over tp, and gathers the slices of positions for itself.
+    # The shared expert is dense: it stays sharded over tp and gathers the slices of positions itself.
     stream: Placement = Shard(1)
     for moe in _moes(model):
         if moe.shared is not None:
@@ -91,9 +91,9 @@ def apply_gathered_slices(model: nn.Module, group: ProcessGroup) -> None:
 
 
 class GatheringDispatcher:
-    """Lets an inner dispatcher run sliced experts on the tokens of all ranks of `group`; each has other tokens.
+    """Dispatcher that runs sliced experts on the tokens of all ranks of `group`, which have different tokens.
 
-    Backward: the gradients of a token are gathered, and those of what was gathered summed.
+    Backward: token gradients are gathered, and the gradients of gathered tensors are summed.
     """
 
     def __init__(self, inner: Dispatcher, group: ProcessGroup) -> None:
@@ -101,11 +101,14 @@ class GatheringDispatcher:
         self.group = group
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
-        """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k).
+        """Return the sum over k of each token's expert outputs times combine weights.
 
-        N is the same on all ranks of the group.
+        Shapes: x (N, H), ids and weights (N, k); returns (N, H).
+
+        N must be the same on all ranks of the group.
         """
-        # (n * N, ...) each. The ranks go on with other slices of the experts, so gradients are summed.
+        # (n * N, ...) each. The ranks continue with different slices of the experts, so gradients are
+        # summed.
         tokens = all_gather_sum(x, 0, self.group)
         all_ids = all_gather_sum(ids, 0, self.group)
         all_weights = all_gather_sum(weights, 0, self.group)
@@ -113,7 +116,7 @@ class GatheringDispatcher:
 
 
 class SlicedDispatcher:
-    """Lets an inner dispatcher run experts of which this rank holds slices, and sums the outputs."""
+    """Dispatcher that runs the slices of experts on this rank and sums the outputs over `group`."""
 
     def __init__(self, inner: Dispatcher, group: ProcessGroup) -> None:
         self.inner = inner
@@ -121,24 +124,28 @@ class SlicedDispatcher:
 
     @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
-        """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
-        # Each output is a partial sum over hidden units, and so is each gradient of x and of the combine weights.
+        """Return the sum over k of each token's expert outputs times combine weights.
+
+        Shapes: x (N, H), ids and weights (N, k); returns (N, H).
+        """
+        # Each output is a partial sum over hidden units, and so are the gradients of x and the combine
+        # weights.
         partial = self.inner(copy_to(x, self.group), ids, copy_to(weights, self.group), experts)
         return reduce_from(partial, self.group)
 
 
 def slice_positions(positions: Indices, group: ProcessGroup) -> Indices:
-    """Return which of this rank's positions its routers see under `apply_token_slices`."""
+    """Return the positions of this rank that its routers process under `apply_token_slices`."""
     size = len(positions) // group.size()
     return as_indices(positions[group.rank() * size : (group.rank() + 1) * size])
 
 
 @seam
 def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
-    """Return the MoE parameters whose gradient on each rank of tp is an unreduced partial sum.
+    """Return the MoE parameters whose gradient on each tp rank is an unreduced partial sum.
 
-    With `tokens` these are all that see the tokens of one rank, experts included unless they are spread over
-    ep or etp: those see the tokens of all ranks that share them.
+    With `tokens` these are all parameters that process the tokens of one rank only: routers, shared gates,
+    and experts that are not spread over ep or etp. Without it these are the expert biases.
     """
     found: list[Tensor] = []
     for moe in _moes(model):
@@ -153,13 +160,13 @@ def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
 
 
 def partial_biases(model: nn.Module) -> list[Tensor]:
-    """Return the expert biases whose gradient is to be summed over etp: one rank has all of it, the others zero."""
+    """Return the expert biases whose gradient must be summed over etp; it is zero on all ranks but one."""
     biases = [moe.experts.down_bias for moe in _moes(model)]
     return [bias for bias in biases if bias is not None]
 
 
 def _complete(stats: RouterStats, group: ProcessGroup) -> RouterStats:
-    # Sums pass their gradient on unchanged: all ranks compute the same losses of them, once.
+    # `reduce_from` passes its gradient unchanged: all ranks compute the same losses from the sums.
     return RouterStats(
         reduce_from(stats.probability_sum, group),
         sum_over(stats.counts, group),

@@ -1,6 +1,6 @@
-"""Rows of stacked experts on their way from one placement to the next, bit for bit.
+"""Exact transfer of stacked expert rows from one placement to the next.
 
-Letters: n ranks of ep, e experts here before and e' after.
+Notation: n ranks of ep, e experts on this rank before and e' after.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from moeverify.parallel.collectives import check_contiguous
 from moeverify.seams import seam
 
 Rows = Sequence[Sequence[int]]
-"""The experts of each rank of ep, in the order in which it stores them."""
+"""The experts of each rank of ep, in storage order."""
 
 
 @seam
 def choose_source(expert: int, destination: int, before: Rows) -> int:
-    """Return which rank sends an expert to one that does not hold it: replicas take turns."""
+    """Return the rank that sends an expert to a rank without it; replicas take turns."""
     holders = [rank for rank, row in enumerate(before) if expert in row]
     return holders[(expert + destination) % len(holders)]
 
 
 @dataclass(frozen=True)
 class Journey:
-    """What each rank sends to each other when experts go from where they were `before` to where they are `after`."""
+    """A move of experts: which experts each rank sends to each other rank between two placements."""
 
     before: Rows
     after: Rows
 
     def list_sent(self, source: int, destination: int) -> list[int]:
-        """Return the experts that one rank sends to another, in the order of their rows there."""
+        """Return the experts that `source` sends to `destination`, in the row order of the destination."""
         known = self.before[destination]
         return [
             expert
@@ -44,7 +44,7 @@ class Journey:
         ]
 
     def list_received(self, rank: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (source, experts that come from it), in the order of the ranks."""
+        """Yield (source, experts received from it), in rank order."""
         for source in range(len(self.before)):
             yield source, self.list_sent(source, rank)
 
@@ -52,9 +52,9 @@ class Journey:
 @seam
 @torch.no_grad()
 def move_rows(tensors: Sequence[Tensor], journey: Journey, group: ProcessGroup) -> list[Tensor]:
-    """Return tensors whose rows are the experts that this rank holds afterwards.
+    """Return tensors whose rows are the experts that this rank holds after the move.
 
-    All of them travel in one exchange, an expert's rows side by side.
+    All tensors travel in one exchange, with the rows of an expert side by side.
 
     Shapes: tensors (e, ...) of one dtype; returns (e', ...). Collective: all ranks of ep.
     """
@@ -63,7 +63,7 @@ def move_rows(tensors: Sequence[Tensor], journey: Journey, group: ProcessGroup) 
     sent = [journey.list_sent(rank, other) for other in range(group.size())]
     rows = [before.index(expert) for part in sent for expert in part]
     widths = [tensor[0].numel() for tensor in tensors]
-    leaving = torch.cat([tensor[rows].flatten(1) for tensor in tensors], dim=1)  # no row where nothing leaves
+    leaving = torch.cat([tensor[rows].flatten(1) for tensor in tensors], dim=1)  # no rows when nothing leaves
     arriving = [experts for _, experts in journey.list_received(rank)]
     come = leaving.new_empty(sum(map(len, arriving)), sum(widths))
     dist.all_to_all_single(

@@ -1,12 +1,13 @@
-"""Expert parallelism whose exchanges have fixed sizes: the host never waits for the device.
+"""Expert parallelism with exchanges of fixed size: the host never waits for the device.
 
-Each rank sends every other as many rows as it could have to send at most, so no size must be known on the host, which
-can queue whole passes ahead of the device. The price is room: exchanges and the experts' activations have up to n
-times the rows that `moeverify.parallel.expert` moves.
+Each rank sends every other rank the maximum number of rows that could be needed. The host needs no sizes
+from the device and can queue whole passes ahead. The cost is memory: exchanges and expert activations have
+up to n times the rows of `moeverify.parallel.expert`.
 
-Letters: N tokens of this rank, k choices, n ranks, e experts on each, C = N * min(k, e) rows for each pair of ranks.
-A buffer of n * C rows has those for (or from) rank r from r * C on, sorted by expert, and filling after them. Filling
-is never read by what counts: every gather takes rows that are no filling to where they count, and filling to filling.
+Notation: N tokens of this rank, k choices, n ranks, e experts on each, C = N * min(k, e) rows for each pair
+of ranks. A buffer has n * C rows. The rows for (or from) rank r start at r * C, sorted by expert and
+followed by padding. Padding never reaches a result: every gather moves real rows to real rows, and padding
+to padding.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from moeverify.seams import seam
 
 
 class Departures(NamedTuple):
-    """Where the token copies of this rank stand in the buffer that it sends.
+    """The layout of this rank's token copies in its send buffer.
 
-    Shapes: counts (n * e) int64, copies for each expert; place (N * k) int64, the row of each copy (token * k +
-    choice); copy (n * C) int64, the copy of each row, of filling the first.
+    Shapes: counts (n * e) int64, copies for each expert; place (N * k) int64, the row of each copy (token *
+    k + choice); copy (n * C) int64, the copy in each row, and 0 for padding.
     """
 
     counts: Tensor
@@ -37,9 +38,9 @@ class Departures(NamedTuple):
 
 
 class PaddedDispatcher(Overlapping):
-    """Runs the experts of all ranks of `group`, of which each has as many, on this rank's tokens.
+    """Dispatcher to the experts of all ranks of `group`, which have equally many experts and tokens each.
 
-    All ranks must have equally many tokens. `meanwhile` is computed while the tokens travel, and so is its backward.
+    `meanwhile` and its backward overlap with the exchange of tokens.
     """
 
     def __init__(self, num_experts: int, group: ProcessGroup) -> None:
@@ -49,13 +50,16 @@ class PaddedDispatcher(Overlapping):
         self._order = order_by_expert
 
     def compile(self) -> None:
-        """Let torch compile what finds places: many operations on few integers, all of fixed sizes."""
+        """Compile the index computation: many operations on few integers, all of fixed sizes."""
         self._plan = torch.compile(plan_departures, dynamic=False)
         self._order = torch.compile(order_by_expert, dynamic=False)
 
     @seam
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
-        """Return the weighted sum (N, H) of the chosen experts' outputs for x (N, H), ids and weights (N, k)."""
+        """Return the sum over k of each token's expert outputs times combine weights.
+
+        Shapes: x (N, H), ids and weights (N, k); returns (N, H).
+        """
         num_ranks = self._group.size()
         num_here = self._num_experts // num_ranks
         room = ids.shape[0] * min(ids.shape[1], num_here)
@@ -75,16 +79,17 @@ class PaddedDispatcher(Overlapping):
 
 @seam
 def plan_departures(ids: Tensor, num_ranks: int, num_here: int, room: int) -> Departures:
-    """Return where the copies of ids (N, k) stand when each rank's are sorted by expert and then by token.
+    """Return the send-buffer layout of the copies of ids (N, k).
 
-    Nothing is sorted for: the number of copies before one that have the same expert says where it stands.
+    The copies for each rank are sorted by expert and then token. No sort is needed: a running count of the
+    copies of each expert gives the row of each copy.
     """
     experts, ranks = (torch.arange(size, device=ids.device) for size in (num_ranks * num_here, num_ranks))
     chosen = ids.reshape(-1, 1)
     running = (chosen == experts).cumsum(0)  # (N * k, n * e): copies of each expert up to and with this one
     counts = running[-1] if len(running) else running.new_zeros(len(experts))
     by_rank = counts.view(num_ranks, num_here)
-    # Where an expert's copies begin, (n, e), less the one that `running` counts too much.
+    # Start of each expert's copies, (n, e), minus 1 because `running` counts the copy itself.
     starts = by_rank.cumsum(1) - by_rank + (ranks * room - 1).unsqueeze(1)
     place = (running + starts.view(1, -1)).gather(1, chosen).squeeze(1)
     copies = torch.arange(len(place), device=ids.device)
@@ -93,9 +98,9 @@ def plan_departures(ids: Tensor, num_ranks: int, num_here: int, room: int) -> De
 
 @seam
 def order_by_expert(arriving: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Return which row of the buffer that came in stands at each place by expert and then rank, and the inverse.
+    """Return the source row for each place in (expert, rank) order, and the inverse permutation.
 
-    Rows that count come first; of filling the values are any rows of the buffer.
+    Real rows come first. The entries of padding are arbitrary rows of the buffer.
 
     Shapes: arriving (n, e) counts; returns (n * C) int64 twice.
     """
@@ -107,21 +112,21 @@ def order_by_expert(arriving: Tensor, room: int) -> tuple[Tensor, Tensor]:
     starts = arriving.cumsum(1) - arriving + (ranks * room).unsqueeze(1)  # (n, e): in the buffer
     way = starts.t().reshape(-1) - ends + sizes
     block = torch.searchsorted(ends, places, right=True)
-    # One row more than there is: filling is taken from it, and back to it.
+    # One extra row absorbs the padding, which is scattered to it and then cut off.
     there = torch.where(places < ends[-1], places + way[block.clamp_(max=len(way) - 1)], len(places))
     back = places.new_zeros(len(places) + 1).scatter_(0, there, places)[:-1]
     return there.clamp_(max=len(places) - 1), back
 
 
 def gather_copies(x: Tensor, token: Tensor, place: Tensor) -> Tensor:
-    """Return x (N, H)[token] for the rows (n * C) of a buffer in which copy (token * k + choice) is at `place`."""
+    """Return x (N, H)[token] for the rows (n * C) of a buffer; `place` has the row of each copy."""
     rows: Tensor = _GatherCopies.apply(x, token, place)  # type: ignore[no-untyped-call]
     return rows
 
 
 @seam
 def combine(rows: Tensor, weights: Tensor, departures: Departures) -> Tensor:
-    """Return the sum over k of weight times output, taken in at least float32.
+    """Return the sum over k of weight times output, accumulated in at least float32.
 
     Shapes: rows (n * C, H), weights (N, k); returns (N, H).
     """
@@ -130,7 +135,7 @@ def combine(rows: Tensor, weights: Tensor, departures: Departures) -> Tensor:
 
 
 class _GatherCopies(Function):
-    """One gather forward; backward a gather and a sum over k, in a fixed order on every device."""
+    """A gather whose backward is a gather and a sum over k, in a fixed order on every device."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor) -> Tensor:
@@ -146,7 +151,7 @@ class _GatherCopies(Function):
 
 
 class _Combine(Function):
-    """One gather and one batched product each way: products of narrow numbers are summed in float32 at least."""
+    """A gather and a batched product in each direction; narrow products accumulate in at least float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, place: Tensor, copy: Tensor) -> Tensor:

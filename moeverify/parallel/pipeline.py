@@ -1,15 +1,17 @@
 """Pipeline parallelism: consecutive layers on the ranks of the pp axis, run by torch.distributed.pipelining.
 
-Forward, stage s of n: h_s = layers_s(h_{s-1}), and beside the hidden states a vector of losses travels along,
-l_s = l_{s-1} + own_s, so that the loss at the end, lm(h_n) + sum(l_n), is that of the whole model and its
-gradient reaches the routers of every stage with the gradient of h. Backward: the transposed sends; with
-zero-bubble schedules first the gradients of a stage's inputs, later those of its weights.
+Forward, stage s of n: h_s = layers_s(h_{s-1}). A vector of losses travels with the hidden states: l_s =
+l_{s-1} + own_s. The final loss, lm(h_n) + sum(l_n), is therefore the loss of the whole model, and its
+gradient reaches the routers of every stage together with the gradient of h.
 
-The schedule's own division of gradients by the number of micro-batches is off: losses are divided by what is in
-the global batch already. A tied embedding is on the first and the last stage, each with a partial sum of its
-gradient; `plan.py` sums them.
+Backward: the transposed sends. Zero-bubble schedules compute the gradients of a stage's inputs first and of
+its weights later.
 
-The schedules, with their sources, are in `moeverify.axes.schedules`.
+The schedule's own division of gradients by the number of micro-batches is off, because losses are already
+divided by the token count of the global batch. A tied embedding is on the first and the last stage, each
+with a partial gradient; `plan.py` sums them.
+
+`moeverify.axes.schedules` lists the schedules and their sources.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from moeverify.model.router import RouterStats
 from moeverify.model.transformer import Transformer
 from moeverify.seams import seam
 
-NUM_CARRIED = 2  # how many losses travel along: balance and z
+NUM_CARRIED = 2  # number of carried losses: balance and z
 
 
 class Work(Protocol):
-    """What a training step does at the stages, besides the model; micro-batches are counted from 0."""
+    """The part of a training step that runs at the stages besides the model; micro-batches count from 0."""
 
     def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return positions and valid of a micro-batch, (M, s) both; called before each forward pass."""
@@ -43,16 +45,16 @@ class Work(Protocol):
     def add(
         self, stage: Stage, micro_batch: int, routers: Sequence[RouterStats], carried: Tensor | None
     ) -> Tensor:
-        """Return the losses of all stages up to this one, (NUM_CARRIED,); called after each forward pass."""
+        """Return the sum of losses up to this stage, (NUM_CARRIED,); called after each forward pass."""
 
     def loss(self, micro_batch: int, logits: Tensor, carried: Tensor) -> Tensor:
         """Return the loss to differentiate, (); called on the last stage."""
 
 
 class Stage(Transformer):
-    """One stage of the model: some of its layers, and the embedding or the head at the ends.
+    """One stage of the model: some of its layers, plus the embedding or the head at the ends.
 
-    `work` must be set before a forward pass. Parameters have the names that they have in the whole model.
+    Set `work` before a forward pass. Parameters keep their FQNs of the whole model.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Stage(Transformer):
         self.number = number
         self.num_stages = len(stages)
         self.work: Work | None = None
-        # Built whole, on meta, and cut down: what is left has the names that it has in the whole model.
+        # The whole model is built on meta and cut down, so that the remaining parameters keep their FQNs.
         for layer in range(spec.num_layers):
             if layer not in stages[number]:
                 del self.layers[str(layer)]
@@ -73,12 +75,12 @@ class Stage(Transformer):
 
     @property
     def is_first(self) -> bool:
-        """Return whether this stage takes the tokens."""
+        """Return whether this stage receives the tokens."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether this stage gives the logits."""
+        """Return whether this stage returns the logits."""
         return self.number == self.num_stages - 1
 
     def forward(  # type: ignore[override]
@@ -86,8 +88,8 @@ class Stage(Transformer):
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states, or logits, and the losses so far of the micro-batch `number` (1).
 
-        Shapes: received (M, s) tokens or (M, s', H) hidden states, s' less than s under sequence parallelism;
-        carried (NUM_CARRIED,).
+        Shapes: received (M, s) tokens or (M, s', H) hidden states, with s' less than s under sequence
+        parallelism; carried (NUM_CARRIED,).
         """
         assert self.work is not None
         micro_batch = int(number)
@@ -97,7 +99,7 @@ class Stage(Transformer):
 
 
 class Stages(nn.Module):
-    """The stages of one rank as one module; `moeverify.layout.local_shard` knows the names that it gives."""
+    """The stages of one rank as one module; `moeverify.layout.local_shard` strips the names that it adds."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -107,7 +109,11 @@ class Stages(nn.Module):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What travels between stages: `rows` and `positions` of hidden states in a micro-batch."""
+    """Sizes of the tensors sent between stages, per micro-batch.
+
+    Tokens are (rows, positions), hidden states (rows, hidden_positions, H). `hidden_positions` is smaller
+    than `positions` under sequence parallelism.
+    """
 
     rows: int
     positions: int
@@ -124,15 +130,15 @@ class Pipeline:
 
     @seam
     def run(self, tokens: Tensor, work: Work) -> None:
-        """Run all micro-batches forward and backward; gradients are then complete up to sums over other axes.
+        """Run all micro-batches forward and backward; gradients then lack only sums over other axes.
 
-        Collective: all ranks of pp. Shape: tokens (rows of all micro-batches, s), which only the first stage
-        looks at.
+        Collective: all ranks of pp. Shape: tokens (rows of all micro-batches, s); only the first stage
+        reads them.
         """
         for stage in self.stages:
             stage.work = work
-        # Micro-batches are told apart by their number, which the schedule cuts up as it cuts the tokens, and hands to
-        # each stage: what is not the same for all stages (positions, padding) is looked up by it in `Work.begin`.
+        # The schedule splits these numbers like the tokens and passes them to each stage. `Work.begin` uses
+        # the number to look up inputs that differ between micro-batches (positions, padding).
         numbers = torch.arange(self.num_micro_batches)
         arguments = (tokens,) if self.stages[0].is_first else ()
         target = numbers if self.stages[-1].is_last else None
@@ -155,7 +161,10 @@ def build_stages(
 def build_pipeline(
     stages: Sequence[Stage], layout: Layout, shapes: Shapes, group: ProcessGroup, device: torch.device
 ) -> Pipeline:
-    """Return the pipeline of stages that are ready to train. Collective: all ranks of `group`, the pp axis."""
+    """Return the pipeline of stages that are ready to train.
+
+    Collective: all ranks of `group`, the pp axis.
+    """
     wrapped = [_wrap(stage, shapes, group, device) for stage in stages]
     last = next((stage for stage in stages if stage.is_last), None)
 
@@ -171,7 +180,7 @@ def build_pipeline(
 
 
 def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.device) -> PipelineStage:
-    """Return torch's stage, told all shapes: to infer them it would run the model once more."""
+    """Return torch's stage with explicit shapes; shape inference would run the model once more."""
     dtype, spec = next(stage.parameters()).dtype, stage.spec
 
     def describe(*shape: int, dtype: torch.dtype, differentiable: bool = True) -> Tensor:
@@ -180,7 +189,7 @@ def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.devic
     hidden = describe(shapes.rows, shapes.hidden_positions, spec.hidden, dtype=dtype)
     tokens = describe(shapes.rows, shapes.positions, dtype=torch.int64, differentiable=False)
     logits = describe(shapes.rows, shapes.positions, spec.vocab_size, dtype=dtype)
-    # Whatever the model's dtype: losses of all layers are summed in it.
+    # float64 for any model dtype: the losses of all layers are summed in it.
     carried = describe(NUM_CARRIED, dtype=torch.float64)
     return _Stage(
         stage,
@@ -195,8 +204,8 @@ def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.devic
 
 class _Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-        """Return what torch sends first to open the connections of NCCL; gloo has them already.
+        """Return the sends that open NCCL connections; gloo does not need them.
 
-        Torch 2.11 sends it to the rank itself where two neighbouring stages are on one rank, and gloo cannot.
+        With two neighboring stages on one rank, torch 2.11 sends to the rank itself, which gloo cannot do.
         """
         return super()._get_init_p2p_neighbors_ops() if "nccl" in dist.get_backend(self.group) else []

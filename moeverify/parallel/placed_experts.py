@@ -1,12 +1,12 @@
-"""Experts where a placement puts them: what a rank stores of each layer, and what completes their gradients.
+"""Experts under an explicit placement: storage on each rank and reduction of their gradients.
 
-A rank has whole experts, any number of them, as rows of plain tensors: no placement of torch says which. Experts that
-the same ranks hold are a bucket, and lie side by side (`moeverify.placement.buckets`). A replica sees the tokens that
-were sent to it alone, so its gradient is an unreduced partial sum: it is summed over exactly the ranks that hold the
-expert, in every copy of the ep group, and divided by the number of ranks of the loss, however many replicas there
-are.
+A rank holds any number of whole experts as rows of plain tensors; torch has no placement for this. Experts
+with the same holders form a bucket and are stored contiguously (`moeverify.placement.buckets`). A replica
+processes only the tokens sent to it, so its gradient is an unreduced partial sum. The gradient is summed
+over exactly the ranks that hold the expert, in every copy of the ep group. It is then divided by the number
+of loss ranks, whatever the number of replicas.
 
-Letters: n ranks of ep, E experts, e of them here.
+Notation: n ranks of ep, E experts, e of them on this rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moeverify.seams import seam
 
 @dataclass(frozen=True)
 class PlacedLayer:
-    """The experts of one MoE layer, the block `number` of the model, on this rank; `group` is that of ep."""
+    """The experts of one MoE layer on this rank; `number` is its block in the model, `group` the ep group."""
 
     moe: MoE
     number: int
@@ -41,7 +41,7 @@ class PlacedLayer:
 
     @property
     def coordinate(self) -> int:
-        """Return the place of this rank on ep."""
+        """Return this rank's coordinate on ep."""
         return self.group.rank()
 
     @property
@@ -68,16 +68,16 @@ class PlacedExperts:
         self._num_loss_ranks = num_loss_ranks
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether a parameter is of placed experts."""
+        """Return whether a tensor is a parameter of placed experts."""
         return any(tensor is each for layer in self.layers for each in layer.moe.experts.parameters())
 
     @seam
     @torch.no_grad()
     def complete_gradients(self) -> None:
-        """Sum the gradients of each expert over the ranks that hold it and divide by the number of ranks of the loss.
+        """Sum each expert's gradient over the ranks that hold it, and divide by the number of loss ranks.
 
-        One collective for each set of holders, with the gradients of all layers; they are under way together.
-        Collective: all ranks of the layout, which start them in the same order.
+        One collective per set of holders carries the gradients of all layers; these collectives overlap.
+        Collective: all ranks of the layout, in the same order.
         """
         under_way = []
         for holders, parts in sorted(self._collect().items()):
@@ -96,7 +96,7 @@ class PlacedExperts:
         found: dict[Holders, list[Tensor]] = {}
         for layer in self.layers:
             for parameter in layer.moe.experts.parameters():
-                # A replica that nothing came to takes part with zeros: the sum of the others is its own too.
+                # A replica without tokens takes part with zeros, and receives the sum of the others.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 for bucket, rows in layer.here:
@@ -106,9 +106,10 @@ class PlacedExperts:
     @seam
     @torch.no_grad()
     def sum_squares(self) -> Tensor:
-        """Return the sum of squares of all placed gradients, (), each expert's once, and equal on every rank.
+        """Return the sum of squares of all placed gradients as float64 (), counting each expert once.
 
-        The first rank that holds an expert counts it. Collective: all ranks of the layout.
+        The first rank that holds an expert counts it. The result is equal on every rank. Collective: all
+        ranks of the layout.
         """
         device = next(self.layers[0].moe.experts.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -122,7 +123,7 @@ class PlacedExperts:
 
 @seam
 def start_sum(whole: Tensor, group: HolderGroup) -> dist.Work | None:
-    """Begin to sum a tensor in place over the ranks of a group; nothing to wait for where there is a single one."""
+    """Start an in-place sum over the ranks of a group; return None when the group is a single rank."""
     if group.group is None:
         return None
     work: dist.Work = dist.all_reduce(check_contiguous(whole), group=group.group, async_op=True)
@@ -131,9 +132,9 @@ def start_sum(whole: Tensor, group: HolderGroup) -> dist.Work | None:
 
 @seam
 def place_experts(model: nn.Module, placement: Placement, group: ProcessGroup) -> list[PlacedLayer]:
-    """Leave this rank of the ep group its experts of each layer, on meta, and send tokens where they are now.
+    """Keep only this rank's experts of each layer, on meta, and route tokens to the placement.
 
-    The layers of `model` are called by their number in the whole model.
+    The blocks of `model` must be named by their number in the whole model.
     """
     matrices = dict(zip(placement.layers, placement.matrices, strict=True))
     placed = []
@@ -147,12 +148,12 @@ def place_experts(model: nn.Module, placement: Placement, group: ProcessGroup) -
 
 
 def _find_number(name: str) -> int:
-    """Return the number of the block that a module is in: `layers.3.moe` is in block 3."""
+    """Return the block number of a module: `layers.3.moe` is in block 3."""
     return int(name.split("layers.")[1].split(".", maxsplit=1)[0])
 
 
 def _shrink_parameters(layer: PlacedLayer) -> None:
-    """Leave room for the experts of this rank alone, on meta: the values come later, row by row."""
+    """Shrink the parameters to this rank's experts, on meta; values are filled in later, row by row."""
     num_rows = len(order_rows(layer.buckets, layer.num_ranks)[layer.coordinate])
     for name, parameter in list(layer.moe.experts.named_parameters(recurse=False)):
         local = torch.empty((num_rows, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
@@ -161,7 +162,7 @@ def _shrink_parameters(layer: PlacedLayer) -> None:
 
 @seam
 def set_placement(layer: PlacedLayer, buckets: tuple[Bucket, ...], num_experts: int) -> PlacedLayer:
-    """Let a layer know which experts its rows are, and where tokens find theirs; its parameters have the new rows."""
+    """Set the experts of a layer's rows and the token routes; its parameters must have the new rows."""
     layer = replace(layer, buckets=buckets)
     layer.moe.experts.row_blocks = tuple(
         PlacedRows(rows.start, bucket.experts, num_experts) for bucket, rows in layer.here

@@ -1,10 +1,14 @@
-"""The one place that says which parallelism is applied when.
+"""Application of all parallelisms to a model, in a fixed order.
 
-The order: the layers are divided into pipeline stages, and each stage becomes parallel like a model of its own:
-expert sharding first, since it decides what a rank stores of an expert; tensor parallelism and the
-tp side of MoE blocks; context parallelism; recomputation around what a block has become; then data
-parallelism, which shards or replicates what is left and so comes last. Values are filled in on the way: before
-DDP and FSDP1, which take them over, after FSDP2, where each rank fills only its shards.
+Layers are first divided into pipeline stages, and each stage is then parallelized like a separate model:
+1. Expert sharding, which decides how a rank stores an expert.
+2. Tensor parallelism and the tp side of MoE blocks.
+3. Context parallelism.
+4. Recomputation, which wraps the resulting blocks.
+5. Data parallelism, which shards or replicates the rest.
+
+DDP and FSDP1 take over existing values, so values are filled in before them. With FSDP2 they are filled in
+afterwards, and each rank fills only its shards.
 """
 
 from __future__ import annotations
@@ -49,12 +53,12 @@ Fill = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class Parallelized:
-    """A model under a layout, and what a training step must do around it.
+    """A model under a layout, and the operations that a training step needs around it.
 
     The loss of a rank is multiplied by `num_loss_ranks` before the backward pass, because gradients are
-    averaged over that many ranks. `finalize` completes the gradients after the last backward pass. The gradient norm
-    is that of `counted`, which leaves out what another stage of a pipeline counts already, and of the experts that a
-    placement puts somewhere, `placed`.
+    averaged over that many ranks. `finalize` completes the gradients after the last backward pass. The
+    gradient norm covers `counted`, which excludes shards that another pipeline stage counts, and the placed
+    experts in `placed`.
     """
 
     model: nn.Module
@@ -84,13 +88,14 @@ def parallelize(
     fill: Fill,
     compute: torch.dtype | None = None,
 ) -> Parallelized:
-    """Return the model, which must be on the meta device, under the layout, with its values filled in.
+    """Return the model under the layout, with its values filled in; it must be on the meta device.
 
-    `fill` is called once, with a model whose parameters are allocated on `device`. `compute` is the dtype of the
-    arithmetic, by default that of the parameters; only FSDP2 tells the two apart. Collective: all ranks.
+    `fill` is called once, with a model whose parameters are allocated on `device`. `compute` is the dtype
+    of the arithmetic and defaults to the parameters' dtype; only FSDP2 supports a different one.
+    Collective: all ranks.
     """
     placed = _shard_model(model, layout, meshes)
-    # By name and not by parameter: data parallelism replaces the parameters.
+    # By name, not by parameter: data parallelism replaces the parameters.
     partial_names = _partial_names(model, layout)
     num_loss_ranks = meshes.size("loss")
     if layout.recompute:
@@ -130,7 +135,7 @@ def parallelize(
 def parallelize_stages(
     stages: Sequence[Stage], shapes: Shapes, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
 ) -> Parallelized:
-    """Return the stages of this rank, which must be on the meta device, as one parallel model with a pipeline.
+    """Return the stages of this rank as one parallel model with a pipeline; they must be on meta.
 
     Collective: all ranks.
     """
@@ -164,7 +169,7 @@ TIED = "embed.weight"
 
 @seam
 def sum_tied(shards: Sequence[LocalShard], meshes: Meshes) -> None:
-    """Sum the gradients that the first and the last stage have of a tied embedding."""
+    """Sum the gradients of a tied embedding over the first and the last stage."""
     copies = [shard.tensor for shard in shards if shard.name == TIED]
     if len(copies) == 2:
         add_shared(*copies)
@@ -173,7 +178,7 @@ def sum_tied(shards: Sequence[LocalShard], meshes: Meshes) -> None:
 
 
 def _shard_model(model: Transformer, layout: Layout, meshes: Meshes) -> PlacedExperts | None:
-    """Apply ep, etp, tp and cp; return the experts that a placement has put somewhere."""
+    """Apply ep, etp, tp and cp; return the experts under an explicit placement, if any."""
     placed = _shard_experts(model, layout, meshes)
     if layout.expert_tp not in (1, layout.tp):
         moe_tensor.apply_gathered_slices(model, meshes.group("etp"))
@@ -197,7 +202,7 @@ def _shard_experts(model: Transformer, layout: Layout, meshes: Meshes) -> Placed
     """Apply ep and etp."""
     placement = find_placement(layout, model.spec)
     if placement is not None:
-        meshes.holders.make(placement)  # on ranks without a layer with experts too
+        meshes.holders.make(placement)  # collective: ranks without MoE layers take part too
     expert_axes = [axis for axis in ("ep", "etp") if meshes.size(axis) > 1]
     if not expert_axes or not any(isinstance(module, ExpertHolder) for module in model.modules()):
         return None
@@ -233,7 +238,7 @@ def apply_data_parallel(
     fill: Fill,
     compute: torch.dtype | None,
 ) -> tuple[nn.Module, Accumulate]:
-    """Return the model under the data parallelism of the layout, with values, and its context for a micro-batch."""
+    """Return the model under data parallelism, with its values, and its context for a micro-batch."""
     if meshes.size("loss") == 1:
         model.to_empty(device=device)
         fill(model)
@@ -244,12 +249,12 @@ def apply_data_parallel(
 
 @seam
 def shard_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return the mesh of (axis), or of (dp_replicate, axis) where there are replicas."""
+    """Return the mesh (axis), or (dp_replicate, axis) with replicas."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
 
 def _expert_mesh(meshes: Meshes) -> DeviceMesh | None:
-    """Return the mesh that holds copies or shards of one expert, or None where experts are not sharded by it."""
+    """Return the mesh of copies or shards of one expert; None where neither ep nor etp shards experts."""
     if meshes.size("ep") * meshes.size("etp") == 1:
         return None
     axes = meshes.sparse.mesh_dim_names or ()
@@ -268,7 +273,10 @@ def list_reductions(
     meshes: Meshes,
     partial_names: Mapping[str, set[str]],
 ) -> list[Reduction]:
-    """Return the reductions that no wrapper does: over tp and etp by `partial_names`, and those of experts."""
+    """Return the reductions that no wrapper performs: over tp and etp, and for experts.
+
+    `partial_names` lists, for each axis, the parameters to sum over it.
+    """
     by_name = {shard.name: shard.tensor for shard in shards}
     reductions = [
         Reduction([by_name[name] for name in by_name if name in names], meshes.group(axis))
@@ -278,7 +286,7 @@ def list_reductions(
     holders = [module for module in modules if not module.row_blocks]
     found = {id(parameter) for holder in holders for parameter in holder.parameters()}
     experts = [shard.tensor for shard in shards if id(shard.tensor) in found]
-    # What a package's own backward has divided by already (megablocks: 1/ep) is not divided by again.
+    # A package's own backward may have divided by this already (megablocks: 1/ep).
     share = holders[0].gradient_share if holders else 1.0
     return reductions + [
         replace(reduction, divisor=reduction.divisor * share)
@@ -288,11 +296,11 @@ def list_reductions(
 
 @seam
 def expert_reductions(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
-    """Return what data parallelism leaves to be done for the gradients of experts that are sharded over ep or etp."""
+    """Return the reductions that remain for experts sharded over ep or etp, after data parallelism."""
     mesh, num_loss_ranks = _expert_mesh(meshes), meshes.size("loss")
     if mesh is None:
         return []
-    if num_loss_ranks == 1:  # no data parallelism, and yet several ranks of tp may hold the same experts
+    if num_loss_ranks == 1:  # without data parallelism, several tp ranks may still hold the same experts
         return [Reduction(experts, mesh.get_group())] if mesh.size() > 1 else []
     return DATA_PARALLEL.find(layout.data_parallel).complete_experts(experts, mesh, num_loss_ranks)
 

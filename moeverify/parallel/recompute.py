@@ -1,7 +1,7 @@
-"""Activation recomputation: a block's activations are dropped and computed again in the backward pass.
+"""Activation recomputation: a block's activations are freed and recomputed in the backward pass.
 
-`selective` keeps the outputs of what costs most to compute again, matrix products and attention, and drops the rest:
-what torchtitan calls selective activation checkpointing by operation.
+`selective` keeps the outputs that cost most to recompute, matrix products and attention, and frees the
+rest. torchtitan calls this selective activation checkpointing per operation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moeverify.model.transformer import Transformer
 from moeverify.seams import seam
 
 _ATEN = torch.ops.aten
-# Source: pytorch/torchtitan, the list of operations that its selective activation checkpointing saves.
+# Source: pytorch/torchtitan, the operations that its selective activation checkpointing saves.
 _KEPT = frozenset(
     {
         _ATEN.mm.default,
@@ -42,7 +42,7 @@ _KEPT = frozenset(
 
 @seam
 def apply_recompute(model: Transformer, which: Recompute) -> None:
-    """Wrap every block. Call it before data parallelism, so that gathers are not repeated needlessly."""
+    """Wrap every block. Call it before data parallelism, so that recomputation does not repeat gathers."""
     for name, block in model.layers.items():
         model.layers[name] = checkpoint_wrapper(
             block,
@@ -56,8 +56,8 @@ def _choose_contexts(
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return the contexts of a block's forward pass, which begins now, and of its recomputation.
 
-    A pipeline recomputes a micro-batch when others have been through the block in between, so its routers
-    must be given again the choice that they replayed.
+    In a pipeline, other micro-batches pass through the block before this one is recomputed. The
+    recomputation must therefore restore the routing choice that the routers replayed.
     """
     routers = [module for module in block.modules() if isinstance(module, Router)]
     replaying = _Replaying([(router, router.replay) for router in routers])
@@ -79,7 +79,10 @@ def _choose_policy(_: object, operation: object, *args: Any, **kwargs: Any) -> C
 
 
 class _Replaying:
-    """A context that may be entered again: a zero-bubble schedule recomputes a block several times."""
+    """A context that restores replayed routing.
+
+    It is reusable, because zero-bubble schedules recompute a block several times.
+    """
 
     def __init__(self, chosen: Sequence[tuple[Router, Tensor | None]]) -> None:
         self.chosen = chosen

@@ -1,4 +1,4 @@
-"""When the activations of a block can be computed again in parts: how, is in `moeverify.parallel.recompute`."""
+"""Rules of recomputation; `moeverify.parallel.recompute` implements it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATH = "layout.recompute"
 
 @reading(_PATH, "layout.pp")
 def outputs_used_once(case: Case) -> Iterator[Problem]:
-    """What `selective` keeps is there for one backward pass of a block, and schedules of pipelines may take two."""
+    """Outputs kept by `selective` serve one backward pass, and pipeline schedules may need two."""
     if case.layout.recompute == "selective" and case.layout.pp > 1:
         message = "selective recomputation together with pp is not supported"
         yield blame(_PATH, message, "write `recompute: true`, or remove pp")

@@ -1,4 +1,4 @@
-"""Who computes the balance and z losses of the routers: the training loop, or the package of the experts."""
+"""Source of the routers' balance and z losses: the training loop, or the package of the experts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from moeverify.model.transformer import Transformer
 
 Collect = Callable[[], "tuple[Tensor, Tensor]"]
-"""Gives this rank's part of the balance and the z loss, () both, of the last forward pass."""
+"""Returns this rank's part of the balance and the z loss, () each, of the last forward pass."""
 
 
 @reading(
     "layout.router_losses", "layout.experts", "layout.recompute", "recipe.data.min_valid", "recipe.model.moe"
 )
 def losses_of_a_list(case: Case) -> Iterator[Problem]:
-    """Megablocks' own losses are means over the tokens of a rank, kept in a list of the process."""
+    """Megablocks' own losses are means over the tokens of a rank, kept in a process-wide list."""
     layout, path = case.layout, "layout.router_losses"
     if experts(case) is None:
         return
@@ -47,9 +47,11 @@ def _collect_of_megablocks(model: Transformer, num_shares: int) -> Collect | Non
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLossesKind(Row):
-    """Who computes the losses: `collect` makes a function that asks the experts' package, None asks the loop.
+    """An option of `layout.router_losses`.
 
-    It is given the model and how many micro-batches of all ranks a mean is taken over.
+    `collect` takes the model and the number of micro-batches, over all ranks, that a mean is taken over. It
+    returns a function that reads the losses of the experts' package, or None if the training loop computes
+    them.
     """
 
     collect: Callable[[Transformer, int], Collect | None] = lambda model, num_shares: None

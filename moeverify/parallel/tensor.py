@@ -1,11 +1,13 @@
 """Tensor parallelism for everything but the routed experts, by torch's own styles.
 
-Between modules the residual stream is a plain tensor: whole on every rank of the tp axis, or with sequence
-parallelism the rank's slice of the positions (Korthikanti et al., arXiv 2205.05198). Placement on tp:
-projections into heads or hidden units Shard(0), projections back Shard(1), embedding and head Shard(0) over
-the vocabulary. tp need not divide the vocabulary V: the first ranks have ceil(V / tp) rows and the last what is left,
-25129 and 25128 of 50257. Norms stay replicated plain parameters; what sees only a part of the tokens or heads has a
-gradient that must be summed over tp (`partial_parameters`).
+Between modules the residual stream is a plain tensor. It is whole on every rank of the tp axis, or the
+rank's slice of the positions with sequence parallelism (Korthikanti et al., arXiv 2205.05198).
+
+Placement on tp: projections into heads or hidden units are Shard(0), projections back Shard(1), embedding
+and head Shard(0) over the vocabulary. tp need not divide the vocabulary V: shards have ceil(V / tp) rows
+and the last one has the rest, for example 25129 and 25128 of 50257. Norms stay replicated plain parameters.
+A parameter that processes only part of the tokens or heads has a gradient that must be summed over tp
+(`partial_parameters`).
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard embedding, attention, dense MLPs and head over the one axis of `mesh`.
 
-    With `loss_parallel` the logits come out as a DTensor, Shard(-1), for the loss of
-    `torch.distributed.tensor.parallel.loss_parallel`; without it they are whole on every rank.
+    With `loss_parallel` the logits are a DTensor, Shard(-1), for
+    `torch.distributed.tensor.parallel.loss_parallel`. Without it they are whole on every rank.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     if model.embed is not None:
@@ -53,7 +55,7 @@ def apply_tensor_parallel(
         if block.mlp is not None:
             parallelize_mlp(block.mlp, mesh, stream)
     logits: Placement = Shard(-1) if loss_parallel else Replicate()
-    # A tied head has no parameter of its own, so there is nothing for ColwiseParallel to shard.
+    # A tied head has no parameter of its own, so ColwiseParallel has nothing to shard.
     if isinstance(model.lm_head, TiedHead):
         _parallelize_tied_head(model.lm_head, mesh, stream, logits)
     elif model.lm_head is not None:
@@ -83,8 +85,8 @@ def _parallelize_attention(block: Block, mesh: DeviceMesh, stream: Placement) ->
         for norm in (block.attention.q_norm, block.attention.k_norm):
             if norm is not None:
                 _spread_norm(norm, mesh.get_group())
-    # Positions, the second input, are the same on all ranks and no DTensor. Heads are whole on a rank: views of the
-    # projections' outputs (B, S, N * D) into (B, S, N, D) work on the local tensors.
+    # Positions, the second input, are identical on all ranks and a plain tensor. Each rank has whole heads,
+    # so views of projection outputs (B, S, N * D) as (B, S, N, D) work on local tensors.
     plan: dict[str, Any] = {
         "": PrepareModuleInput(input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)),
         "q_proj": columns(block.attention.q_proj),
@@ -98,9 +100,9 @@ def _parallelize_attention(block: Block, mesh: DeviceMesh, stream: Placement) ->
 def _parallelize_latent(attention: LatentAttention, mesh: DeviceMesh, stream: Placement) -> None:
     """Shard latent attention over its heads; every rank computes the latents of all positions.
 
-    A projection from a latent into heads sums the gradient of what it is given over tp, and so does `share` for
-    the part of the keys that all heads have in common. What lies before them is computed alike on every rank,
-    gradients too, so nothing of it is left to be summed.
+    Projections from a latent into heads sum their input gradient over tp, and so does `share` for the key
+    part common to all heads. Everything before them is computed identically on every rank, including
+    gradients, and needs no sum.
     """
     whole: Placement = Replicate()
     into_heads = "q_proj" if attention.q_proj is not None else "q_b_proj"
@@ -117,9 +119,10 @@ def _parallelize_latent(attention: LatentAttention, mesh: DeviceMesh, stream: Pl
 
 
 def _spread_norm(norm: RMSNorm, group: ProcessGroup) -> None:
-    """Make a norm over all heads work on this rank's heads: the mean of all ranks, and its slice of the weight."""
+    """Make a norm over all heads use the mean over all ranks and this rank's slice of the weight."""
 
-    # The mean of squares over all heads, (B, S, 1), is the mean of the ranks' means: each has as many heads.
+    # The mean of squares over all heads, (B, S, 1), is the mean of the ranks' means, because all ranks have
+    # equally many heads.
     def average(mean: Tensor) -> Tensor:
         return copy_to(reduce_from(mean, group), group) / group.size()
 
@@ -150,10 +153,10 @@ def _parallelize_tied_head(head: TiedHead, mesh: DeviceMesh, stream: Placement, 
 
 @seam
 def partial_parameters(model: Transformer, *, sequence_parallel: bool) -> list[Tensor]:
-    """Return the parameters outside MoE blocks whose gradient on each rank of tp is an unreduced partial sum.
+    """Return the parameters outside MoE blocks whose gradient on each tp rank is an unreduced partial sum.
 
-    The norms of queries and keys see the heads of one rank; with sequence parallelism the norms of the
-    residual stream see the positions of one rank.
+    The query and key norms process the heads of one rank. With sequence parallelism, the norms of the
+    residual stream process the positions of one rank.
     """
     found: list[Tensor] = []
     for block in model.layers.values():

@@ -1,7 +1,7 @@
-"""Data parallelism for a model of any make: torch's plain wrappers around it, and accumulation under them.
+"""Data parallelism for any model: torch's plain wrappers, with gradient accumulation.
 
-A model that moeverify did not write is wrapped as one unit, which is right for every model; a user who wants
-a wrapper for each block, or another parallelism, applies it in a function of the case (`parallelize`).
+A model that moeverify did not write is wrapped as one unit, which is correct for every model. To wrap each
+block, or to apply other parallelism, a user provides a function in the case (`parallelize`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from moeverify.parallel.meshes import Meshes
 def apply_wrapper(
     model: nn.Module, layout: Layout, meshes: Meshes, device: torch.device, compute: torch.dtype | None = None
 ) -> nn.Module:
-    """Return the model under the layout's data parallelism; parameters must have their values.
+    """Return the model under the layout's data parallelism; parameters must already have their values.
 
-    `compute` is the dtype of the arithmetic where it is not that of the parameters, under FSDP2 only. Gradients
-    are averaged over the ranks of the loss. Collective: all ranks.
+    `compute` is the dtype of the arithmetic if it differs from the parameters' dtype (FSDP2 only).
+    Gradients are averaged over the ranks of the loss. Collective: all ranks.
     """
     if meshes.size("loss") == 1:
         return model
@@ -35,25 +35,25 @@ def apply_wrapper(
 
 
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """Return the context of a micro-batch: gradients are reduced in the last one, under any of the wrappers."""
+    """Return the context of a micro-batch for any wrapper; gradients are reduced only in the last one."""
     contexts = ExitStack()
     for wrapper in _outermost(model):
         if not last:
             contexts.enter_context(wrapper.no_sync())
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Of every unit by itself: a user may have wrapped blocks and not the model around them.
+            # Set on each unit separately: a user may have wrapped blocks without wrapping the model.
             module.set_requires_gradient_sync(last, recurse=False)
     return contexts if not last else nullcontext()
 
 
 def keeps_flat_shards(model: nn.Module) -> bool:
-    """Return whether parameters are shards without saying so, as FSDP1 keeps them."""
+    """Return whether parameters are shards stored as plain tensors, as under FSDP1."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _outermost(model: nn.Module) -> Iterator[DistributedDataParallel | FullyShardedDataParallel]:
-    """Yield the wrappers that are in no other: `no_sync` of those reaches the ones inside."""
+    """Yield the outermost wrappers; their `no_sync` covers the inner ones."""
     if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
         yield model
         return

@@ -1,6 +1,6 @@
-"""Lower bounds on the largest rank's load that hold for every placement, without solving anything.
+"""Lower bounds on the largest rank load of any placement, computed without a solver.
 
-Letters: L MoE layers, E experts, R ranks, S slots a rank.
+Notation: L MoE layers, E experts, R ranks, S slots per rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ _BISECTIONS = 40
 
 
 def bound_load(load: TokenLoad, cluster: Cluster, num_slots: int) -> FloatArray:
-    """Return a load (L) that the heaviest rank has at least, under any placement with S slots a rank.
+    """Return a lower bound (L) on the load of the heaviest rank, for any placement with S slots per rank.
 
-    The larger of three: the mean; the smallest possible largest replica (some replica of an expert with k
-    of them gets a k-th or more, however they share); and, for even sources on one node, a bound from counting
-    replicas that are too large to meet each other on a rank.
+    The bound is the maximum of:
+    - the mean load of a rank;
+    - the smallest possible largest replica: with k replicas of an expert, one of them gets at least 1/k of
+      its copies, however they share;
+    - for even sources on one node, a bound from counting replicas that are too large to share a rank.
     """
     by_expert = load.by_expert
     mean = by_expert.sum(1) / cluster.num_ranks
@@ -28,7 +30,7 @@ def bound_load(load: TokenLoad, cluster: Cluster, num_slots: int) -> FloatArray:
     counts = count_replicas(by_expert, total_slots, cluster.num_ranks)
     bound: FloatArray = np.maximum(mean, (by_expert / counts).max(1))
     if total_slots == by_expert.shape[1]:
-        # Every slot is taken, and by an expert of its own: the heaviest one shares its rank with S - 1 others.
+        # Every slot holds a different expert, so the heaviest expert shares its rank with S - 1 others.
         ordered = np.sort(by_expert, axis=1)
         bound = np.maximum(bound, ordered[:, -1] + ordered[:, : num_slots - 1].sum(1))
     if load.is_even and cluster.num_nodes == 1:
@@ -43,7 +45,7 @@ def bound_load(load: TokenLoad, cluster: Cluster, num_slots: int) -> FloatArray:
 
 
 def _bisect(load: FloatArray, num_ranks: int, num_slots: int, low: float, high: float) -> float:
-    """Return the largest load that is known to be too small, or `low`, for the experts (E) of one layer."""
+    """Return the largest load that is proved infeasible, or `low`, for the experts (E) of one layer."""
     if high <= low or _may_fit(load, num_ranks, num_slots, low):
         return low
     for _ in range(_BISECTIONS):
@@ -56,11 +58,12 @@ def _bisect(load: FloatArray, num_ranks: int, num_slots: int, low: float, high: 
 
 
 def _may_fit(load: FloatArray, num_ranks: int, num_slots: int, limit: float) -> bool:
-    """Return False when no placement keeps every rank at `limit` or below.
+    """Return False if no placement keeps every rank at `limit` or below.
 
-    An expert needs ceil(load / limit) replicas at least. A replica over limit / 2 meets no other such one, so
-    that there are at most R of them; to have only smaller ones an expert needs ceil(2 load / limit). Which
-    experts to divide so far is a knapsack, and its relaxation to fractions can only be too kind.
+    An expert needs at least ceil(load / limit) replicas. Two replicas above limit / 2 cannot share a rank,
+    so there are at most R of them. An expert needs ceil(2 load / limit) replicas to have only smaller ones.
+    Choosing the experts to split that far is a knapsack problem, and its fractional relaxation never
+    rejects a feasible placement.
     """
     fewest = np.maximum(np.ceil(load / limit * (1 - 1e-9)), 1)
     free = num_ranks * num_slots - fewest.sum()

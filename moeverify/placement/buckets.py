@@ -1,7 +1,7 @@
-"""The experts of one MoE layer by who holds them: what is stored, reduced and counted together.
+"""Buckets: the experts of one MoE layer grouped by the ranks that hold them.
 
-Experts that are on the same ranks are one bucket. A rank stores its buckets one after the other, so that a bucket
-is a block of rows of every stacked weight, and its gradients are reduced as one.
+Experts on the same set of ranks form one bucket. A rank stores its buckets one after the other, so a bucket
+is a contiguous block of rows in every stacked weight, and its gradients are reduced together.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from moeverify.placement.placement import Matrix
 
 @dataclass(frozen=True)
 class Bucket:
-    """The `experts` of a layer that exactly the ranks `holders` have, both in ascending order."""
+    """The `experts` of a layer that exactly the ranks `holders` hold, both in ascending order."""
 
     holders: tuple[int, ...]
     experts: tuple[int, ...]
 
 
 def list_buckets(matrix: Matrix) -> tuple[Bucket, ...]:
-    """Return the buckets of a matrix, ordered by their holders: the same order on every rank.
+    """Return the buckets of a matrix, ordered by their holders; the order is the same on every rank.
 
     Example: `[[0, 3], [1, 3]]` has the buckets (0,): 0; (0, 1): 3; (1,): 1.
     """
@@ -36,7 +36,7 @@ def list_buckets(matrix: Matrix) -> tuple[Bucket, ...]:
 
 
 def order_rows(buckets: Sequence[Bucket], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the experts of each rank in the order in which it stores them: bucket after bucket."""
+    """Return the experts of each rank in storage order: bucket after bucket."""
     return tuple(
         tuple(expert for bucket in buckets if rank in bucket.holders for expert in bucket.experts)
         for rank in range(num_ranks)

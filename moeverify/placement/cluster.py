@@ -1,4 +1,4 @@
-"""The ranks among which experts are placed, and the nodes that they stand on."""
+"""The ranks that experts are placed on, and their nodes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from moeverify.errors import CaseError, Problem
 
 @dataclass(frozen=True)
 class Cluster:
-    """`num_ranks` ranks on `num_nodes` nodes, consecutive ranks on one node.
+    """`num_ranks` ranks on `num_nodes` nodes; consecutive ranks share a node.
 
-    Raises: CaseError when there are no ranks, or when they do not divide evenly among the nodes.
+    Raises: CaseError when there are no ranks or nodes, or when ranks do not divide evenly among nodes.
     """
 
     num_ranks: int
@@ -36,9 +36,9 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """Return how many ranks a node has."""
+        """Return the number of ranks of a node."""
         return self.num_ranks // self.num_nodes
 
     def node_of(self, rank: int) -> int:
-        """Return the node that a rank stands on."""
+        """Return the node of a rank."""
         return rank // self.ranks_per_node

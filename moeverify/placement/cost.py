@@ -1,6 +1,6 @@
-"""What a placement costs under a load: the heaviest rank of each layer, traffic, and replicas.
+"""The cost of a placement under a load: the heaviest rank of each layer, traffic, and replicas.
 
-Letters: L MoE layers, E experts, R ranks, S slots a rank.
+Notation: L MoE layers, E experts, R ranks, S slots per rank.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from moeverify.placement.sharing import FloatArray, measure_traffic, share_load
 
 @dataclass(frozen=True)
 class Cost:
-    """What a placement costs under a load; all numbers but the shares are token copies.
+    """The cost of a placement under a load, in token copies.
 
-    `loads` (L, R) is what each rank computes. `off_rank` and `off_node` are the parts of all copies that leave
-    their rank and their node. `num_replicas` counts the replicas beyond the first of each expert, in all layers:
-    gradients of each are reduced.
+    `loads` (L, R) is the load of each rank. `off_rank` and `off_node` are the fractions of all copies that
+    leave their rank and their node. `num_replicas` counts the replicas beyond the first of each expert,
+    over all layers; the gradients of each replica must be reduced.
     """
 
     loads: FloatArray = field(repr=False)
@@ -29,7 +29,7 @@ class Cost:
 
     @property
     def largest(self) -> FloatArray:
-        """Return the load (L) of each layer's heaviest rank, on which all others wait."""
+        """Return the load (L) of each layer's heaviest rank, which all other ranks wait for."""
         result: FloatArray = self.loads.max(1)
         return result
 
@@ -41,7 +41,10 @@ class Cost:
 
     @property
     def balancedness(self) -> float:
-        """Return mean over largest load, each summed over layers: 1 is even, 1 / R is everything on one rank."""
+        """Return mean over largest load, each summed over layers.
+
+        The value is 1 for even loads and 1 / R for everything on one rank.
+        """
         largest = float(self.largest.sum())
         return float(self.mean.sum()) / largest if largest > 0 else 1.0
 
@@ -59,9 +62,10 @@ def measure_cost(marks: BoolArray, load: TokenLoad, cluster: Cluster) -> Cost:
 
 
 def measure_steps(marks: BoolArray, trace: LoadTrace, cluster: Cluster) -> float:
-    """Return the balancedness of a placement step by step: mean over largest load, summed over layers and steps.
+    """Return the balancedness of a placement, evaluated per step and summed over layers and steps.
 
-    It is at most that of the summed load: what is even in the sum need not be even in each step.
+    It is at most the balancedness of the summed load, because loads that are even in the sum may be uneven
+    in each step.
     """
     mean = largest = 0.0
     for load in iterate_steps(trace, cluster):

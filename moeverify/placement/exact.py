@@ -1,9 +1,10 @@
-"""The exact solver: layer by layer, the least largest load, then the least traffic, then the fewest moves.
+"""The exact solver: per layer, the smallest largest load, then the least traffic, then the fewest moves.
 
-With even sources on one node, the load is a program over sets of replicas (`patterns.py`), which is solved far
-sooner. All else is one over replicas on ranks (`program.py`); each criterion keeps what the ones before have reached.
+For even sources on one node the load is solved as a program over sets of replicas (`patterns.py`), which is
+much faster. Everything else is a program over replicas on ranks (`program.py`). Each criterion keeps the
+values that earlier criteria reached.
 
-Letters: L MoE layers, E experts, R ranks, S slots a rank.
+Notation: L MoE layers, E experts, R ranks, S slots per rank.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from moeverify.placement.sharing import FloatArray, measure_traffic, share_load
 Status = Literal["optimal", "time limit", "too large"]
 
 MOST_BINARIES = 100_000
-"""With more of them in a layer, HiGHS spends minutes before its first bound."""
+"""With more binaries in a layer, HiGHS takes minutes before its first bound."""
 
-_SLACK = 1e-7  # relative: what HiGHS takes for equal
+_SLACK = 1e-7  # relative tolerance of HiGHS
 
 
 @dataclass(frozen=True)
 class ExactAnswer:
-    """Placements and how good they can get at most.
+    """Placements and lower bounds on their loads.
 
     Shapes: marks (L, E, R); bound (L), a load in token copies that no placement of the family undercuts.
     """
@@ -54,10 +55,10 @@ def solve_exactly(
     bound: FloatArray,
     current: BoolArray | None = None,
 ) -> ExactAnswer:
-    """Return the best placement that is found in `seconds` for all layers together, at least as good as `incumbent`.
+    """Return the best placement found within `seconds`, at least as good as `incumbent`.
 
-    A layer gets an equal part of the time that is left when its turn comes. One whose incumbent reaches
-    `bound` (L) is optimal already; only its traffic and moves are still looked at.
+    `seconds` covers all layers. Each layer gets an equal share of the time that remains at its turn. A
+    layer whose incumbent reaches `bound` (L) is already optimal; only its traffic and moves are improved.
 
     Shapes: incumbent and current (L, E, R).
 
@@ -72,14 +73,15 @@ def solve_exactly(
         search = _LayerSearch(copies, cluster, num_slots, marks[layer], load.is_even)
         statuses.append(search.run(left, bounds[layer], None if current is None else current[layer]))
         marks[layer] = search.best
-        # With several nodes the program's bound is that of hierarchical placements, and others may be better.
+        # With several nodes the program's bound holds only for hierarchical placements; others may be
+        # better.
         if cluster.num_nodes == 1:
             bounds[layer] = min(max(bounds[layer], search.bound), search.largest)
     return ExactAnswer(marks, bounds, tuple(statuses))
 
 
 class _LayerSearch:
-    """The search for one layer; `best` (E, R) is never worse than what it starts with."""
+    """The search for one layer; `best` (E, R) is never worse than the incumbent."""
 
     def __init__(
         self, copies: FloatArray, cluster: Cluster, num_slots: int, incumbent: BoolArray, is_even: bool
@@ -97,7 +99,7 @@ class _LayerSearch:
         return float(share_load(marks, self._copies, self._cluster).sum(0).max())
 
     def run(self, seconds: float, bound: float, current: BoolArray | None) -> Status:
-        """Search for `seconds`; return how it ended."""
+        """Search for `seconds` and return the status."""
         ends = time.monotonic() + seconds
         self.bound = bound
         is_alike = self._is_even and self._cluster.num_nodes == 1
@@ -113,7 +115,7 @@ class _LayerSearch:
         return "optimal"
 
     def _search_patterns(self, seconds: float, bound: float) -> bool:
-        """Search among sets of replicas for ranks that are alike; return whether the best is the optimum."""
+        """Search over sets of replicas for interchangeable ranks; return whether the best is optimal."""
         by_expert = self._copies.sum(1)
         search = PatternSearch(
             by_expert, self._cluster.num_ranks, self._num_slots, bound, self.largest, self.best
@@ -125,11 +127,11 @@ class _LayerSearch:
         return search.is_optimal
 
     def _search_program(self, seconds: float) -> bool:
-        """Search with a variable for each replica on each rank; return whether the best is the optimum."""
+        """Search with a variable for each replica on each rank; return whether the best is optimal."""
         if seconds <= 0:
             return False
         goal = self._program.largest_load()
-        # Names of ranks do not matter to loads with even sources, and one order of them is enough.
+        # With even sources, loads do not depend on rank names, so one order of the ranks suffices.
         limits = [self._limit_load(goal)]
         answer = self._program.minimize(goal, limits, seconds, is_ordered=self._is_even)
         self.bound = max(self.bound, self._program.to_copies(answer.bound))
@@ -138,7 +140,7 @@ class _LayerSearch:
         return answer.is_optimal
 
     def _reduce_further(self, seconds: float, current: BoolArray | None) -> None:
-        """Reduce traffic, then moves, without a larger load."""
+        """Reduce traffic, then moves, without increasing the largest load."""
         ends = time.monotonic() + seconds
         limits = [self._limit_load(self._program.largest_load())]
         for objective, measure in self._list_further(current):
@@ -160,7 +162,7 @@ class _LayerSearch:
     def _take(
         self, marks: BoolArray, measure: Callable[[BoolArray], float], *, keep_load: bool = False
     ) -> None:
-        """Take a placement that is better by a measure, and whose largest load is not above that of the best."""
+        """Accept a placement that improves `measure`; with `keep_load`, the largest load must not grow."""
         if keep_load and self._measure(marks) > self.largest * (1 + 2 * _SLACK):
             return
         if measure(marks) < measure(self.best):
@@ -170,7 +172,7 @@ class _LayerSearch:
     def _list_further(
         self, current: BoolArray | None
     ) -> list[tuple[FloatArray, Callable[[BoolArray], float]]]:
-        """Return what to minimize after the largest load, each with what it is for a placement."""
+        """Return the objectives after the largest load, each with a function that measures a placement."""
         program = self._program
         result: list[tuple[FloatArray, Callable[[BoolArray], float]]] = []
         if self._cluster.num_nodes > 1:

@@ -1,11 +1,11 @@
-"""The fast solver: several numbers of replicas, each packed and evened out, and the best of each layer.
+"""The fast solver: several numbers of replicas, each packed and balanced, and the best of each layer.
 
-DeepSeek's EPLB gives every spare slot to the expert whose replicas are largest, and packs. That makes the
-largest replica as small as it can be, and often leaves many replicas of a bit more than half a mean load, of which
-no two fit on one rank. Fewer and larger replicas then pack better. How large is not known beforehand, so a
-few sizes between that smallest one and the mean load of a rank are tried.
+DeepSeek's EPLB gives every spare slot to the expert with the largest replicas, then packs. That minimizes
+the largest replica. It often leaves many replicas slightly above half a mean load, and no two of these fit
+on one rank. Fewer, larger replicas then pack better. The best size is not known in advance, so a few sizes
+are tried between the smallest one and the mean load of a rank.
 
-Letters: L MoE layers, B rows of a batch, E experts, R ranks, S slots a rank.
+Notation: L MoE layers, B rows of a batch, E experts, R ranks, S slots per rank.
 """
 
 from __future__ import annotations
@@ -35,40 +35,41 @@ Effort = Literal["fast", "thorough"]
 
 
 class _Search(NamedTuple):
-    """How much is tried: sizes of replicas, rounds of swaps, and whether all packings are swapped or the best."""
+    """Search effort: replica sizes, rounds of swaps, and whether to swap all packings or only the best."""
 
     sizes: tuple[float, ...]
     rounds: int
     swaps_all: bool
 
 
-# A size of 0 is the smallest possible largest replica, 1 the mean load of a rank.
+# Size 0 is the smallest possible largest replica, size 1 the mean load of a rank.
 _SEARCHES: dict[Effort, _Search] = {
     "fast": _Search((0.25, 0.5, 0.75, 1.0), rounds=14, swaps_all=False),
     "thorough": _Search(tuple(np.linspace(0, 1, 17)[1:]), rounds=80, swaps_all=True),
 }
 
 
-_EVEN_ENOUGH = 1.001  # times the mean load: below that no local search
-_SWAP_ENOUGH = 1e-5  # above the mean load: below that no swaps
+_EVEN_ENOUGH = 1.001  # times the mean load: no local search below it
+_SWAP_ENOUGH = 1e-5  # above the mean load: no swaps below it
 _POLISH_STEPS = 100
 
-# Parts of the spare slots that go to replicas on every node.
+# Fractions of the spare slots that are used for replicas on every node.
 _PARTS_EVERYWHERE = (0.0, 0.25, 0.5, 1.0)
 
 
 def solve(load: TokenLoad, cluster: Cluster, num_slots: int, *, effort: Effort = "fast") -> BoolArray:
-    """Return a placement as marks (L, E, R) with at most S experts a rank: small largest load, then little traffic.
+    """Return a placement as marks (L, E, R): minimal largest load first, then little traffic.
 
-    Every expert is somewhere and every rank holds one. A slot stays empty where any replica in it would raise the
-    largest load. The same for the same input, on every machine.
+    Every expert is placed, and every rank holds between one and S experts. A slot stays empty if any
+    replica in it would increase the largest load. The result is deterministic and the same on every
+    machine.
     """
     marks = _solve(load, cluster, num_slots, _SEARCHES[effort])
     return polish(marks, load, cluster, num_slots) if effort == "thorough" else marks
 
 
 def _solve(load: TokenLoad, cluster: Cluster, num_slots: int, search: _Search) -> BoolArray:
-    """Return the best of the candidates, with the shares that sources and nodes make."""
+    """Return the best of the candidates, under the actual sources and nodes."""
     by_expert = load.by_expert
     packing = _solve_ranks(by_expert, cluster.num_ranks, num_slots, search)
     marks = mark_slots(packing.slots, by_expert.shape[1])
@@ -85,7 +86,7 @@ def _solve(load: TokenLoad, cluster: Cluster, num_slots: int, search: _Search) -
 
 
 def polish(marks: BoolArray, load: TokenLoad, cluster: Cluster, num_slots: int) -> BoolArray:
-    """Return marks (L, E, R) after a local search on each layer that is not even yet; never with a larger load."""
+    """Return marks (L, E, R) after a local search on each uneven layer; the largest load never increases."""
     result = marks.copy()
     mean = load.copies.sum((1, 2)) / cluster.num_ranks
     for row, copies in enumerate(load.copies):
@@ -104,7 +105,7 @@ def polish(marks: BoolArray, load: TokenLoad, cluster: Cluster, num_slots: int) 
 def choose_best(candidates: list[BoolArray], load: TokenLoad, cluster: Cluster) -> BoolArray:
     """Return for each layer the candidate (L, E, R) with the smallest largest load, then the least traffic.
 
-    Largest loads count in thousandths of the mean here: nobody wants more traffic for less than that.
+    Largest loads are compared in thousandths of the mean: a smaller gain does not justify more traffic.
     """
     mean = np.maximum(load.copies.sum((1, 2)) / cluster.num_ranks, 1e-300)
     keys = []
@@ -121,7 +122,7 @@ def mark_slots(slots: IntArray, num_experts: int) -> BoolArray:
     """Return the marks (B, E, R) of slots (B, R, S)."""
     num_layers, num_ranks, _ = slots.shape
     marks = np.zeros((num_layers, num_experts + 1, num_ranks), dtype=np.bool_)
-    # An empty slot is expert -1: the last row takes those.
+    # An empty slot is expert -1, which indexes the extra last row.
     marks[np.arange(num_layers)[:, None, None], slots, np.arange(num_ranks)[None, :, None]] = True
     return marks[:, :num_experts]
 
@@ -139,14 +140,15 @@ def list_slots(marks: BoolArray, num_slots: int) -> IntArray:
 
 
 def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Search) -> Packing:
-    """Return the best packing of loads (B, E) in which k replicas have a k-th of the load each."""
+    """Return the best packing of loads (B, E), with k replicas of 1/k of the load each."""
     counts = count_replicas(load, num_ranks * num_slots, num_ranks)
     smallest = (load / counts).max(1)
     mean = load.sum(1) / num_ranks
     # A layer whose mean is below its smallest replica gains nothing from larger ones.
     is_spare = num_ranks * num_slots > max(load.shape[1], num_ranks)
     open_rows = np.flatnonzero((mean > smallest) & is_spare)
-    # The smallest size for every layer, and the others for those: one batch, whose rows are (size, layer).
+    # The smallest size for every layer, and the other sizes for `open_rows`: one batch, with rows (size,
+    # layer).
     sizes = [smallest + part * (mean - smallest) for part in search.sizes]
     rows = np.concatenate([np.arange(len(load)), np.tile(open_rows, len(sizes))])
     larger = [count_for_size(load[open_rows], size[open_rows], num_ranks, num_ranks) for size in sizes]
@@ -163,27 +165,28 @@ def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Sear
 
 
 def _choose_packing(packing: Packing, rows: IntArray, num_layers: int) -> Packing:
-    """Return the packing of each layer with the smallest largest load; `rows` says whose each one is."""
+    """Return the packing of each layer with the smallest largest load; `rows` is the layer of each one."""
     largest = packing.loads.max(1)
-    # By layer, then by load, then in the order they came.
+    # By layer, then load, then input order.
     order = np.lexsort((largest, rows))
     first = order[np.searchsorted(rows[order], np.arange(num_layers))]
     return Packing(packing.slots[first], packing.loads[first])
 
 
 def _swap(packing: Packing, load: FloatArray, num_rounds: int) -> Packing:
-    """Return a packing evened out by swaps, where k replicas have a k-th of the load (B, E) each."""
+    """Return a packing balanced by swaps, with k replicas of 1/k of the load (B, E) each."""
     num_layers, num_experts = load.shape
-    each = np.zeros((num_layers, num_experts + 1))  # the last column is that of the empty slots, expert -1
+    each = np.zeros((num_layers, num_experts + 1))  # the last column is for empty slots, expert -1
     each[:, :-1] = load / np.maximum(count_slots(packing.slots, num_experts), 1)
     sizes = each[np.arange(num_layers)[:, None, None], packing.slots]
     return swap_pairs(packing.slots, sizes, num_rounds)
 
 
 def _fill_ranks(slots: IntArray, load: FloatArray) -> IntArray:
-    """Return slots (B, R, S) in which no rank is without an expert.
+    """Return slots (B, R, S) in which every rank has an expert.
 
-    Only experts without load leave ranks empty: a rank with two or more experts gives its lightest away.
+    Only experts without load leave ranks empty. A rank with two or more experts gives away its lightest
+    one.
     """
     is_empty = (slots == EMPTY).all(2)
     for layer in np.flatnonzero(is_empty.any(1)):
@@ -198,10 +201,10 @@ def _fill_ranks(slots: IntArray, load: FloatArray) -> IntArray:
 def _settle(
     marks: BoolArray, load: TokenLoad, cluster: Cluster, num_slots: int, search: _Search
 ) -> BoolArray:
-    """Return a placement in which experts without replicas have changed ranks to even out the true loads.
+    """Return a placement in which experts without replicas changed ranks to balance the true loads.
 
-    Where sources or nodes differ, the replicas of an expert do not have equal loads. They stay where they are, each
-    with what the sharing rule gives it; an expert on one rank has the same load wherever it is.
+    With different sources or nodes, the replicas of an expert have unequal loads. They stay in place with
+    the load from the sharing rule. An expert on one rank has the same load on any rank.
     """
     slots = list_slots(marks, num_slots)
     shares = share_load(marks, load.copies, cluster)
@@ -216,11 +219,11 @@ def _settle(
 def _solve_nodes(
     load: FloatArray, cluster: Cluster, num_slots: int, search: _Search, part: float
 ) -> BoolArray:
-    """Return marks (L, E, R) of a placement in two steps: experts on nodes, then each node's on its ranks.
+    """Return marks (L, E, R) from a two-step placement: experts on nodes, then on the ranks of each node.
 
-    `part` of the spare slots give the hottest experts a replica on every node, so that none of their copies goes
-    to another node. All other experts are on one node, in the same number on each, as in the hierarchical policy
-    of DeepSeek's EPLB. Shapes: load (L, E).
+    A fraction `part` of the spare slots gives the hottest experts a replica on every node, so that none of
+    their copies leaves its node. All other experts are on one node, the same number on each, as in the
+    hierarchical policy of DeepSeek's EPLB. Shapes: load (L, E).
     """
     num_layers, num_experts = load.shape
     num_nodes = cluster.num_nodes

@@ -1,10 +1,10 @@
-"""From the placement in use to a better one with few experts sent: the least for most of the gain, or a budget.
+"""Improvement of the current placement with few experts sent: the fewest for most of the gain, or a budget.
 
-For each layer there is a list of placements that trade gain for experts sent: steps of a local search from the
-current placement towards several goals, and the placement found from scratch, with its ranks named so
-that most experts stay. A dynamic program picks one for each layer.
+For each layer, candidate placements trade gain against experts sent. They are steps of a local search from
+the current placement towards several goals, and the placement found from scratch. The ranks of the latter
+are permuted to keep most experts in place. A dynamic program picks one candidate per layer.
 
-Letters: L MoE layers, E experts, R ranks, S slots a rank.
+Notation: L MoE layers, E experts, R ranks, S slots per rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moeverify.placement.relabel import move_to_current
 from moeverify.placement.sharing import FloatArray, IntArray, share_load
 
 GAIN_SHARE = 0.95
-"""The part of the possible gain that is worth sending experts for; the rest often costs as much again."""
+"""The fraction of the possible gain that is worth sending experts for; the rest often costs as much again."""
 
-# Parts of a layer's gain that the local search aims at, each from the current placement.
+# Fractions of a layer's gain that the local search aims for, each from the current placement.
 _GOALS = (0.6, 0.95, 1.0)
 
 
 class _Point(NamedTuple):
-    """One placement of a layer: experts sent, the gain in token copies of the largest load, packed marks."""
+    """One placement of a layer: experts sent, reduction of the largest load in token copies, packed marks."""
 
     sends: int
     gain: float
@@ -38,7 +38,7 @@ class _Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Improvement:
-    """A better placement: marks (L, E, R), experts sent, and its part of the gain of the best one known."""
+    """A better placement: marks (L, E, R), experts sent, and its fraction of the best known gain."""
 
     marks: BoolArray = field(repr=False)
     sends: int
@@ -58,10 +58,11 @@ def improve(
 ) -> Improvement:
     """Return the placement that sends the fewest experts for `gain_share` of the gain of `best`.
 
-    The gain is the fall of the largest loads, summed over layers. With `max_moves`, at most so many experts are
-    sent in all layers together, and if that is too few for `gain_share`, they gain as much as they can.
+    The gain is the reduction of the largest loads, summed over layers. `max_moves` limits the number of
+    experts sent over all layers. If that is too few for `gain_share`, the gain within the limit is
+    maximized.
 
-    Shapes: current and best (L, E, R); current within S slots a rank.
+    Shapes: current and best (L, E, R); current within S slots per rank.
     """
     best = move_to_current(best, current, cluster)
     before = _find_largest(current, load, cluster)
@@ -72,7 +73,7 @@ def improve(
         )
         for row in range(len(current))
     ]
-    # What the search found on the way may be better than what was found from scratch.
+    # A placement found by the local search may be better than `best`.
     total = sum(max(point.gain for point in frontier) for frontier in frontiers)
     chosen = _choose(frontiers, total, max_moves, gain_share)
     shape = current.shape[1:]
@@ -100,7 +101,7 @@ def _trace_frontier(
     possible: float,
     max_moves: int | None,
 ) -> list[_Point]:
-    """Return placements of one layer with more gain for more experts sent, the current one first."""
+    """Return placements of one layer with increasing gain and experts sent, the current one first."""
     before = float(share_load(current, copies, cluster).sum(0).max())
     points = [_Point(0, 0.0, np.packbits(current))]
     if possible > 0:
@@ -123,9 +124,9 @@ def _trace_frontier(
 def _choose(
     frontiers: list[list[_Point]], total: float, max_moves: int | None, gain_share: float
 ) -> list[int]:
-    """Return which point of each layer to take: the fewest sends for the share of the gain, or the most gain.
+    """Return the point to take for each layer: fewest sends for the share of the gain, or the most gain.
 
-    gains[m] is the most that the layers so far gain with m sends or fewer.
+    gains[m] is the largest gain of the layers so far with at most m sends.
     """
     most = sum(frontier[-1].sends for frontier in frontiers)
     most = most if max_moves is None else min(most, max_moves)

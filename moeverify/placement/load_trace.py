@@ -1,6 +1,6 @@
 """The load trace of a run: token copies by step, MoE layer, expert and source rank.
 
-Letters: T steps, L MoE layers, E experts, R source ranks.
+Notation: T steps, L MoE layers, E experts, R source ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moeverify.placement.sharing import FloatArray
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What a trace is a trace of.
+    """Metadata of a trace.
 
-    `layers` holds the index of each MoE layer among the model's blocks. `num_sources` is the number of ranks
-    that tokens come from, 1 when the trace does not tell them apart. `model` is any name; traces of models
-    with different names are not mixed. `top_k` is the number of experts a token goes to, 0 if unknown;
-    `copy_bytes` is what one token copy weighs on its way to an expert, 0 if unknown.
+    `layers` holds the index of each MoE layer among the model's blocks. `num_sources` is the number of
+    source ranks of tokens, 1 if the trace does not distinguish them. `model` is any name; traces of models
+    with different names are not mixed. `top_k` is the number of experts per token, 0 if unknown.
+    `copy_bytes` is the size of one token copy sent to an expert, 0 if unknown.
 
-    Raises: CaseError with everything that is wrong.
+    Raises: CaseError with all problems.
     """
 
     layers: tuple[int, ...]
@@ -58,9 +58,10 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class LoadTrace:
-    """A trace in memory: `steps` (T) and `copies` (T, L, E, R), token copies that are at least 0.
+    """A trace in memory: `steps` (T) and `copies` (T, L, E, R), nonnegative token copies.
 
-    `num_lost_bytes` counts what a crash left of a step at the end of the file, which is not in `copies`.
+    `num_lost_bytes` is the size of an incomplete last step that a crash left in the file; it is not in
+    `copies`.
     """
 
     header: TraceHeader
@@ -77,8 +78,8 @@ class LoadTrace:
 class TokenLoad:
     """Token copies (L, E, R) by MoE layer, expert and source rank, summed over steps.
 
-    `is_even` says that every source sends the same to each expert, so that k replicas of an expert on one
-    node get exactly a k-th of its copies each.
+    With `is_even` every source sends the same number to each expert, so k replicas of an expert on one node
+    get exactly 1/k of its copies each.
     """
 
     copies: FloatArray
@@ -96,7 +97,7 @@ class TokenLoad:
 
 
 def spread_evenly(by_expert: FloatArray, num_ranks: int) -> TokenLoad:
-    """Return the load (L, E, R) of copies (L, E) whose sources are not known: each rank sends the same."""
+    """Return the load (L, E, R) of copies (L, E) with unknown sources: every rank sends the same."""
     even = np.broadcast_to((by_expert / num_ranks)[..., None], (*by_expert.shape, num_ranks))
     return TokenLoad(even, is_even=True)
 
@@ -104,7 +105,7 @@ def spread_evenly(by_expert: FloatArray, num_ranks: int) -> TokenLoad:
 def sum_steps(trace: LoadTrace, cluster: Cluster) -> TokenLoad:
     """Return the load of all steps of a trace on the ranks of a cluster.
 
-    The sources count when the trace has as many as the cluster has ranks. Otherwise every rank is taken to
+    Sources are used when the trace has as many as the cluster has ranks. Otherwise every rank is assumed to
     send the same.
     """
     total = trace.copies.sum(0, dtype=np.float64)
@@ -114,6 +115,6 @@ def sum_steps(trace: LoadTrace, cluster: Cluster) -> TokenLoad:
 
 
 def iterate_steps(trace: LoadTrace, cluster: Cluster) -> Iterator[TokenLoad]:
-    """Yield the load of each step, as `sum_steps` returns that of all."""
+    """Yield the load of each step, as in `sum_steps`."""
     for position in range(len(trace.steps)):
         yield sum_steps(LoadTrace(trace.header, (0,), trace.copies[position : position + 1]), cluster)

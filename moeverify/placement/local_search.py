@@ -1,10 +1,10 @@
-"""Local search on one layer: from a placement to a more even one, step by step, with the true shares of each step.
+"""Local search on one layer: step by step to a more even placement, with the exact shares of each step.
 
-A step takes one expert of the heaviest rank and moves it, copies it, exchanges it or drops it. Its loads are those
-of the sharing rule, so that sources and nodes count. Steps are rated by how much load above a goal they remove for
-each expert that has to be sent to another rank.
+A step moves, copies, exchanges or drops one expert of the heaviest rank. Loads follow the sharing rule, so
+sources and nodes count. Steps are rated by the load above a goal that they remove for each expert sent to
+another rank.
 
-Letters: E experts, R ranks, S slots a rank, A experts on the heaviest rank, C changes that are rated.
+Notation: E experts, R ranks, S slots per rank, A experts on the heaviest rank, C candidate changes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from moeverify.placement.cluster import Cluster
 from moeverify.placement.marks import BoolArray
 from moeverify.placement.sharing import FloatArray, IntArray, share_load
 
-_DROP_COST = 0.25  # of a send: giving a replica up costs nothing but what may have to be copied again
+_DROP_COST = 0.25  # of a send: dropping a replica costs nothing now, but it may have to be copied again
 _LEAST_GAIN = 1e-9
 
 
 class State(NamedTuple):
-    """A placement on the way: marks (E, R), and its largest load."""
+    """An intermediate placement: marks (E, R), and its largest load."""
 
     marks: BoolArray
     largest: float
 
 
 class _Changes(NamedTuple):
-    """Changes to rate: on up to two experts each, their new rows of marks (C, R), and experts sent (C).
+    """Candidate changes: up to two experts each, their new rows of marks (C, R), and experts sent (C).
 
-    The second expert is -1 where there is none.
+    The second expert is -1 if there is none.
     """
 
     first: IntArray
@@ -43,7 +43,7 @@ class _Changes(NamedTuple):
 
 
 class _Layer:
-    """A layer while it is searched: marks and shares (E, R), loads (R)."""
+    """State of a layer during the search: marks and shares (E, R), loads (R)."""
 
     def __init__(self, marks: BoolArray, copies: FloatArray, cluster: Cluster, num_slots: int) -> None:
         self.marks = marks.copy()
@@ -58,7 +58,7 @@ class _Layer:
         return share_load(marks, self.copies[experts], self.cluster)
 
     def apply(self, expert: int, row: BoolArray) -> None:
-        """Give an expert new ranks."""
+        """Set the ranks of an expert."""
         self.marks[expert] = row
         self.shares[expert] = share_load(row[None], self.copies[expert][None], self.cluster)[0]
         self.loads = self.shares.sum(0)
@@ -82,7 +82,7 @@ class _Layer:
         return _Changes(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def _list_drops(self, held: IntArray, heavy: int) -> _Changes:
-        """Return the changes in which the heaviest rank gives up a replica that others have too."""
+        """Return the changes in which the heaviest rank drops a replica that other ranks hold too."""
         experts = held[self.marks[held].sum(1) > 1] if len(held) > 1 else held[:0]
         rows = self.marks[experts]
         rows[:, heavy] = False
@@ -99,7 +99,7 @@ class _Layer:
     def _list_into_replica(
         self, experts: IntArray, ranks: IntArray, copied: BoolArray, moved: BoolArray, may_move: bool
     ) -> _Changes:
-        """Return copies and moves in place of the rank's lightest replica of an expert that others have too."""
+        """Return copies and moves that replace the rank's lightest replica that others hold too."""
         load = np.where(self.marks & (self.marks.sum(1) > 1)[:, None], self.shares, np.inf)
         victims = load.argmin(0)
         has_one = np.isfinite(load.min(0))[ranks]
@@ -117,7 +117,7 @@ class _Layer:
         )
 
     def _list_exchanges(self, experts: IntArray, ranks: IntArray, moved: BoolArray, heavy: int) -> _Changes:
-        """Return exchanges of an expert with the one of the other rank that makes the two loads most equal."""
+        """Return exchanges of an expert with the one of the other rank that best equalizes both loads."""
         half = (self.loads[heavy] - self.loads[ranks]) / 2
         may_come = self.marks[:, ranks] & ~self.marks[:, heavy][:, None]
         difference = self.shares[experts, heavy] - self.shares[:, ranks]
@@ -162,7 +162,7 @@ def search(
             return
         before = _sum_excess(layer.loads, goal)
         gains = before - _sum_excess(layer.rate(changes), goal)
-        # The gain for what it costs; but what gains nothing is no step however little it costs.
+        # Gain per cost; a change without gain is never taken, however little it costs.
         best = int(np.where(gains > before * _LEAST_GAIN, gains / changes.sends, -np.inf).argmax())
         if gains[best] <= before * _LEAST_GAIN:
             return
@@ -173,6 +173,6 @@ def search(
 
 
 def _sum_excess(loads: FloatArray, goal: float) -> FloatArray:
-    """Return the sum of squares of what ranks have over the goal: the heaviest ones count the most."""
+    """Return the sum over ranks of the squared load above the goal, which weights the heaviest most."""
     excess: FloatArray = (np.maximum(loads - goal, 0.0) ** 2).sum(-1)
     return excess

@@ -1,6 +1,7 @@
-"""Placements as arrays of marks, which rank holds which expert: bool (L, E, R), and back.
+"""Conversion between placements and arrays of marks (rank holds expert), bool (L, E, R).
 
-Letters: L MoE layers, E experts, R ranks. Apart from `placement`, which case files need without numpy.
+Notation: L MoE layers, E experts, R ranks. It is separate from `placement`, which case files need without
+numpy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def mark(placement: Placement) -> BoolArray:
-    """Return which rank holds which expert: bool (L, E, R)."""
+    """Return the marks of a placement: bool (L, E, R), whether a rank holds an expert."""
     shape = (len(placement.matrices), placement.num_experts, placement.num_ranks)
     marks = np.zeros(shape, dtype=np.bool_)
     for position, matrix in enumerate(placement.matrices):
@@ -28,8 +29,8 @@ def mark(placement: Placement) -> BoolArray:
 def from_marks(marks: BoolArray, layers: Sequence[int], *, previous: Placement | None = None) -> Placement:
     """Return the placement of marks (L, E, R).
 
-    An expert that stays on its rank keeps its slot of `previous` as far as the row is long enough; experts
-    that arrive take the slots of those that leave.
+    An expert that stays on its rank keeps its slot of `previous` as far as the row is long enough. Arriving
+    experts take the slots of leaving ones.
     """
     matrices = []
     for position, layer_marks in enumerate(marks):
@@ -41,7 +42,7 @@ def from_marks(marks: BoolArray, layers: Sequence[int], *, previous: Placement |
 
 
 def _keep_slots(old: Sequence[int], new: list[int]) -> list[int]:
-    """Return the experts of `new`, those of `old` in their slots."""
+    """Return the experts of `new`, with the experts of `old` in their old slots."""
     arriving = iter([expert for expert in new if expert not in old])
     row = [expert if expert in new else next(arriving, None) for expert in old]
     return [expert for expert in row if expert is not None] + list(arriving)

@@ -1,4 +1,4 @@
-"""What an exchange of experts between ranks carries out: who sends which expert to whom, and who gives one up."""
+"""Moves between two placements: the sender and receiver of each expert, and dropped replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MoveKind = Literal["move", "copy", "drop"]
 class Move:
     """One expert of one layer: sent and given up (`move`), sent and kept (`copy`), or only given up (`drop`).
 
-    `source` holds it before. `target` holds it after; for a `drop` it is the source again.
+    `source` holds the expert before, `target` after. For a `drop` both are the same rank.
     """
 
     layer: int
@@ -30,11 +30,11 @@ class Move:
 
 
 def list_moves(before: Placement, after: Placement, cluster: Cluster) -> tuple[Move, ...]:
-    """Return what leads from one placement to the other, in the order of layers and experts.
+    """Return the moves from one placement to the other, in the order of layers and experts.
 
-    A rank that gets an expert gets it from one that gives it up, if there is one; else from one on its node; else
-    from any. Among equals the one that has sent the least so far, then the first one. The same on every
-    rank that computes it.
+    A rank gets an expert preferably from a rank that gives it up, else from one on its node, else from any.
+    Ties go to the rank that has sent the least so far, then to the lowest rank. The result is the same on
+    every rank.
 
     Raises: CaseError when the placements have different layers.
     """

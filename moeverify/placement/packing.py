@@ -1,9 +1,10 @@
-"""The fast heuristic's parts: how many replicas, which rank for each, and swaps that even out what is left.
+"""Building blocks of the fast heuristic: replica counts, packing onto ranks, and balancing swaps.
 
-Everything is done for all layers at once, in loops over replicas whose bodies are numpy calls on all layers. Here
-every replica of an expert has the same load, a k-th of the expert's (which is exact for even sources on one node).
+All layers are processed at once, in loops over replicas whose bodies are numpy calls on all layers. Every
+replica of an expert has the same load, 1/k of the expert's load, which is exact for even sources on one
+node.
 
-Letters: B layers (a batch), E experts, R ranks, S slots a rank, P slots of all ranks.
+Notation: B layers (a batch), E experts, R ranks, S slots per rank, P slots of all ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from moeverify.placement.marks import BoolArray
 from moeverify.placement.sharing import FloatArray, IntArray
 
 EMPTY = -1
-"""The expert of a slot that holds none."""
+"""The expert index of an empty slot."""
 
-_LEAST_GAIN = 1e-9  # of a pair's difference: smaller gains are rounding, and swapping for them has no end
+_LEAST_GAIN = 1e-9  # of a pair's difference: smaller gains are rounding, and swapping for them never ends
 
 
 class Packing(NamedTuple):
@@ -29,10 +30,10 @@ class Packing(NamedTuple):
 
 
 def count_replicas(load: FloatArray, num_replicas: int, most: int) -> IntArray:
-    """Return numbers of replicas (B, E) that sum to `num_replicas` and minimize the largest load of a replica.
+    """Return replica counts (B, E) that sum to `num_replicas` and minimize the largest load of a replica.
 
-    Each further replica goes to the expert whose replicas have the most load, at most `most` an expert: no
-    other choice has a smaller largest replica. With most * E < num_replicas the sum is most * E.
+    Each further replica goes to the expert with the largest replicas, at most `most` per expert; this
+    greedy choice is optimal. If most * E < num_replicas, the sum is most * E.
 
     Shapes: load (B, E).
     """
@@ -46,17 +47,17 @@ def count_replicas(load: FloatArray, num_replicas: int, most: int) -> IntArray:
         experts = each.argmax(1)
         number = counts[rows, experts] + 1
         counts[rows, experts] = number
-        # An expert that is on every rank takes no part any more, even if all others have no load.
+        # An expert on every rank is excluded, even if all others have no load.
         each[rows, experts] = np.where(number < most, load[rows, experts] / number, -1.0)
     return counts
 
 
 def count_for_size(load: FloatArray, size: FloatArray, most: int, least_total: int) -> IntArray:
-    """Return the fewest replicas (B, E) of which none has a load over `size` (B), at least `least_total` together.
+    """Return the fewest replicas (B, E) with loads of at most `size` (B), at least `least_total` per layer.
 
     Shapes: load (B, E); size (B), at least the largest replica of `count_replicas`.
     """
-    # A size that divides a load up to rounding must not ask for one replica more.
+    # A size that divides a load up to rounding must not require one more replica.
     counts = np.ceil(load / np.maximum(size, 1e-300)[:, None] * (1 - 1e-12)).astype(np.int64)
     counts = np.clip(counts, 1, most)
     rows = np.arange(len(load))
@@ -67,10 +68,10 @@ def count_for_size(load: FloatArray, size: FloatArray, most: int, least_total: i
 
 
 def pack(load: FloatArray, counts: IntArray, num_ranks: int, num_slots: int) -> Packing:
-    """Return replicas on ranks: the largest first, each to the rank with the least load that has a free slot.
+    """Return replicas on ranks: largest first, each to the least loaded rank with a free slot.
 
-    No rank gets two replicas of one expert. A replica for which that leaves no rank is left out; its
-    expert is on another rank already.
+    No rank gets two replicas of one expert. A replica without a possible rank is left out; its expert is
+    already on another rank.
 
     Shapes: load (B, E); counts (B, E), sums at most R * S.
     """
@@ -81,17 +82,17 @@ def pack(load: FloatArray, counts: IntArray, num_ranks: int, num_slots: int) -> 
     slots = np.full((num_layers * num_ranks, num_slots), EMPTY)
     filled = np.zeros(num_layers * num_ranks, dtype=np.int64)
     loads = np.zeros((num_layers, num_ranks))
-    # `order` is the load, infinite for full ranks. Replicas of one expert come one after the other, so that a
-    # rank has one of the current expert if that was the last it got.
+    # `order` is the load, infinite for full ranks. Replicas of one expert are consecutive, so a rank holds
+    # the current expert exactly if it received it last.
     order = np.zeros((num_layers, num_ranks))
     last = np.full((num_layers, num_ranks), EMPTY)
     flat_loads, flat_order, flat_last = loads.ravel(), order.ravel(), last.ravel()
     first = np.arange(num_layers) * num_ranks
-    # Columns are read one by one: contiguous, they cost a third.
+    # Columns are read one by one; contiguous copies take a third of the time.
     columns = zip(np.ascontiguousarray(replicas.T), np.ascontiguousarray(sizes.T), strict=True)
     for experts, size in columns:
         place = first + order.argmin(1)
-        # A rank that has just got a replica is seldom still the one with the least load.
+        # A rank that just received a replica is rarely still the least loaded one.
         again = np.flatnonzero(flat_last[place] == experts)
         if again.size:
             is_barred = last[again] == experts[again, None]
@@ -107,7 +108,7 @@ def pack(load: FloatArray, counts: IntArray, num_ranks: int, num_slots: int) -> 
 
 
 def _list_replicas(load: FloatArray, counts: IntArray) -> IntArray:
-    """Return the expert of each replica (B, P), the largest replicas first, `EMPTY` behind the last one."""
+    """Return the expert of each replica (B, P), the largest replicas first, padded with `EMPTY`."""
     num_layers = len(load)
     order = np.argsort(-load / counts, axis=1, kind="stable")
     ordered = np.take_along_axis(counts, order, axis=1)
@@ -120,17 +121,18 @@ def _list_replicas(load: FloatArray, counts: IntArray) -> IntArray:
 def swap_pairs(
     slots: IntArray, sizes: FloatArray, num_rounds: int, is_fixed: BoolArray | None = None
 ) -> Packing:
-    """Return a packing in which ranks have exchanged slots so that the larger load of every pair fell.
+    """Return a packing after exchanges of slots that reduce the larger load of pairs of ranks.
 
-    In each round the heaviest rank of a layer meets the lightest, the next heaviest the next lightest, and
-    so on, shifted by one from round to round; each pair makes its best exchange of two slots, one of which may be
-    empty. Ends early when no pair has gained for as many rounds as there are partners.
+    In each round the heaviest rank of a layer is paired with the lightest, the next heaviest with the next
+    lightest, and so on, shifted by one per round. Each pair makes its best exchange of two slots, one of
+    which may be empty. The search ends early when no pair has gained for as many rounds as there are
+    partners.
 
-    Shapes: slots, sizes (the load in each slot) and is_fixed (slots that take no part), all (B, R, S).
+    Shapes: slots, sizes (the load in each slot) and is_fixed (slots that are not exchanged), all (B, R, S).
     """
     num_layers, num_ranks, num_slots = slots.shape
     num_pairs = num_ranks // 2
-    # Slots first: reductions over the pairs of slots then run along contiguous memory.
+    # Slots first: reductions over pairs of slots then run along contiguous memory.
     experts = slots.transpose(2, 0, 1).reshape(num_slots, -1).copy()
     parts = sizes.transpose(2, 0, 1).reshape(num_slots, -1).copy()
     fixed = None if is_fixed is None else is_fixed.transpose(2, 0, 1).reshape(num_slots, -1)
@@ -157,7 +159,7 @@ def _swap_best(
     light: IntArray,
     is_fixed: BoolArray | None,
 ) -> bool:
-    """Exchange the two slots of each pair of ranks that even it out the most; return whether any pair gained.
+    """Exchange the two slots of each pair of ranks that balance it best; return whether any pair gained.
 
     Shapes: experts, sizes and is_fixed (S, B * R); loads (B * R); heavy and light (pairs).
     """
@@ -166,12 +168,12 @@ def _swap_best(
     if not is_live.any():
         return False
     heavy, light, half = heavy[is_live], light[is_live], half[is_live]
-    # An exchange that moves `half` makes the two loads equal; every one between 0 and the difference helps.
+    # An exchange that moves `half` equalizes the loads; any amount between 0 and the difference helps.
     distance = np.abs(sizes[:, heavy][:, None] - sizes[:, light][None] - half)
     best = distance.reshape(-1, len(heavy)).argmin(0)
     given, taken = experts[:, heavy], experts[:, light]
     fixed = None if is_fixed is None else (is_fixed[:, heavy], is_fixed[:, light])
-    # Few of the best exchanges are barred, and to look for all barred ones takes longer than all else.
+    # Few of the best exchanges are forbidden, and searching for all forbidden ones would dominate the time.
     pairs = np.flatnonzero(_are_barred(best, given, taken, fixed))
     if pairs.size:
         part = distance[:, :, pairs]
@@ -193,9 +195,9 @@ def _swap_best(
 def _are_barred(
     best: IntArray, given: IntArray, taken: IntArray, fixed: tuple[BoolArray, BoolArray] | None
 ) -> BoolArray:
-    """Return whether the best exchange of each pair of ranks gives one of them an expert that it holds.
+    """Return whether the best exchange of each pair of ranks would duplicate an expert on one of them.
 
-    Shapes: best (pairs), the position in the S * S exchanges; given, taken and both of fixed (S, pairs).
+    Shapes: best (pairs), the index among the S * S exchanges; given, taken and both of fixed (S, pairs).
     """
     columns = np.arange(len(best))
     out, back = best // len(given), best % len(given)
@@ -211,10 +213,10 @@ def _are_barred(
 def _list_barred(
     pairs: IntArray, given: IntArray, taken: IntArray, fixed: tuple[BoolArray, BoolArray] | None
 ) -> BoolArray:
-    """Return which exchanges (S, S, pairs) give a rank an expert that it holds, for some of the pairs."""
+    """Return the exchanges (S, S, pairs) that duplicate an expert on a rank, for some of the pairs."""
     given, taken = given[:, pairs], taken[:, pairs]
     is_same = (given[:, None] == taken[None]) & (given != EMPTY)[:, None]
-    # Equal slots in both are such a case, and gain nothing.
+    # Equal experts in both slots are included; exchanging them gains nothing.
     result: BoolArray = is_same.any(1)[:, None] | is_same.any(0)[None]
     if fixed is not None:
         result |= fixed[0][:, pairs][:, None] | fixed[1][:, pairs][None]
@@ -222,7 +224,7 @@ def _list_barred(
 
 
 def count_slots(slots: IntArray, num_experts: int) -> IntArray:
-    """Return how many replicas each expert has (B, E) in slots (B, R, S)."""
+    """Return the number of replicas of each expert (B, E) in slots (B, R, S)."""
     num_layers = len(slots)
     # Column 0 counts the empty slots.
     index = slots.reshape(num_layers, -1) + 1 + np.arange(num_layers)[:, None] * (num_experts + 1)
@@ -231,10 +233,10 @@ def count_slots(slots: IntArray, num_experts: int) -> IntArray:
 
 
 def fill_slots(packing: Packing, load: FloatArray) -> Packing:
-    """Return a packing whose empty slots hold replicas, as far as the largest load of a layer does not rise.
+    """Return a packing with replicas in its empty slots, as far as no layer's largest load increases.
 
-    A replica keeps the copies of its own rank there, so the most loaded expert that fits is taken, for the lightest
-    rank first.
+    A replica keeps the copies of its own rank local. The most loaded expert that fits is therefore chosen,
+    for the lightest rank first.
 
     Shapes: load (B, E).
     """
@@ -256,7 +258,7 @@ def fill_slots(packing: Packing, load: FloatArray) -> Packing:
         rows, ranks, experts = rows[has_one], ranks[has_one], experts[has_one]
         if not rows.size:
             continue
-        # The other replicas give up what the new one takes.
+        # The load of the new replica is taken from the others.
         number = counts[rows, experts]
         which, others, _ = np.nonzero(slots[rows] == experts[:, None, None])
         loads[rows[which], others] -= (load[rows, experts] / (number * (number + 1)))[which]

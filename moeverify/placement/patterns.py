@@ -1,14 +1,15 @@
-"""The exact solver's first program: which sets of replicas go together on a rank, for even sources on one node.
+"""The pattern program of the exact solver: sets of replicas that fit on a rank, for even sources on one node.
 
-Ranks are alike then, and a replica is as large as the number of its expert's replicas says. A pattern is a set
-of replicas of different experts that fits into the slots of a rank and stays below a limit. How often each
-pattern is used, by R ranks in all, is an integer program without the R! orders that name ranks in vain.
+Ranks are interchangeable here, and the load of a replica follows from the number of replicas of its expert.
+A pattern is a set of replicas of different experts that fits into the slots of a rank and stays below a
+limit. The number of uses of each pattern, R in total, is an integer program without the R! symmetric
+permutations of ranks.
 
-A limit close to the mean allows few patterns: what one rank has less than the limit, R - 1 others must take. So
-the search begins at the bound and goes up: every limit that is refuted is a new bound, and the first one that
-is not has the placement.
+A limit close to the mean allows few patterns: if one rank is below the limit, the other R - 1 must take the
+difference. The search therefore starts at the bound and goes up. Every refuted limit is a new bound, and
+the first feasible one yields the placement.
 
-Letters: E experts, R ranks, S slots a rank.
+Notation: E experts, R ranks, S slots per rank.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from moeverify.placement.marks import BoolArray
 from moeverify.placement.sharing import FloatArray, IntArray
 
 MOST_PATTERNS = 60_000
-"""With more of them HiGHS spends minutes on a relaxation."""
+"""With more patterns HiGHS spends minutes on a relaxation."""
 
 _MOST_STEPS = 50 * MOST_PATTERNS
-_STEPS_A_LOOK = 4096  # steps between two looks at the clock
-_MOST_SLOTS = 256  # of a rank: patterns are listed by a recursion that goes down by one slot a call
+_STEPS_A_LOOK = 4096  # steps between two checks of the clock
+_MOST_SLOTS = 256  # of a rank: patterns are enumerated by a recursion with one slot per level
 _FIRST_PART = 1 / 64  # of the way from the bound to the best placement, for the first limit
-_CLOSE = 1e-7  # relative: loads that are taken as equal
+_CLOSE = 1e-7  # relative: loads that count as equal
 
 
 class _Replica(NamedTuple):
@@ -43,7 +44,7 @@ class _Replica(NamedTuple):
 
 @dataclass
 class PatternSearch:
-    """What is known of the least largest load of one layer: `bound` below it, `marks` (E, R) that reach `largest`.
+    """Search state of one layer: a lower `bound`, and `marks` (E, R) that reach `largest`.
 
     Shapes: load (E).
     """
@@ -57,7 +58,7 @@ class PatternSearch:
     is_optimal: bool = False
 
     def run(self, seconds: float) -> None:
-        """Close in on the optimum, then take the placement with the least traffic among the optimal ones."""
+        """Search for the optimum, then take the optimal placement with the least traffic."""
         ends = time.monotonic() + seconds
         part = _FIRST_PART
         self.is_optimal = self.largest <= self.bound * (1 + _CLOSE)
@@ -74,7 +75,7 @@ class PatternSearch:
             if verdict is None:
                 return
             if verdict:
-                part = min(part, _FIRST_PART)  # the way is shorter now, and what is below was refuted
+                part = min(part, _FIRST_PART)  # the interval is shorter now, and everything below was refuted
             else:
                 self.bound = max(self.bound, limit)
                 self.is_optimal = is_last
@@ -82,7 +83,7 @@ class PatternSearch:
         self._reduce_traffic(min(ends, time.monotonic() + seconds / 4))
 
     def _try(self, limit: float, ends: float) -> bool | None:
-        """Return whether a placement stays below a limit, after taking it; None when that cannot be told."""
+        """Return whether a placement below a limit exists, and take it; None if that is undecided."""
         program = self._build(limit, ends)
         if program is None:
             return None
@@ -99,7 +100,7 @@ class PatternSearch:
         self.largest = float((marks * (self.load / marks.sum(1))[:, None]).sum(0).max())
 
     def _reduce_traffic(self, ends: float) -> None:
-        """Take the optimal placement in which most copies stay on their rank: each replica keeps an R-th of them."""
+        """Take the optimal placement that keeps the most copies on their rank: 1/R of them per replica."""
         program = self._build(self.largest * (1 + _CLOSE), ends)
         if program is None:
             return
@@ -114,13 +115,13 @@ class PatternSearch:
                 self._take(marks)
 
     def _build(self, limit: float, ends: float) -> _PatternProgram | None:
-        """Return the program of a limit, None if it is too large, or not there when the time `ends`."""
+        """Return the program of a limit, or None if it is too large or the time `ends` first."""
         fewest = np.maximum(np.ceil(self.load / limit * (1 - 1e-9)), 1).astype(np.int64)
         free = self.num_ranks * self.num_slots - int(fewest.sum())
         if free < 0 or fewest.max() > self.num_ranks:
             return _PatternProgram([], [], self.num_ranks)
         most = np.minimum(fewest + free, self.num_ranks)
-        # What one rank has less than the limit, all others together must have more than the mean.
+        # If one rank is below the limit, all others together must be above the mean by the same amount.
         least = max(float(self.load.sum()) - (self.num_ranks - 1) * limit, 0.0) - limit * 1e-9
         replicas = _list_replicas(self.load, fewest, most)
         patterns = _list_patterns(replicas, self.num_slots, least, limit * (1 + 1e-12), ends)
@@ -128,7 +129,7 @@ class PatternSearch:
 
 
 def _list_replicas(load: FloatArray, fewest: IntArray, most: IntArray) -> list[_Replica]:
-    """Return the replicas that may occur, those of one expert together, the experts with the largest ones first."""
+    """Return the possible replicas, grouped by expert, experts with the largest replicas first."""
     order = np.argsort(-load / fewest, kind="stable")
     return [
         _Replica(int(expert), number, float(load[expert]) / number)
@@ -140,11 +141,11 @@ def _list_replicas(load: FloatArray, fewest: IntArray, most: IntArray) -> list[_
 def _list_patterns(
     replicas: list[_Replica], num_slots: int, least: float, limit: float, ends: float
 ) -> list[tuple[int, ...]] | None:
-    """Return the sets of replicas, by position, with loads from `least` to `limit`; None if that takes too long."""
+    """Return the sets of replica positions with loads in [`least`, `limit`], or None if it takes too long."""
     starts = [0] + [n for n, (a, b) in enumerate(pairwise(replicas), 1) if a.expert != b.expert]
     starts.append(len(replicas))
     largest = [replicas[start].size for start in starts[:-1]]
-    # sums[i + m] - sums[i]: the most that m replicas of the experts from position i on add.
+    # sums[i + m] - sums[i]: maximum load of m replicas of the experts from position i on.
     sums = np.concatenate([[0.0], np.cumsum(largest)])
     num_experts = len(largest)
     found: list[tuple[int, ...]] = []
@@ -172,7 +173,7 @@ def _list_patterns(
 
 @dataclass
 class _PatternProgram:
-    """Variables: how many ranks use each pattern, then whether an expert has each number of replicas."""
+    """Integer program: uses of each pattern, then whether an expert has each number of replicas."""
 
     replicas: list[_Replica]
     patterns: list[tuple[int, ...]]
@@ -183,7 +184,7 @@ class _PatternProgram:
         return len(self.patterns) + len(self.replicas)
 
     def solve(self, objective: FloatArray, ends: float) -> tuple[FloatArray | None, bool]:
-        """Return values of the variables, or None, and whether that is proved."""
+        """Return values of the variables, or None, and whether the result is proved."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
 
@@ -191,7 +192,8 @@ class _PatternProgram:
         experts = sorted({each.expert for each in self.replicas})
         entries: list[tuple[int, int, float]] = []
         for column, pattern in enumerate(self.patterns):
-            # As many of a replica as its number says, if its expert has that many; R patterns in all.
+            # Each replica occurs as often as its number says, if its expert has that many; R patterns in
+            # total.
             entries += [(position, column, 1.0) for position in pattern]
             entries.append((num_replicas + len(experts), column, 1.0))
         for position, each in enumerate(self.replicas):
@@ -211,7 +213,7 @@ class _PatternProgram:
         return result.x, result.status in (0, 2)
 
     def read_marks(self, values: FloatArray, load: FloatArray) -> BoolArray:
-        """Return the placement (E, R), a rank after the other for each use of a pattern."""
+        """Return the placement (E, R), with one rank for each use of a pattern."""
         marks = np.zeros((len(load), self.num_ranks), dtype=np.bool_)
         uses = np.rint(values[: len(self.patterns)]).astype(np.int64)
         for rank, pattern in enumerate(np.repeat(np.arange(len(self.patterns)), uses)):

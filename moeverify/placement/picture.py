@@ -11,7 +11,7 @@ _FULL_COLOUR = 2.0  # times the mean
 
 
 def draw_plan(plan: Plan) -> str:
-    """Return an SVG document: a row for each MoE layer, a column for each rank, red above the mean, blue below."""
+    """Return an SVG document: one row per MoE layer, one column per rank, red above the mean, blue below."""
     layers, num_ranks = plan.trace.header.layers, plan.cluster.num_ranks
     width = _LEFT + 2 * num_ranks * _CELL + _GAP + 16
     height = _TOP + len(layers) * _CELL + 40

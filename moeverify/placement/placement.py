@@ -1,6 +1,6 @@
 """A placement: for each MoE layer, the experts in the slots of each rank.
 
-Letters: L MoE layers, E experts, R ranks.
+Notation: L MoE layers, E experts, R ranks.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from dataclasses import dataclass
 from moeverify.errors import CaseError, Problem
 
 Matrix = tuple[tuple[int, ...], ...]
-"""A row for each rank: the experts in its slots. `((0, 3), (1, 2))` puts experts 0 and 3 on rank 0."""
+"""The experts in the slots of each rank. `((0, 3), (1, 2))` puts experts 0 and 3 on rank 0."""
 
-_MOST_LISTED = 8  # experts or ranks that a message names one by one
+_MOST_LISTED = 8  # experts or ranks that a message lists individually
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Any expert on any non-empty set of ranks, with any number of experts on a rank, for each MoE layer.
+    """A placement of experts on ranks for each MoE layer, with any number of replicas and slots.
 
-    `layers` holds the index of each MoE layer among the model's blocks, `matrices` its matrix. With no
-    `layers` there is one matrix, and it stands for every MoE layer.
+    `layers` holds the index of each MoE layer among the model's blocks, `matrices` its matrix. Without
+    `layers` there is one matrix, which applies to every MoE layer.
 
-    Example: `Placement(4, (((0, 3), (1, 2), (1, 2), (0, 3)),))` is 4 experts on 4 ranks, each on two of them.
+    Example: `Placement(4, (((0, 3), (1, 2), (1, 2), (0, 3)),))` has 4 experts on 4 ranks, each on two of
+    them.
 
-    Raises: CaseError with everything that is wrong.
+    Raises: CaseError with all problems.
     """
 
     num_experts: int
@@ -60,13 +61,13 @@ class Placement:
 
     @property
     def num_slots(self) -> int:
-        """Return the most experts that a rank holds in any layer."""
+        """Return the largest number of experts of a rank in any layer."""
         return max(len(row) for matrix in self.matrices for row in matrix)
 
     def spell_out(self, layers: Sequence[int]) -> Placement:
         """Return the same placement with one matrix for each of `layers`.
 
-        Raises: CaseError when the placement is one of other layers.
+        Raises: CaseError when the placement has other layers.
         """
         if self.layers and self.layers != tuple(layers):
             raise CaseError(
@@ -89,7 +90,7 @@ def place_in_blocks(num_experts: int, num_ranks: int, layers: Sequence[int]) -> 
     """
     rows: list[tuple[int, ...]] = []
     if num_ranks <= num_experts:
-        # The first `num_experts % num_ranks` ranks take one more, so that no rank is left without.
+        # The first `num_experts % num_ranks` ranks take one more, so that no rank is empty.
         size, longer = divmod(num_experts, num_ranks)
         for rank in range(num_ranks):
             start = rank * size + min(rank, longer)
@@ -100,7 +101,7 @@ def place_in_blocks(num_experts: int, num_ranks: int, layers: Sequence[int]) -> 
 
 
 def check_matrix(matrix: Sequence[Sequence[int]], num_experts: int, *, path: str) -> Iterator[Problem]:
-    """Yield what is wrong with one matrix, which is called `path`."""
+    """Yield the problems of one matrix; `path` is its name in messages."""
     if not matrix:
         yield Problem("there is no rank", path=path, remedy="write a row for each rank: [[0, 3], [1, 2]]")
         return
@@ -138,7 +139,7 @@ def check_matrix(matrix: Sequence[Sequence[int]], num_experts: int, *, path: str
 def check_fit(
     placement: Placement, *, num_experts: int, num_ranks: int, layers: Sequence[int], file: str = ""
 ) -> Iterator[Problem]:
-    """Yield how a placement differs from what a model and its ranks need."""
+    """Yield the differences between a placement and the requirements of a model and its ranks."""
     if placement.num_experts != num_experts:
         message = f"the placement has {placement.num_experts} experts, the model has {num_experts}"
         yield Problem(message, file, path="num_experts", remedy="use a placement of this model")
@@ -172,7 +173,7 @@ def _name_experts(experts: Sequence[int]) -> str:
 
 
 def _list(numbers: Sequence[int]) -> str:
-    """Return numbers for a message, the first ones of many."""
+    """Return numbers for a message; of many numbers, the first ones."""
     shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
     more = len(numbers) - _MOST_LISTED
     return f"{shown} and {more} more" if more > 0 else shown

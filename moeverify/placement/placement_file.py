@@ -1,11 +1,11 @@
-"""Placements in files, YAML or JSON: a matrix for all MoE layers, or one for each.
+"""Placements in YAML or JSON files: one matrix for all MoE layers, or one for each.
 
     num_experts: 4
     layers:
       1: [[0, 3], [1, 2], [1, 2], [0, 3]]
       2: [[0, 1], [1, 2], [2, 3], [3, 0]]
 
-`matrix:` in place of `layers:` stands for every MoE layer. A file that holds the matrix alone is the same.
+`matrix:` instead of `layers:` applies to every MoE layer. A file may also contain only the matrix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 def read_placement(path: Path) -> Placement:
     """Return the placement in a file.
 
-    Raises: CaseError with everything that is wrong, each with its line.
+    Raises: CaseError with all problems, each with its line.
     """
     try:
         text = read_input(path).decode("utf-8")
@@ -54,7 +54,10 @@ def read_placement(path: Path) -> Placement:
 
 
 def format_placement(placement: Placement) -> str:
-    """Return the text of a file, as YAML with a line for each rank; one matrix when all layers have the same."""
+    """Return a placement as the text of a YAML file, with a line for each rank.
+
+    A placement without `layers` is written as one `matrix`.
+    """
     lines = [
         "# Which rank holds which experts: a row for each rank.",
         f"num_experts: {placement.num_experts}",
@@ -84,7 +87,7 @@ def _format_rows(matrix: Matrix) -> Iterator[str]:
 def _parse(text: str, path: Path) -> Any:
     if text.lstrip()[:1] in ("{", "["):
         try:
-            # A hundred times faster than YAML; what it cannot read may still be YAML in flow style.
+            # A hundred times faster than YAML. Text that is not JSON may still be YAML in flow style.
             return json.loads(text, object_pairs_hook=_reject_twice)
         except (ValueError, RecursionError):
             pass
@@ -92,7 +95,7 @@ def _parse(text: str, path: Path) -> Any:
 
 
 def _reject_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a mapping of what JSON lists; a key that is there twice would hide the first of its values."""
+    """Return a mapping of JSON pairs; raise ValueError for a duplicate key, which would hide a value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a key is there twice")
@@ -140,7 +143,7 @@ def _build(content: Any) -> Placement:
     ]
     num_experts = content.get("num_experts")
     if num_experts is None:
-        # Written by hand: every expert is named, since each is on some rank.
+        # Handwritten files may omit it: every expert is on some rank and so appears in a matrix.
         num_experts = max((e for matrix in matrices for row in matrix for e in row), default=0) + 1
     elif not _is_count(num_experts) or num_experts < 1:
         problems.append(Problem(f"expected a number of experts, got {num_experts!r}", path="num_experts"))
@@ -162,7 +165,7 @@ def _read_layers(named: dict[Any, Any], problems: list[Problem]) -> Iterator[int
 
 
 def _read_matrix(content: Any, path: str, problems: list[Problem]) -> Matrix:
-    """Return a matrix, without what is not a row or not an expert; those become problems."""
+    """Return a matrix without its invalid rows and experts, which are added to `problems`."""
     if not isinstance(content, list):
         problems.append(Problem("expected a row for each rank", path=path, remedy=_REMEDY))
         return ()
@@ -190,7 +193,7 @@ def _locate(problem: Problem, document: Any, file: str) -> Problem:
     line: int | None = None
     content = document
     if isinstance(document, list) and problem.path.startswith("matrix"):
-        content = {"matrix": document}  # the short form: a matrix alone
+        content = {"matrix": document}  # the short form: only a matrix
         line = 1
     for name, index in _STEP.findall(problem.path):
         try:
@@ -205,5 +208,5 @@ def _locate(problem: Problem, document: Any, file: str) -> Problem:
 
 
 def _find_key(content: Any, name: str) -> Any:
-    """Return the key that a path calls `name`: layers may be numbers."""
+    """Return the key that a path calls `name`; layers may be numbers."""
     return next(key for key in [*content, name] if str(key) == name)

@@ -1,6 +1,6 @@
-"""From a trace to a placement: what `moeverify place` does, as data.
+"""Planning: from a trace to a placement, as `moeverify place` does, as data.
 
-Letters: L MoE layers, E experts, R ranks, S slots a rank.
+Notation: L MoE layers, E experts, R ranks, S slots per rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moeverify.placement.sharing import FloatArray, measure_traffic, share_load
 
 @dataclass(frozen=True)
 class Side:
-    """One placement, what it costs under the whole trace, and its balancedness step by step."""
+    """One placement, its cost under the whole trace, and its balancedness evaluated per step."""
 
     placement: Placement
     cost: Cost
@@ -40,11 +40,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement for a trace, beside the one in use.
+    """A new placement for a trace, and the current one.
 
-    `bound` (L) is a load that no placement can go below on its heaviest rank. `statuses` says for each layer
-    how the exact solver ended, and is empty without it. `gain_share` is the part of the possible gain that
-    was reached within `max_moves`, None without such a limit.
+    `bound` (L) is a lower bound on the load of the heaviest rank under any placement. `statuses` has the
+    status of the exact solver for each layer and is empty without it. `gain_share` is the fraction of the
+    possible gain reached within `max_moves`, None without such a limit.
     """
 
     trace: LoadTrace = field(repr=False)
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Return by how much the largest loads are above their bounds, as a part of the bounds."""
+        """Return the excess of the largest loads over their bounds, as a fraction of the bounds."""
         bound = float(self.bound.sum())
         return float(self.after.cost.largest.sum()) / bound - 1.0 if bound > 0 else 0.0
 
@@ -82,13 +82,13 @@ def make_plan(
     exact_seconds: float | None = None,
     max_moves: int | None = None,
 ) -> Plan:
-    """Return a better placement for a trace, never one whose heaviest rank has more to do in any layer.
+    """Return a better placement for a trace; the load of a layer's heaviest rank never increases.
 
-    `current` is the placement in use, by default equal blocks; `trace_file` and `current_file` name both in messages.
-    `exact_seconds` is the time for the exact solver, None for the heuristic alone. With `max_moves`, the fewest
-    experts are sent that reach 95 % of the possible gain, and at most so many.
+    `current` is the placement in use, by default equal blocks. `trace_file` and `current_file` name both in
+    messages. `exact_seconds` is the time limit of the exact solver; None uses only the heuristic. With
+    `max_moves`, the fewest experts are sent that reach 95 % of the possible gain, and at most `max_moves`.
 
-    Raises: CaseError with everything that does not fit together; MachineError without SciPy.
+    Raises: CaseError with all inconsistencies of the inputs; MachineError without SciPy.
     """
     header = trace.header
     problems = list(_check(trace, cluster, num_slots, max_moves, trace_file))
@@ -131,10 +131,10 @@ def make_plan(
 def _search(
     load: TokenLoad, cluster: Cluster, num_slots: int, old: BoolArray, exact_seconds: float | None
 ) -> ExactAnswer:
-    """Return what the heuristic finds, improved by the exact solver if that has time; `old` is (L, E, R)."""
+    """Return the heuristic's placement, improved by the exact solver if it has time; `old` is (L, E, R)."""
     marks = solve(load, cluster, num_slots, effort="fast" if exact_seconds is None else "thorough")
     if load.is_even:
-        # Ranks are interchangeable here: their numbers are chosen so that most experts stay where they are.
+        # Ranks are interchangeable here: number them so that most experts stay in place.
         marks = move_to_current(marks, old, cluster)
     bound = bound_load(load, cluster, num_slots)
     if exact_seconds is None:
@@ -143,7 +143,7 @@ def _search(
 
 
 def _keep_better(old: BoolArray, new: BoolArray, load: TokenLoad, cluster: Cluster) -> BoolArray:
-    """Return for each layer the new placement where it is better: a smaller largest load, or less traffic."""
+    """Return the new placement for layers with a smaller largest load or less traffic, else the old."""
     largest = [share_load(marks, load.copies, cluster).sum(1).max(1) for marks in (old, new)]
     traffic = [measure_traffic(marks, load.copies, cluster) for marks in (old, new)]
     is_smaller = largest[1] < largest[0] * (1 - 1e-9)
@@ -153,7 +153,7 @@ def _keep_better(old: BoolArray, new: BoolArray, load: TokenLoad, cluster: Clust
 
 
 def collect(*makers: Callable[[], Any]) -> list[Any]:
-    """Return what each of several inputs is, or raise what is wrong with all of them together.
+    """Return the results of all makers, or raise the problems of all of them together.
 
     Raises: CaseError.
     """
@@ -171,7 +171,7 @@ def collect(*makers: Callable[[], Any]) -> list[Any]:
 def _check(
     trace: LoadTrace, cluster: Cluster, num_slots: int, max_moves: int | None, file: str
 ) -> Iterator[Problem]:
-    """Yield what does not fit together."""
+    """Yield inconsistencies of trace, cluster and limits."""
     num_experts = trace.header.num_experts
     least = -(-num_experts // cluster.num_ranks)
     if num_slots < least:
@@ -190,7 +190,7 @@ def _check(
 def _check_current(
     current: Placement, trace: LoadTrace, cluster: Cluster, num_slots: int, file: str
 ) -> Iterator[Problem]:
-    """Yield how the placement in use does not fit to the trace, the ranks and their slots."""
+    """Yield the ways in which the current placement does not fit the trace, the ranks and their slots."""
     yield from check_fit(
         current,
         num_experts=trace.header.num_experts,

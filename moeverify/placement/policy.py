@@ -1,6 +1,6 @@
-"""New placements every so many steps, solved from the load of the steps so far.
+"""New placements at a fixed interval of steps, solved from the load of the steps so far.
 
-Letters: T steps, L MoE layers, E experts, R source ranks.
+Notation: T steps, L MoE layers, E experts, R source ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Copies = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Policy:
-    """When experts are placed anew, and on what: see `moeverify.case.schema.Rebalance`."""
+    """When to compute new placements, and from which steps: see `moeverify.case.schema.Rebalance`."""
 
     every: int
     slots: int
@@ -29,9 +29,9 @@ class Policy:
     max_moves: int | None = None
 
     def solve(self, copies: Copies, current: Placement) -> Placement:
-        """Return the placement after the steps of `copies`; the one in use where no token came to an expert.
+        """Return the placement after the steps of `copies`; the current one if no expert received a token.
 
-        The heuristic alone is used: it takes milliseconds, and its answer depends on nothing but the load.
+        Only the heuristic is used: it takes milliseconds, and its result depends only on the load.
         """
         copies = copies if self.last is None else copies[-self.last :]
         if not copies.any():
@@ -44,7 +44,10 @@ class Policy:
 
 
 def list_solved(copies: Copies, first: Placement, policy: Policy) -> dict[int, Placement]:
-    """Return the placements of a run with this load, by the number of steps after which; none after the last step."""
+    """Return the placements of a run with this load, by the number of completed steps.
+
+    There is none after the last step.
+    """
     found: dict[int, Placement] = {}
     current = first
     for after in range(policy.every, len(copies), policy.every):

@@ -1,17 +1,22 @@
-"""The mixed-integer program of one layer: its variables and its rows, for HiGHS through SciPy.
+"""The mixed-integer program of one layer, for HiGHS through SciPy.
 
-An expert chooses an option: k replicas on one node, or k on every node. With one node that is every placement
-there is; with more, those that are hierarchical in this sense.
+An expert takes one option: k replicas on one node, or k on every node. With one node this covers every
+placement; with several nodes it covers placements that are hierarchical in this sense.
 
-Variables: y[o], the expert of option o takes it; z[o, r], one replica of option o is on rank r; g[o, r], what that
-replica has to do, where this does not follow from o and r; t, the largest load of a rank. Loads are in units of the
-mean load, which keeps HiGHS's tolerances small against them.
+Variables:
+- y[o]: the expert of option o takes it;
+- z[o, r]: one replica of option o is on rank r;
+- g[o, r]: the load of that replica, where it does not follow from o and r;
+- t: the largest load of a rank.
 
-With even sources the load of a replica follows from its option. Otherwise a replica keeps the copies of its own
-rank, and the rest is divided evenly: with A the ranks of the replicas on a node, replica r has
-src[r] + (total - sum over A of src) / k, where the sum is linear in z. g is bounded below by it where z[o, r] = 1.
+Loads are in units of the mean load, which keeps HiGHS's tolerances small in comparison.
 
-Letters: E experts, R ranks, N nodes, G ranks a node, S slots a rank.
+With even sources the load of a replica follows from its option. Otherwise a replica keeps the copies of its
+own rank, and the rest is divided evenly. Let A be the ranks of the replicas on a node. Replica r then has
+the load src[r] + (total - sum over A of src) / k, where the sum is linear in z. This is a lower bound on g
+where z[o, r] = 1.
+
+Notation: E experts, R ranks, N nodes, G ranks per node, S slots per rank.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ class Option(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What HiGHS found in its time: values of all variables or None, a lower bound, whether it is the optimum."""
+    """Result of HiGHS: values of all variables or None, a lower bound, and whether the values are optimal."""
 
     values: FloatArray | None
     bound: float
@@ -55,7 +60,7 @@ class Limit(NamedTuple):
 
 @dataclass
 class _Rows:
-    """Rows of a sparse matrix while they are collected: low <= sum of coefficients * variables <= high."""
+    """Rows of a sparse matrix under construction: low <= sum of coefficients * variables <= high."""
 
     row: list[int] = field(default_factory=list)
     column: list[int] = field(default_factory=list)
@@ -74,9 +79,9 @@ class _Rows:
 
 
 class Program:
-    """The program of one layer; `largest` is a load that some placement reaches, others are not looked for.
+    """The program of one layer; only placements with loads up to `largest` are considered.
 
-    Shapes: copies (E, R) by source rank.
+    `largest` must be the largest load of a known placement. Shapes: copies (E, R) by source rank.
     """
 
     def __init__(
@@ -91,15 +96,15 @@ class Program:
 
     @property
     def num_binaries(self) -> int:
-        """Return the number of variables that are 0 or 1, before any of them is made."""
+        """Return the number of binary variables; available before `build`."""
         size = self._cluster.ranks_per_node
         return sum(1 + len(option.nodes) * size for option in self._options)
 
     def _list_options(self, largest: float) -> Iterator[Option]:
         """Yield the options that may occur in a placement whose loads are `largest` or below.
 
-        Some replica of an expert with k has a k-th of its copies or more, which sets the fewest; the slots that
-        the fewest of all others leave set the most.
+        With k replicas of an expert, one has at least 1/k of its copies, which gives the minimum k. The
+        slots left by the minimum of all other experts give the maximum.
         """
         cluster = self._cluster
         size, num_nodes = cluster.ranks_per_node, cluster.num_nodes
@@ -118,7 +123,7 @@ class Program:
                         yield Option(expert, nodes, replicas)
 
     def build(self) -> None:
-        """Make the variables and the rows."""
+        """Create the variables and the rows."""
         size = self._cluster.ranks_per_node
         first = len(self._options)
         self._z: list[dict[int, int]] = []  # of each option: rank -> variable
@@ -137,19 +142,19 @@ class Program:
         self._add_totals()
 
     def _add_option(self, position: int) -> None:
-        """Add the rows that tie the replicas of one option to it, and their loads to the ranks."""
+        """Add the rows that couple the replicas of one option to it, and their loads to the ranks."""
         option, ranks = self._options[position], self._z[position]
         size = self._cluster.ranks_per_node
         for node in option.nodes:
             here = range(node * size, (node + 1) * size)
-            # As many replicas as the option says; each only with the option, which sharpens the relaxation.
+            # The option fixes the number of replicas. A row per replica tightens the relaxation.
             self._rows.add([(position, -option.replicas), *((ranks[rank], 1) for rank in here)], 0, 0)
             for rank in here:
                 self._rows.add([(ranks[rank], 1), (position, -1)], -np.inf, 0)
             self._add_loads(position, here)
 
     def _add_loads(self, position: int, here: range) -> None:
-        """Add what the replicas of one option on one node do to the loads of its ranks."""
+        """Add the contribution of one option's replicas on one node to the loads of its ranks."""
         option, ranks = self._options[position], self._z[position]
         sent = self._copies[option.expert]
         total = sent[here].sum() if len(option.nodes) > 1 else sent.sum()
@@ -166,7 +171,8 @@ class Program:
             others = np.sort(np.delete(sent[here], rank - here.start))[::-1][: number - 1].sum()
             least = sent[rank] + (total - sent[rank] - others) / number
             self._rows.add([(g, 1), (ranks[rank], -least)], 0, np.inf)
-            # g >= src z + (total y - sum of src z) / k - M (1 - z), with M the most that the fraction can be.
+            # g >= src z + (total y - sum of src z) / k - M (1 - z), with M the largest value of the
+            # fraction.
             most = total / number
             terms = {g: 1.0, position: -most}
             for other in here:
@@ -175,7 +181,7 @@ class Program:
             self._rows.add(list(terms.items()), -most, np.inf)
 
     def _add_totals(self) -> None:
-        """Add one option for each expert, slots and load for each rank, and an order of ranks that are alike."""
+        """Add one option per expert, and slots and load per rank."""
         by_expert: dict[int, list[int]] = {}
         by_rank: list[list[tuple[int, float]]] = [[] for _ in range(self._cluster.num_ranks)]
         for position, option in enumerate(self._options):
@@ -191,10 +197,10 @@ class Program:
     def minimize(
         self, objective: FloatArray, limits: Sequence[Limit], seconds: float, *, is_ordered: bool
     ) -> Answer:
-        """Return the best that HiGHS finds in its time, among placements that keep all limits.
+        """Return the best solution that HiGHS finds in `seconds`, among placements within all limits.
 
-        `is_ordered` asks for ranks of a node in the order of their loads: of placements that differ in the
-        names of ranks alone, one is enough, if the objective does not tell them apart.
+        `is_ordered` requires the ranks of a node in order of their loads. It removes placements that differ
+        only in the names of ranks, and is valid if the objective does not distinguish them.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -239,7 +245,7 @@ class Program:
         return objective
 
     def off_rank(self) -> FloatArray:
-        """Return the objective of copies that leave their rank, less all copies."""
+        """Return the objective of copies that leave their rank, minus the constant number of all copies."""
         objective = np.zeros(self._num_variables)
         for option, ranks in zip(self._options, self._z, strict=True):
             for rank, variable in ranks.items():
@@ -273,7 +279,7 @@ class Program:
         return load * self._unit
 
     def read_marks(self, values: FloatArray) -> BoolArray:
-        """Return the placement (E, R) that the values of the variables mean."""
+        """Return the placement (E, R) encoded by the values of the variables."""
         marks = np.zeros(self._copies.shape, dtype=np.bool_)
         for option, ranks in zip(self._options, self._z, strict=True):
             for rank, variable in ranks.items():

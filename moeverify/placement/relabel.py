@@ -1,9 +1,9 @@
-"""Which of the found sets of experts goes to which rank, by assignment: nearer to the tokens, or with fewer moves.
+"""Assignment of a placement's sets of experts to ranks: nearer to the tokens, or with fewer moves.
 
-Ranks of one node are alike, and so are nodes, as far as loads go. So the sets of experts that a solver found may
-be handed to the ranks in any order, as long as sets of one node stay together.
+The ranks of a node are interchangeable with respect to load, and so are nodes. The sets of experts found by
+a solver may therefore be assigned to ranks in any order, as long as the sets of one node stay together.
 
-Letters: L MoE layers, E experts, R ranks, N nodes.
+Notation: L MoE layers, E experts, R ranks, N nodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moeverify.placement.sharing import FloatArray, IntArray
 
 
 def move_to_sources(marks: BoolArray, copies: FloatArray, cluster: Cluster) -> BoolArray:
-    """Return the placement in which the sets of experts are where most of their token copies come from.
+    """Return the placement with each set of experts where most of its token copies come from.
 
     Shapes: marks and copies (L, E, R).
     """
@@ -25,7 +25,7 @@ def move_to_sources(marks: BoolArray, copies: FloatArray, cluster: Cluster) -> B
 
 
 def move_to_current(marks: BoolArray, current: BoolArray, cluster: Cluster) -> BoolArray:
-    """Return the placement in which as many experts as possible stay on the ranks that hold them in `current`.
+    """Return the placement with as many experts as possible on the ranks that hold them in `current`.
 
     Shapes: marks and current (L, E, R).
     """
@@ -34,7 +34,7 @@ def move_to_current(marks: BoolArray, current: BoolArray, cluster: Cluster) -> B
 
 
 def _reorder(marks: BoolArray, gains: FloatArray, cluster: Cluster) -> BoolArray:
-    """Return marks whose columns are assigned to ranks with the largest sum of gains (L, R, R), set by rank."""
+    """Return marks with columns assigned to ranks for the largest sum of gains (L, R, R), set by rank."""
     result = np.empty_like(marks)
     for layer, gain in enumerate(gains):
         result[layer][:, _assign(gain, cluster)] = marks[layer]
@@ -42,8 +42,8 @@ def _reorder(marks: BoolArray, gains: FloatArray, cluster: Cluster) -> BoolArray
 
 
 def _assign(gain: FloatArray, cluster: Cluster) -> IntArray:
-    """Return the rank of each set: first the best order inside every pair of nodes, then the pairs of nodes."""
-    from scipy.optimize import linear_sum_assignment  # takes longer to import than most placements to solve
+    """Return the rank of each set: best order within every pair of nodes, then best pairs of nodes."""
+    from scipy.optimize import linear_sum_assignment  # its import takes longer than solving most placements
 
     size, num_nodes = cluster.ranks_per_node, cluster.num_nodes
     if num_nodes == 1:

@@ -1,10 +1,9 @@
-"""How the replicas of an expert share its token copies: the one rule of solver, cost report and dispatcher.
+"""The sharing rule for token copies of replicated experts, used by solver, cost report and dispatcher.
 
-A token copy (one token for one of its k experts) goes to one replica of its expert, the nearest first: the one on
-the rank that the token is on; else one on the same node; else any. Replicas that are equally near share
-evenly.
+A token copy (one token for one of its k experts) goes to the nearest replica of its expert: on the token's
+rank, else on the same node, else anywhere. Equally near replicas share evenly.
 
-Letters: L MoE layers, E experts, R ranks, N nodes. "..." stands for any leading dims.
+Notation: L MoE layers, E experts, R ranks, N nodes. "..." denotes any leading dims.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Traffic(NamedTuple):
 
 
 def find_nearest(marks: BoolArray, cluster: Cluster) -> BoolArray:
-    """Return which replicas a source uses: bool (..., E, R, R) by expert, source rank and rank of the replica.
+    """Return the replicas that a source uses: bool (..., E, R, R) by expert, source rank and replica rank.
 
     Shapes: marks (..., E, R).
     """
@@ -44,17 +43,17 @@ def find_nearest(marks: BoolArray, cluster: Cluster) -> BoolArray:
 
 
 def split_copies(copies: IntArray, marks: BoolArray, source: int, cluster: Cluster) -> IntArray:
-    """Return how many of a source rank's token copies go to each rank: int64 (E, R), with row sums `copies`.
+    """Return the number of a source's token copies for each rank: int64 (E, R), with row sums `copies`.
 
-    What does not divide evenly goes to the first replicas counted from one that depends on source and
-    expert, so that the remainders of many sources do not meet on one rank. The copies of an expert, in the
-    order of their tokens, are cut into runs in the order of the ranks.
+    The remainder goes to consecutive replicas, starting at a position that depends on source and expert.
+    The remainders of many sources therefore do not accumulate on one rank. The copies of an expert, in
+    token order, are split into runs in rank order.
 
     Shapes: copies (E) of one source; marks (E, R).
     """
     nearest = find_nearest(marks, cluster)[:, source]
     number = nearest.sum(-1)
-    # The position of each replica among the nearest ones, counted from the one that is first in turn.
+    # The position of each replica among the nearest ones, relative to the start position.
     place = np.cumsum(nearest, axis=-1) - 1
     turn = (place - (source + np.arange(len(copies)))[:, None]) % number[:, None]
     share = copies[:, None] // number[:, None] + (turn < (copies % number)[:, None])
@@ -62,9 +61,9 @@ def split_copies(copies: IntArray, marks: BoolArray, source: int, cluster: Clust
 
 
 def share_load(marks: BoolArray, tokens: FloatArray, cluster: Cluster) -> FloatArray:
-    """Return the load that each expert puts on each rank, in token copies (..., E, R), as even shares.
+    """Return the load of each expert on each rank, in token copies (..., E, R), as even shares.
 
-    Equal to `tokens` multiplied with the shares of `find_nearest`, in O(E R) instead of O(E R^2).
+    Equal to `tokens` multiplied by the shares of `find_nearest`, in O(E R) instead of O(E R^2).
 
     Shapes: marks (..., E, R); tokens (..., E, R) by source rank.
     """

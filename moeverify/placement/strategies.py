@@ -1,4 +1,4 @@
-"""Placements that have a name, and need no trace."""
+"""Named placements that need no trace."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ STRATEGIES: Mapping[str, Callable[[int, int, Sequence[int]], Placement]] = {
     "striped": place_striped,
     "everywhere": place_everywhere,
 }
-"""By the name that `layout.placement` gives: from experts, ranks and the indices of the MoE layers."""
+"""By the name in `layout.placement`: functions of (num_experts, num_ranks, indices of MoE layers)."""

@@ -1,6 +1,6 @@
-"""Traces of made-up routers, the same for the same seed: what solvers are measured and tested on.
+"""Seeded synthetic traces, for benchmarks and tests of the solvers.
 
-Letters: T steps, L MoE layers, E experts, R source ranks.
+Notation: T steps, L MoE layers, E experts, R source ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ def make_trace(
     copies_per_step: int = 1 << 18,
     source_skew: float = 0.0,
 ) -> LoadTrace:
-    """Return a trace in which every layer draws `copies_per_step` token copies a step.
+    """Return a trace in which every layer draws `copies_per_step` token copies per step.
 
-    `uniform`: all experts are equally likely. `zipf`: the n-th most likely one as n^-1.2, in another order in
-    each layer. `groups`: of 8 groups of consecutive experts 2 are 6 times as likely. `drifting`: from one
-    Zipf order in the first step to another in the last. `source_skew` is the standard deviation of the
-    logarithm of each source's own preferences; 0 for sources that are alike.
+    - `uniform`: all experts are equally likely.
+    - `zipf`: the n-th most likely expert has a probability proportional to n^-1.2, in a different order in
+      each layer.
+    - `groups`: of 8 groups of consecutive experts, 2 are 6 times as likely.
+    - `drifting`: interpolates from one Zipf order in the first step to another in the last.
+
+    `source_skew` is the standard deviation of the logarithm of each source's preferences; 0 makes all
+    sources alike.
     """
     random = np.random.default_rng([seed, KINDS.index(kind)])
     start = _draw_popularity(kind, num_layers, num_experts, random)
@@ -57,7 +61,7 @@ def make_trace(
 def _draw_popularity(
     kind: Kind, num_layers: int, num_experts: int, random: np.random.Generator
 ) -> FloatArray:
-    """Return how likely each expert is (L, E)."""
+    """Return the probability of each expert (L, E)."""
     if kind == "uniform":
         likely = np.ones((num_layers, num_experts))
     elif kind == "groups":

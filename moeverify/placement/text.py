@@ -1,4 +1,4 @@
-"""A plan on the console: both loads, the bound, bars by rank, and the matrix."""
+"""A plan as console text: loads before and after, the bound, bars by rank, and the matrix."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moeverify.placement.plan import Plan, Side
 from moeverify.placement.sharing import FloatArray
 
 _BAR_WIDTH = 32
-_MOST_BARS = 16  # ranks; of more, the heaviest and the lightest ones are shown
+_MOST_BARS = 16  # ranks; with more, the heaviest and lightest ones are shown
 _MOST_LAYERS = 12  # rows of the table by layer
-_MOST_NAMED = 1024  # experts in printed matrices; more are in the file of --out
+_MOST_NAMED = 1024  # experts in printed matrices; the file of --out has all
 
 
 def print_plan(plan: Plan, console: Console, *, name: str) -> None:
-    """Print a plan; `name` is that of its trace."""
+    """Print a plan; `name` is the name of its trace."""
     for line in _list_lines(plan, name):
         console.print(line.rstrip(), soft_wrap=True)
 
@@ -36,7 +36,7 @@ def _list_lines(plan: Plan, name: str) -> list[str]:
 
 
 def _describe(plan: Plan, name: str) -> list[str]:
-    """Return what was given, and how it was solved."""
+    """Return the lines about the inputs and the solver."""
     header = plan.trace.header
     model = f" of {header.model}" if header.model else ""
     spare = plan.cluster.num_ranks * plan.num_slots - header.num_experts
@@ -102,7 +102,7 @@ def _compare(plan: Plan) -> list[str]:
 
 
 def _list_layers(plan: Plan) -> list[str]:
-    """Return the largest load of each layer over its mean; of many layers the worst ones after."""
+    """Return the largest load of each layer over its mean; of many layers, the worst ones."""
     mean = plan.after.cost.mean
     unit = [max(float(each), 1e-300) for each in mean]
     positions = sorted(range(len(unit)), key=lambda row: -plan.after.cost.largest[row] / unit[row])
@@ -118,7 +118,7 @@ def _list_layers(plan: Plan) -> list[str]:
 
 
 def _draw_bars(plan: Plan) -> list[str]:
-    """Return bars of the loads of the layer that was the most uneven before."""
+    """Return bars of the rank loads in the layer that was most uneven before."""
     before, after = plan.before.cost.loads, plan.after.cost.loads
     mean = plan.before.cost.mean
     worst = int((plan.before.cost.largest / (mean + 1e-300)).argmax())
@@ -141,7 +141,7 @@ def _draw_bars(plan: Plan) -> list[str]:
 
 
 def _list_matrices(plan: Plan) -> list[str]:
-    """Return the new placement, a line for each layer, as far as a screen is for it."""
+    """Return the new placement, a line per layer, up to a limit for the screen."""
     placement = plan.after.placement
     lines: list[str] = []
     number = 0
@@ -167,7 +167,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _align(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> list[str]:
-    """Return rows as lines with columns of equal width, numbers to the right."""
+    """Return rows as lines with aligned columns; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "

@@ -1,11 +1,13 @@
-"""The file of a load trace: appended to while a run goes on, and readable after a crash.
+"""The file of a load trace: appended during a run, and readable after a crash.
 
-One line of JSON (`TraceHeader` and the version of the format), then a record for each step: 28 bytes of head
-(magic, bytes of an integer, step, length of the body, CRC-32 of the body, CRC-32 of the head), then the body, zlib
-over unsigned little-endian integers (L, E, R). Whatever a crash leaves of the last record is cut off by the next
-writer. A step that is recorded again, because a run went back to a checkpoint, replaces what was recorded before.
+The file starts with one line of JSON: `TraceHeader` and the format version. Each step is one record. Its
+28-byte head has the magic, bytes per integer, step, body length, CRC-32 of the body and CRC-32 of the head.
+Its body is zlib-compressed unsigned little-endian integers (L, E, R).
 
-An array that numpy saved (`.npy`) is read as well: (L, E), (T, L, E) or (T, L, E, R).
+The next writer truncates an incomplete last record left by a crash. A step recorded again, after a run went
+back to a checkpoint, replaces the earlier record.
+
+Arrays saved by numpy (`.npy`) are read as well: (L, E), (T, L, E) or (T, L, E, R).
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from moeverify.placement.load_trace import LoadTrace, TraceHeader
 _FORMAT = "moeverify load trace"
 _VERSION = 1
 _MAGIC = b"step"
-_HEAD = struct.Struct("<4sIQII")  # magic, bytes of an integer, step, length of the body, CRC-32 of the body
-_HEAD_SUM = struct.Struct("<I")  # a damaged length must not pass for a record that a crash cut short
+_HEAD = struct.Struct("<4sIQII")  # magic, bytes per integer, step, length of the body, CRC-32 of the body
+_HEAD_SUM = struct.Struct("<I")  # a damaged length must not look like a record cut short by a crash
 _LONGEST_HEADER = 1 << 20
 _NUMPY_MAGIC = b"\x93NUMPY"
 _REMEDY = (
@@ -41,7 +43,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class _Record:
-    """Where the body of one step is in the file."""
+    """Location of the body of one step in the file."""
 
     step: int
     item_bytes: int
@@ -50,17 +52,17 @@ class _Record:
 
 
 class TraceWriter:
-    """Appends the steps of a run to the file of its trace; a context manager.
+    """Writer that appends the steps of a run to a trace file; a context manager.
 
-    An existing file of the same header is continued. Every step is handed to the operating system at once, so
-    that a process that dies loses no step that `append` has returned for.
+    An existing file with the same header is continued. Every step is passed to the operating system at
+    once, so a dying process loses no step for which `append` has returned.
 
     Example::
 
         with TraceWriter(Path("load.trace"), TraceHeader(layers=(1, 2), num_experts=8)) as writer:
             writer.append(0, copies)
 
-    Raises: CaseError when the file is a trace of something else; FormatError when it is damaged; OSError.
+    Raises: CaseError when the file is a trace of another run; FormatError when it is damaged; OSError.
     """
 
     def __init__(self, path: Path, header: TraceHeader) -> None:
@@ -78,7 +80,7 @@ class TraceWriter:
             raise
 
     def _continue(self, path: Path) -> None:
-        """Go to the end of the last complete record, and cut off what is behind it."""
+        """Go to the end of the last complete record and truncate the rest."""
         found = _read_header(self._file, path)
         problems = list(compare_headers(self._header, found, file=str(path)))
         if problems:
@@ -96,22 +98,22 @@ class TraceWriter:
     def append(self, step: int, copies: npt.NDArray[np.integer]) -> None:
         """Record the token copies (L, E, R) of one step.
 
-        Raises: ValueError when the shape is not that of the header, or a count is negative; OSError.
+        Raises: ValueError when the shape does not match the header or a count is negative; OSError.
         """
         if copies.shape != self._header.shape:
             raise ValueError(f"expected token copies of shape {self._header.shape}, got {copies.shape}")
         if copies.size and copies.min() < 0:
             raise ValueError("token copies cannot be negative")
         kind = np.min_scalar_type(int(copies.max(initial=0)))
-        # Level 1 takes a third of the time of the default, and counts shrink nearly as much.
+        # Level 1 takes a third of the time of the default level and compresses counts nearly as well.
         body = zlib.compress(np.ascontiguousarray(copies, dtype=kind.newbyteorder("<")).tobytes(), 1)
         head = _HEAD.pack(_MAGIC, kind.itemsize, step, len(body), zlib.crc32(body))
-        # One write call: a record is there as a whole, or as a beginning that readers know for one.
+        # A single write call: the file has the whole record, or a prefix that readers recognize.
         self._file.write(head + _HEAD_SUM.pack(zlib.crc32(head)) + body)
         self._file.flush()
 
     def close(self) -> None:
-        """Write everything to the disk and close the file."""
+        """Write everything to disk and close the file."""
         if not self._file.closed:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -127,7 +129,8 @@ class TraceWriter:
 def read_trace(path: Path, *, last: int | None = None) -> LoadTrace:
     """Return the trace in a file, or its `last` steps.
 
-    Raises: CaseError when there is no such file or nothing in it; FormatError when it is no trace or damaged.
+    Raises: CaseError when the file does not exist or has no step; FormatError when it is no trace or
+    damaged.
     """
     try:
         with open_input(path) as file:
@@ -144,7 +147,7 @@ def read_trace(path: Path, *, last: int | None = None) -> LoadTrace:
 
 
 def compare_headers(expected: TraceHeader, actual: TraceHeader, *, file: str) -> Iterator[Problem]:
-    """Yield in what a trace is one of another model, or of other ranks."""
+    """Yield the differences that show that a trace is from another model or other ranks."""
     for name in ("model", "layers", "num_experts", "num_sources", "top_k"):
         wanted, found = getattr(expected, name), getattr(actual, name)
         if wanted != found:
@@ -176,7 +179,7 @@ def _encode_header(header: TraceHeader) -> bytes:
 
 
 def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
-    """Return the header; the file is then at its first record."""
+    """Return the header and leave the file at its first record."""
     line = file.readline(_LONGEST_HEADER)
     try:
         content = json.loads(line)
@@ -196,9 +199,9 @@ def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
 
 
 def _find_records(file: BinaryIO, path: Path) -> Iterator[_Record]:
-    """Yield the complete records from here on; a last one that is cut short ends them.
+    """Yield the complete records from here on, without an incomplete last one.
 
-    Raises: FormatError when a record is damaged that others follow.
+    Raises: FormatError when a damaged record is followed by others.
     """
     size = os.fstat(file.fileno()).st_size
     start = file.tell()
@@ -210,7 +213,7 @@ def _find_records(file: BinaryIO, path: Path) -> Iterator[_Record]:
             file.seek(start)
             if file.read().strip(b"\0"):
                 raise FormatError(f"{path}: this trace is damaged at byte {start}; record it again")
-            return  # zeros: the disk had made room for a record, and the machine went down
+            return  # zeros: the disk allocated space for a record before the machine failed
         end = body_start + length
         if end > size:
             return
@@ -236,9 +239,9 @@ def _read_body(
 
 
 def _read_array(path: Path) -> LoadTrace:
-    """Return the trace in an array that numpy has saved."""
+    """Return the trace in an array saved by numpy."""
     try:
-        # Mapped: a damaged shape is compared with the size of the file before there is memory for it.
+        # Mapped: a damaged shape is checked against the file size before memory is allocated.
         array = np.array(np.load(path, mmap_mode="r", allow_pickle=False))
     except (ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError) as error:
         raise FormatError(f"{path}: this array cannot be read: {error}") from None

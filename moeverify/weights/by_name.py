@@ -1,4 +1,4 @@
-"""Weights of a folder into any model, by the names of its tensors: safetensors of one or several files, or DCP."""
+"""Loading weights of a folder into any model by FQN, from safetensors files or DCP."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from moeverify.weights.tensor_mapping import MappedTensor
 
 
 def load_by_name(model: nn.Module, folder: Path, rounded_to: torch.dtype | None = None) -> Loaded:
-    """Fill the parameters and saved buffers of a model with the tensors of their names, and return what was read.
+    """Fill the parameters and persistent buffers of a model with the stored tensors of the same name.
 
-    A tied parameter is read under its first name; buffers of integers keep the values that they have.
+    Values are rounded to `rounded_to` first, if given. A tied parameter is read under its first name.
+    Integer buffers keep their values. Returns the number of tensors and bytes read.
 
-    Raises: FormatError that names the file and every tensor that is missing, too much or of another shape.
+    Raises: FormatError with the file and every tensor that is missing, unexpected or of another shape.
     """
     saved = model.state_dict()
     shards = [

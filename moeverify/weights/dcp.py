@@ -1,8 +1,8 @@
-"""Weights alone as `torch.distributed.checkpoint` stores them: our names, every tensor in chunks.
+"""Weights in the format of `torch.distributed.checkpoint`: FQNs of moeverify, every tensor in chunks.
 
-Any program that loads a distributed checkpoint reads them under any layout. Its tensors are read with torch's
-`weights_only` unpickler; its `.metadata` is a pickle too, which torch itself would load without any guard, and
-which is read here by an unpickler that knows the few classes of a checkpoint's metadata and no other.
+Any program that loads a distributed checkpoint can read them under any layout. Tensors are read with
+torch's `weights_only` unpickler. The file `.metadata` is a pickle too, which torch itself would load
+without restrictions. Here it is read by an unpickler that accepts only the classes of checkpoint metadata.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ _SAFE = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes objects of `_SAFE` and dtypes, and refuses everything else."""
+    """Unpickler that accepts only the classes in `_SAFE` and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that a checkpoint's metadata may hold."""
+        """Return a class that checkpoint metadata may contain.
+
+        Raises: UnpicklingError for any other class.
+        """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _SAFE.get(module, set()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
@@ -63,9 +66,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 class DcpSource:
     """The weights of a model in a distributed checkpoint; a `Source`.
 
-    The stored chunk that was read last is kept, so that reading the chunks of a large one loads it once.
+    The last stored chunk is cached, so reading a large one piece by piece loads it once.
 
-    Raises: FormatError that names the file and the key.
+    Raises: FormatError with the file and the key.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, Shape], drop: Sequence[str] = ()) -> None:
@@ -167,9 +170,9 @@ class DcpSource:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of a distributed checkpoint; nothing but metadata is made of what the file says.
+    """Return the metadata of a distributed checkpoint without executing code from the file.
 
-    Raises: FormatError.
+    Raises: FormatError when the file is missing, unreadable or contains anything else.
     """
     path = folder / METADATA
     try:
@@ -177,7 +180,7 @@ def read_metadata(folder: Path) -> Metadata:
             metadata = _MetadataUnpickler(file).load()
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror}") from None
-    except Exception as error:  # a broken pickle raises whatever its bytes happen to mean
+    except Exception as error:  # a broken pickle may raise any exception
         raise FormatError(f"{path}: it is no metadata of a distributed checkpoint ({error})") from None
     if not isinstance(metadata, Metadata):
         raise FormatError(f"{path}: it is no metadata of a distributed checkpoint")
@@ -187,8 +190,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _check_metadata(metadata: Metadata) -> Iterator[str]:
-    """Yield what a pickle of the right classes may still have wrong: missing fields, and values of other types."""
-    # A pickle sets what its bytes name: any field may be missing.
+    """Yield missing fields and values of wrong types in unpickled metadata."""
+    # A pickle sets arbitrary attributes: any field may be missing.
     tensors, places = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
     if not isinstance(tensors, dict) or not isinstance(places, dict):
         yield "its lists of tensors and files are not there"
@@ -206,7 +209,7 @@ def _check_metadata(metadata: Metadata) -> Iterator[str]:
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:
-    """Return whether shape, dtype and chunks of a tensor are there."""
+    """Return whether shape, dtype and chunks of a tensor are complete."""
     size, chunks = getattr(stored, "size", None), getattr(stored, "chunks", None)
     dtype = getattr(getattr(stored, "properties", None), "dtype", None)
     if not _is_shape(size) or not isinstance(chunks, list) or not isinstance(dtype, torch.dtype):
@@ -223,7 +226,7 @@ def _is_shape(value: Any) -> TypeGuard[Sequence[int]]:
 
 
 def _cover_once(chunks: Sequence[ChunkStorageMetadata], shape: Shape) -> bool:
-    """Return whether every element of a tensor is in one of its chunks."""
+    """Return whether the chunks cover every element of a tensor exactly once."""
     boxes = [
         [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks
     ]
@@ -237,9 +240,9 @@ def _cover_once(chunks: Sequence[ChunkStorageMetadata], shape: Shape) -> bool:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives torch's writer each chunk when it is about to be written.
+    """Planner that reads each chunk when torch's writer is about to write it.
 
-    The writer keeps every tensor until its file is closed: all of them may share one buffer.
+    The writer keeps every tensor until it closes the file, so all of them may share one buffer.
     """
 
     def __init__(self, chunks: Mapping[MetadataIndex, Chunk], read: Read) -> None:
@@ -253,16 +256,16 @@ class _Planner(DefaultSavePlanner):
 
 
 class DcpSink:
-    """A distributed checkpoint in the making; a `Sink`."""
+    """A `Sink` that writes a distributed checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, chunks: Sequence[Chunk], read: Read) -> None:
-        """Write all chunks, each as one of the checkpoint's; see `Sink`."""
+        """Write each chunk as one chunk of the checkpoint; see `Sink`."""
         by_index = {_index(chunk): chunk for chunk in chunks}
         items = [_plan(index, chunk) for index, chunk in by_index.items()]
-        # Nothing is copied ahead: on a machine with a GPU that would hold several chunks.
+        # No copy-ahead: on a machine with a GPU it would hold several chunks.
         writer = FileSystemWriter(self._folder, thread_count=1, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(True)
         [plan] = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])

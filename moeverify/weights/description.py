@@ -1,4 +1,4 @@
-"""Which model the weights of a folder belong to: `config.json` of Hugging Face, or `model.json` of our own."""
+"""The model that the weights of a folder belong to: Hugging Face's `config.json` or our `model.json`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _FORMAT = "moeverify weights 1"
 
 @dataclass(frozen=True)
 class Description:
-    """A model, and the config.json that came with its weights, if one did."""
+    """A model, and the config.json of its weights if there is one."""
 
     model: ReferenceModel
     config: Config | None = None
 
     @property
     def family(self) -> Family:
-        """Return the family of Hugging Face models that this is.
+        """Return the family of Hugging Face models that the model belongs to.
 
-        Raises: FormatError where it is none.
+        Raises: FormatError when it belongs to none.
         """
         if self.config is not None:
             return read_config(self.config, CONFIG)[0]
@@ -47,7 +47,7 @@ class Description:
 def find_kind(folder: Path) -> Kind:
     """Return the format of the weights in a folder.
 
-    Raises: FormatError where it is none of ours.
+    Raises: FormatError when the folder or its weights are missing, or the format is unknown.
     """
     if not folder.is_dir():
         raise FormatError(f"{folder}: there is no such folder")
@@ -64,9 +64,9 @@ def find_kind(folder: Path) -> Kind:
 
 
 def read_description(folder: Path) -> Description:
-    """Return which model the weights of a folder belong to, by the files beside them.
+    """Return the model of a folder's weights, from the files next to them.
 
-    Raises: FormatError where none of them says it.
+    Raises: FormatError when no file describes the model.
     """
     config = _read_json(folder / CONFIG) if (folder / CONFIG).exists() else None
     if (folder / MODEL).exists():
@@ -84,9 +84,9 @@ def _describe(model: ReferenceModel, config: Config | None, path: Path) -> Descr
 
 
 def write_description(folder: Path, kind: Kind, described: Description, dtype: str) -> None:
-    """Write beside weights which model they belong to; the config.json that came with them goes along.
+    """Write the description of the model next to its weights, including its config.json if it has one.
 
-    Raises: FormatError for weights of Hugging Face whose model is of no family.
+    Raises: FormatError for Hugging Face weights of a model without a family.
     """
     config = described.config
     if config is None and kind == "hf":
@@ -99,7 +99,10 @@ def write_description(folder: Path, kind: Kind, described: Description, dtype: s
 
 
 def read_config_file(path: Path) -> Description:
-    """Return the model of a config.json that lies anywhere."""
+    """Return the model of a config.json at any path.
+
+    Raises: FormatError.
+    """
     config = _read_json(path)
     return _describe(read_config(config, str(path))[1], config, path)
 

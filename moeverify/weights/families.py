@@ -1,7 +1,7 @@
-"""The families of Hugging Face models that the reference model can be: their config.json and ours, both ways.
+"""Hugging Face model families that the reference model covers, with conversion of config.json both ways.
 
-Only what the weights and the forward pass depend on is carried over. Coefficients of losses are not: their
-definitions differ (see docs/conversion.md).
+Only settings that affect the weights and the forward pass are converted. Loss coefficients are not, because
+their definitions differ (see docs/conversion.md).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """One family. `fields`: our dotted field, their key. `constants`: what the field is in every such model.
+    """One family of Hugging Face models.
 
-    `defaults`: what a key means where it is missing or null. `fixed`: keys with the one value that the
-    reference model can compute, which is also what is written.
+    `fields` maps our dotted field to their key. `constants` are values of our fields that are the same in
+    every model of the family. `defaults` are values of keys that are missing or null. `fixed` are keys with
+    the only value that the reference model supports, which is also written.
     """
 
     model_type: str
@@ -56,7 +57,7 @@ _FIXED: Config = {"hidden_act": "silu"}
 _EVERY_LAYER: Config = {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
 
 _ALIASES = {"num_experts": "num_local_experts"}
-"""Other names that versions of transformers have written."""
+"""Alternative key names written by some versions of transformers."""
 
 _BIAS = {"attention_bias": "attention_bias"}
 
@@ -156,7 +157,7 @@ FAMILIES: Mapping[str, Family] = {
             "DeepseekV3ForCausalLM",
             names.DEEPSEEK_V3,
             {**_DEEPSEEK_FIELDS, "moe.renormalize": "norm_topk_prob"},
-            # The rate is that of the paper; any rate above 0 gives the model the buffer that the weights fill.
+            # The rate is from the paper. Any rate above 0 gives the model the buffer that the weights fill.
             constants={
                 "moe.score": "sigmoid",
                 "moe.group_score": "top2_sum",
@@ -172,7 +173,7 @@ FAMILIES: Mapping[str, Family] = {
 def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:
     """Return the family and the model of a config.json that was read from `file`.
 
-    Raises: FormatError that names the file and the key.
+    Raises: FormatError with the file and the key.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -215,7 +216,7 @@ def _divide(size: Any, parts: Any) -> int | None:
 
 
 def _complete(flat: dict[str, Any], config: Config, family: Family) -> None:
-    """Add the fields of DeepSeek's models that are no copy of one key."""
+    """Add the fields of DeepSeek models that do not correspond to a single key."""
     if "mla.kv_lora" not in flat:
         return
     if all(isinstance(flat[name], int) for name in ("mla.qk_nope", "mla.qk_rope", "moe.shared_hidden")):
@@ -255,9 +256,9 @@ def _get(model: ReferenceModel, path: str) -> Any:
 
 
 def find_family(model: ReferenceModel) -> Family:
-    """Return the family that has exactly this model.
+    """Return the family that represents exactly this model.
 
-    Raises: FormatError that says in what the model differs from the nearest family.
+    Raises: FormatError with the differences from the nearest family.
     """
     best: tuple[Family, list[str]] | None = None
     for family in FAMILIES.values():
@@ -274,7 +275,7 @@ def find_family(model: ReferenceModel) -> Family:
 
 
 def _compare(family: Family, model: ReferenceModel) -> list[str]:
-    """Return the fields in which a model differs from what its config of this family would say."""
+    """Return the fields that a model loses in a round trip through this family's config."""
     if model.moe is None:
         return ["moe", "everything that routes"]
     try:
@@ -285,7 +286,7 @@ def _compare(family: Family, model: ReferenceModel) -> list[str]:
 
 
 def _essence(model: ReferenceModel) -> dict[str, Any]:
-    """Return the fields, dotted, that weights and forward pass depend on."""
+    """Return the dotted fields that affect weights and forward pass."""
     left_out = {"preset", "init_std"} | (set() if model.num_dense_layers else {"ffn_hidden"})
     training = {"balance_coef", "balance_scope", "z_coef", "selection_bias_rate", "idle_experts"}
     flat: dict[str, Any] = {}

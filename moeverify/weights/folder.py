@@ -1,4 +1,4 @@
-"""A folder that is whole or not there."""
+"""Atomic creation of a folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moeverify.errors import CaseError, MachineError, Problem
 
 @contextmanager
 def make_folder(destination: Path) -> Iterator[Path]:
-    """Give a new folder beside `destination` to write to, and rename it to that when all went well.
+    """Yield a new temporary folder next to `destination`, and rename it to `destination` on success.
 
-    After an error, also an interrupt, nothing of it is left. A process that is killed leaves a folder whose name
-    begins with a dot and ends in `.partial-` and a number, which may be deleted.
+    After an error or an interrupt the temporary folder is removed. A killed process leaves a folder
+    `.NAME.partial-PID`, which may be deleted.
 
-    Raises: CaseError where something is at `destination`; MachineError where the disk does not take it.
+    Raises: CaseError when `destination` is a file or a non-empty folder; MachineError when writing fails.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         remedy = "choose another destination, or remove it"
@@ -37,9 +37,9 @@ def make_folder(destination: Path) -> Iterator[Path]:
 
 
 def check_room(destination: Path, num_bytes: int) -> None:
-    """Make sure that the disk has room for so many bytes.
+    """Check that the disk has room for `num_bytes`.
 
-    Raises: MachineError.
+    Raises: MachineError when it does not.
     """
     parent = destination.absolute().parent
     while not parent.exists():
@@ -51,7 +51,7 @@ def check_room(destination: Path, num_bytes: int) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power, as well as what the small files in it hold."""
+    """Sync a folder's entries and the contents of its JSON files to disk."""
     for path in [*folder.glob("*.json"), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

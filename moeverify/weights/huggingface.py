@@ -1,4 +1,4 @@
-"""Weights as Hugging Face publishes them: safetensors under a family's names, one tensor an expert and matrix."""
+"""Weights in the Hugging Face format: safetensors with a family's names, one tensor per expert and matrix."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from moeverify.weights.tensor_mapping import TensorMapping, list_tensors, map_na
 
 
 def open_huggingface(folder: Path, described: Description, drop: Sequence[str] = ()) -> SafetensorsSource:
-    """Return the weights of a folder; those whose keys match `drop` are left out.
+    """Return the weights of a folder; stored tensors whose keys match `drop` are left out.
 
-    Raises: FormatError that names the file and the key.
+    Raises: FormatError with the file and the key.
     """
     return SafetensorsSource(folder, _map(described), list_tensors(described.model), drop)
 
@@ -22,11 +22,11 @@ def open_huggingface(folder: Path, described: Description, drop: Sequence[str] =
 def create_huggingface(
     folder: Path, described: Description, specs: Mapping[str, Spec], shard_bytes: int
 ) -> SafetensorsSink:
-    """Return the folder's weights in the making.
+    """Return a sink that writes the weights of a folder.
 
-    Raises: FormatError where the model is of no family.
+    Raises: FormatError when the model belongs to no family.
     """
-    # transformers refuses a file whose header does not say this.
+    # transformers rejects a file without this entry in its header.
     metadata = {"format": "pt"}
     return SafetensorsSink(folder, _map(described), specs, shard_bytes=shard_bytes, metadata=metadata)
 

@@ -1,4 +1,4 @@
-"""Weights of any format into a model under any layout: each rank reads what it holds and little else."""
+"""Loading of weights in any format under any layout: each rank reads little more than its shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moeverify.weights.stream import open_source
 
 @dataclass(frozen=True)
 class Loaded:
-    """What one rank has loaded: tensors of which it holds something, and bytes taken from the files."""
+    """Result of loading on one rank: the number of tensors it stores part of, and bytes read from files."""
 
     num_tensors: int
     num_bytes_read: int
@@ -32,14 +32,14 @@ def load_weights(
     drop: Sequence[str] = (),
     rounded_to: torch.dtype | None = None,
 ) -> Loaded:
-    """Fill what this rank holds of a reference model with the weights of a folder, and return what was read.
+    """Fill this rank's shards of a reference model with the weights of a folder.
 
-    `target` is the model, as it is under its layout, or a list of what to fill. Values are rounded to the dtype
-    of the model where that is narrower, or first to `rounded_to`. A name, a shape or a dtype that does not fit is
-    found before anything is changed.
-    Not collective: every rank reads for itself.
+    `target` is the model under its layout, or a list of shards. Values are rounded to the dtype of the
+    model, after rounding to `rounded_to` if given. Mismatches of names, shapes and dtypes are found before
+    any tensor changes. Returns the number of tensors and bytes read. Not collective: every rank reads
+    independently.
 
-    Raises: FormatError that names the file and the key.
+    Raises: FormatError with the file and the key.
     """
     shards = [*parameters(target), *buffers(target)] if isinstance(target, nn.Module) else target
     return fill_shards(shards, open_source(Path(folder), described, drop), Path(folder), rounded_to)
@@ -49,9 +49,11 @@ def load_weights(
 def fill_shards(
     shards: Sequence[LocalShard], source: Source, folder: Path, rounded_to: torch.dtype | None
 ) -> Loaded:
-    """Fill shards with what a folder has under their names, rounded to `rounded_to` first, and return what was read.
+    """Fill shards with the stored tensors of their names, rounded to `rounded_to` first if given.
 
-    Raises: FormatError that names the folder and every tensor that does not fit.
+    Returns the number of tensors and bytes read.
+
+    Raises: FormatError with the folder and every tensor that does not fit.
     """
     problems = [f"{folder}: {text}" for shard in shards if (text := _find_misfit(source.specs, shard))]
     if problems:
@@ -64,7 +66,7 @@ def fill_shards(
 
 
 def _find_misfit(specs: Mapping[str, Spec], shard: LocalShard) -> str:
-    """Return why a stored tensor cannot fill a shard; nothing where it can."""
+    """Return why a stored tensor cannot fill a shard, or an empty string if it can."""
     spec = specs.get(shard.name)
     if spec is None:
         return f"{shard.name} is not there"

@@ -1,8 +1,8 @@
-"""Weights with the experts as megablocks has them: all of a layer in one matrix a projection.
+"""Weights with megablocks' expert layout: one matrix per projection for all experts of a layer.
 
-Letters: E experts, H hidden, F expert hidden. `experts.mlp.w1` (gate), `v1` (up) and `w2` (down) are (E * F, H):
-expert e has the rows from e * F, and those of `w2` are the columns of its down projection. Under
-`layers.N.moe.` stand the keys of a `dMoE` with `mlp_type="glu"`; everything else has our own names.
+Notation: E experts, H hidden, F expert hidden. `experts.mlp.w1` (gate), `v1` (up) and `w2` (down) are (E *
+F, H). Expert e has F rows starting at e * F; rows of `w2` are the columns of its down projection. Keys
+below `layers.N.moe.` are the keys of a `dMoE` with `mlp_type="glu"`. All other tensors have our FQNs.
 
 Source: megablocks 0.10.0, layers/glu.py and layers/router.py.
 """
@@ -27,9 +27,9 @@ _ROUTER = (".moe.router.weight", ".moe.router.layer.weight")
 
 
 def open_megablocks(folder: Path, described: Description, drop: Sequence[str] = ()) -> SafetensorsSource:
-    """Return the weights of a folder; those whose keys match `drop` are left out.
+    """Return the weights of a folder; stored tensors whose keys match `drop` are left out.
 
-    Raises: FormatError that names the file and the key.
+    Raises: FormatError with the file and the key.
     """
     shapes = list_tensors(described.model)
     return SafetensorsSource(folder, map_experts(shapes), shapes, drop)
@@ -38,7 +38,7 @@ def open_megablocks(folder: Path, described: Description, drop: Sequence[str] = 
 def create_megablocks(
     folder: Path, described: Description, specs: Mapping[str, Spec], shard_bytes: int
 ) -> SafetensorsSink:
-    """Return the folder's weights in the making.
+    """Return a sink that writes the weights of a folder.
 
     Raises: FormatError for experts with biases, which megablocks' gated experts do not have.
     """
@@ -47,7 +47,10 @@ def create_megablocks(
 
 
 def map_experts(shapes: Mapping[str, Shape]) -> TensorMapping:
-    """Return the mapping of a model's tensors in this layout."""
+    """Return the mapping of a model's tensors to this layout.
+
+    Raises: FormatError for experts with biases.
+    """
     return {name: (_map_one(name, shape),) for name, shape in shapes.items()}
 
 

@@ -1,8 +1,8 @@
-"""What Hugging Face calls each tensor of our model: one table a family, made of the parts that families share.
+"""Hugging Face's name for each tensor of the reference model: one table per family, from shared parts.
 
-`{layer}` and `{expert}` stand for numbers. A name of ours whose counterpart has `{expert}` is a stack: the first
-dim of our tensor is the expert's number there. Sources: the published checkpoints, whose names transformers reads
-and writes (conversion_mapping.py of 5.23).
+`{layer}` and `{expert}` are numbers. If the Hugging Face name contains `{expert}`, our tensor is a stack
+whose first dim is the expert. Sources: the published checkpoints, whose names transformers reads and writes
+(conversion_mapping.py of 5.23).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _THEIRS = "model.layers.{layer}."
 
 
 def _in_blocks(names: Names) -> dict[str, str]:
-    """Return names of a block's tensors as those of the model's."""
+    """Return FQNs for names of tensors relative to a block."""
     return {_BLOCK + ours: _THEIRS + theirs for ours, theirs in names.items()}
 
 

@@ -1,4 +1,4 @@
-"""The rotary embedding in a Hugging Face config.json, in its older form and in that of transformers 5."""
+"""The rotary embedding in a Hugging Face config.json, in the older form and the form of transformers 5."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _KNOWN = {
 
 
 def read_rotary(config: Mapping[str, Any], file: str, *, latent: bool) -> dict[str, Any]:
-    """Return `rope_theta` and, if there is one, `yarn` as our model has them.
+    """Return `rope_theta` and, if present, `yarn` as fields of the reference model.
 
-    `latent` models scale their scores by `mscale_all_dim`, which other attention does not.
+    `latent` models scale their scores by `mscale_all_dim`; other attention does not.
 
-    Raises: FormatError for an embedding that the reference model does not have.
+    Raises: FormatError for an embedding that the reference model does not support.
     """
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     rotary: dict[str, Any] = {**(older or {}), **(newer or {})}

@@ -1,7 +1,8 @@
-"""Folders of safetensors files: any box of them read, and large ones written chunk by chunk.
+"""Folders of safetensors files: reading of any box, and writing of large files chunk by chunk.
 
-Reading goes through the library, which checks a file's header against its size. Its writer takes all tensors of
-a file at once, so files are written here: 8 bytes with the length of the header, the header as JSON, the tensors.
+Reading uses the safetensors library, which validates the header of a file against its size. Its writer
+needs all tensors of a file at once, so files are written here. The format is 8 bytes with the header
+length, the header as JSON, and the tensors.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from moeverify.weights.safetensors_index import INDEX, SINGLE, read_index
 from moeverify.weights.source import CHUNK_BYTES, Chunk, Read, Spec
 from moeverify.weights.tensor_mapping import Ranges, Shape, TensorMapping, find_windows
 
-# How much is read through one mapping of a file: its pages count as this process's memory until it is closed.
+# Bytes read through one mapping of a file. Its pages count as memory of this process until it is closed.
 _MAPPED_BYTES = CHUNK_BYTES
 
 
 class SafetensorsSource:
     """The weights of a model in a folder of safetensors files; a `Source`.
 
-    Everything but the values is checked when this is made: every tensor must be there in its shape, and no
-    other, unless its key matches `drop`.
+    The constructor checks everything but the values. Every tensor must exist with its shape, and there must
+    be no other tensor unless its key matches `drop`.
 
-    Raises: FormatError that names the file and the key.
+    Raises: FormatError with the file and the key.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class SafetensorsSource:
         """Fill `out` with a box of the tensor `name`; see `Source`."""
         for window in find_windows(self._mapping[name], box):
             stored = self._read_stored(window.key, window.stored)
-            part = stored.T if window.is_transposed else stored  # one expert; dim 0 of the target is 1 long
+            part = stored.T if window.is_transposed else stored  # one expert; dim 0 of the target has size 1
             target = tuple(
                 slice(indices.start - whole.start, indices.stop - whole.start)
                 for indices, whole in zip(window.target, box, strict=True)
@@ -76,7 +77,7 @@ class SafetensorsSource:
             self._open, self._num_mapped = (path, safe_open(path, framework="pt")), 0
         index = tuple(slice(indices.start, indices.stop) for indices in box)
         try:
-            # A scalar has no slices.
+            # A scalar cannot be sliced.
             part = cast(Tensor, self._open[1].get_slice(key)[index] if box else self._open[1].get_tensor(key))
         except (SafetensorError, OSError) as error:
             raise FormatError(f"{path}: {key}: {error}") from None
@@ -86,10 +87,10 @@ class SafetensorsSource:
 
 
 class SafetensorsSink:
-    """A folder of safetensors files in the making; a `Sink`.
+    """A `Sink` that writes a folder of safetensors files.
 
-    Files hold at most `shard_bytes`, unless one tensor is larger. `metadata` stands in each header. The folder
-    is whole when `write` has returned.
+    Files have at most `shard_bytes`, unless one tensor is larger. `metadata` is written to each header. The
+    folder is complete when `write` returns.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class SafetensorsSink:
         return [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
 
     def _begin(self, file: int, number: int, keys: Sequence[str]) -> None:
-        """Write the header of a file, and give the file its size."""
+        """Write the header of a file and set the file size."""
         header: dict[str, Any] = {"__metadata__": dict(self._metadata)}
         at = 0
         for key in keys:

@@ -1,4 +1,4 @@
-"""Which file of a folder holds which tensor, and whether all of them are what a model needs."""
+"""Index of the tensors in a folder of safetensors files, checked against a model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moeverify.weights.tensor_mapping import Shape, TensorMapping
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Frequencies that old checkpoints hold although they follow from the configuration.
+# Rotary frequencies in old checkpoints, which follow from the configuration.
 _REDUNDANT = ("*.rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stored tensor is, and what."""
+    """The file, shape and dtype of a stored tensor."""
 
     file: Path
     shape: Shape
@@ -32,9 +32,9 @@ class Place:
 
 
 def read_index(folder: Path, mapping: TensorMapping, drop: Sequence[str]) -> dict[str, Place]:
-    """Return the place of every stored tensor of `mapping`; those that match `drop` may be there too.
+    """Return the place of every stored tensor of `mapping`; other tensors must match `drop`.
 
-    Raises: FormatError that names the file and the key.
+    Raises: FormatError with the file and the key.
     """
     shapes = {mapped.key: mapped.shape for parts in mapping.values() for mapped in parts}
     places: dict[str, Place] = {}
@@ -60,7 +60,7 @@ def read_index(folder: Path, mapping: TensorMapping, drop: Sequence[str]) -> dic
 
 
 def _list_files(folder: Path) -> dict[Path, list[str] | None]:
-    """Return the files of a folder, with the keys that its index says are in each."""
+    """Return the files of a folder, each with its keys in the index, or None without an index."""
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).exists():

@@ -1,4 +1,4 @@
-"""What weights are read from and written to: any box of any tensor in, chunks in order out."""
+"""Interfaces for reading and writing weights: sources read any box, sinks write chunks in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeverify.layout.region import Indices, Region
 from moeverify.weights.tensor_mapping import Ranges, Shape
 
 CHUNK_BYTES = 64 * 2**20
-"""How much of a tensor is in memory at a time, unless one row of it (of a stack: one expert) is larger."""
+"""Bytes of a tensor in memory at a time, unless one row (for a stack: one expert) is larger."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        """Return how large the tensor is."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -47,31 +47,31 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Return how large the chunk is."""
+        """Return the size of the chunk in bytes."""
         return len(self.rows) * math.prod(self.spec.shape[1:]) * self.spec.dtype.itemsize
 
 
 Read = Callable[[Chunk], Tensor]
-"""The values of a chunk, which are good until the next chunk is read."""
+"""Returns the values of a chunk, which are valid until the next chunk is read."""
 
 
 class Buffer:
-    """Memory that every chunk is read into in its turn.
+    """Memory that all chunks are read into, one after the other.
 
-    Not from the allocator: its heap would grow by a chunk now and then, and a large model has many.
+    It is mapped directly, because the allocator's heap would grow with the many chunks of a large model.
     """
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._memory = mmap.mmap(-1, max((chunk.num_bytes for chunk in chunks), default=0) or 1)
 
     def place(self, chunk: Chunk) -> Tensor:
-        """Return a tensor for a chunk; the one before it is no longer good."""
+        """Return a tensor for a chunk; it invalidates the tensor of the previous chunk."""
         shape = [len(indices) for indices in chunk.box]
         return torch.frombuffer(self._memory, dtype=chunk.spec.dtype, count=math.prod(shape)).view(shape)
 
 
 class Source(Protocol):
-    """Weights that can be read. `num_bytes_read` counts what was taken from the files so far."""
+    """Weights that can be read; `num_bytes_read` counts the bytes read from files so far."""
 
     specs: Mapping[str, Spec]
     num_bytes_read: int
@@ -82,15 +82,15 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """A place for weights."""
+    """A destination for weights."""
 
     def write(self, chunks: Sequence[Chunk], read: Read) -> None:
-        """Write all chunks, each read when its turn comes."""
+        """Write all chunks in order, reading each one with `read` when it is needed."""
         ...
 
 
 def cut(specs: Mapping[str, Spec]) -> list[Chunk]:
-    """Return all tensors cut into chunks of about `CHUNK_BYTES`, each at least one row."""
+    """Return all tensors split into chunks of about `CHUNK_BYTES`, each at least one row."""
     chunks = []
     for name, spec in specs.items():
         size = spec.shape[0]
@@ -101,7 +101,7 @@ def cut(specs: Mapping[str, Spec]) -> list[Chunk]:
 
 
 def read_region(source: Source, name: str, region: Region) -> Tensor:
-    """Return a region of the tensor `name`, in the region's local shape, and read little else of the files."""
+    """Return a region of the tensor `name`, in the region's local shape, reading little else of the files."""
     dtype = source.specs[name].dtype
     if region.flat is not None:
         return _read_run(source, name, region)
@@ -112,7 +112,7 @@ def read_region(source: Source, name: str, region: Region) -> Tensor:
 
 
 def _read_run(source: Source, name: str, region: Region) -> Tensor:
-    """Read the rows that a run of the flattened tensor touches, and keep the run."""
+    """Read the rows that a range of the flattened tensor touches, and return the range."""
     assert region.flat is not None
     run = region.flat
     if not run:
@@ -125,7 +125,7 @@ def _read_run(source: Source, name: str, region: Region) -> Tensor:
 
 
 def _cut_region(region: Region) -> Iterator[tuple[Ranges, tuple[slice, ...]]]:
-    """Yield the boxes of consecutive indices that make a region, with where each lies in its local tensor."""
+    """Yield the boxes of consecutive indices in a region, each with its slices of the local tensor."""
     parts: list[tuple[Ranges, tuple[slice, ...]]] = [((), ())]
     for indices in region.dims:
         runs = list(_find_runs(indices))

@@ -1,4 +1,4 @@
-"""Weights from one format into another, chunk by chunk."""
+"""Conversion of weights from one format to another, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moeverify.weights.tensor_mapping import list_tensors
 SHARD_BYTES = 5 * 10**9
 
 Progress = Callable[[str, int, int], None]
-"""The tensor that is read, bytes done, bytes in all."""
+"""Progress callback: name of the tensor being read, bytes done, total bytes."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was converted."""
+    """Summary of a conversion."""
 
     source_kind: Kind
     num_tensors: int
@@ -34,9 +34,11 @@ class Conversion:
 
 
 def open_source(folder: Path, described: Description | None = None, drop: Sequence[str] = ()) -> Source:
-    """Return the weights of a folder in any of the formats; `described` says which model if the folder does not.
+    """Return the weights of a folder in any format.
 
-    Raises: FormatError that names the file and the key.
+    `described` is needed only if the folder does not describe the model.
+
+    Raises: FormatError with the file and the key.
     """
     kind = find_kind(folder)
     described = described or read_description(folder)
@@ -55,13 +57,14 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     on_progress: Progress = lambda name, done, total: None,
 ) -> Conversion:
-    """Write the weights of the folder `source` in another format to the folder `destination`, bit for bit.
+    """Convert the weights of the folder `source` exactly to another format in the folder `destination`.
 
-    About one chunk of 64 MiB, or one expert's matrix if that is larger, is in memory at a time; the stored tensor
-    of a foreign distributed checkpoint is read whole. The destination appears when it is complete.
+    Memory holds about one chunk of 64 MiB at a time, or one expert's matrix if that is larger. A stored
+    tensor of a distributed checkpoint from another program is read whole. The destination appears only when
+    it is complete.
 
-    Raises: FormatError that names file and key of what is wrong with the source; CaseError where the destination
-    exists; MachineError where the disk does not take it.
+    Raises: FormatError with the file and key of a problem in the source; CaseError when the destination
+    exists; MachineError when writing fails.
     """
     kind = find_kind(source)
     described = described or read_description(source)
@@ -97,6 +100,6 @@ def _create(
 
 
 def _name_dtype(specs: Mapping[str, Spec]) -> str:
-    """Return the dtype of most tensors, as config.json names it."""
+    """Return the most frequent dtype of the tensors, as config.json names it."""
     [(dtype, _)] = Counter(spec.dtype for spec in specs.values()).most_common(1)
     return str(dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""Where the tensors of our model lie among the tensors of a file: stacked or one by one, transposed or not.
+"""Mapping of the reference model's tensors to the tensors of a file: stacked or single, maybe transposed.
 
-Letters: E experts, H hidden, F expert hidden.
+Notation: E experts, H hidden, F expert hidden.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ Form = Literal["same", "row", "rows", "columns"]
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """The stored tensor `key` of `shape`, and what it is of one of ours.
+    """A stored tensor `key` of `shape`, and its relation to one of our tensors.
 
-    `same`: all of it. `row`: what is at `number` of dim 0. `rows`: ours of (E, F, H) as (E * F, H), with
-    `number` = F. `columns`: ours of (E, H, F), each expert transposed, as (E * F, H), with `number` = F.
+    - `same`: it is our tensor.
+    - `row`: it is index `number` of dim 0 of our tensor.
+    - `rows`: it is our (E, F, H) stored as (E * F, H), with `number` = F.
+    - `columns`: it is our (E, H, F), with each expert transposed, stored as (E * F, H), with `number` = F.
     """
 
     key: str
@@ -36,7 +38,10 @@ class MappedTensor:
 
 @dataclass(frozen=True)
 class Window:
-    """A box of the stored tensor `key`; `target` is the box of our tensor that it is, transposed or not."""
+    """A box of the stored tensor `key`, and the `target` box of our tensor with the same values.
+
+    With `is_transposed` the last two dims are swapped.
+    """
 
     key: str
     stored: Ranges
@@ -45,19 +50,19 @@ class Window:
 
 
 TensorMapping = Mapping[str, Sequence[MappedTensor]]
-"""For each tensor of our model the stored ones that together are it."""
+"""For each of our tensors, the stored tensors that together contain it."""
 
 
 def list_tensors(model: ReferenceModel) -> dict[str, Shape]:
-    """Return the shape of every parameter and persistent buffer of a model, in its order; tied ones once."""
+    """Return the shapes of all parameters and persistent buffers in model order; tied ones appear once."""
     built = Transformer(model, device="meta")
     return {name: tuple(tensor.shape) for name, tensor in built.state_dict(keep_vars=True).items()}
 
 
 def map_names(shapes: Mapping[str, Shape], names: Names, what: str) -> TensorMapping:
-    """Return the mapping of a model's tensors under a table of names; `what` names the format in an error.
+    """Return the mapping of a model's tensors under a table of names; `what` names the format in errors.
 
-    Raises: FormatError with the first tensor that the table does not have.
+    Raises: FormatError with the first tensor that the table does not contain.
     """
     mapping: dict[str, tuple[MappedTensor, ...]] = {}
     for name, shape in shapes.items():

@@ -1,7 +1,8 @@
 """Context parallelism: the positions of a sequence are split over the ranks of the cp axis.
 
-Each implementation is a file here, called as `layout.context_parallel` calls it: how it splits the positions, the
-core that lets queries reach the keys and values of all ranks, and what it cannot be combined with.
+Each implementation is a module of this package with the name of its `layout.context_parallel` option. It
+defines how positions are split, an attention core that reaches the keys and values of all ranks, and the
+rules for combining it with other options.
 """
 
 from __future__ import annotations
@@ -33,15 +34,19 @@ class ContextVariant(Implementation):
     split: PositionSplit = IN_ZIGZAG
 
     def make_core(self, group: ProcessGroup) -> Core:
-        """Return the core of attention on a rank of the cp axis, whose ranks are `group`.
+        """Return the attention core for a rank of the cp axis; `group` has the ranks of that axis.
 
-        It is called as `moeverify.model.attention.Core` with the queries, keys and values of this rank's positions:
-        q (B, s, Nq, D), k (B, s, Nkv, D), v (B, s, Nkv, Dv), positions (B, s) -> (B, s, Nq, Dv).
+        The core has the signature of `moeverify.model.attention.Core` and receives the queries, keys and
+        values of this rank's positions: q (B, s, Nq, D), k (B, s, Nkv, D), v (B, s, Nkv, Dv), positions (B,
+        s) -> (B, s, Nq, Dv).
         """
         raise NotImplementedError
 
     def surround(self, accumulate: Accumulate, mesh: DeviceMesh, device: torch.device) -> Accumulate:
-        """Return the context of a micro-batch, forward and backward, with what the core needs around it."""
+        """Return `accumulate`, extended by any context the core needs around a micro-batch.
+
+        The context covers the forward and the backward pass. `mesh` has the single axis cp.
+        """
         return accumulate
 
 
@@ -49,7 +54,7 @@ CONTEXT_PARALLEL: Modules[ContextVariant] = Modules("layout.context_parallel", _
 
 
 def split_positions(seq_len: int, num_ranks: int, rank: int, kind: ContextParallel) -> Positions:
-    """Return the positions of the sequence that a rank of the cp axis sees, in its order."""
+    """Return the positions of the sequence that a rank of the cp axis processes, in its local order."""
     if num_ranks == 1:
         return range(seq_len)
     return CONTEXT_PARALLEL.find(kind).split.cut(seq_len, num_ranks, rank)
@@ -57,7 +62,7 @@ def split_positions(seq_len: int, num_ranks: int, rank: int, kind: ContextParall
 
 @seam
 def apply_context_parallel(model: nn.Module, kind: ContextParallel, group: ProcessGroup) -> None:
-    """Replace the core of every attention, so that queries reach the keys and values of all ranks.
+    """Replace the core of every attention module, so that queries reach the keys and values of all ranks.
 
     The model must then be called with this rank's tokens and their positions in the whole sequence.
     """
@@ -71,7 +76,7 @@ def apply_context_parallel(model: nn.Module, kind: ContextParallel, group: Proce
 
 
 def _count_chunks(case: Case) -> int:
-    """Return into how many chunks of equal length a row is cut."""
+    """Return the number of equal chunks that a row of `seq_len` positions is cut into."""
     layout = case.layout
     return (
         1
@@ -82,7 +87,7 @@ def _count_chunks(case: Case) -> int:
 
 @reading("layout.cp", "layout.context_parallel", "recipe.data.seq_len", "layout.parallelize")
 def whole_chunks(case: Case) -> Iterator[Problem]:
-    """Each context rank sees an equal share of every row."""
+    """Each context rank processes an equal share of every row."""
     length, chunks = case.recipe.data.seq_len, _count_chunks(case)
     if own_model(case) is not None and length % chunks:
         unit = CONTEXT_PARALLEL.find(case.layout.context_parallel).split.unit
@@ -98,7 +103,7 @@ def whole_chunks(case: Case) -> Iterator[Problem]:
     *MODEL_OF_LAYOUT,
 )
 def whole_slices(case: Case) -> Iterator[Problem]:
-    """Each tensor rank takes an equal part of a context rank's positions, where it takes a part of them."""
+    """Where tp slices positions, each tensor rank takes an equal part of a context rank's positions."""
     layout, length, chunks = case.layout, case.recipe.data.seq_len, _count_chunks(case)
     is_sliced = layout.sequence_parallel or (experts(case) is not None and layout.slices_tokens)
     if own_model(case) is None or length % chunks or not is_sliced:

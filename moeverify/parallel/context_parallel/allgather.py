@@ -1,7 +1,7 @@
 """Every rank gathers all keys and values and attends with its own queries.
 
-Backward: the gradients of keys and values are summed over the ranks and each keeps its own part (reduce-scatter).
-Positions are split in zigzag, so that causal attention costs every rank the same.
+Backward: the gradients of keys and values are reduce-scattered. Positions are split in zigzag, so that
+causal attention costs the same on every rank.
 
 Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
 """
@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 
 
 class AllGatherCore:
-    """Attends to the keys and values of all ranks, which are gathered with their positions.
+    """Attention core that all-gathers keys, values and their positions.
 
-    Letters: B rows, s positions of this rank, S of all ranks, N heads, D width of a head.
+    Notation: B rows, s positions of this rank, S positions of all ranks, N heads, D head width.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        """Return the mixed values (B, s, Nq, Dv) of q, k, v (B, s, N, D); see `moeverify.model.attention.Core`."""
+        """Return the mixed values; see `moeverify.model.attention.Core`.
+
+        Shapes: q, k, v (B, s, N, D), positions (B, s); returns (B, s, Nq, Dv).
+        """
         from moeverify.model.attention import attend
         from moeverify.parallel.collectives import all_gather_sum
 
-        # (B, S, N, D) in rank order. In zigzag that is not the order of the row, so the positions travel too: the
-        # causal mask compares positions and not places.
+        # (B, S, N, D) in rank order. Under the zigzag split this is not the order of the sequence, so the
+        # positions are gathered too. The causal mask compares positions, not indices.
         keys = all_gather_sum(k, 1, self.group)
         values = all_gather_sum(v, 1, self.group)
         key_positions = all_gather_sum(positions, 1, self.group)

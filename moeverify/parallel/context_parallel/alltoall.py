@@ -1,6 +1,7 @@
 """Every rank trades its part of all heads for all positions of some heads, attends, and trades back.
 
-Positions are split in runs: each rank attends to whole rows of its heads, so the work is even without a zigzag.
+Positions are split into contiguous runs. Each rank attends to whole rows with its heads, so the work is
+balanced without a zigzag.
 
 Source: DeepSpeed Ulysses (arXiv 2309.14509).
 """
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class AllToAllCore:
-    """Attends with some heads to all positions; two all-to-alls, one before and one after.
+    """Attention core for a subset of heads and all positions, with one all-to-all before and one after.
 
-    Letters: B rows, s positions of this rank, S of all ranks, N heads, D width of a head, n ranks.
+    Notation: B rows, s positions of this rank, S positions of all ranks, N heads, D head width, n ranks.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -33,7 +34,10 @@ class AllToAllCore:
 
     @seam
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        """Return the mixed values (B, s, Nq, Dv) of q, k, v (B, s, N, D); see `moeverify.model.attention.Core`."""
+        """Return the mixed values; see `moeverify.model.attention.Core`.
+
+        Shapes: q, k, v (B, s, N, D), positions (B, s); returns (B, s, Nq, Dv).
+        """
         from moeverify.model.attention import attend
         from moeverify.parallel.collectives import all_gather_sum
 
@@ -42,16 +46,17 @@ class AllToAllCore:
         return self.to_positions(heads)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Return (B, S, N/n, D) of this rank's heads for x (B, s, N, D) of all heads."""
+        """Return (B, S, N/n, D), the heads of this rank, for x (B, s, N, D)."""
         import torch
 
         num_ranks = self.group.size()
-        # (n, B, s, N/n, D): part r goes to rank r. They arrive in rank order, which in runs is that of the row.
+        # (n, B, s, N/n, D): part r goes to rank r. Parts arrive in rank order. Positions are split into
+        # runs, so rank order is sequence order.
         parts = torch.stack(x.chunk(num_ranks, dim=2)).contiguous()
         return torch.cat(self._trade(parts).unbind(), dim=1)
 
     def to_positions(self, x: Tensor) -> Tensor:
-        """Return (B, s, N, D) of all heads for x (B, S, N/n, D) of this rank's heads."""
+        """Return (B, s, N, D), the positions of this rank, for x (B, S, N/n, D)."""
         import torch
 
         parts = torch.stack(x.chunk(self.group.size(), dim=1)).contiguous()
@@ -68,7 +73,7 @@ class AllToAllCore:
     "layout.cp", "layout.tp", "layout.context_parallel", "recipe.model.num_heads", "recipe.model.num_kv_heads"
 )
 def whole_heads(case: Case) -> Iterator[Problem]:
-    """Each context rank takes whole heads."""
+    """Each context rank takes a whole number of heads."""
     model, layout = own_model(case), case.layout
     if model is None or layout.cp == 1:
         return

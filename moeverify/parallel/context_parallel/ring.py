@@ -1,10 +1,10 @@
 """Keys and values travel around a ring of ranks, and each rank adds up what its queries see of each.
 
-Backward: the exchanges go round the other way. Positions are split in zigzag, so that causal attention costs every
-rank the same in every round. A rank keeps scores of its own positions by those of one other rank at a time, where
-`allgather` keeps them by all.
+Backward: the exchanges run in the opposite direction. Positions are split in zigzag, so that causal
+attention costs the same on every rank in every round. A rank holds scores against the positions of one
+other rank at a time, whereas `allgather` holds scores against all positions.
 
-Source: Ring Attention (arXiv 2310.01889); the sums over blocks as in online softmax (arXiv 1805.02867).
+Source: Ring Attention (arXiv 2310.01889); block sums as in online softmax (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ if TYPE_CHECKING:
 
 
 class RingExchangeCore:
-    """Attends to the keys and values of one rank after the other.
+    """Attention core that processes the keys and values of one rank after the other.
 
-    Letters: B rows, s positions of a rank, Nq heads of queries, g for each of Nkv heads, D width of a head.
+    Notation: B rows, s positions of a rank, Nq query heads, Nkv key/value heads with g query heads each, D
+    head width.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        """Return the mixed values (B, s, Nq, Dv) of q, k, v (B, s, N, D); see `moeverify.model.attention.Core`."""
+        """Return the mixed values; see `moeverify.model.attention.Core`.
+
+        Shapes: q, k, v (B, s, N, D), positions (B, s); returns (B, s, Nq, Dv).
+        """
         import torch
 
         from moeverify.model.precision import widen
@@ -44,8 +48,9 @@ class RingExchangeCore:
             scores = (queries @ keys).to(wide) * width**-0.5  # (B, Nkv, g, s, s)
             hidden = key_positions.unsqueeze(1) > positions.unsqueeze(2)
             scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
-            # What is subtracted before the exponential cancels, in the gradient too. A rank's own keys come first, of
-            # which every query sees one at least, so the largest score is finite from then on.
+            # The maximum subtracted before the exponential cancels, also in the gradient. The rank's own
+            # keys come first, and every query sees at least one of them, so the maximum is finite from then
+            # on.
             best = scores.detach().amax(dim=-1, keepdim=True)
             best = best if largest is None else torch.maximum(largest, best)
             share = (scores - best).exp()
@@ -60,7 +65,7 @@ class RingExchangeCore:
         return outputs.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _pass_on(self, x: Tensor) -> Tensor:
-        """Return what the rank before has, and send this rank's to the next one."""
+        """Send x to the next rank and return the x of the previous rank."""
         from moeverify.parallel.collectives import exchange_rows
 
         num_ranks, rank = self.group.size(), self.group.rank()

@@ -23,21 +23,26 @@ if TYPE_CHECKING:
 
     from moeverify.parallel.ddp import Accumulate
 
-# The kernel that torch has for float32 pads the sums of its softmax to so many rows, and the ring does not expect it.
+# torch's float32 kernel pads the softmax sums to a multiple of this many rows, which the ring does not
+# handle.
 _PADDED_ROWS = 32
 
 
 class RingCore:
-    """Inside of `surround`, torch's fused attention reaches the keys and values of all ranks."""
+    """Attention core that relies on torch's fused attention inside the `surround` context."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        """Return the mixed values (B, s, Nq, D) of q, k, v (B, s, N, D); see `moeverify.model.attention.Core`."""
+        """Return the mixed values; see `moeverify.model.attention.Core`.
+
+        Shapes: q, k, v (B, s, N, D), positions (B, s); returns (B, s, Nq, D).
+        """
         from torch.nn import functional
 
-        # The ring knows no groups of query heads, so keys and values are repeated for each head of a group.
+        # The ring does not support grouped query heads, so keys and values are repeated for each head of a
+        # group.
         heads = q.shape[2] // k.shape[2]
         whole = (q, k.repeat_interleave(heads, dim=2), v.repeat_interleave(heads, dim=2))
         queries, keys, values = (x.transpose(1, 2) for x in whole)
@@ -50,7 +55,7 @@ class RingCore:
     *(f"recipe.{name}" for name in ("precision", "data.seq_len", "model.mla")),
 )
 def supported(case: Case) -> Iterator[Problem]:
-    """What the kernels and the ring of torch can do."""
+    """Restrictions of torch's kernels and ring."""
     model = own_model(case)
     if model is None or case.layout.cp == 1:
         return
@@ -82,13 +87,14 @@ class _Torch(ContextVariant):
         return RingCore(group)
 
     def surround(self, accumulate: Accumulate, mesh: DeviceMesh, device: torch.device) -> Accumulate:
-        """Return the context of a micro-batch with torch's context parallelism over `mesh` (cp) around it."""
+        """Return `accumulate` inside torch's context parallelism over `mesh` (cp)."""
         import torch
         from torch.distributed.tensor.experimental import context_parallel
 
         @contextmanager
         def micro_batch(last: bool) -> Iterator[None]:
-            # It wants something to split; the tokens are split already, in the same zigzag.
+            # `context_parallel` requires a buffer to split. The tokens are split already, in the same
+            # zigzag.
             dummy = torch.zeros(2 * mesh.size(), device=device)
             with context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[0]), accumulate(last):
                 yield

@@ -1,7 +1,10 @@
-"""Data parallelism: what divides the rows of the batch, and replicates or shards what other axes have left whole.
+"""Data parallelism: the rows of the batch are split over ranks.
 
-Each implementation is a file here, called as `layout.data_parallel` calls it: when it can be chosen, and how it is
-applied. The mechanisms are beside this package, in `ddp.py`, `fsdp1.py` and `fsdp2.py`.
+Parameters that other axes have left whole are replicated or sharded.
+
+Each implementation is a module of this package with the name of its `layout.data_parallel` option. It
+defines its rules and how it is applied. The mechanisms are next to this package, in `ddp.py`, `fsdp1.py`
+and `fsdp2.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataRanks:
-    """Over which ranks a model is made data-parallel, more than one of which see other tokens.
+    """The meshes over which a model becomes data-parallel.
 
-    `shard_mesh` is (fsdp), or (dp_replicate, fsdp) where there are replicas; `expert_mesh` is the same of the sparse
-    view, or (edp), for experts that are sharded over ep or etp, and None where experts are like other parameters.
+    More than one of these ranks processes different tokens. `shard_mesh` is (fsdp), or (dp_replicate, fsdp)
+    with replicas. `expert_mesh` is the mesh for experts that are sharded over ep or etp: (efsdp),
+    (dp_replicate, efsdp) or (edp) of the sparse view. It is None where experts are handled like other
+    parameters.
     """
 
     layout: Layout
@@ -47,7 +52,7 @@ class DataParallelKind(Implementation):
     takes_mixed_precision = False
     runs_in_pipelines = False
     keeps_flat_shards = False
-    """Whether parameters are shards without saying so, so that norms must be summed over their ranks."""
+    """Whether parameters are shards but plain tensors, so that norms must be summed over their ranks."""
 
     def apply(
         self,
@@ -56,15 +61,16 @@ class DataParallelKind(Implementation):
         fill: Callable[[nn.Module], None],
         compute: torch.dtype | None,
     ) -> tuple[nn.Module, Accumulate]:
-        """Return the reference model, which is on the meta device, data-parallel and with its values filled in.
+        """Return the reference model under data parallelism, with its values filled in.
 
-        With it comes the context of a micro-batch, which is told whether it is the last. `compute` is the dtype of
-        the arithmetic where it is not that of the parameters. Collective: all ranks.
+        `model` is on the meta device; `fill` writes its values. `compute` is the dtype of the arithmetic if
+        it differs from the parameters' dtype. The second result returns the context of a micro-batch; its
+        argument says whether the micro-batch is the last of the step. Collective: all ranks.
         """
         raise NotImplementedError
 
     def wrap(self, model: nn.Module, ranks: DataRanks, compute: torch.dtype | None) -> nn.Module:
-        """Return a model of any make, whose parameters have their values, as one data-parallel unit.
+        """Return any model, whose parameters already have values, as one data-parallel unit.
 
         Gradients are averaged over the ranks of the loss. Collective: all ranks.
         """
@@ -73,7 +79,10 @@ class DataParallelKind(Implementation):
     def complete_experts(
         self, experts: Sequence[Tensor], mesh: DeviceMesh, num_loss_ranks: int
     ) -> list[Reduction]:
-        """Return what is left to be done for the gradients of experts whose copies or shards are on `mesh`."""
+        """Return the reductions still needed for the gradients of experts.
+
+        `mesh` holds the copies or shards of each of these experts.
+        """
         return []
 
 
@@ -85,7 +94,7 @@ DATA_PARALLEL: Modules[DataParallelKind] = Modules("layout.data_parallel", __nam
     *(f"layout.{name}" for name in ("data_parallel", "dp_replicate", "dp_shard", "cp")),
 )
 def stages_by_hand(case: Case) -> Iterator[Problem]:
-    """Schedules run stages by hand, which the wrappers of DDP and FSDP1 do not see."""
+    """Pipeline schedules call stages directly, which bypasses the wrappers of DDP and FSDP1."""
     layout = case.layout
     if layout.pp == 1 or layout.data_ranks * layout.cp == 1:
         return

@@ -63,8 +63,8 @@ class _Ddp(DataParallelKind):
     ) -> list[Reduction]:
         from moeverify.parallel.gradients import Reduction
 
-        # DDP leaves sharded experts out. Their gradient holds the tokens of all ranks of the loss, so it is divided
-        # by the number of those, as every other gradient is, and not by the number of its copies.
+        # DDP ignores sharded experts. Their gradient contains the tokens of all loss ranks, so the divisor
+        # is the number of loss ranks, as for every other gradient, and not the number of copies.
         return [Reduction(experts, mesh.get_group(), float(num_loss_ranks))]
 
 

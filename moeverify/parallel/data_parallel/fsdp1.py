@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     *(f"layout.{name}" for name in ("tp", "cp", "ep", "etp", "parallelize")),
 )
 def alone(case: Case) -> Iterator[Problem]:
-    """FSDP1 flattens parameters, so it composes with nothing but itself; tp alone does not need it."""
+    """FSDP1 flattens parameters, so it combines with no other axis; tp alone does not need it."""
     layout = case.layout
     if layout.parallelize is not None:
         return

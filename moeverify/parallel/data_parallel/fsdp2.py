@@ -39,7 +39,7 @@ class _Fsdp2(DataParallelKind):
         )
         if ranks.layout.pp > 1:
             fsdp2.keep_gathered(model)
-        # Sharded on meta: each rank allocates and fills its shards only.
+        # The model was sharded on meta, so each rank allocates and fills only its shards.
         model.to_empty(device=ranks.device)
         fill(model)
         return model, accumulate
