@@ -114,8 +114,8 @@ class _Stepper:
     def count(self) -> tuple[Operations | None, Operations | None]:
         """Perform a step and count the operations of its micro-batches and of the update.
 
-        Return (None, None) for a compiled layout, which torch runs without compilation while a mode counts,
-        and for a layout with CUDA graphs, whose kernels are not torch operations.
+        Return (None, None) for a compiled layout, which torch runs uncompiled while a mode counts. The same
+        holds for a layout with CUDA graphs, whose kernels are not torch operations.
         """
         if self._case.layout.compile != "none" or self._program.run_captured is not None:
             return None, None

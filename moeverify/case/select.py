@@ -17,6 +17,8 @@ class PatternError(ValueError):
 def compile_pattern(pattern: str) -> Match:
     """Return a predicate on case names for `pattern`. Ignores case.
 
+    `compile_pattern("fsdp and not cp")` matches `fsdp2-ep2` and not `fsdp-cp-ep`.
+
     Raises: PatternError when the pattern is invalid.
     """
     tokens = [found.group("bracket") or found.group("word") for found in _TOKEN.finditer(pattern)]

@@ -6,8 +6,8 @@ Element i of rank r has the value `step * r + i`, so that each value identifies 
 power of ten above every i. Gradients of outputs are numbered in the same way.
 
 The backward is the gradient of the sum of all ranks' losses. With y = A x over the elements of all ranks,
-it is A transposed: the backward of an all-to-all is the reverse all-to-all, that of a gather is a sum
-scattered to the ranks, and that of a sum is a copy.
+it is A transposed. The backward of an all-to-all is the reverse all-to-all. The backward of a gather is a
+sum scattered to the ranks. The backward of a sum is a copy.
 """
 
 from __future__ import annotations

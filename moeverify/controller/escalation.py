@@ -294,9 +294,9 @@ def _is_of_step_alone(answer: CaseResult) -> bool:
 def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> CaseResult:
     """Return a case merged with its results in wider precisions, given from narrow to wide.
 
-    If the leading finding of a wider precision rates higher than that of the case, it becomes the leading
-    finding, and the less certain findings of the case follow from it. Among equal ratings the widest
-    precision wins. The operators are those of the widest precision that has any.
+    The leading finding of a wider precision leads if it rates higher than that of the case. The less
+    certain findings of the case then follow from it. Among equal ratings the widest precision wins. The
+    operators are from the widest precision that has any.
     """
     if not answers:
         return case

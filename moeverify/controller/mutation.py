@@ -216,14 +216,14 @@ def _read_row(result: CaseResult, folder: Path) -> CoveredCode:
 def choose_layouts(mutant: Mutant, covered: Sequence[CoveredCode]) -> list[str]:
     """Return the layouts under which a mutant runs until it is killed, in order.
 
-    All execute the mutated code.
+    All of them execute the mutated code. The first layout is the smallest. Ties go to the layout with the
+    fewest special traits, then to the one with the most axes that the mutated code serves. Code that serves
+    every axis is tested best with data-parallel axes.
 
-    The first layout is the smallest. Ties go to the layout with the fewest special traits, then to the one
-    with the most axes that the mutated code serves. Code that serves every axis is tested best with
-    data-parallel axes. Each further layout maximizes the number of newly covered branches of the mutant's
-    function, then the number of new traits such as (axis, degree) pairs: a degree of 4 reveals errors that
-    a degree of 2 hides, because each of two ranks is both the next and the previous of the other. Narrow
-    precisions come last, since float64 shows the same errors more exactly.
+    Each further layout maximizes the number of newly covered branches of the mutant's function, then the
+    number of new traits such as (axis, degree) pairs. A degree of 4 reveals errors that a degree of 2
+    hides, because each of two ranks is both the next and the previous of the other. Narrow precisions come
+    last, since float64 shows the same errors more exactly.
     """
     wanted = set(mutant.area.axes or DATA_AXES) | {"ep"}
     left = {

@@ -2,7 +2,7 @@
 
 A mesh of the next job may compare equal to an old one. A cached result then refers to process groups of the
 old mesh by name, and those groups are destroyed or replaced. The caches may be kept only if both jobs use
-the same group names for equal meshes, which can be checked if all meshes of both jobs are known. Refilling
+the same group names for equal meshes. This can be checked if all meshes of both jobs are known. Refilling
 the caches takes a third of the time of a small case.
 """
 

@@ -27,7 +27,8 @@ class Death:
 
     `first` is the first failed rank according to elastic, and `exits` the exit status by rank. A negative
     status is minus the signal number. `error` is the traceback of the launcher and `agent` its exit status.
-    `frozen` holds the ranks that were stopped or in uninterruptible sleep when their stacks were requested.
+    `frozen` holds the ranks that were stopped, traced or in uninterruptible sleep when their stacks were
+    requested.
     """
 
     agent: int | None = None

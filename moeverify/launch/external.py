@@ -49,7 +49,7 @@ _LOST_IN: list[str] = []
 OnEvent = Callable[[LaunchEvent], None]
 
 _STORES: list[Any] = []
-"""Stores kept for the lifetime of the process: a peer may already be connected to the server of one again."""
+"""Stores kept until the process ends: a peer may have reconnected to the server behind one."""
 
 
 def serve_external(

@@ -30,8 +30,8 @@ class Interruption:
 
     The main thread needs a signal, which also ends a sleep or a wait inside C. In other threads Python can
     only raise at the next bytecode. While such an exception is pending, CPython 3.11 lets no traced thread
-    of the process call a function (RESUME in DO_TRACING of Python/ceval.c repeats as long as any thread has
-    an asynchronous exception), and the interrupted thread may be waiting for such a thread. The exception
+    of the process call a function: RESUME in DO_TRACING of Python/ceval.c repeats as long as any thread has
+    an asynchronous exception. The interrupted thread may be waiting for such a traced thread. The exception
     is therefore offered only for short periods.
     """
 

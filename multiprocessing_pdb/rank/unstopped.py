@@ -2,8 +2,7 @@
 
 Between any two bytecodes a garbage collection can run destructors, a signal its handler, and a console
 request a pending call. A step traces every function that is called. A rank that stops while it holds a lock
-of the debugger is unreachable, because the server, or another thread on its way to a prompt, waits for that
-lock.
+of the debugger is unreachable: the server, or another thread on its way to a prompt, waits for that lock.
 """
 
 from __future__ import annotations
