@@ -1,1 +1,1 @@
-"""Measuring steps, and the roofline beside them."""
+"""Measurements of training steps, and roofline measurements for comparison."""

@@ -1,4 +1,4 @@
-"""What the kernels of a GPU, or the operators of a CPU, are for, by their names."""
+"""Classification of GPU kernels and CPU operators by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from moeverify.results.measurement import Work
 
 _MICROSECONDS = 1e-6
-# The first that is found in a lower-case name. Kernels of torch, cuBLAS, CUTLASS, cuDNN, Inductor and megablocks, and
-# operators of ATen; what ran in no known kernel is told as `other`, and never left out.
+# The first pattern found in the lower-case name decides. Covers kernels of torch, cuBLAS, CUTLASS, cuDNN,
+# Inductor and megablocks, and ATen operators. Unknown kernels count as `other`.
 _KINDS = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
@@ -47,7 +47,7 @@ _KINDS = tuple(
 
 
 def sort_work(ran: Iterable[Mapping[str, Any]]) -> tuple[Work, ...]:
-    """Return the kinds of work of events of a profile, with how often and how long, the longest first."""
+    """Return the kinds of work in the events of a profile, with count and time, the longest first."""
     counts: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     for event in ran:
@@ -59,20 +59,20 @@ def sort_work(ran: Iterable[Mapping[str, Any]]) -> tuple[Work, ...]:
 
 
 def name_kind(name: str) -> str:
-    """Return what a kernel or an operator is for."""
+    """Return the kind of a kernel or operator."""
     lowered = name.lower()
     return next((kind for kind, pattern in _KINDS if pattern.search(lowered)), "other")
 
 
 def find_own_times(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return operators of a CPU with their own time, less that of the operators which they call, as `dur`."""
+    """Return CPU operators with their self time as `dur`, excluding the operators that they call."""
     by_thread: dict[object, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         by_thread[event.get("tid")].append(dict(event))
     found: list[Mapping[str, Any]] = []
     for of_thread in by_thread.values():
         of_thread.sort(key=lambda event: (event["ts"], -event["dur"]))
-        open_calls: list[tuple[float, dict[str, Any]]] = []  # each with its end
+        open_calls: list[tuple[float, dict[str, Any]]] = []  # with the end of each
         for event in of_thread:
             whole = event["dur"]
             while open_calls and open_calls[-1][0] <= event["ts"]:

@@ -1,4 +1,4 @@
-"""On every rank: train a case for some steps without its golden, and measure what it costs."""
+"""Measurement of a case on every rank: trains some steps without a golden."""
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ def measure_case(
     steps: int,
     profile_folder: Path | None = None,
 ) -> Measurement | None:
-    """Return on rank 0 what a step of the case costs; None on the other ranks.
+    """Return the measurement of a training step on rank 0, and None on other ranks.
 
-    `profile_folder` keeps the trace of a step of each rank, `rank-0.json.gz` and so on, for Perfetto or Chrome.
+    Each rank saves the trace of one step as `rank-N.json.gz` in `profile_folder`, for Perfetto or Chrome.
+    Collective: all ranks of the default process group, which must have as many ranks as the layout.
 
-    Collective: all ranks of the default process group, which has as many ranks as the layout.
-
-    Raises: CaseError where the recipe has a step of the user's own.
+    Raises: CaseError when the recipe has a user's step function.
     """
     if case.recipe.step is not None:
         message = "the built-in loop is what is measured, and not a step of your own"
@@ -86,7 +85,7 @@ def measure_case(
 
 @torch.no_grad()
 def fill_roughly(model: nn.Module) -> None:
-    """Fill what this rank holds with numbers of the right size: speed does not depend on which they are."""
+    """Fill this rank's tensors with numbers of a realistic size. Speed does not depend on the values."""
     for shard in [*parameters(model), *buffers(model)]:
         local = shard.local()
         if shard.name.endswith("norm.weight"):
@@ -96,7 +95,7 @@ def fill_roughly(model: nn.Module) -> None:
 
 
 class _Stepper:
-    """Takes one training step after the other, over batches that are made beforehand."""
+    """Performs training steps in a loop over batches created in advance."""
 
     NUM_BATCHES = 4
 
@@ -113,10 +112,10 @@ class _Stepper:
         take_step(self._case.recipe, self._program, self._next())
 
     def count(self) -> tuple[Operations | None, Operations | None]:
-        """Take a step and return its operations: of its micro-batches, and of what follows them.
+        """Perform a step and count the operations of its micro-batches and of the update.
 
-        Nothing for a compiled layout: torch runs it operation by operation while somebody counts. Nor for one with
-        graphs, whose kernels are no operations of torch's.
+        Return (None, None) for a compiled layout, which torch runs uncompiled while a mode counts. The same
+        holds for a layout with CUDA graphs, whose kernels are not torch operations.
         """
         if self._case.layout.compile != "none" or self._program.run_captured is not None:
             return None, None
@@ -130,7 +129,10 @@ class _Stepper:
 
 
 def time_steps(step: Callable[[], object], device: torch.device, steps: int) -> list[float]:
-    """Return the seconds of each step; on a GPU by events, so that nothing waits between two steps."""
+    """Return the seconds of each step.
+
+    On a GPU they are timed by events, so steps do not wait for each other.
+    """
     synchronize(device)
     if device.type != "cuda":
         times = [time.perf_counter()]
@@ -165,7 +167,7 @@ def _profile(stepper: _Stepper, device: torch.device, folder: Path) -> StepProfi
 
 
 def _merge(case: Case, rows: Sequence[_Row], *, with_profile: bool) -> Measurement:
-    """Return the measurement of a case: of each number that of the slowest rank, of traffic rank 0's."""
+    """Return the measurement of a case: the slowest rank for each number, and rank 0 for traffic and work."""
     recipe, num_ranks = case.recipe, len(rows)
     step = Spread.of([max(of_step) for of_step in zip(*(row.seconds for row in rows), strict=True)])
     tokens = recipe.data.batch * recipe.data.seq_len
@@ -207,9 +209,9 @@ def _find_slowest(found: Sequence[Roofline]) -> Roofline:
 
 
 class PeakMemory:
-    """A context in which the peak of this rank's memory is seen: allocated on the GPU, or anonymous. Units: bytes.
+    """Context manager that measures this rank's peak memory: allocated on the GPU, or anonymous on the CPU.
 
-    What a CUDA graph needs while it runs counts as allocated, since it is kept for it.
+    Units: bytes. Memory reserved for CUDA graphs counts as allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -217,7 +219,7 @@ class PeakMemory:
         self.peak = 0.0
 
     def __enter__(self) -> PeakMemory:
-        """Begin to watch."""
+        """Start the measurement."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return self
@@ -227,7 +229,7 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Note the peak."""
+        """Store the peak."""
         if self._device.type == "cuda":
             self.peak = float(torch.cuda.max_memory_allocated(self._device)) + _count_kept(self._device)
             return
@@ -244,7 +246,7 @@ class PeakMemory:
 
 
 def _count_kept(device: torch.device) -> float:
-    """Return the bytes that are kept for CUDA graphs and hold no tensor between their launches."""
+    """Return the bytes reserved for CUDA graphs that hold no tensor between replays."""
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     own = torch.cuda.current_device() if device.index is None else device.index
     of_graphs = [each for each in segments if each["device"] == own and any(each["segment_pool_id"])]
@@ -252,7 +254,7 @@ def _count_kept(device: torch.device) -> float:
 
 
 def _forget(device: torch.device) -> None:
-    """Give back what the case before and the roofline took."""
+    """Free the memory of the previous case and of the roofline."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""What a rank asks of its device, counted where torch dispatches it: on a CPU as on a GPU, without a profiler.
+"""Count of the operations that a rank dispatches to its device, on CPU and GPU and without a profiler.
 
-On a GPU each operation is at least one kernel, and costs its host some microseconds whatever its size. A few
-operations are several kernels there, such as a sort. What is compiled is not seen: torch runs it operation by
-operation while a mode is active.
+On a GPU each operation is at least one kernel and costs several microseconds of host time, regardless of
+its size. Some operations, such as a sort, are several kernels. Compiled code is not visible, since torch
+runs it without compilation while a mode is active.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from moeverify.results.measurement import Operations
 
-# Memory is given out, or nothing is done but on the host.
+# Operations that only allocate memory or work on the host.
 _FREE = frozenset(
     {
         *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_"),
@@ -27,7 +27,7 @@ _FREE = frozenset(
     }
 )
 _COLLECTIVES = ("c10d", "_c10d_functional")
-# Whose result the host must know: the size of a tensor, or a number for Python.
+# Operations that make the host wait for the device, for a size or a Python number.
 _WAITS = frozenset(
     {
         *(Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.nonzero, Tensor.masked_select),
@@ -38,7 +38,7 @@ _WAITS = frozenset(
 
 
 def count_operations(call: Callable[[], object]) -> Operations:
-    """Return what a call dispatches in this thread, and in the backward passes that it runs."""
+    """Return the operations that a call dispatches in this thread, including its backward passes."""
     dispatched, called = _Dispatched(), _Called()
     with called, dispatched:
         call()
@@ -59,7 +59,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it makes of that on its local tensors comes here again
+            return NotImplemented  # the operations on its local tensors arrive here separately
         if func.namespace in _COLLECTIVES:
             self.collectives += 1
         elif func.namespace != "profiler" and not _is_free(func):
@@ -88,10 +88,10 @@ class _Called(TorchFunctionMode):
 
 
 def _count_bytes(values: Any) -> int:
-    """Return the bytes that an operation reads and writes: what it updates in place counts as both."""
+    """Return the bytes that an operation reads and writes. Tensors updated in place count twice."""
     return sum(value.nbytes for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
 def _is_free(func: Any) -> bool:
-    """Return whether an operation gives the device nothing to do: a view, or memory for what comes."""
+    """Return whether an operation needs no device work: a view or an allocation."""
     return func.is_view or func.overloadpacket.__name__ in _FREE

@@ -1,7 +1,7 @@
-"""Collectives in the trace of torch's profiler: what ran, for how long, what it moved, and what it hid behind.
+"""Collectives in a torch profiler trace: duration, bytes, bandwidth and overlap with computation.
 
-On a GPU the kernels of NCCL carry name, sizes and group of their collective. On a CPU gloo's events carry the
-shape of their input, but not their group, so there is no bus bandwidth.
+On a GPU the NCCL kernels contain the name, sizes and group of their collective. On a CPU the gloo events
+contain the shape of their input but not their group, so there is no bus bandwidth.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ _KINDS = {
     "send and receive": ("sendrecv", "send", "recv"),
 }
 _BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int": 4, "long": 8, "bool": 1, "byte": 1}
-# What the profiler calls the C++ types of an input.
+# Profiler names of the C++ types of an input.
 _PLAIN = {"c10::BFloat16": "bfloat16", "c10::Half": "half", "long int": "long", "unsigned char": "byte"}
 _MICROSECONDS = 1e-6
-# What of a step two pieces of work may be apart and be drawn as one: less than a picture shows.
+# Spans closer than this fraction of a step are merged, since the plot cannot resolve the gap.
 _RESOLUTION = 1 / 1500
 
-# What a host waits for a device with, by CUDA's names.
+# CUDA runtime calls in which the host waits for the device.
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The collectives of a profiled step, the seconds in which any ran, and those in which nothing else did.
+    """The collectives and the work of a profiled step.
 
-    Beside them when the rank computed and communicated, what for, and what its device was given to do. `exposed` and
-    `device` are None for a trace without GPU kernels: the operators of a CPU then say what was computed.
+    `together` is the time in seconds in which any collective ran, and `exposed` the time in which nothing
+    else ran. `step` holds the intervals of computation and communication. `exposed` and `device` are None
+    for a trace without GPU kernels, in which computation is measured by CPU operators.
     """
 
     traffic: tuple[Traffic, ...]
@@ -55,7 +56,7 @@ class StepProfile:
 
 
 def read_profile(path: Path) -> StepProfile:
-    """Return what a trace of torch's profiler, compressed by gzip where its name ends so, says of a step."""
+    """Return the profile of a step from a torch profiler trace, gzip-compressed if its suffix is `.gz`."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
     given = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -74,7 +75,7 @@ def read_profile(path: Path) -> StepProfile:
         )
     ran = [event for event in events if event["name"].startswith("gloo:")]
     operators = [event for event in events if event.get("cat") == "cpu_op"]
-    # Nodes of autograd span the waits of the exchanges in them; operators of ATen compute.
+    # Autograd nodes include the waits of the collectives inside them, whereas ATen operators only compute.
     computing = [event for event in operators if event["name"].startswith("aten::")]
     work = [event for event in operators if not _is_communication(event)]
     return StepProfile(
@@ -94,7 +95,7 @@ def _time_step(
     collectives: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
 ) -> RankStep:
-    """Return when a rank computed and communicated, from the first of the events on."""
+    """Return when a rank computed and communicated, relative to the first event."""
     begin = min((event["ts"] for event in events), default=0.0)
     whole = max((event["ts"] + event["dur"] for event in events), default=0.0) - begin
 
@@ -144,7 +145,7 @@ def _describe(kind: str, events: Sequence[Mapping[str, Any]]) -> Traffic:
 
 
 def bus_factor(kind: str, num_ranks: int) -> float:
-    """Return the share of a collective's larger buffer that crosses the busiest link, as nccl-tests count.
+    """Return the share of a collective's larger buffer that crosses the busiest link, as in nccl-tests.
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """
@@ -153,7 +154,7 @@ def bus_factor(kind: str, num_ranks: int) -> float:
 
 
 def _count_bytes(found: Mapping[str, Any]) -> float | None:
-    """Return the bytes of a collective's larger buffer, of its input under gloo; None where nothing says so."""
+    """Return the bytes of a collective's larger buffer (its input under gloo), or None if unknown."""
     if "In msg nelems" in found:
         elements = max(int(found["In msg nelems"]), int(found.get("Out msg nelems", 0)))
         return float(elements * _BYTES.get(str(found.get("dtype", "")).lower(), 1))

@@ -1,6 +1,6 @@
-"""The roofline of a step: the rates that this machine reaches with one large operation at a time.
+"""Roofline of a step: the rates that this machine reaches with one large operation at a time.
 
-Collective: all ranks of the default process group call the functions that say so.
+Functions marked "Collective: all ranks" must be called by all ranks of the default process group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REPEATS = 10
 
 
 def measure_roofline(case: Case, device: torch.device) -> Roofline:
-    """Return what this rank and its links do alone. Collective: all ranks."""
+    """Return the rates of this rank and its links. Collective: all ranks."""
     dtype = compute_dtype_of(case.recipe.precision)
     dist.barrier()
     matmul = measure_matmul(dtype, device)
@@ -44,7 +44,7 @@ def measure_roofline(case: Case, device: torch.device) -> Roofline:
 
 
 def measure_matmul(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the operations a second of one large square matrix product."""
+    """Return the rate of one large square matrix product, in operations per second."""
     size = _MATMUL_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -52,14 +52,14 @@ def measure_matmul(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def measure_copying(device: torch.device) -> float:
-    """Return the bytes a second that one large copy reads and writes."""
+    """Return the rate at which one large copy reads and writes, in bytes per second."""
     source = torch.zeros(_COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / time_repeated(lambda: target.copy_(source), device)
 
 
 def measure_launch(device: torch.device) -> float:
-    """Return the least seconds in which the host dispatches one operation on a few numbers, not waiting for it."""
+    """Return the minimum host time in seconds to dispatch one small operation, without waiting for it."""
     number = torch.zeros(8, device=device)
     seconds = []
     for _ in range(_REPEATS):
@@ -72,9 +72,10 @@ def measure_launch(device: torch.device) -> float:
 
 
 def measure_experts(case: Case, dtype: torch.dtype, device: torch.device) -> float | None:
-    """Return the operations a second of one layer's experts of this rank, forward and backward.
+    """Return the rate of this rank's experts of one layer, forward and backward, in operations per second.
 
-    Every expert gets the same number of tokens. None for a backend that is not ours, or without experts.
+    Every expert gets the same number of tokens. Return None without experts, or if the backend does not
+    expose its product.
     """
     model, layout = case.recipe.model.reference, case.layout
     backend = EXPERTS.find(layout.experts).multiply
@@ -119,7 +120,7 @@ def measure_collectives(device: torch.device) -> dict[str, float]:
 
 
 def time_repeated(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call, after two that do not count."""
+    """Return the median duration of a call in seconds, after two warmup calls."""
     for _ in range(2):
         call()
     seconds = []
@@ -133,6 +134,6 @@ def time_repeated(call: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

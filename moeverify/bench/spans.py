@@ -1,4 +1,4 @@
-"""Sets of moments as sorted, disjoint (start, end) pairs. Units: those of the trace, microseconds."""
+"""Sets of time spans as sorted, disjoint (start, end) pairs. Units: microseconds, as in the trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Span = tuple[float, float]
 
 
 def merge(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """Return the union of spans; those that are at most `gap` apart become one."""
+    """Return the union of spans. Spans that are at most `gap` apart are merged."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1] + gap:
@@ -19,12 +19,12 @@ def merge(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Return how long any of the spans lasts."""
+    """Return the total duration of the union of spans."""
     return sum(end - start for start, end in merge(spans))
 
 
 def overlap(left: Sequence[Span], right: Sequence[Span]) -> float:
-    """Return how long two lists of disjoint, sorted spans have in common."""
+    """Return the duration of the intersection of two lists of disjoint, sorted spans."""
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))

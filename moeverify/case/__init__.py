@@ -1,1 +1,1 @@
-"""What a user writes: the schema of a case, its loading with line numbers, its overrides; no torch."""
+"""Cases as written by users: schema, loading with line numbers, and overrides. Does not import torch."""

@@ -1,4 +1,4 @@
-"""The fields of latent attention and of stretched rotary frequencies."""
+"""Schema of latent attention and YaRN."""
 
 from __future__ import annotations
 

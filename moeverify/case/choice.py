@@ -1,7 +1,8 @@
-"""A field of the schema that chooses between implementations, and where each of them is found.
+"""Fields of the schema that choose between implementations, and the location of each implementation.
 
-The options are spelled once, in the schema. Each is implemented by a module of its own, which is called as the option
-is, or by a row of a table. Either way `moeverify check` can ask for its rules: torch is imported when it computes.
+The schema lists the options once. Each option is implemented by a module with the name of the option, or by
+a row of a table. `moeverify check` can read the rules of both, because torch is imported only when an
+implementation computes.
 """
 
 from __future__ import annotations
@@ -25,31 +26,34 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Implementation:
-    """What every option may say of itself, beside what its own choice asks of it.
+    """Base class of all options. Each choice adds its own interface.
 
-    `rules` are tried only where a case chooses the option.
+    `rules` apply only to cases that choose the option.
     """
 
     rules: tuple[Rule, ...] = ()
 
     def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
-        """Return why this case cannot run on this machine although it is valid, or nothing.
+        """Return why this valid case cannot run on this machine, or None.
 
-        `backend`, gloo or nccl, carries the collectives of tensors on `device`, cpu or cuda.
+        `backend` ("gloo" or "nccl") is used for the collectives of tensors on `device` ("cpu" or "cuda").
         """
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Implementation):
-    """An option that is all facts and needs no code of its own: a row of a table. `meaning` is a sentence."""
+    """An option without code of its own: a row of a table. `meaning` is a sentence."""
 
     meaning: str
     rules: tuple[Rule, ...] = ()
 
 
 class Choice(Protocol[T_co]):
-    """The options of one field; `path` is that of the field in a case file, such as `layout.context_parallel`."""
+    """The options of one field of a case file.
+
+    `path` is its dotted path, such as `layout.context_parallel`.
+    """
 
     @property
     def path(self) -> str:
@@ -58,14 +62,14 @@ class Choice(Protocol[T_co]):
     def find(self, option: str) -> T_co:
         """Return the implementation of an option.
 
-        Raises: KeyError where it has none.
+        Raises: KeyError when it has none.
         """
 
     def locate(self, option: str) -> str:
-        """Return where the implementation of an option is, or would have to be."""
+        """Return the path of the file that implements an option, or that would have to."""
 
     def explain(self, option: str) -> str:
-        """Return what an option means, in a sentence."""
+        """Return the meaning of an option as a sentence."""
 
     def has(self, option: str) -> bool:
         """Return whether an option has an implementation."""
@@ -73,7 +77,7 @@ class Choice(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Modules(Generic[T]):
-    """A choice whose options are modules of `package`, each with its `IMPLEMENTATION`."""
+    """A choice whose options are modules of `package`, each with an attribute `IMPLEMENTATION`."""
 
     path: str
     package: str
@@ -86,7 +90,7 @@ class Modules(Generic[T]):
         return found
 
     def locate(self, option: str) -> str:
-        """Return the file of an option."""
+        """Return the path of the module of an option."""
         return f"{self.package.replace('.', '/')}/{option}.py"
 
     def explain(self, option: str) -> str:
@@ -96,13 +100,12 @@ class Modules(Generic[T]):
         return (module.__doc__ or "").partition("\n")[0]
 
     def has(self, option: str) -> bool:
-        """Return whether there is a module for an option."""
         return importlib.util.find_spec(f"{self.package}.{option}") is not None
 
 
 @dataclass(frozen=True)
 class Table(Generic[R]):
-    """A choice whose options are rows of a table, which stands in the module `home`."""
+    """A choice whose options are rows of a table in the module `home`."""
 
     path: str
     home: str
@@ -115,20 +118,19 @@ class Table(Generic[R]):
         return self.rows[option]
 
     def locate(self, option: str) -> str:
-        """Return the file with the table."""
+        """Return the path of the file with the table."""
         return f"{self.home.replace('.', '/')}.py"
 
     def explain(self, option: str) -> str:
-        """Return what the row says of itself."""
+        """Return the meaning stored in the row."""
         return self.find(option).meaning
 
     def has(self, option: str) -> bool:
-        """Return whether the table has a row for an option."""
         return option in self.rows
 
 
 def list_options(path: str) -> tuple[str, ...]:
-    """Return the options that the schema has for the field at a path."""
+    """Return the options that the schema defines for the field at a dotted path."""
     section: type[Section] = Case
     *around, name = path.split(".")
     for part in around:
@@ -145,7 +147,7 @@ def chosen_option(case: Case, choice: Choice[Any]) -> str:
 
 
 def report_missing(case: Case, choice: Choice[Any]) -> Problem | None:
-    """Return the problem of a case that chooses what the schema knows and nobody has implemented, or None."""
+    """Return the problem of a case that chooses an option without an implementation, or None."""
     option = chosen_option(case, choice)
     if choice.has(option):
         return None

@@ -1,4 +1,4 @@
-"""A recipe in a few words, for tables and reports."""
+"""Short descriptions of recipes for tables and reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from moeverify.case.schema import MoE, Recipe
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """Return for example `gpt: 4 layers, hidden 1024, dense, adamw, float64, 2 steps of 8x16 tokens`."""
+    """Return a one-line description of a recipe.
+
+    Example: `gpt: 4 layers, hidden 1024, dense, adamw, float64, 2 steps of 8x16 tokens`.
+    """
     steps = f"{recipe.steps} step{'s' if recipe.steps > 1 else ''}"
     size = f"{recipe.data.batch}x{recipe.data.seq_len}"
     return f"{_describe_model(recipe)}, {recipe.optimizer.name}, {recipe.precision}, {steps} of {size} tokens"

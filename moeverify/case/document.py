@@ -1,4 +1,4 @@
-"""YAML text in, entries with line numbers out; every way in which a file can be unreadable is a problem."""
+"""YAML reader that yields entries with line numbers and reports every unreadable file as a problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from moeverify.input_file import read_input
 Report = Callable[[Problem], None]
 
 _TAG = "tag:yaml.org,2002:"
-# Far above any case, and read in a few seconds at worst; values are counted as often as aliases repeat them.
+# Far above the size of any case, and parsed in a few seconds at worst. Values repeated by aliases count
+# each time.
 _MOST_BYTES = 1 << 16
 _MOST_VALUES = 2000
 _MOST_DEEP = 50
@@ -36,9 +37,9 @@ _SCALARS = tuple(_TAG + name for name in ("str", "int", "float", "bool", "null")
 
 
 def read_document(path: Path, report: Report, *, fields: str = "`recipe:` and `layout:`") -> Entry | None:
-    """Return the mapping that the YAML file `path` holds, or None after reporting why there is none.
+    """Return the mapping in the YAML file `path`, or None after reporting a problem.
 
-    `fields` are those that an empty file lacks.
+    `fields` names the fields that an empty file lacks, for the remedy.
     """
     file = str(path)
     text = _read_text(path, report)
@@ -74,16 +75,16 @@ def _read_text(path: Path, report: Report) -> str | None:
 
 
 def parse_text(text: str, file: str, report: Report, *, has_lines: bool = True) -> Entry | None:
-    """Return the one value that `text` holds (null if it is empty), or None after reporting why not."""
+    """Return the single value in `text` (null if it is empty), or None after reporting a problem."""
     entry, problems = _parse(text, file, has_lines)
     for problem in problems:
         report(problem)
     return entry
 
 
-@lru_cache(maxsize=128)  # a recipe is read for each case that stands on it
+@lru_cache(maxsize=128)  # each case that uses a recipe as its base reads it again
 def _parse(text: str, file: str, has_lines: bool) -> tuple[Entry | None, tuple[Problem, ...]]:
-    """Return the one value that `text` holds, if it can be read, and what is wrong with it."""
+    """Return the single value in `text`, or None, and the problems found."""
     yaml = YAML(typ="safe", pure=True)
     problems: list[Problem] = []
     try:
@@ -100,7 +101,7 @@ def _parse(text: str, file: str, has_lines: bool) -> tuple[Entry | None, tuple[P
 
 
 def _explain(error: Exception, text: str, file: str, has_lines: bool) -> Problem:
-    """Return what is wrong with a text that the YAML reader, or its limits, refuse."""
+    """Return the problem of a text that the YAML reader or its limits reject."""
     if isinstance(error, MarkedYAMLError):
         return _translate(error, file, has_lines)
     if isinstance(error, YAMLError):
@@ -118,16 +119,16 @@ def _line_of(node: Node) -> int:
 
 
 class _TooLarge(Exception):
-    """A document means more than any case does."""
+    """A document that exceeds the limits on values or nesting."""
 
 
 def _check_size(yaml: YAML, text: str) -> None:
-    """Stop reading a text that is too large or too deep before the YAML reader takes its time over it.
+    """Reject a text that is too large or too deeply nested before the slow YAML reader runs.
 
     Raises: _TooLarge.
     """
     depth = 0
-    for letter in text:  # the reader takes a time of the square of the brackets that are open
+    for letter in text:  # the time of the YAML reader is quadratic in the number of open brackets
         depth += (letter in "[{") - (letter in "]}")
         _limit(0, depth)
     if len(text) <= _UNSUSPECTED:
@@ -148,7 +149,7 @@ def _limit(num_values: int, depth: int) -> None:
 
 
 class _Builder:
-    """Turns YAML nodes into entries and reports what YAML allows but a case does not."""
+    """Converts YAML nodes to entries and reports YAML features that a case does not support."""
 
     def __init__(self, yaml: YAML, file: str, report: Report, has_lines: bool) -> None:
         self.yaml = yaml
@@ -158,7 +159,7 @@ class _Builder:
         self._num_values = 0
 
     def build(self, node: Node, path: str, line: int, parents: tuple[int, ...]) -> Entry:
-        """Return the entry of `node` at the dotted `path`; `line` is that of its key."""
+        """Return the entry of `node` at the dotted `path`. `line` is the line of its key."""
         self._num_values += 1
         _limit(self._num_values, len(parents))
         place = Place(self.file, line if self.has_lines else None)
@@ -221,7 +222,7 @@ class _Builder:
 
 
 def _translate(error: MarkedYAMLError, file: str, has_lines: bool) -> Problem:
-    """Return the syntax error of the YAML reader in the words of a case file."""
+    """Return the problem for a syntax error of the YAML reader, in terms of a case file."""
     message = (error.problem or "this is no YAML").strip()
     mark = error.problem_mark or error.context_mark
     line = int(mark.line) + 1 if mark is not None else None

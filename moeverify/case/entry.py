@@ -1,4 +1,4 @@
-"""What a user wrote, as a tree in which every value knows its file and line."""
+"""Tree of values written by a user, each with its file and line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Content = Scalar | dict[str, "Entry"] | list["Entry"]
 
 @dataclass(frozen=True)
 class Place:
-    """A file (or `--set`) and a line of it, counted from 1; `line` is None where lines mean nothing."""
+    """A file (or `--set`) and a line, counted from 1. `line` is None if the source has no lines."""
 
     file: str = ""
     line: int | None = None
@@ -27,20 +27,20 @@ class Entry:
 
     @property
     def is_mapping(self) -> bool:
-        """Return whether this is a mapping, so that `fields` holds all of it."""
+        """Return whether this entry is a mapping. If so, `fields` holds all of its content."""
         return isinstance(self.content, dict)
 
     @property
     def fields(self) -> dict[str, Entry]:
-        """Return the entries of a mapping by name; empty for anything else."""
+        """Return the entries of a mapping by name, or an empty dict for any other content."""
         return self.content if isinstance(self.content, dict) else {}
 
     def without(self, *names: str) -> Entry:
-        """Return this mapping less the fields `names`."""
+        """Return this mapping without the fields `names`."""
         return Entry({name: entry for name, entry in self.fields.items() if name not in names}, self.place)
 
     def plain(self) -> Any:
-        """Return the value alone: dicts, lists and scalars."""
+        """Return the value as plain dicts, lists and scalars."""
         if isinstance(self.content, dict):
             return {name: entry.plain() for name, entry in self.content.items()}
         if isinstance(self.content, list):
@@ -48,7 +48,7 @@ class Entry:
         return self.content
 
     def has(self, path: Sequence[str]) -> bool:
-        """Return whether the field at `path` was written."""
+        """Return whether the user wrote the field at `path`."""
         entry = self
         for name in path:
             if name not in entry.fields:
@@ -59,7 +59,7 @@ class Entry:
     def locate(self, path: Sequence[str]) -> Place:
         """Return the place of the field at `path`, or of its nearest ancestor that was written.
 
-        A name may end in an index of the list that the field is: `placement[1]`.
+        A name may end in a list index: `placement[1]`.
         """
         entry = self
         for step in path:
@@ -74,7 +74,7 @@ class Entry:
 
 
 def build_entry(value: Any, place: Place) -> Entry:
-    """Return `value` (dicts, lists and scalars) as a tree whose every entry is at `place`."""
+    """Return `value` (dicts, lists and scalars) as a tree in which every entry is at `place`."""
     if isinstance(value, dict):
         return Entry({name: build_entry(item, place) for name, item in value.items()}, place)
     if isinstance(value, list | tuple):
@@ -83,7 +83,7 @@ def build_entry(value: Any, place: Place) -> Entry:
 
 
 def merge(base: Entry, change: Entry) -> Entry:
-    """Return `base` with the fields of `change` put over it; mappings merge, all else is replaced."""
+    """Return `base` updated by `change`. Mappings are merged recursively; other values are replaced."""
     if not (base.is_mapping and change.is_mapping):
         return change
     fields = dict(base.fields)
@@ -93,7 +93,7 @@ def merge(base: Entry, change: Entry) -> Entry:
 
 
 def show(entry: Entry) -> str:
-    """Return how to name the value of `entry` in a message."""
+    """Return a description of the value of `entry` for a message."""
     content = entry.content
     if content is None:
         return "nothing"

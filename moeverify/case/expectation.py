@@ -1,4 +1,4 @@
-"""What a field of the schema accepts: a test of a value, and the words for a message."""
+"""The values that a field of the schema accepts: validation, and wording for messages."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _CONFIG = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Rejected(Exception):
-    """A value is not what its field accepts."""
+    """A value that its field does not accept."""
 
 
 class Expectation:
-    """What one field that is no section accepts. What only a message needs is found when it is asked for."""
+    """The values that one non-section field accepts. The JSON schema for messages is computed on demand."""
 
     def __init__(self, section: type[Section], name: str) -> None:
         self._field = section.model_fields[name]
         self._adapter: TypeAdapter[Any] = TypeAdapter(_read_hints(section)[name], config=_CONFIG)
 
     def read(self, entry: Entry) -> Any:
-        """Return the value of `entry` as the schema holds it.
+        """Return the validated value of `entry`.
 
-        Raises: Rejected.
+        Raises: Rejected when the field does not accept the value.
         """
         try:
             return self._adapter.validate_json(json.dumps(entry.plain()))
@@ -40,17 +40,17 @@ class Expectation:
 
     @property
     def words(self) -> str:
-        """Return the words for what is accepted."""
+        """Return a description of the accepted values."""
         return describe(self._schema)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the words that are allowed, if it is a choice."""
+        """Return the allowed words of a choice, or an empty tuple."""
         return tuple(str(word) for word in self._schema.get("enum", ()))
 
     @property
     def stand_in(self) -> Any:
-        """Return the default, or a value that is accepted where there is none."""
+        """Return the default, or some accepted value if the field is required."""
         if self._field.is_required():
             return _invent(self._schema)
         return self._field.get_default(call_default_factory=True)
@@ -62,7 +62,7 @@ class Expectation:
 
 @functools.cache
 def expect(section: type[Section], name: str) -> Expectation:
-    """Return what the field `name` of `section` accepts."""
+    """Return the expectation for the field `name` of `section`."""
     return Expectation(section, name)
 
 
@@ -86,7 +86,7 @@ def is_nullable(section: type[Section], name: str) -> bool:
 
 @functools.cache
 def index_fields() -> Mapping[str, tuple[str, ...]]:
-    """Return, for each name of a field that a user may write, the dotted paths at which it may stand."""
+    """Return the dotted paths of all fields that a user may write, by field name."""
     index: dict[str, list[str]] = {}
 
     def walk(section: type[Section], prefix: str) -> None:
@@ -107,7 +107,7 @@ def index_fields() -> Mapping[str, tuple[str, ...]]:
 
 
 def describe(schema: Mapping[str, Any]) -> str:
-    """Return the words for what a JSON schema of one field accepts."""
+    """Return a description of the values that the JSON schema of a field accepts."""
     if "enum" in schema or "const" in schema:
         words = [f"`{word}`" for word in schema.get("enum", [schema.get("const")])]
         return words[0] if len(words) == 1 else "one of " + ", ".join(words)
@@ -141,5 +141,5 @@ def _describe_range(schema: Mapping[str, Any]) -> str:
 
 
 def _invent(schema: Mapping[str, Any]) -> Any:
-    """Return a value that the field accepts, to build the section with although the user's is wrong."""
+    """Return an accepted value, used to build the section if the user's value is wrong."""
     return "missing:missing" if schema.get("type") == "string" else schema.get("minimum", 1)

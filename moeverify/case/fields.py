@@ -1,4 +1,4 @@
-"""Types of the fields of a case, and what all of its sections have in common."""
+"""Field types and the base class of the sections of a case."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ADDS_RANKS = "adds ranks"
 """Marks the degrees whose product is the number of ranks."""
 
 SPLITS_ROWS = "splits rows"
-"""Marks the degrees whose product is the number of shares that the rows of the global batch are divided into."""
+"""Marks the degrees whose product is the number of shares of the rows of the global batch."""
 
 Degree = Annotated[int, Field(ge=1), ADDS_RANKS]
 RowDegree = Annotated[int, Field(ge=1), ADDS_RANKS, SPLITS_ROWS]
-BorrowedDegree = Annotated[int, Field(ge=1)]  # its ranks are those of other axes
+BorrowedDegree = Annotated[int, Field(ge=1)]  # uses the ranks of other axes
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -25,15 +25,17 @@ Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class Section(BaseModel):
-    """A part of a case: immutable, every field known, no silent conversion of types."""
+    """A part of a case: immutable, without unknown fields, without implicit type conversion."""
 
-    # Built on first use: most commands read a few sections, and those inside them are built with them.
+    # Validators are built on first use, together with inner sections: most commands read only a few
+    # sections.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 def default_section(section: type[Section], description: str) -> Any:
-    """Return a field whose default is a section of defaults, as `Field` does.
+    """Return a field, like `Field`, whose default is a section with default values.
 
-    It is constructed and not validated: that would build what a command may never read.
+    The default is constructed without validation, which would build validators that a command may never
+    need.
     """
     return Field(default=section.model_construct(), description=description)

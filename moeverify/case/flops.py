@@ -1,4 +1,4 @@
-"""How many floating-point operations training the reference model takes, by its definition. No torch."""
+"""Number of floating-point operations to train the reference model. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from moeverify.case.schema import MoE, ReferenceModel
 
 
 def count_training_flops(model: ReferenceModel, seq_len: int) -> int:
-    """Return the operations of forward and backward for one token in a row of `seq_len` tokens.
+    """Return the operations of the forward and backward pass per token, in rows of `seq_len` tokens.
 
-    Matrix products only, a multiplication and an addition each, three times those of the forward pass; causal
-    attention counts the half that is needed; what a layout computes again does not count. Units: operations.
+    Counts only matrix products, with one multiplication and one addition per term, at three times the
+    forward pass. Causal attention counts the needed half. Recomputation in a layout does not count. Units:
+    operations.
     """
     attention = _count_attention(model, seq_len)
     total = 2 * model.hidden * model.vocab_size
@@ -24,7 +25,8 @@ def count_training_flops(model: ReferenceModel, seq_len: int) -> int:
 def _count_attention(model: ReferenceModel, seq_len: int) -> int:
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     projections = 2 * model.hidden * (2 * query + 2 * key)
-    return projections + 2 * query * (seq_len + 1)  # scores and mix: each 2 * query * (seq_len + 1) / 2
+    # scores and weighted values: each 2 * query * (seq_len + 1) / 2
+    return projections + 2 * query * (seq_len + 1)
 
 
 def _count_mlp(model: ReferenceModel) -> int:

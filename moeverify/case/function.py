@@ -1,4 +1,4 @@
-"""Whether `package.module:function` is there, without importing anything: what can be said before ranks start."""
+"""Static check that `package.module:function` exists, without importing it and before ranks start."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def examine_function(target: str, folders: Sequence[str], path: str) -> Problem | None:
-    """Return what is wrong with the name of a function, or None where nothing is known to be.
+    """Return the problem with the name of a function, or None if none is found.
 
-    `folders` come before `sys.path`; `path` is the option or the field with the name. What a module makes only
-    when it runs cannot be seen here, so a module with a star import or `__getattr__` is believed.
+    `folders` precede `sys.path`. `path` is the option or field that contains the name. Names that a module
+    creates only at run time are not visible here, so a module with a star import or `__getattr__` passes.
     """
     if not _TARGET.fullmatch(target):
         return Problem(f"`{target}` is no function", path=path, remedy="write `package.module:function`")
@@ -36,7 +36,7 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
         tree = ast.parse(read_input(Path(origin)), origin)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         where = f"{origin}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else ""
-        # The others are raised for what is nested too deeply, or has null bytes.
+        # The other exceptions mean nesting that is too deep, or null bytes.
         return Problem(where or f"{origin} cannot be parsed", path=path, remedy=f"mend it for `{target}`")
     names = set(_list_names(tree.body))
     if name in names or "*" in names or "__getattr__" in names:
@@ -46,14 +46,15 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
 
 
 def _find_module(name: str, folders: Sequence[str]) -> tuple[importlib.machinery.ModuleSpec | None, str]:
-    """Return where a module is, or the first part of its name that is nowhere."""
+    """Return the spec of a module, or else the shortest prefix of its name that does not exist."""
     spec: importlib.machinery.ModuleSpec | None = None
     places: Sequence[str] | None = folders
     parts = name.split(".")
     if parts[0] in sys.builtin_module_names:
         return None, ""
     for number, part in enumerate(parts):
-        # By its last name alone: by the whole one, Python would import the packages around it.
+        # Search for the last part of the name only: for the full name, Python would import the parent
+        # packages.
         spec = importlib.machinery.PathFinder.find_spec(part, places) if places is not None else None
         if spec is None:
             return None, ".".join(parts[: number + 1])
@@ -63,7 +64,7 @@ def _find_module(name: str, folders: Sequence[str]) -> tuple[importlib.machinery
 
 
 def _list_names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the names that these statements bind at the top of a module."""
+    """Yield the names that these statements bind at the top level of a module."""
     for statement in body:
         for node in ast.walk(statement) if not isinstance(statement, ast.FunctionDef | ast.ClassDef) else ():
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -1,4 +1,4 @@
-"""`--set a.b=v`: one field of every chosen case replaced from the command line."""
+"""`--set a.b=v`: overrides one field of every chosen case from the command line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FILE = "--set"
 
 @dataclass(frozen=True)
 class Override:
-    """A field's dotted path, split, and its new value."""
+    """The dotted path of a field, split, and its new value."""
 
     path: tuple[str, ...]
     value: Entry
 
     @property
     def entry(self) -> Entry:
-        """Return the change as a case file would state it."""
+        """Return the override in the form of a case file."""
         entry = self.value
         for name in reversed(self.path):
             entry = Entry({name: entry}, Place(FILE))
@@ -31,7 +31,7 @@ class Override:
 
 
 def parse_overrides(texts: Sequence[str], report: Report) -> list[Override]:
-    """Return what each of `texts` sets; each that is no `path=value` of a known path is reported instead."""
+    """Return the overrides in `texts`. Report each text that is not `path=value` with a known path."""
     overrides = (_parse(text, report) for text in texts)
     return [override for override in overrides if override is not None]
 
@@ -54,7 +54,7 @@ def _parse(text: str, report: Report) -> Override | None:
 
 
 def _find_remedy(dotted: str, known: list[str]) -> str:
-    """Return where the field should stand: `tp` is `layout.tp`, and `layout.seed` is `recipe.seed`."""
+    """Return a suggestion for a misplaced field: `layout.tp` for `tp`, `recipe.seed` for `layout.seed`."""
     section, dot, name = dotted.rpartition(".")
     same_name = index_fields().get(name, ())
     if same_name:

@@ -1,7 +1,7 @@
-"""The model families that users run, at their true sizes, and for each a tiny sibling of the same structure.
+"""Presets of common model families at their published sizes, and a tiny model of the same structure for each.
 
-Plain data: a preset is the fields of `ReferenceModel`. Sizes are those of the published configurations.
-Where every layer has experts, `ffn_hidden` is what a dense layer of that family would have.
+A preset is a mapping of fields of `ReferenceModel`. If every layer has experts, `ffn_hidden` is the width
+that a dense layer of that family would have.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ _GPT: Fields = {
 
 
 def _change(base: Fields, *, moe: Fields | None = None, **fields: Any) -> Fields:
-    """Return `base` with some fields changed, those of its MoE by `moe`."""
+    """Return `base` with some fields changed. `moe` changes the fields of its MoE section."""
     experts = {"moe": {**base["moe"], **(moe or {})}} if "moe" in base else {}
     return {**base, **experts, **fields}
 
@@ -200,10 +200,10 @@ _TRUE: Mapping[str, Fields] = {
     "gpt": _GPT,
 }
 
-# The tiny siblings keep the routing and every switch of their family, its ratio of heads to kv heads and of
-# the head width to hidden / heads. Widths divide by 2 and 4 so that small layouts fit, and the weights are
-# large enough for the router to have opinions. A stretched context starts from few tokens, so that small
-# batches have positions in each part of it.
+# The tiny models keep the routing and every switch of their family, the ratio of heads to kv heads, and the
+# ratio of the head width to hidden / heads. Widths are multiples of 2 and 4, so that small layouts divide
+# them. The weights are large enough for the router to prefer some experts. A YaRN context starts at few
+# tokens, so that small batches have positions in each part of it.
 _SMALL: Fields = {"vocab_size": 128, "num_layers": 2, "init_std": 0.1}
 _SMALL_LATENT: Fields = {
     **_SMALL,
@@ -282,7 +282,7 @@ _TINY: Mapping[str, Fields] = {
         "head_dim": 8,
         "ffn_hidden": 128,
     },
-    # The routing of DeepSeek-V3 and its first dense layer, with ordinary attention in the place of MLA.
+    # The routing of DeepSeek-V3 and its first dense layer, with ordinary attention instead of MLA.
     "tiny-deepseek-v3-routing": {
         **_SMALL,
         "num_layers": 3,
@@ -310,8 +310,8 @@ _TINY: Mapping[str, Fields] = {
 }
 
 _STRESS: Mapping[str, Fields] = {
-    # Every switch that can hide a bug is on: groups, a shared expert with its gate, all biases, both
-    # auxiliary losses, a moving selection bias, an expert without tokens.
+    # Every switch that can hide a bug is on: groups, a gated shared expert, all biases, both auxiliary
+    # losses, a selection bias that changes, and an expert without tokens.
     "stress": {
         "vocab_size": 96,
         "hidden": 32,
@@ -344,8 +344,9 @@ _STRESS: Mapping[str, Fields] = {
             "idle_experts": 1,
         },
     },
-    # What `stress` cannot be at the same time: a tied embedding, k = 1, softmax, LayerNorm, gelu, as many
-    # kv heads as heads. Weights are not renormalized: a lone renormalized weight is 1 and has no gradient.
+    # Options that exclude those of `stress`: tied embedding, k = 1, softmax, LayerNorm, gelu, as many kv
+    # heads as heads. Combine weights are not renormalized: a single renormalized weight is 1 and has no
+    # gradient.
     "stress-tied": {
         "vocab_size": 96,
         "hidden": 32,

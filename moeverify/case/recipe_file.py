@@ -1,4 +1,4 @@
-"""The files of `recipes/`: one recipe a file, which may stand on another one as its base."""
+"""Files of `recipes/`: one recipe per file, optionally based on another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.errors import Problem
 
 
 def merge_recipe(base: Entry, change: Entry) -> Entry:
-    """Return `base` with `change` put over it; naming a preset or a factory starts the model afresh."""
+    """Return `base` updated by `change`. A preset or factory in `change` replaces the whole model."""
     model = change.fields.get("model")
     if model is not None and not {"preset", "factory"}.isdisjoint(model.fields):
         base = base.without("model")
@@ -21,9 +21,10 @@ def merge_recipe(base: Entry, change: Entry) -> Entry:
 def read_recipe(
     named: Entry, folder: Path, path: str, report: Report, trail: tuple[str, ...]
 ) -> Entry | None:
-    """Return the fields of the recipe file that `named` names, merged over those of its base.
+    """Return the fields of the recipe file that `named` names, merged over the fields of its base.
 
-    `trail` are the recipes that led here, by which a circle is seen.
+    `trail` holds the names of the recipes that led here, to detect cycles. Return None after reporting a
+    problem.
     """
     place, name = named.place, named.content
 

@@ -1,7 +1,7 @@
-"""The recipe that a case means: its base, its changes, its preset, and what it is called.
+"""Resolution of the recipe of a case: base, changes, preset and name.
 
-A recipe's name is the key of its golden, so a recipe that was changed on the way never keeps the name that it
-started from, unless the change changed nothing.
+The name of a recipe is the key of its golden. A recipe that is changed on the way gets another name, unless
+the change has no effect.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moeverify.case.schema import Recipe
 from moeverify.case.section import Ledger, build_section
 from moeverify.case.suggest import suggest
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # a golden's file is called after it
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # part of the file name of a golden
 NAME_WORDS = "at most 100 letters, digits, `-`, `_` and `.`"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A recipe as it was written: its fields, its name, and the fields that this name stands for.
+    """A recipe as written: its fields, its name, and the original fields that belong to this name.
 
-    `folder` is where the case file is.
+    `folder` is the folder of the case file.
     """
 
     entry: Entry
@@ -39,9 +39,9 @@ class Source:
 def resolve_recipe(
     written: Entry, before: Entry | None, case_name: str, folder: Path, ledger: Ledger
 ) -> Source:
-    """Return the recipe that the field `recipe` of a case means; `before` is the field without overrides.
+    """Return the recipe of a case from its field `recipe`. `before` is the field without overrides.
 
-    `folder` is where the case file is: recipe files are in its `recipes/`.
+    `folder` is the folder of the case file, and recipe files are in its `recipes/`.
     """
     beside, folder = folder, folder / "recipes"
     if isinstance(written.content, str):
@@ -72,7 +72,7 @@ def resolve_recipe(
 
 
 def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
-    """Return the recipe of `source` under its final name, and its fields with those of its preset."""
+    """Return the recipe of `source` under its final name, and its fields including those of its preset."""
     entry = expand_preset(source.entry, ledger)
     recipe = _find_weights(build_section(Recipe, entry, "recipe", ledger, name=source.label), source)
     if source.entry == source.original:
@@ -87,7 +87,7 @@ def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
 
 
 def _find_weights(recipe: Recipe, source: Source) -> Recipe:
-    """Return the recipe with the place of its weights on this machine: other processes have other current folders."""
+    """Return the recipe with an absolute path of its weights: ranks may have another current folder."""
     model = recipe.model
     if model.weights is None:
         return recipe
@@ -96,7 +96,7 @@ def _find_weights(recipe: Recipe, source: Source) -> Recipe:
 
 
 def expand_preset(recipe: Entry, ledger: Ledger) -> Entry:
-    """Return `recipe` with the fields of its model's preset under those that change it."""
+    """Return `recipe` with the fields of its model's preset, overridden by the fields of the model."""
     model = recipe.fields.get("model")
     named = model.fields.get("preset") if model is not None else None
     if model is None or named is None or named.content is None or "factory" in model.fields:
@@ -132,7 +132,7 @@ def _read_name(written: Entry, ledger: Ledger) -> str | None:
 
 
 def _read_base(named: Entry, folder: Path, path: str, ledger: Ledger) -> Entry:
-    """Return the fields of the recipe file that `named` names, or none at all after reporting why."""
+    """Return the fields of the recipe file that `named` names, or no fields after reporting a problem."""
     entry = read_recipe(named, folder, path, ledger.report, ())
     if entry is None:
         ledger.broken.add("recipe")
@@ -141,7 +141,7 @@ def _read_base(named: Entry, folder: Path, path: str, ledger: Ledger) -> Entry:
 
 
 def override_recipe(written: Entry | None, change: Entry) -> Entry:
-    """Return the field `recipe` of a case with an override put over it; a name becomes a base."""
+    """Return the field `recipe` of a case updated by an override. A recipe name becomes its `base`."""
     if not change.is_mapping or written is None:
         return change
     if isinstance(written.content, str):

@@ -1,7 +1,7 @@
-"""The fields of a case: a recipe (what determines the answer) under a layout (what must not change it).
+"""The fields of a case: a recipe (determines the result) under a layout (must not change the result).
 
-A field's description is its meaning, and the only place where it is written: `moeverify schema` makes the reference
-and the JSON schema of it.
+Each field is documented only by its description. `moeverify schema` generates the reference and JSON schema
+from it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from moeverify.case.fields import (
 from moeverify.case.weights_folder import hash_weights
 from moeverify.results.checks import check_name
 
-ExpertMatrix = tuple[tuple[WholeNumber, ...], ...]  # a row for each rank of `ep`: the experts that it holds
+ExpertMatrix = tuple[tuple[WholeNumber, ...], ...]  # one row per rank of `ep`: the experts that it holds
 CheckNames = tuple[Annotated[str, AfterValidator(check_name)], ...]
 Precision = Literal["float64", "float32", "bfloat16", "mixed"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Float8 = Literal["none", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
 
-# The options of what has several implementations. `moeverify.validation.choices` lists where each is implemented.
+# Options of fields with several implementations. `moeverify.validation.choices` lists the implementations.
 DataParallel = Literal["ddp", "fsdp1", "fsdp2"]
 Fsdp1Strategy = Literal["full_shard", "shard_grad_op"]
 ContextParallel = Literal["allgather", "alltoall", "ring", "torch"]
@@ -145,27 +145,27 @@ class ReferenceModel(Section):
 
     @property
     def functions(self) -> dict[str, str]:
-        """Return the user's functions that the model needs, by the path of the field that names each: none."""
+        """Return the user's functions that the model needs, keyed by the path of the field: none."""
         return {}
 
     @property
     def title(self) -> str:
-        """Return what messages call the model."""
+        """Return the name of the model in messages."""
         return self.preset or "the reference model"
 
     @property
     def reference(self) -> ReferenceModel:
-        """Return this model: moeverify knows the modules inside, and so what their names mean."""
+        """Return this model. Its module names have a known meaning."""
         return self
 
     @property
     def may_have_experts(self) -> bool:
-        """Return whether some parameters may be experts'."""
+        """Return whether some parameters may belong to experts."""
         return self.moe is not None
 
     @property
     def gives_token_losses(self) -> bool:
-        """Return whether the loss of each token is known, and not their sum alone."""
+        """Return whether the loss of each token is known, and not only their sum."""
         return True
 
 
@@ -192,31 +192,31 @@ class CustomModel(Section):
 
     @property
     def title(self) -> str:
-        """Return what messages call the model."""
+        """Return the name of the model in messages."""
         return self.factory
 
     @property
     def moe(self) -> None:
-        """Return what is known of its experts: nothing."""
+        """Return None: the experts of a custom model are unknown."""
 
     @property
     def functions(self) -> dict[str, str]:
-        """Return the user's functions that the model needs, by the path of the field that names each."""
+        """Return the user's functions that the model needs, keyed by the path of the field."""
         named = {"recipe.model.factory": self.factory}
         return named if self.loss is None else {**named, "recipe.model.loss": self.loss}
 
     @property
     def reference(self) -> None:
-        """Return None: of the modules inside nothing is known."""
+        """Return None: the modules of a custom model are unknown."""
 
     @property
     def may_have_experts(self) -> bool:
-        """Return whether some parameters may be experts'."""
+        """Return whether some parameters may belong to experts."""
         return True
 
     @property
     def gives_token_losses(self) -> bool:
-        """Return whether the loss of each token is known: a user's own loss may be nothing but a sum."""
+        """Return whether the loss of each token is known. A user's loss may return only a sum."""
         return self.loss is None
 
 
@@ -282,14 +282,14 @@ class Recipe(Section):
 
     @property
     def functions(self) -> dict[str, str]:
-        """Return the user's functions that the answer depends on, by the path of the field that names each."""
+        """Return the user's functions that affect the result, keyed by the path of the field."""
         return self.model.functions | ({} if self.step is None else {"recipe.step": self.step})
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits that change whenever a field that affects the answer does; `name` does not.
+        """Return 16 hex digits that change with any field that affects the result. `name` has no effect.
 
-        Fields at their default are left out, so that a field added later changes no recipe that lacks it. Of a folder
-        of weights its content counts, and not its place.
+        Fields at their default are left out, so that a new field does not change existing recipes. Initial
+        weights are hashed by content, not by path.
         """
         content = self.model_dump(
             mode="json", exclude={"name": True, "model": {"preset", "weights"}}, exclude_defaults=True
@@ -412,24 +412,24 @@ class Layout(Section):
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks; a borrowed degree adds none."""
+        """Return the number of ranks. A borrowed degree adds none."""
         return math.prod(getattr(self, name) for name in _find_degrees(ADDS_RANKS))
 
     @property
     def data_ranks(self) -> int:
-        """Return into how many shares the rows of the global batch are divided."""
+        """Return the number of shares of the rows of the global batch."""
         return math.prod(getattr(self, name) for name in _find_degrees(SPLITS_ROWS))
 
     @property
     def expert_tp(self) -> int:
-        """Return over how many ranks each expert's weights are divided: `etp`, with its default resolved."""
+        """Return the number of ranks that shard the weights of each expert: `etp` or its default."""
         if self.etp is not None:
             return self.etp
         return self.tp if self.ep == 1 else 1
 
     @property
     def slices_tokens(self) -> bool:
-        """Return whether each tensor-parallel rank routes a slice of the positions, and not all alike."""
+        """Return whether each tensor-parallel rank routes its own slice of the positions."""
         return self.tp > 1 and self.expert_tp != self.tp
 
 
@@ -487,7 +487,7 @@ class Case(Section):
 
     name: str = Field(description="what reports call the case; by default the file's stem")
     description: str = Field(default="", description="a line for the reader")
-    file: str = ""  # where the case was read from
+    file: str = ""  # path of the case file
     recipe: Recipe = Field(
         description="the name of a file of `recipes/`, or the fields; `base:` names a recipe that they change"
     )

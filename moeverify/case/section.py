@@ -1,7 +1,7 @@
-"""An entry in, a section of the schema out: every field checked, every wrong one reported at its own line.
+"""Conversion of entries to sections of the schema, with each wrong field reported at its own line.
 
-A wrong field does not stop the rest: a stand-in takes its place and its path is remembered as broken, so that
-the rules across fields can still be tried wherever they do not read it.
+A wrong field does not stop the conversion. A placeholder replaces it and its path is recorded as broken, so
+that all rules that do not read it still run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _MOST_UNKNOWN = 20
 
 
 class Ledger:
-    """Collects problems, each once, and the dotted paths of the fields that could not be read.
+    """Collection of distinct problems, and of the dotted paths of unreadable fields.
 
-    `meant` are the paths of the fields that were probably meant by unknown ones: they have a default now that
-    the user did not choose.
+    `meant` holds the paths that unknown fields probably meant. Their defaults were not chosen by the user.
     """
 
     def __init__(self) -> None:
@@ -39,23 +38,23 @@ class Ledger:
         self.meant: set[str] = set()
 
     def report(self, problem: Problem) -> None:
-        """Keep `problem` unless it is known already."""
+        """Add `problem` unless it is already known."""
         if problem not in self._known:
             self._known.add(problem)
             self.problems.append(problem)
 
     def reject(self, entry: Entry, path: str, message: str, remedy: str = "") -> None:
-        """Report that the field at `path` is wrong, and remember it as broken."""
+        """Report a problem of the field at `path`, and mark the field as broken."""
         self.report(Problem(message, entry.place.file, entry.place.line, path, remedy))
         self.broken.add(path)
 
     def is_broken(self, path: str) -> bool:
-        """Return whether the field at `path`, or a section around it, could not be read."""
+        """Return whether the field at `path`, or a section around it, is broken."""
         return any(path == broken or path.startswith(broken + ".") for broken in self.broken)
 
 
 def build_section(section: type[S], entry: Entry, path: str, ledger: Ledger, **given: Any) -> S:
-    """Return the `section` of `entry`, with stand-ins for what is wrong; `given` are ready values."""
+    """Return the `section` of `entry`, with placeholders for wrong values. `given` are ready values."""
     valid = _build_valid(section, entry, given)
     if valid is not None:
         return valid
@@ -78,7 +77,10 @@ def build_section(section: type[S], entry: Entry, path: str, ledger: Ledger, **g
 
 
 def _build_valid(section: type[S], entry: Entry, given: Mapping[str, Any]) -> S | None:
-    """Return the section if nothing is wrong with it: field by field, for the messages, takes ten times as long."""
+    """Return the section if it is valid.
+
+    Conversion field by field, with messages, takes ten times as long.
+    """
     if not entry.is_mapping or given.keys() & entry.fields.keys():
         return None
     try:
@@ -104,7 +106,7 @@ def _build_field(section: type[Section], name: str, entry: Entry, path: str, led
 
 
 def _choose(options: tuple[type[Section], ...], entry: Entry) -> type[Section]:
-    """Return which of `options` the user means: a model with a `factory` is foreign."""
+    """Return the section that the user means: a model with a `factory` is a `CustomModel`."""
     if CustomModel in options and "factory" in entry.fields:
         return CustomModel
     return options[0]
@@ -118,12 +120,12 @@ def _invent_field(section: type[Section], name: str) -> Any:
 
 
 def report_unknown(entry: Entry, names: Iterable[str], path: str, ledger: Ledger) -> None:
-    """Report each field of the mapping `entry` that is not one of `names`, with where it belongs."""
+    """Report each field of the mapping `entry` that is not in `names`, and suggest where it belongs."""
     known = list(names)
     prefix = f"{path}." if path else ""
     unknown = {name: field for name, field in entry.fields.items() if name not in known}
     for number, (name, field) in enumerate(unknown.items()):
-        if number == _MOST_UNKNOWN:  # what is meant by each takes milliseconds to find
+        if number == _MOST_UNKNOWN:  # each search for a suggestion takes milliseconds
             message = f"and {len(unknown) - number} more unknown fields"
             ledger.reject(field, prefix + name, message, "write the fields that `moeverify schema` lists")
             return
@@ -137,7 +139,7 @@ def report_unknown(entry: Entry, names: Iterable[str], path: str, ledger: Ledger
 
 
 def _find_remedy(name: str, path: str, known: list[str], elsewhere: list[str]) -> str:
-    """Return what to do about the unknown field `name` at `path`, which belongs to the paths `elsewhere`."""
+    """Return a suggestion for the unknown field `name` at `path`, which belongs to the paths `elsewhere`."""
     if elsewhere:
         return f"move it to {' or '.join(f'`{place}`' for place in elsewhere)}"
     if path in index_fields().get(name, ()):

@@ -1,4 +1,4 @@
-"""Which cases `-k` means: `fsdp and not (cp or tp)`, each word a part of a case's name."""
+"""Selection of cases by `-k`, such as `fsdp and not (cp or tp)`. Each word is a part of a case name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ _TOKEN = re.compile(r"\s*(?:(?P<bracket>[()])|(?P<word>[^\s()]+))")
 
 
 class PatternError(ValueError):
-    """A pattern that is no expression; the text says why."""
+    """An invalid pattern. The text is the reason."""
 
 
 def compile_pattern(pattern: str) -> Match:
-    """Return the test of a case's name that `pattern` describes; capitals do not count.
+    """Return a predicate on case names for `pattern`. Ignores case.
 
-    Raises: PatternError.
+    `compile_pattern("fsdp and not cp")` matches `fsdp2-ep2` and not `fsdp-cp-ep`.
+
+    Raises: PatternError when the pattern is invalid.
     """
     tokens = [found.group("bracket") or found.group("word") for found in _TOKEN.finditer(pattern)]
     if not tokens:

@@ -1,4 +1,4 @@
-"""The nearest valid name for one that is not."""
+"""Suggestions of valid names for invalid ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ MAX_LISTED = 24
 
 
 def find_nearest(word: str, options: Iterable[str]) -> str | None:
-    """Return the one of `options` that `word` was probably meant to be; case, `-` and `_` do not count."""
+    """Return the option closest to `word`, if any is close. Ignores case and treats `-` as `_`."""
     by_key = {_fold(option): option for option in options}
     close = difflib.get_close_matches(_fold(word), by_key, n=1, cutoff=0.6)
     return by_key[close[0]] if close else None
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
-    """Return the remedy for an unknown `word`: the nearest of `options`, or else all of them."""
+    """Return a suggestion for an unknown `word`: the closest option, or else the list of options."""
     names = list(dict.fromkeys(options))
     nearest = find_nearest(word, names)
     if nearest is not None:
@@ -25,7 +25,7 @@ def suggest(word: str, options: Iterable[str]) -> str:
 
 
 def enumerate_names(names: Iterable[str], joint: str = ", ") -> str:
-    """Return `names` quoted and joined, cut off where the list gets too long to read."""
+    """Return `names` quoted and joined, cut off after 24 names."""
     quoted = [f"`{name}`" for name in names]
     if len(quoted) > MAX_LISTED:
         quoted = [*quoted[:MAX_LISTED], f"and {len(quoted) - MAX_LISTED} more"]

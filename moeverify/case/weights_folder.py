@@ -1,4 +1,4 @@
-"""A folder of weights that a recipe starts from, as far as files go: what is there, and a hash of it. No torch."""
+"""Folder with the initial weights of a recipe: existence check and content hash. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-# What makes a folder one of weights: of Hugging Face or megablocks, of several files, of torch's DCP.
+# Files that mark a folder of weights: one file of Hugging Face or megablocks, several files, or torch DCP.
 MARKS = ("model.safetensors", "model.safetensors.index.json", ".metadata")
-# What a model is read from: its values, which file has which, and what the values are called.
+# Files that a model is loaded from: tensors, index files, and metadata with names.
 _SUFFIXES = (".safetensors", ".safetensors.index.json", ".distcp")
 _NAMES = (".metadata", "config.json", "model.json")
 
 
 def find_problem(folder: Path) -> str:
-    """Return why a folder has no weights; nothing where it seems to have some."""
+    """Return why a folder has no weights, or an empty string if it appears to have some."""
     if not folder.is_dir():
         return f"there is no folder {folder}"
     if not any((folder / mark).exists() for mark in MARKS):
@@ -24,9 +24,9 @@ def find_problem(folder: Path) -> str:
 
 
 def hash_weights(folder: Path) -> str:
-    """Return 16 hex digits that change whenever a file of the weights does; of a folder that is not there too.
+    """Return 16 hex digits that change with any file of the weights. A missing folder also has a hash.
 
-    The content of every file is read, about 1 GB a second, once for each size and time of change in a process.
+    Reads the content of every file at about 1 GB/s, once per process for each size and modification time.
     """
     digest = hashlib.sha256()
     for path in _list_files(folder):
@@ -46,6 +46,6 @@ def _list_files(folder: Path) -> Iterator[Path]:
 
 @cache
 def _hash_file(path: Path, size: int, changed: int) -> str:
-    del size, changed  # parts of the key: a file that was written again is read again
+    del size, changed  # Part of the cache key: a modified file is read again.
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

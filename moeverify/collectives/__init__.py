@@ -1,1 +1,1 @@
-"""Watching the collectives that ranks issue."""
+"""Recording of the collectives that ranks issue."""

@@ -1,10 +1,13 @@
-"""The definitions of collectives, element by element: `moeverify comm` holds the real ones against them. No torch.
+"""Elementwise definitions of collectives, to which `moeverify comm` compares real ones.
 
-Element i of rank r has the value `step * r + i`, so that every number says where it comes from; `step` is a power of
-ten above every i. Gradients of outputs are numbered in the same way.
+Does not import torch.
 
-The backward is that of the sum of all ranks' losses. With y = A x over the elements of all ranks it is A transposed:
-an exchange goes back, a gather becomes a sum of which each rank gets its slice, and what was summed is copied.
+Element i of rank r has the value `step * r + i`, so that each value identifies its origin. `step` is a
+power of ten above every i. Gradients of outputs are numbered in the same way.
+
+The backward is the gradient of the sum of all ranks' losses. With y = A x over the elements of all ranks,
+it is A transposed. The backward of an all-to-all is the reverse all-to-all. The backward of a gather is a
+sum scattered to the ranks. The backward of a sum is a copy.
 """
 
 from __future__ import annotations
@@ -16,21 +19,22 @@ from moeverify.results.collective_name import Collective
 from moeverify.results.collective_run import Part, Parts, RankTransfer, Transfer, flatten
 
 Sizes = Sequence[Sequence[int]]
-"""Sizes[r][s]: how many elements the part has that rank r has for rank s."""
+"""Sizes[r][s]: number of elements that rank r has for rank s."""
 
 TAKES_SPLITS: Mapping[Collective, int] = {
     Collective.ALL_TO_ALL: 2,
     Collective.ALL_GATHER: 1,
     Collective.REDUCE_SCATTER: 1,
 }
-"""Whose parts may differ in size: 2 where each pair of ranks has a size of its own, 1 where each rank has one."""
+"""Collectives with parts of unequal size: 2 if each pair of ranks has a size, 1 if each rank has a size."""
 
 
 def define_transfer(collective: Collective, sizes: Sizes, source: int = 0) -> Transfer:
-    """Return what each rank gives and should get.
+    """Return the inputs and expected outputs of each rank.
 
-    Shapes: all_to_all has `sizes` (n, n), row r of what rank r sends; the others have one row: all_gather and
-    reduce_scatter (1, n) with the part of each rank, all_reduce and broadcast (1, n) with n times the same size.
+    Shapes: all_to_all has `sizes` (n, n), where row r holds the sizes that rank r sends. The others have
+    `sizes` (1, n): the part of each rank for all_gather and reduce_scatter, and n equal sizes for
+    all_reduce and broadcast.
     """
     inputs, outputs, back = _RULES[collective](sizes, source)
     padded = collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) and len(set(sizes[0])) > 1
@@ -54,11 +58,14 @@ def define_transfer(collective: Collective, sizes: Sizes, source: int = 0) -> Tr
 
 
 _Defined = tuple[list[Parts], list[Parts], list[Parts]]
-"""The parts of inputs, outputs and gradients of inputs, by rank."""
+"""Parts of the inputs, outputs and input gradients, by rank."""
 
 
 def _exchange(sizes: Sizes, source: int) -> _Defined:
-    """Rank s gets part s of every rank, in the order of the ranks; the way back has the sizes exchanged."""
+    """Define all_to_all: rank s gets part s of every rank, in rank order.
+
+    The backward transposes the sizes.
+    """
     ranks = range(len(sizes))
     inputs = _number_all(sizes)
     outputs = _transpose(inputs)
@@ -67,7 +74,7 @@ def _exchange(sizes: Sizes, source: int) -> _Defined:
 
 
 def _gather(sizes: Sizes, source: int) -> _Defined:
-    """Every rank gets the parts of all; a part's gradient is the sum of the slices that all ranks have of it."""
+    """Define all_gather. The gradient of a part is the sum of the slices that all ranks have of it."""
     (row,) = sizes
     inputs = _number_all([[size] for size in row])
     outputs = [tuple(parts[0] for parts in inputs)] * len(row)
@@ -76,7 +83,10 @@ def _gather(sizes: Sizes, source: int) -> _Defined:
 
 
 def _scatter_sum(sizes: Sizes, source: int) -> _Defined:
-    """Rank s gets the sum of all parts s; every rank's gradient of part s is that of rank s, which has the sum."""
+    """Define reduce_scatter: rank s gets the sum of all parts s.
+
+    Its gradient goes to part s of every rank.
+    """
     (row,) = sizes
     inputs = _number_all([row] * len(row))
     outputs: list[Parts] = [(total,) for total in _sum(inputs)]
@@ -85,7 +95,7 @@ def _scatter_sum(sizes: Sizes, source: int) -> _Defined:
 
 
 def _sum_all(sizes: Sizes, source: int) -> _Defined:
-    """Every rank gets the sum; each rank's gradient is the sum of all, since its input is in the sum of each."""
+    """Define all_reduce. Each input gradient is the sum of all output gradients."""
     (row,) = sizes
     inputs = _number_all([[size] for size in row])
     totals = tuple(_sum(inputs))
@@ -93,7 +103,7 @@ def _sum_all(sizes: Sizes, source: int) -> _Defined:
 
 
 def _copy(sizes: Sizes, source: int) -> _Defined:
-    """Every rank gets the input of the source, whose gradient is the sum of all; nobody uses the other inputs."""
+    """Define broadcast. The gradient of the source is the sum of all; the other inputs are unused."""
     (row,) = sizes
     inputs = _number_all([[size] for size in row])
     total = tuple(_sum(inputs))
@@ -111,7 +121,7 @@ _RULES: Mapping[Collective, Callable[[Sizes, int], _Defined]] = {
 
 
 def _number_all(sizes: Sizes) -> list[Parts]:
-    """Return the numbered parts of every rank, of which rank r has those of sizes[r]."""
+    """Return the numbered parts of every rank. Rank r has parts with the sizes `sizes[r]`."""
     step = _choose_step(max(map(sum, sizes)))
     return [_number(rank, row, step) for rank, row in enumerate(sizes)]
 
@@ -129,7 +139,7 @@ def _step(parts: Sequence[Parts]) -> int:
 
 
 def _choose_step(count: int) -> int:
-    """Return the power of ten, at least 100, that no index of so many elements reaches."""
+    """Return the smallest power of ten, at least 100, that is larger than any index below `count`."""
     return int(10 ** max(2, len(str(max(count - 1, 0)))))
 
 
@@ -138,7 +148,7 @@ def _transpose(parts: Sequence[Parts]) -> list[Parts]:
 
 
 def _sum(parts: Sequence[Parts]) -> list[Part]:
-    """Return, for each place, the elementwise sum of the parts that all ranks have there."""
+    """Return, for each position, the elementwise sum of the parts of all ranks."""
     return [
         Part(origin=None, values=tuple(map(sum, zip(*(part.values for part in same), strict=True))))
         for same in zip(*parts, strict=True)

@@ -1,4 +1,4 @@
-"""A rank's last collectives in a mapped file, which is still there when the rank is killed. No torch."""
+"""A memory-mapped file with a rank's last collectives, which survives a kill. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NUM_SLOTS = 64
 _SLOT_SIZE = 1024
 _STARTED, _FINISHED, _FAILED = b"SFX"
 _NAMES: Mapping[int, State] = {_STARTED: "started", _FINISHED: "finished", _FAILED: "failed"}
-_HEAD = 3  # the state, and the length of the text in two bytes
+_HEAD = 3  # one byte for the state, two for the length of the text
 
 
 class FlightFile:
-    """A ring of records in a file; writing one costs a copy into the page cache and no system call."""
+    """Ring buffer of records in a file. A write is a copy into the page cache, without a system call."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -26,7 +26,7 @@ class FlightFile:
         self._numbers = [0] * NUM_SLOTS
 
     def write(self, number: int, text: bytes) -> None:
-        """Put record `number` into its slot as started; a text too long for a slot leaves the slot empty."""
+        """Store record `number` as started. A text that is too long leaves the slot empty."""
         slot = number % NUM_SLOTS
         start = slot * _SLOT_SIZE
         size = len(text)
@@ -38,24 +38,23 @@ class FlightFile:
         self._map[start] = _STARTED
 
     def finish(self, number: int, success: bool) -> None:
-        """Mark record `number` as over, unless its slot has a later record by now."""
+        """Mark record `number` as finished or failed, unless a later record has replaced it."""
         slot = number % NUM_SLOTS
         start = slot * _SLOT_SIZE
         if self._numbers[slot] == number and self._map[start] != 0:
             self._map[start] = _FINISHED if success else _FAILED
 
     def clear(self) -> None:
-        """Forget all records."""
+        """Remove all records."""
         for slot in range(NUM_SLOTS):
             self._map[slot * _SLOT_SIZE] = 0
 
     def close(self) -> None:
-        """Unmap the file."""
         self._map.close()
 
 
 def read_flight(path: Path) -> list[CollectiveRecord]:
-    """Return the records in the file, oldest first; none when there is no such file."""
+    """Return the records in the file, oldest first, or an empty list if the file does not exist."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -68,6 +67,6 @@ def read_flight(path: Path) -> list[CollectiveRecord]:
         try:
             content = json.loads(data[start + _HEAD : start + _HEAD + size])
             records.append(CollectiveRecord(**content, state=_NAMES[data[start]]))
-        except ValueError:  # the rank was killed in the middle of this record
+        except ValueError:  # the rank was killed while it wrote this record
             continue
     return sorted(records, key=lambda record: record.number)

@@ -1,6 +1,6 @@
-"""From the traces of all ranks: in which collectives they wait, who is missing there, and where they disagreed.
+"""Analysis of a hang from the traces of all ranks: pending collectives, absent ranks and disagreements.
 
-No torch: the controller asks too, of what ranks that were killed have left behind.
+Does not import torch, because the controller also analyzes the traces that killed ranks left.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from moeverify.results.trace import CollectiveRecord
 
 How = Literal["in another of the group", "has left", "never entered"]
 Traces = Mapping[int, Sequence[CollectiveRecord]]
-"""Of each rank, what it has issued last, oldest first."""
+"""The last collectives of each rank, oldest first."""
 
 
 @dataclass(frozen=True)
 class HangView:
-    """A hang, what each rank waits for, and the ranks that the others wait for: those in no collective."""
+    """A hang, with the collective that each rank waits in.
+
+    `late` are the ranks in no collective, for which the others wait.
+    """
 
     hang: Hang
     waiting: Mapping[int, Waiting]
@@ -27,7 +30,7 @@ class HangView:
 
 
 def find_waits(traces: Traces, places: Mapping[int, str]) -> HangView:
-    """Return which ranks wait for which; `places` has where each rank's code is, as far as that is known."""
+    """Return which ranks wait for which. `places` holds the code location of each rank, if known."""
     pending = {rank: _find_open(trace) for rank, trace in traces.items()}
     waiting = {
         rank: Waiting(collective=record, place=places.get(rank, "") if record is None else "")
@@ -53,7 +56,7 @@ def find_waits(traces: Traces, places: Mapping[int, str]) -> HangView:
 
 
 def _identify(record: CollectiveRecord) -> tuple[object, ...]:
-    """Return what is the same for all ranks that wait in one collective, or for one message."""
+    """Return a key that is equal on all ranks that wait in the same collective or for the same message."""
     peer = record.peer if record.is_point_to_point else None
     return record.op, record.sequence, peer, record.group, record.group_name
 
@@ -63,7 +66,7 @@ def _find_open(trace: Sequence[CollectiveRecord]) -> CollectiveRecord | None:
 
 
 def _list_members(record: CollectiveRecord) -> tuple[int, ...]:
-    """Return the global ranks that a collective needs."""
+    """Return the global ranks that a collective requires."""
     if not record.is_point_to_point:
         return record.group
     return (record.group[record.peer],) if 0 <= record.peer < len(record.group) else ()
@@ -83,7 +86,7 @@ def _find_how(
 
 
 def find_disagreement(traces: Traces) -> Disagreement | None:
-    """Return where the ranks of one group first issued different collectives, as far as the traces go back."""
+    """Return the first collective that the ranks of one group issued differently, within the kept traces."""
     seen: dict[tuple[str, tuple[int, ...], int], dict[int, CollectiveRecord]] = {}
     for rank, trace in traces.items():
         for record in trace:

@@ -1,4 +1,4 @@
-"""One collective of a trace, and torch's operators that issue them."""
+"""The collectives of a trace, and the `c10d` operators that issue them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moeverify.results.trace import CollectiveRecord, State
 
 
 class Operator(NamedTuple):
-    """What people call an operator of `c10d`, and which arguments hold this rank's tensors and a peer or root.
+    """The common name of a `c10d` operator, and the positions of its tensors and of its peer or root.
 
-    gloo does a part of a `lazy` operator's work inside `Work.wait`, and never says that it is complete. With
-    `same_size` all ranks must bring tensors of one size, unless the call itself says how they are split.
+    For a `lazy` operator, gloo does part of the work inside `Work.wait` and never reports completion. With
+    `same_size`, all ranks must pass tensors of the same size, unless the call specifies splits.
     """
 
     label: str
@@ -58,9 +58,10 @@ OPERATORS = {
 
 
 class Group(NamedTuple):
-    """A process group: its name, its global ranks, the mesh axis that it was made for, and all as JSON.
+    """A process group: name, global ranks, mesh axis, and all of these as JSON in `head`.
 
-    `own` is this rank's place in it. The default group serves every axis that has all ranks, and names none.
+    `own` is the index of this rank in the group. The default group serves every axis that contains all
+    ranks, and has an empty axis name.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Group(NamedTuple):
     head: str
 
     def stream(self, sender: int | None = None, receiver: int | None = None) -> Stream:
-        """Return the stream of the group's collectives, or of the messages between two places in it."""
+        """Return the stream of the group's collectives, or of the messages between two of its members."""
         if sender is None or receiver is None:
             return Stream(self.name, tuple(self.ranks), self.axis)
         pair = (self.ranks[sender], self.ranks[receiver])
@@ -78,7 +79,7 @@ class Group(NamedTuple):
 
 
 class Collective:
-    """One collective; `work` is kept only until it is seen to be over, since it pins tensors."""
+    """One collective. `work` is dropped when it has completed, since it keeps tensors alive."""
 
     __slots__ = (
         "device",
@@ -114,7 +115,8 @@ class Collective:
         self.dtype = str(tensors[0].dtype)[6:] if tensors else ""
         self.signature = _sign(self, arguments)
         self.number = self.sequence = 0
-        self.stream: Stream | None = None  # in which it is number `place`: what the peers must issue too
+        # the stream in which `place` is its number; the peers must issue the same
+        self.stream: Stream | None = None
         self.place = 0
         self.started = time.time()
         self.finished = 0.0
@@ -126,16 +128,17 @@ class Collective:
             self.outputs = tuple(find_storage(tensor) for tensor in flatten(arguments[0]))
 
     def update(self) -> bool:
-        """Return whether it is over, after a look at its work."""
+        """Poll the work and return whether the collective has ended."""
         if is_captured(self.device):
-            return self.state != "started"  # to ask the device would be a part of what a graph repeats
+            return self.state != "started"  # a query of the device would become part of the captured graph
         if self.state == "started" and self.work is not None and self.work.is_completed():
-            # Perhaps with an error: whoever waits for it gets it. Asking here makes torch print a warning.
+            # It may have failed: whoever waits for it gets the error. Querying it here makes torch print a
+            # warning.
             self.state = "finished"
         return self.state != "started"
 
     def to_record(self) -> CollectiveRecord:
-        """Return the record that a trace shows; not validated, since a run has thousands."""
+        """Return the record for a trace. It is not validated, because a run has thousands of records."""
         return CollectiveRecord.model_construct(
             number=self.number,
             op=self.operator.label,
@@ -155,7 +158,7 @@ class Collective:
         )
 
     def to_flight(self) -> bytes:
-        """Return what the flight file keeps, as JSON; put together by hand, since every call pays for it."""
+        """Return the JSON record for the flight file, formatted by hand because every call pays for it."""
         return (
             f'{{"number": {self.number}, "op": "{self.operator.label}", {self.group.head}, '
             f'"sequence": {self.sequence}, "shape": {list(self.shape)}, "dtype": "{self.dtype}", '
@@ -165,9 +168,9 @@ class Collective:
 
 
 def _sign(collective: Collective, arguments: tuple[Any, ...]) -> str:
-    """Return what must be the same on all ranks that meet in a collective, in words.
+    """Return a text of the properties that must agree on all ranks of a collective.
 
-    Sizes of 1 are left out of a shape: they do not change what is exchanged.
+    Dimensions of size 1 are left out of the shape, since they do not change the data that is exchanged.
     """
     operator = collective.operator
     if operator.point_to_point:
@@ -185,7 +188,7 @@ def _sign(collective: Collective, arguments: tuple[Any, ...]) -> str:
 
 
 class _StreamMark:
-    """A point in the current CUDA stream; complete, like a work, when the device has passed it."""
+    """A point in the current CUDA stream, complete when the device has passed it, like a work."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -197,18 +200,18 @@ class _StreamMark:
 
 
 def find_work(returned: Any) -> dist.Work | None:
-    """Return the work among what an operator returned; NCCL's synchronous calls have none."""
+    """Return the work in the return value of an operator, or None. Synchronous NCCL calls have none."""
     work = returned[-1] if isinstance(returned, tuple | list) else returned
     return dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else None
 
 
 def is_captured(device: str) -> bool:
-    """Return whether what is issued now for a device becomes a part of a CUDA graph, and begins when that does."""
+    """Return whether calls for this device are being captured into a CUDA graph."""
     return device == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def mark_stream(device: str) -> _StreamMark | None:
-    """Return something to ask whether a collective without a work is over, where the device can say."""
+    """Return a completion query for a collective without a work, or None if the device has none."""
     return _StreamMark() if device == "cuda" else None
 
 
@@ -222,7 +225,7 @@ def flatten(tensors: Any) -> Iterator[torch.Tensor]:
 
 
 def find_storage(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; 0 for one that has none, such as a fake tensor."""
+    """Return the address of a tensor's storage, or 0 for a tensor without one, such as a fake tensor."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -230,7 +233,7 @@ def find_storage(tensor: torch.Tensor) -> int:
 
 
 def find_group(arguments: tuple[Any, ...]) -> dist.ProcessGroup:
-    """Return the group among an operator's arguments: in every schema it is the first script object."""
+    """Return the group in an operator's arguments: in every schema it is the first script object."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
@@ -238,7 +241,7 @@ def find_group(arguments: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def describe_group(handle: dist.ProcessGroup) -> Group:
-    """Return a group's name and ranks; counted from 0 for a group that torch.distributed did not make."""
+    """Return a description of a group. Ranks of a group not made by torch.distributed count from 0."""
     try:
         ranks = list(dist.get_process_group_ranks(handle))
     except (KeyError, ValueError, RuntimeError):

@@ -1,9 +1,9 @@
-"""The collectives of a rank, by group and in order: enough to see whether the ranks of a group agree. No torch.
+"""Record of a rank's collectives by group and in order, to detect disagreement. Does not import torch.
 
-Ranks that meet in a collective must issue the same ones in the same order, with the same element type, and where
-nothing allows other sizes with the same size. What must be the same is a `signature`; a stream is a group, or for
-point-to-point a sender and a receiver in a group. Each stream has a count and a hash of all of its signatures, and
-the signatures themselves, one small integer each, as far as there is room.
+The ranks of a group must issue the same collectives in the same order, with the same dtype and, unless
+other sizes are allowed, the same size. A `signature` holds these properties. A stream is a group, or a
+(sender, receiver) pair for point-to-point messages. Each stream has a count and a hash of all signatures.
+The signatures themselves are kept as one small integer each, up to a limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class Stream(NamedTuple):
-    """Which collectives must be the same on which ranks: all of a group's, or the messages of one pair.
+    """Collectives that must agree on some ranks: all of a group, or the messages of one pair.
 
     The ranks of a pair are (sender, receiver).
     """
@@ -33,14 +33,14 @@ class Stream(NamedTuple):
 
 
 class Page(NamedTuple):
-    """The count and the hash of a stream on one rank."""
+    """The count and hash of a stream on one rank."""
 
     number: int
     hash: int
 
 
 class Entry(NamedTuple):
-    """One collective: what must be the same on all ranks, and from where it was called."""
+    """One collective: the properties that must agree on all ranks, and the call site."""
 
     signature: str
     site: str
@@ -48,9 +48,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first collective of a stream in which ranks differ: its number from 1, and what each rank has there.
+    """The first collective of a stream in which ranks differ: its number, from 1, and the entry of each rank.
 
-    An entry is None where the rank issued no further collective, and where that is no longer known: `is_known`.
+    An entry is None if the rank issued no further collective. If `is_known` is false, the entries were no
+    longer kept.
     """
 
     stream: Stream
@@ -60,7 +61,7 @@ class Disagreement:
     is_known: bool = True
 
     def list_issues(self) -> tuple[Issue, ...]:
-        """Return what was issued at the place where ranks differ, that of most ranks first; nothing if not known."""
+        """Return the collectives issued at the disagreement, most common first, or () if they are unknown."""
         if not self.is_known:
             return ()
         ranks_of: dict[Entry | None, list[int]] = {}
@@ -74,7 +75,7 @@ class Disagreement:
         )
 
     def find_odd(self) -> int:
-        """Return a rank that does what the fewest do."""
+        """Return a rank that issued the rarest collective."""
         groups: dict[str, list[int]] = {}
         for rank, entry in self.entries.items():
             groups.setdefault(entry.signature if entry is not None else "", []).append(rank)
@@ -82,7 +83,7 @@ class Disagreement:
 
 
 class Ledger:
-    """The streams of this rank since the last `clear`. Not thread-safe by itself."""
+    """The streams of this rank since the last `clear`. Not thread-safe."""
 
     def __init__(self, room: int = ROOM) -> None:
         self._room = room
@@ -92,8 +93,8 @@ class Ledger:
         self._names: list[Entry] = []
 
     def note(self, stream: Stream, signature: str, site: str) -> int:
-        """Take in the next collective of a stream, and return its number in it, from 1."""
-        kind = self._kinds.get((signature, site))  # type: ignore[call-overload]  # a tuple is equal to the entry
+        """Record the next collective of a stream, and return its number in the stream, from 1."""
+        kind = self._kinds.get((signature, site))  # type: ignore[call-overload]  # a tuple equals it
         if kind is None:
             kind = self._learn(Entry(signature, site))
         page = self._pages.get(stream)
@@ -107,18 +108,18 @@ class Ledger:
         return page[0]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all streams."""
         self._pages.clear()
         self._entries.clear()
         self._kinds.clear()
         self._names.clear()
 
     def pages(self) -> dict[Stream, Page]:
-        """Return count and hash of every stream."""
+        """Return the count and hash of every stream."""
         return {stream: Page(*page) for stream, page in self._pages.items()}
 
     def entries(self, stream: Stream) -> list[Entry]:
-        """Return the first collectives of a stream, as many as there was room for."""
+        """Return the recorded prefix of a stream."""
         return [self._names[number] for number in self._entries.get(stream, ())]
 
     def _learn(self, entry: Entry) -> tuple[int, int]:
@@ -129,7 +130,7 @@ class Ledger:
 
 
 def find_unequal(by_rank: Sequence[Mapping[Stream, Page]]) -> list[Stream]:
-    """Return the streams whose ranks differ in count or hash; of ranks that are not here nothing is said."""
+    """Return the streams whose ranks differ in count or hash. Ranks that are not in `by_rank` are ignored."""
     streams = sorted({stream for pages in by_rank for stream in pages})
     return [
         stream
@@ -139,7 +140,7 @@ def find_unequal(by_rank: Sequence[Mapping[Stream, Page]]) -> list[Stream]:
 
 
 def locate(stream: Stream, counts: Mapping[int, int], entries: Mapping[int, Sequence[Entry]]) -> Disagreement:
-    """Return the first collective in which the ranks of a stream differ, from what each has kept of it."""
+    """Return the first collective in which the ranks of a stream differ, given the entries each rank kept."""
     longest = max(map(len, entries.values()), default=0)
     for position in range(longest):
         here = {rank: kept[position] if position < len(kept) else None for rank, kept in entries.items()}

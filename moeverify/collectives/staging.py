@@ -1,8 +1,8 @@
-"""Collectives of ranks that share a GPU which gloo cannot begin there: their tensors go through the CPU.
+"""Staging through the CPU of GPU collectives that gloo cannot perform, for ranks that share a GPU.
 
-torch's gloo copies tensors of GPUs by itself in most collectives. It hands the address of a message's tensor to a
-socket as it is, and reads the tensors of the coalesced collectives, which DTensor issues, as if the host could: the
-process ends in a segmentation fault (torch 2.11 to 2.13, ProcessGroupGloo.cpp).
+In most collectives the gloo backend of torch copies GPU tensors itself. It passes the GPU address of a
+point-to-point message directly to a socket, and reads the tensors of coalesced collectives, which DTensor
+issues, on the host. Both end in a segmentation fault (torch 2.11 to 2.13, ProcessGroupGloo.cpp).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PythonCallbackWork
 
 _CPU = torch.device("cpu")
-# Straight to gloo: who listens to the collectives of this process has heard of the one that is staged.
+# Dispatch directly to gloo: observers of collectives have already seen the staged one.
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def stage_collectives(device_type: str = "CUDA") -> torch.library.Library:
-    """Let messages and coalesced collectives of tensors on these devices go through the CPU.
+    """Stage messages and coalesced collectives of tensors on this device type through the CPU.
 
-    For groups of gloo alone, as long as the library that it returns: NCCL reads a GPU's memory by itself.
+    Only for gloo groups: NCCL reads GPU memory directly. Active for the lifetime of the returned library.
     """
     library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in _KERNELS.items():
@@ -33,20 +33,20 @@ def stage_collectives(device_type: str = "CUDA") -> torch.library.Library:
 
 
 def send_staged(tensors: Sequence[Tensor], group: Any, destination: int, tag: int) -> Any:
-    """Send a copy of the one tensor; Collective: the group's rank `destination` receives."""
+    """Send a copy of the single tensor. Collective: the group's rank `destination` receives."""
     (tensor,) = tensors
     return _cpu_backend(group).send([_copy(tensor)], destination, tag).boxed()
 
 
 def receive_staged(tensors: Sequence[Tensor], group: Any, source: int, tag: int) -> Any:
-    """Receive into a copy, and copy it into the one tensor when someone waits for the work that is returned."""
+    """Receive into a CPU copy. The returned work copies it into the single tensor when waited for."""
     (tensor,) = tensors
     arriving = _make_room(tensor)
     return _deliver([_cpu_backend(group).recv([arriving], source, tag)], [arriving], [tensor])
 
 
 def gather_staged(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any, *options: Any) -> Any:
-    """Gather each input of (n, ...) into the output of (ranks * n, ...) at its place; Collective: all ranks."""
+    """Gather each input (n, ...) into the output (ranks * n, ...). Collective: all ranks."""
     arriving = [_make_room(tensor) for tensor in outputs]
     gather = torch.ops.c10d._allgather_base_.default.redispatch
     works = [
@@ -59,7 +59,7 @@ def gather_staged(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: An
 def scatter_sums_staged(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any, operation: Any, *options: Any
 ) -> Any:
-    """Reduce each input of (ranks * n, ...) and scatter it to the output of (n, ...); Collective: all ranks."""
+    """Reduce each input (ranks * n, ...) and scatter it to the output (n, ...). Collective: all ranks."""
     arriving = [_make_room(tensor) for tensor in outputs]
     scatter = torch.ops.c10d._reduce_scatter_base_.default.redispatch
     works = [
@@ -70,7 +70,7 @@ def scatter_sums_staged(
 
 
 def reduce_staged(tensors: Sequence[Tensor], group: Any, operation: Any, *options: Any) -> Any:
-    """Reduce each of the tensors in place; Collective: all ranks of the group."""
+    """Reduce each of the tensors in place. Collective: all ranks of the group."""
     arriving = [_copy(tensor) for tensor in tensors]
     reduce = torch.ops.c10d.allreduce_.default.redispatch
     works = [reduce(_KEYS, [tensor], group, operation, None, *options)[1] for tensor in arriving]
@@ -78,7 +78,7 @@ def reduce_staged(tensors: Sequence[Tensor], group: Any, operation: Any, *option
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU that the sender may not change any more, its elements in order."""
+    """Return a contiguous CPU copy that later writes by the sender do not affect."""
     return tensor.detach().to(_CPU, copy=True).contiguous()
 
 
@@ -87,14 +87,14 @@ def _make_room(tensor: Tensor) -> Tensor:
 
 
 def _deliver(works: Iterable[Any], arriving: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-    """Return a work that is over when all works are, and what has arrived is in its place."""
+    """Return a work that waits for all works and then copies the received data into the tensors."""
     under_way = list(works)
 
     def finish(timeout: timedelta) -> bool:
-        # A wait without a limit of its own has zero for it, or -1 milliseconds: then the group's counts.
+        # A wait without a timeout passes zero or -1 milliseconds. The timeout of the group applies then.
         limit = (timeout,) if timeout > timedelta(0) else ()
         ends = [bool(work.wait(*limit)) for work in under_way]
-        # A stage of a pipeline receives into leaves that want a gradient.
+        # A pipeline stage receives into leaf tensors that require gradients.
         with torch.no_grad():
             for tensor, arrived in zip(tensors, arriving, strict=True):
                 tensor.copy_(arrived)

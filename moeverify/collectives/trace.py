@@ -1,8 +1,9 @@
-"""Every collective that this process issues, recorded below all of torch's ways to issue one.
+"""Trace of every collective that this process issues, recorded below all torch APIs that issue one.
 
-torch.distributed's functions, functional collectives (DTensor), FSDP and the C++ reducer of DDP all end in an
-operator of the `c10d` library, for every backend. The trace adds a kernel to these operators at the
-BackendSelect key, which every call passes once (also under inference mode), and calls on from there.
+The functions of torch.distributed, functional collectives (DTensor), FSDP and the C++ reducer of DDP all
+call an operator of the `c10d` library, for every backend. The trace registers a kernel for these operators
+at the BackendSelect key, which each call passes exactly once (also in inference mode), and redispatches
+from there.
 """
 
 from __future__ import annotations
@@ -37,23 +38,22 @@ from moeverify.collectives.ledger import Ledger, Stream
 from moeverify.results.trace import CollectiveRecord, State
 
 _INNER = (str(Path(torch.__file__).parent), __file__, "<")
-# Decorators of these wrap torch's functions, and stand between them and their caller.
+# Decorators from these files wrap torch functions, so their frames are between a torch function and its
+# caller.
 _WRAPPERS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
-# What modes are made of: those of moeverify, of torch and of adapters stand between a call and its caller too.
+# Methods of torch function and dispatch modes. Their frames are also between a call and its caller.
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 
 
 class CollectiveTrace:
-    """A context manager that records collectives, the newest `capacity` of them.
+    """Context manager that records the newest `capacity` collectives.
 
-    `ledger` has count and hash of all that was issued on each group, to be compared between ranks.
-
-    `on_all_reduce` is called with the number of an all-reduce, and with each tensor that this rank brings to it;
-    `on_broadcast` likewise;
-    `on_issue` before any collective, with it, the frame that issues it, and the operands.
-
-    With a `path`, the last records are also kept in a file, for `flight_recorder.read_flight`.
+    `ledger` holds the count and hash of all collectives of each group, for comparison between ranks.
+    `on_all_reduce` is called with the number of an all-reduce and each input tensor of this rank.
+    `on_broadcast` is the same for broadcasts. `on_issue` is called before any collective, with the
+    collective, the calling frame and the operands. With a `path`, the last records are also written to a
+    file, for `flight_recorder.read_flight`.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 4096) -> None:
@@ -73,7 +73,7 @@ class CollectiveTrace:
         self._wait: Any = None
 
     def __enter__(self) -> Self:
-        """Begin to record. One trace records at a time in a process."""
+        """Start recording. Only one trace per process can record at a time."""
         library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         for name, operator in OPERATORS.items():
             kernel = self._make_kernel(operator, getattr(torch.ops.c10d, name).default.redispatch)
@@ -89,7 +89,7 @@ class CollectiveTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        """End recording; what was recorded stays readable."""
+        """Stop recording. The records remain readable."""
         dist.Work.wait = self._wait  # type: ignore[method-assign]
         for library in self._libraries:
             library._destroy()
@@ -103,11 +103,11 @@ class CollectiveTrace:
 
     @property
     def num_collectives(self) -> int:
-        """Return how many collectives this process has issued since the reset."""
+        """Return the number of collectives that this process has issued since the last reset."""
         return self._number
 
     def reset(self) -> None:
-        """Forget all records, and begin to count at 1 again."""
+        """Remove all records, and restart numbering at 1."""
         with self._lock:
             self._collectives.clear()
             self._open.clear()
@@ -120,12 +120,12 @@ class CollectiveTrace:
                 self._flight.clear()
 
     def seal(self) -> None:
-        """Let the file stay as it is now, whatever becomes of the collectives that are still open."""
+        """Stop writing to the file, regardless of the outcome of pending collectives."""
         with self._lock:
             self._flight = None
 
     def poll(self) -> None:
-        """Look which collectives are over; cheap, and any thread may do it."""
+        """Update the state of pending collectives. Cheap and thread-safe."""
         with self._lock:
             self._close_finished()
 
@@ -135,15 +135,15 @@ class CollectiveTrace:
         return [collective.to_record() for collective in list(self._collectives)]
 
     def since(self, number: int) -> list[CollectiveRecord]:
-        """Return the records of what came after the collective of this number, oldest first."""
+        """Return the records of the collectives after `number`, oldest first."""
         if self._number == number:
-            return []  # asked often
+            return []  # a frequent case
         return [
             collective.to_record() for collective in list(self._collectives) if collective.number > number
         ]
 
     def last(self) -> CollectiveRecord | None:
-        """Return the newest record."""
+        """Return the newest record, or None."""
         self.poll()
         return self._collectives[-1].to_record() if self._collectives else None
 
@@ -207,7 +207,7 @@ class CollectiveTrace:
         collective = Collective(operator, group, arguments, find_site())
         key = (group.head, collective.peer) if operator.point_to_point else group.head
         with self._lock:
-            # Not all of them: on CUDA hundreds may be under way.
+            # Check only a prefix: on CUDA hundreds may be pending.
             while self._open and self._open[0].update():
                 self._close(self._open.popleft())
             self._counts[key] = collective.sequence = self._counts.get(key, 0) + 1
@@ -221,7 +221,7 @@ class CollectiveTrace:
         return collective
 
     def _note(self, collective: Collective) -> None:
-        """Write into the ledger what the peers must issue too."""
+        """Record in the ledger the properties that must agree on the peers."""
         group, operator, peer = collective.group, collective.operator, collective.peer
         if len(group.ranks) == 1:
             return
@@ -230,7 +230,7 @@ class CollectiveTrace:
             if stream is None:
                 stream = self._streams[group.head] = group.stream()
         elif operator.peer_at is None:
-            return  # from whoever comes first: there is no order to agree in
+            return  # any sender matches, so no order has to agree
         else:
             pair = (group.own, peer) if operator.label == "send" else (peer, group.own)
             stream = group.stream(*pair)
@@ -243,7 +243,7 @@ class CollectiveTrace:
             self._close_finished()
 
     def _finish_lazy(self, matches: Callable[[Collective], bool]) -> None:
-        """Mark the lazy collectives that somebody has waited for."""
+        """Mark the lazy collectives that were waited for as finished."""
         with self._lock:
             waited_for = [each for each in self._open if each.outputs and matches(each)]
             for collective in waited_for:
@@ -252,7 +252,7 @@ class CollectiveTrace:
                 self._close_finished()
 
     def _mark_failed(self, work_id: int) -> None:
-        """Mark the collective of a work whose waiter got an error; without an id, the oldest that is open."""
+        """Mark the collective of a failed work. If the id is unknown, mark the oldest pending collective."""
         with self._lock:
             recent = list(self._collectives)[-NUM_SLOTS:]
             known = (
@@ -281,18 +281,18 @@ class CollectiveTrace:
 
 
 def find_site(*also: str) -> str:
-    """Return `file:line in function` of the call that issues a collective, or nothing.
+    """Return `file:line in function` of the call that issues a collective, or an empty string.
 
-    Files of `also` stand between a call and its caller too.
+    `also` holds more files whose frames are skipped.
     """
     frame = find_call(also)
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def find_call(also: tuple[str, ...] = ()) -> FrameType | None:
-    """Return the first frame that is not torch's, or None.
+    """Return the innermost frame outside torch, or None.
 
-    On CUDA the backward pass has a thread of its own, with no frame but this trace's.
+    On CUDA the backward pass runs in its own thread, which has only frames of this trace.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

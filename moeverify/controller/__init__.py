@@ -1,1 +1,1 @@
-"""The process that a user starts: it plans jobs, starts ranks, and reports verdicts. Imports no torch."""
+"""The controller process: plans jobs, starts ranks, and reports verdicts. Does not import torch."""

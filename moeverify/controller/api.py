@@ -1,4 +1,4 @@
-"""`moeverify.verify`: one model under one layout, from Python. No torch."""
+"""`moeverify.verify`: verification of one model under one layout from Python. Does not import torch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Function = str | Callable[..., Any]
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What came of `moeverify.verify`; `print` it for the report that the command line gives."""
+    """Result of `moeverify.verify`. `print` shows the same report as the command line."""
 
     result: RunResult
 
     @property
     def case(self) -> CaseResult:
-        """Return the verdict with its checks and findings, as `--json` writes it."""
+        """Return the verdict with its checks and findings, in the form of `--json`."""
         return self.result.cases[0]
 
     @property
@@ -45,11 +45,11 @@ class Verification:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return what differs."""
+        """Return the differences between the layout and a single device."""
         return self.case.findings
 
     def __str__(self) -> str:
-        """Return the report."""
+        """Return the report as text."""
         out = StringIO()
         render_run(self.result, open_console(out))
         return out.getvalue().rstrip()
@@ -80,17 +80,18 @@ def verify(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     escalate: bool = True,
 ) -> Verification:
-    """Return what one device and the layout, on ranks of its own, compute differently.
+    """Return the differences between training under a layout and training on a single device.
 
-    `model(**arguments)` makes the model; with `parallelize(model, mesh)` the user's code divides it, without
-    it torch's DDP, FSDP1 or FSDP2 does. `step(model, optimizer, micro_batches)` makes the optimizer steps, if it is
-    given. Functions are given themselves or as `package.module:function`; the
-    ranks import them, so they must stand in a module. `layout`, `optimizer` and `checks` have the fields that
-    they have in a case file, and so have the numbers. With `escalate`, a finding below float64 without a sure cause
-    is looked at in wider precisions, as `moeverify run` does. A pass is not: the model may keep a dtype of its own.
+    `model(**arguments)` creates the model. `parallelize(model, mesh)` is the user's parallel code. Without
+    it the model is wrapped by DDP, FSDP1 or FSDP2. `step(model, optimizer, micro_batches)` performs an
+    optimizer step, if given. A function is passed as an object or as `package.module:function`. The ranks
+    import it, so it must be defined at the top level of a module. `layout`, `optimizer` and `checks` have
+    the same fields as in a case file, and so have the other arguments. With `escalate`, a finding below
+    float64 without a certain cause is examined in wider precisions, as in `moeverify run`. A passing result
+    is not, because the model may use a fixed dtype of its own.
 
-    Raises: CaseError where the case is no valid one, MachineError where this machine has too few ranks for it
-    or this process is itself one of several ranks.
+    Raises: CaseError when the case is invalid; MachineError when this machine supports too few ranks or
+    when this process is itself one of several ranks.
     """
     if external_world() is not None:
         raise MachineError("verify() starts its own ranks; under torchrun or srun use `moeverify run CASE`")
@@ -117,14 +118,14 @@ def verify(
 
 
 def _run(case: Case, device: Literal["auto", "cpu", "cuda"], *, escalates: bool) -> Verification:
-    """Return what came of a case for which no golden is recorded."""
+    """Return the verification of a case without a recorded golden."""
     with scratch_folder() as nothing:
         options = RunOptions(device=device, golden_folder=nothing)
         result = run_cases([case], options, _ignore)
         assert result is not None
         if result.cases[0].verdict == "skipped":
             raise MachineError(result.cases[0].reason)
-        # The notes say that no golden is recorded: here none is meant to be.
+        # The notes only report that no golden is recorded, which is intended here.
         quiet = result.cases[0].model_copy(update={"notes": ()})
         result = result.model_copy(update={"cases": (quiet,)})
         if escalates:
@@ -135,7 +136,8 @@ def _run(case: Case, device: Literal["auto", "cpu", "cuda"], *, escalates: bool)
 def name_function(function: Function, field: str) -> str:
     """Return `package.module:function` for a function that the ranks can import.
 
-    Raises: CaseError for what they cannot: a lambda, a function inside another, of the main script, or none.
+    Raises: CaseError when they cannot import it: a lambda, a nested function, a function of the main
+    script, or an object that is not a function.
     """
     if isinstance(function, str):
         return function
@@ -169,4 +171,4 @@ def _check_plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ignore(event: Event) -> None:
-    """Take an event that nobody watches."""
+    """Ignore an event."""

@@ -1,4 +1,4 @@
-"""Measures cases from the controller: each on its ranks, one after the other. No torch in this process."""
+"""Time measurements of cases, one after the other on their ranks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TIMEOUT = 900.0
 
 
 class Bench:
-    """The measuring of some cases, one after the other: `measured` are those that are over, by their names.
+    """Measurement of several cases in order. `measured` maps the name of each finished case to its result.
 
-    Where it ends early, `result` still has what was measured until then. `profiles` has for the name of a case the
-    folder in which each rank leaves the trace of a step.
+    If the run ends early, `result` contains the measurements so far. `profiles` maps the name of a case to
+    the folder in which each rank writes the trace of one step.
 
-    Raises: MachineError where the device that was asked for is not there.
+    Raises: MachineError when the requested device does not exist.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Bench:
         timeout: float | None,
         profiles: Mapping[str, Path] | None = None,
     ) -> None:
-        # Times of GPUs that ranks share would say nothing.
+        # NCCL requires one GPU per rank: timings of GPUs shared by ranks would be meaningless.
         self._machine = Machine.find(device, "nccl", num_ranks=num_ranks)
         self._cases = cases
         self._warmup, self._steps = warmup, steps
@@ -59,7 +59,7 @@ class Bench:
         self.measured: dict[str, Measurement] = {}
 
     def run(self, on_event: Callable[[Event], None]) -> None:
-        """Measure each case, and tell each as soon as it is known."""
+        """Measure each case, and emit an event when its measurement is known."""
         tasks = []
         for case in self._cases:
             obstacle = find_obstacle(case, self._machine)
@@ -84,9 +84,11 @@ class Bench:
 
     @property
     def result(self) -> BenchRun | None:
-        """Return what each case costs, in their order; on any rank but the first of an external launch, None.
+        """Return the measurements in the order of the cases.
 
-        A case that is not over says so.
+        Return None on ranks other than 0 of an external launch.
+
+        A case that has not finished has a reason instead of a measurement.
         """
         world = external_world()
         if world is not None and world.rank != 0:
@@ -121,7 +123,7 @@ class Bench:
 
 
 def mark_swept(result: BenchRun, combinations: Sequence[Combination]) -> BenchRun:
-    """Return the result with the values of a sweep beside each case, and a row for each that was refused."""
+    """Return the result with the sweep values of each case, and one row for each rejected combination."""
     measured = {case.name: case for case in result.cases}
     rows: list[Measurement] = []
     for combination in combinations:
@@ -134,7 +136,7 @@ def mark_swept(result: BenchRun, combinations: Sequence[Combination]) -> BenchRu
 
 
 def _judge(case: Case, outcome: JobOutcome) -> Measurement:
-    """Return what was measured of a case, or why nothing was."""
+    """Return the measurement of a case, or the reason for its absence."""
     answer = read_outcome(outcome, BenchResult)
     if isinstance(answer, BenchResult):
         return answer.measurement.model_copy(update=_name(case))

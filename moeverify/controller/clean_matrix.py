@@ -1,4 +1,4 @@
-"""The clean matrix: runs in which nothing is wrong, over layouts, recipes, precisions, seeds and null faults."""
+"""The clean matrix: correct runs over layouts, recipes, precisions, seeds and null faults."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ NARROW: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     ("mixed", "float8 by rows, forced blocks", {**_ROWS, **_BLOCKS}),
     ("bfloat16", "float8 by tensors", {"recipe": {"float8": "tensorwise"}}),
 )
-"""(precision, name, options) of further runs of one recipe under every layout, whose own fields come first."""
+"""(precision, name, options) of additional runs of one recipe under every layout. The layout's fields win."""
 
 REVERSED = "moeverify.faults.null:reverse_reductions"
-"""A null fault, by name: its module imports torch."""
+"""A null fault, by name because its module imports torch."""
 
-CleanRun = tuple[str, Case, str | None]  # its group, the case, and its null fault
+CleanRun = tuple[str, Case, str | None]  # (group, case, null fault)
 
 
 def clean_cases(num_seeds: int) -> Iterator[CleanRun]:
-    """Yield (group, case, null fault) of every clean run whose layout fits its recipe."""
+    """Yield (group, case, null fault) of every clean run whose layout is valid for its recipe."""
     for seed in range(num_seeds):
         for recipe, options in RECIPES.items():
             for layout, degrees in LAYOUTS.items():
@@ -112,7 +112,7 @@ def clean_cases(num_seeds: int) -> Iterator[CleanRun]:
 
 
 def _make_variants(recipe: str, seed: int, layout: str, degrees: Mapping[str, Any]) -> Iterator[CleanRun]:
-    """Yield the runs of a layout with forced steps or blocks, micro-batches, or linear layers in float8."""
+    """Yield the runs of a layout with forced steps or blocks, micro-batches, or float8 linear layers."""
     for precision, variant, change in NARROW:
         options = {**RECIPES[recipe], **change}
         for _, case, _ in _make(precision, f"{variant}, {recipe}, {layout}", seed, options, degrees):
@@ -143,9 +143,9 @@ def _make(
 
 
 def choose_clean(num_seeds: int, pattern: str | None = None) -> list[CleanRun]:
-    """Return the clean runs whose names match a pattern; all by default.
+    """Return the clean runs whose names match a pattern, or all runs without a pattern.
 
-    Raises: CaseError where the pattern cannot be read, or nothing matches it.
+    Raises: CaseError when the pattern is invalid or nothing matches.
     """
     runs = list(clean_cases(num_seeds))
     if pattern is None:
@@ -167,9 +167,9 @@ def run_clean(
     on_event: OnEvent,
     kept: KeptRows[CleanRow],
 ) -> list[CleanRow]:
-    """Return one row a clean run; whatever is not `pass` is a false positive or a run that did not end.
+    """Return one row per clean run. Any verdict but `pass` is a false positive or an incomplete run.
 
-    What is in `kept` is not run again, and what comes is added to it.
+    Runs that are in `kept` are not repeated, and new rows are added to it.
     """
     groups = {case.name: group for group, case, _ in runs}
     left = [(case, null) for _, case, null in runs if case.name not in kept.rows]

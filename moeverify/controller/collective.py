@@ -1,4 +1,4 @@
-"""`moeverify comm`: runs one collective on real ranks, beside its definition. No torch in this process."""
+"""`moeverify comm`: one collective on real ranks, next to its definition. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moeverify.results.collective_run import CollectiveRun, RankValues
 from moeverify.results.obstacle import TooFewRanks
 
 TIMEOUT = 120.0
-"""Seconds that the collective may take, with the building of its group."""
+"""Timeout of the collective in seconds, including the creation of its group."""
 
 
 def run_collective(
@@ -34,9 +34,11 @@ def run_collective(
     entry: str = COLLECTIVE_WORKER,
     on_event: Callable[[LaunchEvent], None] = lambda event: None,
 ) -> CollectiveRun | None:
-    """Return what each rank gave, should have got and got; on any rank but the first of an external launch, None.
+    """Return the inputs, expected outputs and actual outputs of each rank.
 
-    Raises: MachineError where there are too few ranks or GPUs; RankFailure where one is lost.
+    Return None on ranks other than 0 of an external launch.
+
+    Raises: MachineError when there are too few ranks or GPUs; RankFailure when a rank is lost.
     """
     machine = Machine.find(device, backend)
     if num_ranks > machine.limit.most:
@@ -64,7 +66,7 @@ def run_collective(
 
 
 def _read_values(outcome: JobOutcome) -> tuple[RankValues, ...] | str:
-    """Return what each rank got, or why that is not known."""
+    """Return the values of each rank, or a message if the job failed."""
     answer = read_outcome(outcome, CollectiveResult)
     if isinstance(answer, CollectiveResult):
         return answer.values

@@ -1,4 +1,7 @@
-"""`moeverify run --debug`: trains a case again, and stops its ranks where the first finding is made. No torch."""
+"""`moeverify run --debug`: trains a case again and stops its ranks at the first finding.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,10 @@ from moeverify.results.operation import Altered, Scaled
 from moeverify.results.run import CaseResult
 
 PATIENCE = 7 * 86400.0
-"""Seconds that somebody may look at stopped ranks."""
+"""Time limit of a debugging session in seconds."""
 
 _SHOWN = frozenset(Kind)
-# Quantities that a module makes in one call.
+# Quantities that a module produces in one call.
 _DIRECTIONS: Mapping[Quantity, Direction] = {
     Quantity.OUTPUT: "forward",
     Quantity.MODULE_GRADIENT: "backward",
@@ -47,10 +50,11 @@ _DIRECTIONS: Mapping[Quantity, Direction] = {
 
 
 def find_stop(result: CaseResult) -> StopPoint | None:
-    """Return where ranks should stop to look at the first finding of a case, or None where there is no such place.
+    """Return the point at which ranks should stop to inspect the first finding, or None if there is none.
 
-    That is a tensor that they make, or a collective that they do not issue alike, in which a run without findings may
-    have hung. What a run in a wider precision has named is not made in this one; then it is what that explains here.
+    The point is a tensor that the ranks compute, or a collective that they issue differently. The latter
+    also applies to a run that hung without findings. A finding named by a run in a wider precision does not
+    occur in this precision. In that case the finding of this case that it explains is used.
     """
     if result.verdict == "error":
         return _find_disagreement(result)
@@ -66,14 +70,14 @@ def find_stop(result: CaseResult) -> StopPoint | None:
 
 
 def _is_made(finding: Finding) -> bool:
-    """Return whether a finding is about a tensor or a collective of ranks, and not of a whole axis."""
+    """Return whether a finding concerns a tensor or collective on ranks, and not a whole mesh axis."""
     if isinstance(finding.facts, ShardingFacts) and not finding.facts.is_misplaced:
         return False
     return finding.kind in _SHOWN or isinstance(finding.facts, CollectiveFacts)
 
 
 def _find_disagreement(result: CaseResult) -> StopPoint | None:
-    """Return the first collective that ranks did not issue alike in a run that hung or broke off, if any."""
+    """Return the first collective that ranks issued differently in a run that hung or failed, if any."""
     traces = {report.rank: report.recent for report in result.rank_reports}
     disagreement = find_disagreement(traces)
     if disagreement is None:
@@ -102,7 +106,7 @@ def _stop_before(facts: CollectiveFacts) -> StopPoint:
 
 
 def find_place(explanation: Explanation, step: int) -> BlamedPlace | None:
-    """Return the collective or the module call that a cause names, or None where it names neither."""
+    """Return the collective or the module call that an explanation names, or None if it names neither."""
     operation, subject = explanation.operation, explanation.subject
     direction = _DIRECTIONS.get(subject.quantity)
     fields: dict[str, Any] = {}
@@ -123,9 +127,12 @@ def find_place(explanation: Explanation, step: int) -> BlamedPlace | None:
 def debug_case(
     case: Case, at: StopPoint, options: RunOptions, on_start: Callable[[], None]
 ) -> tuple[int, ...]:
-    """Return the ranks that have stopped, when all have gone on and the case has come to its end.
+    """Train a case until `at`, where its ranks stop, and return the ranks that stopped.
 
-    `on_start` is called when the ranks begin to train. Raises: RankFailure where one is lost.
+    Return after all ranks have continued and the case has ended. `on_start` is called when the training
+    begins.
+
+    Raises: RankFailure when a rank is lost.
     """
     device = choose_device(options.device)
     goldens = GoldenSet.of([case], options)

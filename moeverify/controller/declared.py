@@ -1,4 +1,7 @@
-"""Differences that a case declares: where an implementation means something else than its golden. No torch."""
+"""Expected differences: a case may declare that its implementation differs from its golden.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from moeverify.results.run import Declared
 def apply_declared_differences(
     wanted: Checks, checks: Sequence[CheckResult]
 ) -> tuple[Verdict, Declared | None]:
-    """Return the verdict of a case, and how its declaration stands: it passes if exactly what it declares differs."""
+    """Return the verdict of a case and the state of its declaration.
+
+    A case with a declaration passes if exactly the declared checks differ.
+    """
     found = {check.name for check in checks if check.verdict == "mismatch"}
     if not wanted.differs:
         return ("mismatch" if found else "pass"), None

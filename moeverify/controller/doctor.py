@@ -1,7 +1,7 @@
-"""Probes this machine. No torch in this process.
+"""Probes of this machine. Does not import torch in this process.
 
-What needs torch runs on real ranks, one launch a probe, so that a probe that crashes or hangs is a row of the
-report and not its end. Launches run side by side, and share one import of torch.
+Each probe that needs torch runs on real ranks in its own launch. A probe that crashes or hangs is therefore
+one row of the report and does not end it. Launches run concurrently and share one import of torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moeverify.report.words.probe import word_answer, word_gpus, word_host, word
 from moeverify.results.probe import Answer, Outcome, Probe, ProbeEvent, ProbeRow
 
 PROBE_TIMEOUTS: dict[Device, float] = {"cpu": 8.0, "cuda": 15.0}
-"""Seconds of one probe, counted from where its ranks are up: one that hangs costs the others nothing."""
+"""Seconds per probe, counted from the time its ranks are up. A hanging probe does not delay the others."""
 _MOST_AT_ONCE = 8
-_AT_ONCE_ON_GPUS = 2  # a context of CUDA takes half a GiB of a GPU, and small GPUs hold few
+_AT_ONCE_ON_GPUS = 2  # a CUDA context takes half a GiB of GPU memory
 
 
 @dataclass(frozen=True)
 class Try:
-    """A probe on a kind of device, with the name of its row; `probe` may be one that only its worker knows."""
+    """A probe with the name of its row in the report. `probe` may be a name known only to its worker."""
 
     name: str
     probe: str
@@ -41,7 +41,7 @@ class Try:
 
     @classmethod
     def of(cls, probe: Probe, prefix: str = "", suffix: str = "") -> Try:
-        """Return the try of a probe, its row named after it."""
+        """Return the try of a probe, with a row named after the probe."""
         return cls(f"{prefix}{probe.value}{suffix}", probe.value, probe.num_ranks)
 
 
@@ -51,21 +51,24 @@ CPU_TRIES = (
     *map(Try.of, (Probe.DIVIDE_FACTOR, Probe.GROUPED_MM, Probe.FUSED_SGD, Probe.TRITON, Probe.MEGABLOCKS)),
 )
 GPU_TRIES = (Try.of(Probe.GPU), Try.of(Probe.NCCL), Try.of(Probe.GROUPED_MM, suffix=" on CUDA"))
-# The backward of all_gather is torch's own arithmetic around it, the same with every backend.
+# The backward of all_gather is torch's own arithmetic around it and the same for every backend.
 _ON_GPUS = [probe for probe in _COLLECTIVES if probe is not Probe.GATHER_BACKWARD]
 MULTI_GPU_TRIES = (Try.of(Probe.PEER_ACCESS), *(Try.of(probe, "nccl ") for probe in _ON_GPUS))
 SHARED_GPU_TRIES = tuple(Try.of(probe, "gloo ", " on a shared GPU") for probe in _ON_GPUS)
 
 
 def list_gpu_tries(num_gpus: int) -> tuple[Try, ...]:
-    """Return what is tried with so many GPUs: on one of them, ranks share it and gloo carries their collectives."""
+    """Return the probes for this number of GPUs. On a single GPU the ranks share it and use gloo."""
     if num_gpus == 0:
         return ()
     return GPU_TRIES + (SHARED_GPU_TRIES if num_gpus == 1 else MULTI_GPU_TRIES)
 
 
 class Examination:
-    """What is asked of this machine: `names` has all rows in the order of the report, `rows` those that are known."""
+    """All probes of this machine.
+
+    `names` holds the names of all rows in report order, and `rows` the rows known so far.
+    """
 
     def __init__(self) -> None:
         cores = count_cores()
@@ -80,16 +83,16 @@ class Examination:
 
     @property
     def rows(self) -> list[ProbeRow]:
-        """Return the rows that are known, in the order of the report."""
+        """Return the known rows in the order of the report."""
         return [self._found[name] for name in self.names if name in self._found]
 
     @property
     def missing(self) -> list[str]:
-        """Return the names of the rows that are not known."""
+        """Return the names of the rows that are not known yet."""
         return [name for name in self.names if name not in self._found]
 
     def run(self, on_event: Callable[[ProbeEvent], None] = lambda event: None) -> None:
-        """Probe what is not known without a rank; each row is kept, and told, as soon as it is known."""
+        """Run the probes that need ranks. Store and emit each row when it is known."""
         for device, tries in self._tries.items():
             with closing(run_probes(tries, device, at_once=self._at_once[device])) as events:
                 for event in events:
@@ -101,15 +104,19 @@ class Examination:
 def run_probes(
     tries: Sequence[Try], device: Device, entry: str = PROBE_WORKER, *, at_once: int = 1
 ) -> Generator[ProbeEvent]:
-    """Yield when a probe begins, and its row as soon as it is known, whatever becomes of it; `at_once` run together.
+    """Yield an event when a probe begins, and another with its row when it ends.
 
-    Each has processes and a time of its own. One that hangs is tried once more at the end, alone and with twice the
-    time: a machine that is busy, with other probes too, must not make it hang. Closing the iterator ends what runs.
+    `at_once` probes run together.
+
+    Each probe has its own processes and timeout. A probe that hangs is repeated once at the end, alone and
+    with twice the timeout, because a busy machine may make it hang. Closing the iterator ends the running
+    probes.
     """
     if not tries:
         return
     told: SimpleQueue[tuple[Try, JobOutcome | Exception | None]] = SimpleQueue()
-    # Left from the last to the first: without an agent no thread has anything to wait for.
+    # The contexts exit in reverse order: once the agents are gone, the threads have nothing left to wait
+    # for.
     with scratch_folder() as folder, ThreadPoolExecutor(at_once) as pool, AgentServer() as agents:
 
         def probe(each: Try, timeout: float, folder: Path) -> None:
@@ -138,7 +145,7 @@ def run_probes(
 
 
 def _make_event(asked: Try, end: JobOutcome | Exception | None) -> ProbeEvent:
-    """Return what is told of a probe: that it runs, or what became of it."""
+    """Return the event of a probe that has started, or that has ended with `end`."""
     if end is None:
         return ProbeEvent(name=asked.name)
     if isinstance(end, JobOutcome):
@@ -154,7 +161,7 @@ def _make_row(asked: Try, answer: Answer) -> ProbeRow:
 
 
 def _read(outcome: JobOutcome) -> Answer:
-    """Return the answer of a probe that ended, or of one that did not."""
+    """Return the answer of a probe, or how it failed."""
     found = read_outcome(outcome, ProbeResult)
     if isinstance(found, ProbeResult):
         return found.answer

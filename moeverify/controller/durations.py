@@ -1,4 +1,4 @@
-"""How long cases took in earlier runs on this machine, for an estimate of the time that is left."""
+"""Durations of cases in earlier runs on this machine, for estimates of the remaining time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from moeverify.report.files import write_atomically
 from moeverify.results.run import CaseResult
 
 _FILE = "durations.json"
-_MOST = 10_000  # of cases that are remembered, those that ran last
-_CONTENT = TypeAdapter(dict[str, Annotated[float, Field(ge=0.0, le=1e9)]])  # what no case takes is damage
+_MOST = 10_000  # cases to remember, the most recent ones
+# reject implausible values as damage
+_CONTENT = TypeAdapter(dict[str, Annotated[float, Field(ge=0.0, le=1e9)]])
 
 
 @dataclass(frozen=True)
 class Durations:
-    """The file beside the full goldens that has the seconds of each case on its ranks.
+    """The file of case durations in seconds, stored next to the full goldens.
 
-    It decides nothing: what cannot be read is unknown, and what cannot be written is forgotten.
+    It is only a hint: an unreadable file counts as empty, and write errors are ignored.
     """
 
     path: Path
@@ -33,17 +34,17 @@ class Durations:
 
     @classmethod
     def of(cls, options: RunOptions) -> Durations:
-        """Return the durations of cases on the device that a run asks for."""
+        """Return the durations of cases on the device that the options request."""
         return cls((options.cache_folder or default_cache()) / _FILE, options.device)
 
     def read(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the seconds of the cases of these names, as far as they are known."""
+        """Return the seconds of the named cases, as far as they are known."""
         known = self._read_all()
         found = {name: known.get(self._make_key(name)) for name in names}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
     def keep(self, cases: Iterable[CaseResult]) -> None:
-        """Remember how long cases took that came to a verdict."""
+        """Store the durations of the cases that reached a verdict."""
         new = {self._make_key(case.name): round(case.seconds, 2) for case in cases if case.checks}
         if not new:
             return

@@ -1,6 +1,6 @@
-"""Runs a case in wider precisions at once where rounding may hide the cause of a finding, or the finding itself.
+"""Escalation: runs a case in wider precisions where rounding may hide a finding or its cause.
 
-No torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
 
 
 _SURE, _UPSTREAM = 3, -1
-"""How much a finding says that leaves nothing to be asked, and one that says that the cause is elsewhere."""
+"""Ratings of a finding: the cause is certain, and the cause is upstream of the finding."""
 
 
 _OF_STEP = frozenset({Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE})
-"""What the optimizer's step makes of the gradients."""
+"""Kinds of tensors that the optimizer step computes from the gradients."""
 
 
 def change_precision(case: Case, precision: Precision) -> Case:
-    """Return the case under the same recipe in another precision, which gives the recipe another name."""
+    """Return the case with its recipe in another precision. The recipe is renamed."""
     changed = {"precision": precision, "name": f"{case.recipe.name}-{precision}"}
     return case.model_copy(update={"recipe": case.recipe.model_copy(update=changed)})
 
 
 def try_precision(case: Case, precision: Precision) -> Case | None:
-    """Return the case in another precision, as `change_precision` does; None where its layout does not know it."""
+    """Return `change_precision` of the case, or None if its layout does not support the precision."""
     changed = change_precision(case, precision)
     return None if validate(changed) else changed
 
@@ -64,11 +64,12 @@ def escalate(
     confirming: Mapping[str, Case] | None = None,
     on_confirmed: Callable[[Event], None] | None = None,
 ) -> RunResult:
-    """Return the run with what wider precisions say of findings without a named cause; one launch serves all of them.
+    """Return the run with the results of wider precisions for findings without a named cause.
 
-    Cases that pass are asked, too, where `confirming` has one for them: see `find_confirming`. `on_confirmed` gets
-    the end of each, with what the case itself is now, in the place of `on_event`. All run under the same fault.
-    Ranks that somebody else has started run nothing more: a note says what was not asked.
+    A single launch runs all wider cases, under the same faults. A passing case is also run if `confirming`
+    holds a wider case for it; see `find_confirming`. `on_confirmed` receives the end event of each such
+    case with the merged result, and `on_event` all other events. Under an external launcher no further case
+    can run: a note lists the omitted precisions.
     """
     by_name = {case.name: case for case in cases}
     asked: dict[str, list[Case]] = {}
@@ -91,7 +92,7 @@ def escalate(
         if (fault := options.case_faults.get(name, options.fault)) is not None
     }
     folder = options.folder / "wider" if options.folder is not None else None
-    # Nobody records a golden of these recipes.
+    # No golden is recorded for these recipes.
     chosen = replace(options, folder=folder, fault=None, case_faults=faults, require_goldens=False)
     passing = {
         asked[each.name][0].name: each
@@ -99,7 +100,7 @@ def escalate(
         if each.verdict == "pass" and each.name in asked
     }
     answers = run_cases(wanted, chosen, _confirm_early(passing, wanted, on_event, on_confirmed or on_event))
-    assert answers is not None  # there is no other launcher
+    assert answers is not None  # not an external launch
     found = {answer.name: answer for answer in answers.cases}
     merged = []
     for each in result.cases:
@@ -116,9 +117,9 @@ def escalate_stream(
     options: RunOptions,
     on_event: Callable[[Event], None],
 ) -> Generator[CaseResult]:
-    """Yield results of these cases as they come, and at the end those of which wider precisions are asked.
+    """Yield results as they arrive, and at the end those that need wider precisions.
 
-    One launch serves these, as in `escalate`. Closing the iterator closes the `results`.
+    A single launch runs the wider cases, as in `escalate`. Closing the iterator closes `results`.
     """
     confirming = find_confirming(cases, cases)
     by_name = {case.name: case for case in cases}
@@ -136,14 +137,14 @@ def escalate_stream(
 
 
 def _is_open(case: Case, result: CaseResult, confirming: Mapping[str, Case]) -> bool:
-    """Return whether wider precisions are to be asked of a result."""
+    """Return whether a result needs a run in wider precisions."""
     if result.verdict == "pass":
         return asks_confirmation(result, confirming)
     return needs_escalation(result) and bool(list_wider(case))
 
 
 def _note_left_out(result: CaseResult, wides: Sequence[Case]) -> CaseResult:
-    """Return a result that says what was not asked of it, if anything."""
+    """Return a result with a note on the precisions that were not run, if any."""
     if not wides:
         return result
     note = describe_left_out([wide.recipe.precision for wide in wides])
@@ -151,17 +152,18 @@ def _note_left_out(result: CaseResult, wides: Sequence[Case]) -> CaseResult:
 
 
 def needs_escalation(case: CaseResult) -> bool:
-    """Return whether something differs, and the leading finding does not surely say what was done to right values.
+    """Return whether the leading finding of a mismatch leaves its cause uncertain.
 
-    Twice as large a gradient may be the factor of a reduction, or what a module has computed twice. A result that is
-    kept from an earlier run may have been asked already.
+    For example, a gradient that is twice too large may be due to a reduction factor or to a module that
+    computes something twice. A result kept from an earlier run may already have been escalated; it is not
+    escalated again.
     """
     lead = case.lead
     return case.verdict == "mismatch" and lead is not None and not lead.wider and _rate(lead) < _SURE
 
 
 def list_wider(case: Case) -> Sequence[Case]:
-    """Return the case in the wider precisions that its layout can have, each with a name of its own."""
+    """Return the case in each wider precision that its layout supports, each with a distinct name."""
     wider = []
     for precision in WIDER[case.recipe.precision]:
         changed = try_precision(case, precision)
@@ -171,13 +173,13 @@ def list_wider(case: Case) -> Sequence[Case]:
 
 
 def find_confirming(cases: Sequence[Case], others: Sequence[Case]) -> dict[str, Case]:
-    """Return cases in the widest precision that their layout can have, by the names of those whose pass they confirm.
+    """Map case names to a case in the widest supported precision, which confirms a pass of the former.
 
-    float64 has room for a billionth of what bfloat16 rounds away, so what is wrong there by less than rounding is
-    seen: a row of a thousand, a few elements of a bias. That needs a model whose arithmetic is the recipe's precision
-    throughout; code of a user's own may keep a dtype of its own by right. Where it is a user's step that nothing but
-    the golden can be held to, its results are asked for all the same: see `confirm`. One of the `others` may be just
-    that case.
+    float64 resolves a billionth of the rounding error of bfloat16, and so reveals errors below that
+    rounding error: one row of a thousand, or a few elements of a bias. This requires a model that computes
+    in the precision of the recipe throughout. User code may legitimately use a fixed dtype. A case with a
+    user's step function is confirmed all the same, because only the golden can check that step; see
+    `confirm`. Cases equal to one of `others` are left out.
     """
     known = [_strip(each) for each in others]
     found = {}
@@ -193,7 +195,7 @@ def find_confirming(cases: Sequence[Case], others: Sequence[Case]) -> dict[str, 
 
 
 def asks_confirmation(result: CaseResult, confirming: Mapping[str, Case]) -> bool:
-    """Return whether a result is a pass that a wider precision is to confirm."""
+    """Return whether a result is a pass to be confirmed in a wider precision."""
     wide = confirming.get(result.name)
     if result.verdict != "pass" or wide is None:
         return False
@@ -201,12 +203,12 @@ def asks_confirmation(result: CaseResult, confirming: Mapping[str, Case]) -> boo
 
 
 def has_own_results(result: CaseResult) -> bool:
-    """Return whether a user's step makes something that no check could compute again."""
+    """Return whether a user's step function computes results that no check can recompute."""
     return any(isinstance(check.facts, OwnStep) for check in result.checks)
 
 
 def _strip(case: Case) -> Case:
-    """Return a case without what does not decide its verdict."""
+    """Return a case without the fields that do not affect its verdict."""
     recipe = case.recipe.model_copy(update={"name": ""})
     return case.model_copy(update={"name": "", "description": "", "file": "", "recipe": recipe})
 
@@ -214,9 +216,9 @@ def _strip(case: Case) -> Case:
 def note_unasked(
     cases: Sequence[Case], confirming: Mapping[str, Case], on_event: Callable[[Event], None]
 ) -> Callable[[Event], None]:
-    """Return a handler of events that passes them on; a result of which wider precisions are to be asked says so.
+    """Return an event handler that adds a note to each result that still needs wider precisions.
 
-    Whoever keeps the results of a run that may end early has the truth then: `escalate` takes the note back.
+    The results of a run that ends early are then correct as stored. `escalate` removes the note again.
     """
     by_name = {case.name: case for case in cases}
 
@@ -237,7 +239,7 @@ def note_unasked(
 
 
 def count_unasked(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> int:
-    """Return of how many of these results, by the names of the cases, wider precisions are still to be asked."""
+    """Return how many of these results still need wider precisions. `results` is keyed by case name."""
     confirming = find_confirming(cases, [])
     known = [(case, results[case.name]) for case in cases if case.name in results]
     return sum(_is_open(case, result, confirming) for case, result in known)
@@ -249,7 +251,7 @@ def _confirm_early(
     on_event: Callable[[Event], None],
     on_confirmed: Callable[[Event], None],
 ) -> Callable[[Event], None]:
-    """Return a handler of the events of wider runs; `passing` are the cases that they confirm, by their own names."""
+    """Return a handler for the events of wider runs. `passing` is keyed by the names of the wider cases."""
     precisions = {wide.name: wide.recipe.precision for wide in wides}
 
     def handle(event: Event) -> None:
@@ -264,10 +266,11 @@ def _confirm_early(
 
 
 def confirm(case: CaseResult, precision: Precision, answer: CaseResult) -> CaseResult:
-    """Return a passing case with a note on a wider precision, or where something differs there all that it showed.
+    """Return a passing case with the outcome of its run in a wider precision.
 
-    All of a result is of one run: a table of checks that pass would say nothing of these findings. Code of a user's
-    own may round by right, so there a result of the step alone counts, of gradients that agree.
+    If nothing differs there, the case gets a note. Otherwise the result is that of the wider run as a
+    whole, since the passing checks of the case say nothing about these findings. User code may legitimately
+    round. There the wider run counts only if the gradients agree and the results of the step differ.
     """
     if answer.verdict == "mismatch" and has_own_results(case) and not _is_of_step_alone(answer):
         return case.model_copy(update={"notes": (*case.notes, describe_own_dtypes(precision))})
@@ -283,17 +286,17 @@ def confirm(case: CaseResult, precision: Precision, answer: CaseResult) -> CaseR
 
 
 def _is_of_step_alone(answer: CaseResult) -> bool:
-    """Return whether gradients and all before them agree in the first step in which something differs."""
+    """Return whether, in the first step with a difference, only results of the optimizer step differ."""
     first = min(finding.step for finding in answer.findings)
     return all(finding.kind in _OF_STEP for finding in answer.findings if finding.step == first)
 
 
 def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> CaseResult:
-    """Return a case with what it showed in wider precisions, the narrowest first.
+    """Return a case merged with its results in wider precisions, given from narrow to wide.
 
-    Where the leading finding of a wider precision says more of the cause, it leads, and the findings of the case that
-    say less follow from it; of several precisions that say as much, the widest does. The
-    operators are those of the widest.
+    The leading finding of a wider precision leads if it rates higher than that of the case. The less
+    certain findings of the case then follow from it. Among equal ratings the widest precision wins. The
+    operators are from the widest precision that has any.
     """
     if not answers:
         return case
@@ -326,9 +329,10 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> 
 
 
 def _rate(finding: Finding | None) -> int:
-    """Return how much a finding says of its cause: nothing, a place or a size, what may have been done, what was.
+    """Rate how much a finding tells about its cause.
 
-    Less than nothing is that something before it is wrong, which a wider run may show.
+    -1: the cause is upstream of the finding, and a wider run may show it. 0: nothing. 1: a location or a
+    size. 2: an estimated operation. 3: a certain operation.
     """
     if finding is not None and _is_upstream(finding):
         return _UPSTREAM
@@ -346,7 +350,7 @@ def _identify(finding: Finding) -> tuple[str, str, str]:
 
 
 def _sum_up(precision: Precision, answer: CaseResult, known: int) -> Wider:
-    """Return what a wider precision has shown, where the case itself says `known` of the cause."""
+    """Return the outcome in a wider precision, given the rating `known` of the case itself."""
     if answer.verdict in ("error", "skipped"):
         return Wider(precision=precision, outcome="not-run", reason=answer.reason)
     if answer.verdict == "pass":

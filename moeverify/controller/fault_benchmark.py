@@ -1,4 +1,4 @@
-"""Runs the fault benchmark: every fault under its case, in as few launches as possible, and scores the findings."""
+"""The fault benchmark: runs every fault under its case in few launches and scores the findings."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def run_faults(
     escalates: bool = False,
     on_wider: Callable[[Event], None] = lambda event: None,
 ) -> list[FaultRow]:
-    """Return one row a fault, in order. Cases need no recorded golden: each is checked against one device here.
+    """Return one row per fault, in order.
 
-    With `escalates`, findings without a cause and faults that pass are looked at in wider precisions, as `moeverify
-    run` does, and `on_wider` gets the events of these runs. Losses are always those of the fault's own precision.
+    No golden is required, since each case is compared to a single device.
 
-    Faults of checkpoints have launches of their own.
+    With `escalates`, findings without a cause and passing faults are run in wider precisions, as in
+    `moeverify run`, and `on_wider` receives the events of these runs. The losses are always from the
+    precision of the fault itself. Faults of checkpoints run in separate launches.
     """
     chosen = replace(options, require_goldens=False)
     plain = [fault for fault in faults if fault.saver is None]
@@ -55,9 +56,10 @@ def run_faults(
 def score_finished(
     faults: Sequence[Fault], results: Mapping[str, CaseResult], own: Mapping[str, CaseResult] | None = None
 ) -> list[FaultRow]:
-    """Return the rows of those faults whose case is over, in order.
+    """Return the rows of the faults whose cases have ended, in order.
 
-    `results` are by the names of cases, and so are those that are `own`: of the precision of the fault itself.
+    `results` and `own` are keyed by case name. `own` holds the results in the precision of the fault
+    itself.
     """
     names = {fault.number: fault.number if fault.saver is None else make_pair(fault).name for fault in faults}
     return [
@@ -68,7 +70,7 @@ def score_finished(
 
 
 def count_unasked(faults: Sequence[Fault], results: Mapping[str, CaseResult]) -> int:
-    """Return how many of these faults, by the results of their cases, wider precisions have not been asked of."""
+    """Return for how many of these faults the wider precisions have not been run yet."""
     return escalation.count_unasked(
         [_case_of(fault.case, fault) for fault in faults if fault.saver is None], results
     )
@@ -84,7 +86,7 @@ def _run_saved(
 
 
 def make_pair(fault: Fault) -> Pair:
-    """Return the pair of a fault of checkpoints."""
+    """Return the save and load cases of a checkpoint fault."""
     assert fault.saver is not None
     return Pair(_case_of(fault.saver, fault, " saves"), _case_of(fault.case, fault, " loads"))
 
@@ -94,9 +96,9 @@ def _case_of(case: Case, fault: Fault, role: str = "") -> Case:
 
 
 def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Fault]:
-    """Return the faults under the same recipes in another precision, but those that are none or cannot run in it.
+    """Return the faults with their recipes in another precision, without the faults that do not apply there.
 
-    Raises CaseError where none is left.
+    Raises: CaseError when none is left.
     """
     kept = [fault for fault in faults if precision in fault.precisions and _can_run(fault, precision)]
     if not kept:
@@ -122,9 +124,9 @@ def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Faul
 
 
 def choose_left_out(without: Collection[str], only: Collection[str]) -> tuple[str, ...]:
-    """Return the mechanisms to leave out: those of `without`, or with `only` all others.
+    """Return the mechanisms to leave out: `without`, or all mechanisms but `only`.
 
-    Raises CaseError for names that are none, and where both are given.
+    Raises: CaseError when a name is unknown or both are given.
     """
     asked = [("--without", name) for name in without] + [("--only", name) for name in only]
     unknown = [(option, name) for option, name in asked if name not in MECHANISMS]
@@ -148,7 +150,7 @@ def _can_run(fault: Fault, precision: Precision) -> bool:
 
 
 def score(fault: Fault, result: CaseResult, own: CaseResult | None = None) -> FaultRow:
-    """Return how well the findings of one run describe the fault; its losses may be those of its `own` precision."""
+    """Return the score of one run's findings. The losses come from `own`, if given."""
     first = result.lead
     curves = result if own is None else own
     found_in = (
@@ -174,16 +176,16 @@ def score(fault: Fault, result: CaseResult, own: CaseResult | None = None) -> Fa
 
 
 def sees_loss_curve(result: CaseResult) -> bool:
-    """Return whether the losses of some step differ by more than a relative 1e-3."""
+    """Return whether the losses of any step differ by more than 1e-3, relative."""
     return any(map(_is_seen, result.losses))
 
 
 def sees_loss_and_norm(result: CaseResult) -> bool:
-    """Return whether the losses or the gradient norms of some step differ by more than a relative 1e-3."""
+    """Return whether the losses or gradient norms of any step differ by more than 1e-3, relative."""
     return any(map(_is_seen, (*result.losses, *result.gradient_norms)))
 
 
 def _is_seen(numbers: tuple[float, float]) -> bool:
     expected, actual = numbers
-    # A number that is not finite is seen: no comparison with it is true.
+    # Written with `not`, so that NaN counts as a difference: every comparison with NaN is false.
     return not abs(actual - expected) <= LOSS_CURVE * abs(expected)

@@ -1,7 +1,7 @@
-"""Cases that earlier runs have finished, kept in a file as they end: a run that is cut off goes on where it was.
+"""Verdicts of finished cases, stored in a file, so that an interrupted run can resume.
 
-Each verdict is a line that is written when its case ends, so what a killed run has finished is there. Under another
-launcher the first rank alone reads and writes the file, which the other nodes need not see.
+Each verdict is one line, written when its case ends. A killed run therefore keeps all finished cases. Under
+an external launcher only rank 0 accesses the file; the other nodes need not see it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from moeverify.launch.world import external_world
 from moeverify.results.record import Record
 from moeverify.results.run import CaseResult, RunResult
 
-# A requeued job may come to other nodes of the same kind: neither kernel nor number of cores decides a verdict.
+# A requeued job may run on other nodes of the same kind: kernel and core count do not affect a verdict.
 _DECIDES = ("moeverify", "torch", "python", "device")
 _FINAL = ("pass", "mismatch")
 
 
 class FinishedCase(Record):
-    """A verdict; `name` is that of the case with a hash of all that it says and of the fault."""
+    """A stored verdict. `name` is the case name with a hash of the case and its fault."""
 
     name: str
     result: CaseResult
@@ -38,9 +38,9 @@ class FinishedCase(Record):
 
 @dataclass(frozen=True)
 class FinishedCases:
-    """The results of finished cases by their names, and the file that further ones go to, if any.
+    """Results of finished cases by name, and the file that stores further ones, if any.
 
-    `failures` says which verdicts could not be written; the run goes on without them.
+    `failures` lists the verdicts that could not be written. The run continues without them.
     """
 
     results: Mapping[str, CaseResult]
@@ -50,10 +50,12 @@ class FinishedCases:
 
     @classmethod
     def open(cls, path: Path | None, cases: Sequence[Case], options: RunOptions) -> FinishedCases:
-        """Return what a file has of these cases; nothing without a file. It is made where it is missing.
+        """Return the stored results of these cases, and create the file if it is missing.
 
-        Collective: all ranks of another launcher. Raises: CaseError where the file is of other code or another
-        device, or cannot be written; FormatError where it is none of ours.
+        Without a path there are no results. Collective: all ranks of an external launcher.
+
+        Raises: CaseError when the file was written by other code or for another device, or is not writable;
+        FormatError when it is not a file of kept verdicts.
         """
         keys = {case.name: make_key(case, options) for case in cases}
         if path is None:
@@ -70,20 +72,20 @@ class FinishedCases:
             try:
                 own = _open_file(path, options)
                 found = _find(own, keys)
-            except Exception as error:  # the others wait: they must hear of it
+            except Exception as error:  # the other ranks wait for a message
                 problem = error
         names = json.loads(share_from_first(json.dumps(None if problem else sorted(found))))
         if problem is not None:
             raise problem
         if names is None:
-            raise SystemExit(2)  # the first rank says why
+            raise SystemExit(2)  # rank 0 prints the reason
         results = {
             case.name: found.get(case.name) or _stand_for(case) for case in cases if case.name in names
         }
         return cls(results, keys, own)
 
     def knowing(self, results: Mapping[str, CaseResult]) -> FinishedCases:
-        """Return the same with further results, which need not run again; they are not in the file of --keep."""
+        """Return a copy with additional results, which are not run again and not written to the file."""
         return replace(self, results={**self.results, **results})
 
     def list_left(self, cases: Sequence[Case]) -> list[Case]:
@@ -93,10 +95,10 @@ class FinishedCases:
     def keeping(
         self, on_event: OnEvent, unconfirmed: Collection[str] = (), escalated: Collection[str] = ()
     ) -> OnEvent:
-        """Return a handler of events that keeps every verdict, then passes the event on.
+        """Return an event handler that stores every final verdict and passes each event on.
 
-        A pass of a case that is `unconfirmed`, by name, is not final, nor is what an `escalated` one shows without a
-        cause: `keep_rest` keeps what becomes of them.
+        The pass of a case in `unconfirmed` is not final, and neither is an uncertain finding of a case in
+        `escalated`. Both are sets of case names. `keep_rest` stores their final results.
         """
 
         def keep(result: CaseResult) -> None:
@@ -107,7 +109,7 @@ class FinishedCases:
         return pass_results(keep, on_event)
 
     def keep_rest(self, results: Sequence[CaseResult]) -> None:
-        """Keep the verdicts that the file does not have yet."""
+        """Store the verdicts that are not in the file yet."""
         for result in results:
             if self.kept is not None and self.keys[result.name] not in self.kept.rows:
                 self._keep(result)
@@ -115,7 +117,7 @@ class FinishedCases:
     def _keep(self, result: CaseResult) -> None:
         if self.kept is None or result.verdict not in _FINAL:
             return
-        if self.failures:  # after a line that was cut off nothing can be read: leave it the last one
+        if self.failures:  # a truncated line makes later lines unreadable, so it must stay the last one
             self.failures.append(f"{self.kept.path} lacks the verdict of {result.name}")
             return
         try:
@@ -125,7 +127,7 @@ class FinishedCases:
             self.failures.append(f"{self.kept.path} lacks the verdict of {result.name}: {reason}")
 
     def complete(self, run: RunResult | None, cases: Sequence[Case]) -> RunResult | None:
-        """Return the run with the finished cases at their places; None for None."""
+        """Return the run with the finished cases in their places, or None for None."""
         if run is None or not self.results:
             return run
         known = {**self.results, **{result.name: result for result in run.cases}}
@@ -146,24 +148,24 @@ def _find(kept: KeptRows[FinishedCase], keys: Mapping[str, str]) -> dict[str, Ca
 
 
 def make_key(case: Case, options: RunOptions) -> str:
-    """Return the name of a case with a hash of all that decides its verdict: its fields, its fault, its own code."""
+    """Return the case name with a hash of all that affects the verdict: fields, fault and user code."""
     fault = options.case_faults.get(case.name, options.fault)
     content = [case.model_dump(mode="json", exclude={"file"}), fault, options.backend]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     if fault is not None or has_own_code(case):
-        # Code of the user's own decides the verdict too: all of it that stands where the case does.
+        # The user's code also affects the verdict: hash all sources in the folder of the case.
         for _, source in read_sources(Path(search_path(case)[0])):
             digest.update(source)
     return f"{case.name} {digest.hexdigest()[:16]}"
 
 
 def has_own_code(case: Case) -> bool:
-    """Return whether a case names functions of the user's own."""
+    """Return whether a case refers to functions of the user."""
     return case.layout.parallelize is not None or bool(case.recipe.functions)
 
 
 def _stand_for(case: Case) -> CaseResult:
-    """Return what stands for a result that only the first rank has: it is never shown."""
+    """Return a placeholder for a result that only rank 0 has. It is never shown."""
     return CaseResult(
         name=case.name, file=case.file, verdict="skipped", ranks=case.layout.world_size, seconds=0.0
     )

@@ -1,4 +1,4 @@
-"""`moeverify run --follow-up`: runs the layouts that end an ambiguity, and merges what they say. No torch."""
+"""`moeverify run --follow-up`: runs further layouts to resolve ambiguous findings. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeverify.results.run import CaseResult, Event, RunResult
 
 @dataclass(frozen=True)
 class _Question:
-    """An ambiguous finding, its case, and the case under the layout that should answer."""
+    """An ambiguous finding, its case, and the case with the layout that should resolve it."""
 
     case: Case
     finding: Finding
@@ -30,9 +30,10 @@ class _Question:
 def follow_up(
     cases: Sequence[Case], result: RunResult, options: RunOptions, on_event: Callable[[Event], None]
 ) -> RunResult:
-    """Return the run with what further layouts say of its ambiguous findings; one launch serves all of them.
+    """Return the run with its ambiguous findings resolved by further layouts, where possible.
 
-    They run under the same fault. Ranks that somebody else has started run nothing more.
+    A single launch runs all further cases, under the same faults. Does nothing under an external launcher,
+    whose ranks cannot run more cases.
     """
     questions = list(_list_questions(cases, result))
     if not questions or external_world() is not None:
@@ -45,7 +46,7 @@ def follow_up(
     folder = options.folder / "follow-up" if options.folder is not None else None
     chosen = replace(options, folder=folder, fault=None, case_faults=faults)
     answers = run_cases([question.asked for question in questions], chosen, on_event)
-    assert answers is not None  # there is no other launcher
+    assert answers is not None  # not an external launch
     merged = {
         (question.case.name, id(question.finding)): merge(
             question.case, question.finding, question.asked, answer
@@ -74,7 +75,7 @@ def _list_questions(cases: Sequence[Case], result: RunResult) -> list[_Question]
 
 
 def merge(case: Case, finding: Finding, asked: Case, answer: CaseResult) -> Finding:
-    """Return an ambiguous finding of a case with what another layout says of it."""
+    """Return an ambiguous finding with the outcome of the run under another layout."""
     question = finding.follow_up
     assert question is not None
     if answer.verdict in ("error", "skipped"):
@@ -100,9 +101,10 @@ def merge(case: Case, finding: Finding, asked: Case, answer: CaseResult) -> Find
 
 
 def find_left(before: Explanation, after: Explanation, degrees: Mapping[str, int]) -> tuple[Product, ...]:
-    """Return the candidates of an explanation that explain another layout's finding too; `degrees` are that one's.
+    """Return the candidates of `before` that also explain the finding `after` of another layout.
 
-    A reduction is missing over the same axis there. A factor has the value there that the product has.
+    `degrees` are those of the other layout. A missing reduction must be missing over the same axis there. A
+    factor must have the value that the candidate product has there.
     """
     if isinstance(before.operation, Unreduced):
         return tuple(product for product in before.candidates if product in after.candidates)
@@ -121,7 +123,7 @@ def find_left(before: Explanation, after: Explanation, degrees: Mapping[str, int
 
 
 def _narrow(finding: Finding, question: FollowUp, left: tuple[Product, ...]) -> Finding:
-    """Return the finding with its answer, and with the candidates that are left: an axis that was refused is none."""
+    """Return the finding with its outcome and the remaining candidates. Its place keeps only their axes."""
     assert finding.explanation is not None
     changes: dict[str, object] = {"follow_up": question, "explanation": finding.explanation.keep(left)}
     if finding.place is not None:

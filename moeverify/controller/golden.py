@@ -1,4 +1,4 @@
-"""`moeverify golden`: the only way a recorded golden changes. No torch in this process."""
+"""`moeverify golden`: the only way to change a recorded golden. Does not import torch in this process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MOST_DEEP = 4
 def record_goldens(
     cases: Sequence[Case], options: RunOptions, on_event: Callable[[Event], None], *, check: bool = False
 ) -> list[GoldenRow]:
-    """Record or refresh the goldens of the cases' recipes; with `check` write nothing.
+    """Record or refresh the goldens of the cases' recipes. With `check`, write nothing.
 
-    A golden that is already what this machine computes is left as it is, byte for byte.
+    A golden that agrees with the result of this machine is left unchanged, byte for byte.
 
-    Raises: RankFailure where a golden could not be computed.
+    Raises: RankFailure when a golden could not be computed.
     """
     goldens = GoldenSet.of([_without_options(case) for case in cases], options, fresh=True)
     device = choose_device(options.device)
@@ -54,12 +54,12 @@ def record_goldens(
 
 
 def _without_options(case: Case) -> Case:
-    """Return the case without optional checks: the file in git holds nothing of theirs."""
+    """Return the case without optional checks, whose tensors are not part of the file in git."""
     return case.model_copy(update={"checks": case.checks.model_copy(update={"also": ()})})
 
 
 def _settle_all(goldens: GoldenSet, outcome: JobOutcome, *, check: bool) -> list[GoldenRow]:
-    """Write what is to be written, and return what became of each golden."""
+    """Write the goldens that need it, and return the row of each golden."""
     answer = read_outcome(outcome, GoldenResult)
     if answer is None or isinstance(answer, Refusal):
         reason = describe_failure(outcome.failure)
@@ -86,7 +86,10 @@ def _settle(
 
 
 def find_unused(cases: Sequence[Case], folder: Path) -> list[GoldenRow]:
-    """Return a row for each golden that no case uses: none of these, and none below the folder around its own."""
+    """Return a row for each golden in `folder` that no case uses.
+
+    The cases are `cases` and all cases below the parent of `folder`.
+    """
     unknown = {path: _find_recipe(path) for path in sorted(folder.glob("*.json"))}
     for used in itertools.chain((case.recipe.name for case in cases), _find_recipes(folder.resolve().parent)):
         unknown = {path: recipe for path, recipe in unknown.items() if recipe != used}
@@ -96,13 +99,13 @@ def find_unused(cases: Sequence[Case], folder: Path) -> list[GoldenRow]:
 
 
 def _find_recipe(path: Path) -> str:
-    return path.name.rsplit(".", 2)[0]  # RECIPE.DEVICE.json, and a recipe's name may have dots
+    return path.name.rsplit(".", 2)[0]  # RECIPE.DEVICE.json; the recipe name may contain dots
 
 
 def _find_recipes(root: Path) -> Iterator[str]:
-    """Yield the names of the recipes of all cases below a folder, whose goldens stand together.
+    """Yield the recipe names of all cases below a folder.
 
-    Hidden folders, virtual environments and what lies deep hold none.
+    Skips hidden folders, virtual environments and folders nested more than 4 levels deep.
     """
     for name, folders, files in os.walk(root):
         depth = len(Path(name).relative_to(root).parts)
@@ -113,17 +116,17 @@ def _find_recipes(root: Path) -> Iterator[str]:
         ]
         for file in sorted(files):
             if file.endswith(".yaml") and Path(name).name != "recipes":
-                with suppress(CaseError):  # what is no case uses no golden
+                with suppress(CaseError):  # a file that is no case uses no golden
                     yield from (case.recipe.name for case in load_cases([Path(name, file)]))
 
 
 def _load_beside(cases: Sequence[Case]) -> list[Case] | None:
-    """Return these cases and those beside them in their folders, or None where one of these is broken."""
+    """Return the cases and the other cases in their folders, or None if one of these is invalid."""
     folders = sorted({Path(case.file).parent for case in cases if case.file})
     try:
         return [*cases, *load_cases(folders)]
     except CaseError:
-        return None  # the broken one may be the one that uses a golden
+        return None  # the invalid case may be the one that uses a golden
 
 
 def _first_stack(outcome: JobOutcome) -> str:

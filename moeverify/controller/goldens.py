@@ -1,4 +1,7 @@
-"""The goldens of a run as the controller sees them: what a rank computed, against what stands in git. No torch."""
+"""The goldens of a run in the controller: computed results against the files in git.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ from moeverify.launch.plan import Job
 from moeverify.results.golden import Deviation, GoldenState
 
 GOLDENS = "goldens"
-"""The name of the job that makes them."""
+"""Name of the job that computes the goldens."""
 
 GOLDEN_TIMEOUT = 1800.0
 _GRACE = 5.0  # seconds
 TOLERANCE = 1e-9
-"""How far fingerprints may differ between machines: rounding of float64 sums, carried through a few steps."""
+"""Tolerance between machines: rounding of float64 sums, accumulated over a few steps."""
 
 ACROSS = 1e-10
-"""How far the goldens of a GPU and of a CPU may differ: both are float64."""
+"""Tolerance between the goldens of a GPU and a CPU, which are both float64."""
 
 CPU = "cpu"
 
@@ -37,10 +40,10 @@ Fingerprints = dict[str, Fingerprint]
 
 @dataclass(frozen=True)
 class GoldenSet:
-    """The goldens that a run needs: one for each recipe among its cases, and for each choice of optional checks.
+    """The goldens that a run needs: one per recipe and set of optional checks.
 
-    `orders` and the first case that uses each are by the folder where the full golden is kept, without the class of
-    device; `folders` has that of each case by its name.
+    `orders` and `cases` (the first case that uses each golden) are keyed by the folder of the full golden,
+    without the device class. `folders` maps each case name to that folder.
     """
 
     orders: Mapping[Path, GoldenOrder]
@@ -50,9 +53,9 @@ class GoldenSet:
 
     @classmethod
     def of(cls, cases: Sequence[Case], options: RunOptions, *, fresh: bool = False) -> GoldenSet:
-        """Return the goldens of these cases, each once; `fresh` makes all of them anew.
+        """Return the goldens of these cases, each once. `fresh` recomputes all of them.
 
-        Raises: CaseError where goldens or full goldens are to be in what is no folder.
+        Raises: CaseError when the cache or golden path exists and is not a folder.
         """
         cache = (options.cache_folder or default_cache()).resolve()
         for folder, option in ((cache, "--cache"), (options.golden_folder, "--goldens")):
@@ -72,7 +75,7 @@ class GoldenSet:
                     recipe=case.recipe,
                     also=case.checks.also,
                     folder=folder,
-                    # A user's code may have changed: nothing but running it says what it computes.
+                    # User code may have changed, which only a run can show.
                     fresh=fresh or bool(case.recipe.functions),
                     timeout=options.timeout,
                     search_path=tuple(search_path(case)),
@@ -81,11 +84,12 @@ class GoldenSet:
         return cls(orders, first, folders, options)
 
     def job(self, num_ranks: int) -> Job:
-        """Return the job that makes what is not kept."""
+        """Return the job that computes the goldens that are not cached."""
         asked = GoldenJob(orders=tuple(self.orders.values()))
         timeout = GOLDEN_TIMEOUT
         if self.options.timeout is not None:
-            # Each golden has its own limit: that of the job is for one that is stuck where no signal reaches it.
+            # Each golden has its own limit. The limit of the job covers a golden that is stuck where
+            # signals have no effect.
             timeout = self.options.timeout * math.ceil(len(asked.orders) / num_ranks) + _GRACE
         return make_job(GOLDENS, num_ranks, timeout, asked)
 
@@ -95,7 +99,7 @@ class GoldenSet:
         return tuple(dict.fromkeys(order.recipe.name for order in self.orders.values()))
 
     def examine(self, folder: Path, answer: GoldenSummary | Refusal, device_class: str) -> GoldenState:
-        """Return how the golden in git stands to what a rank computed."""
+        """Return the state of the golden in git compared to the computed result."""
         recipe = self.orders[folder].recipe
         path = golden_path(self.options.golden_folder, recipe.name, device_class)
         state = GoldenState(
@@ -116,7 +120,7 @@ class GoldenSet:
         return self._examine_across(own, recipe, answer)
 
     def _examine_across(self, own: GoldenState, recipe: Recipe, answer: GoldenSummary) -> GoldenState:
-        """Return the state of a GPU's golden with what a golden of a CPU adds to it."""
+        """Return the state of a GPU's golden, extended by the comparison to the golden of a CPU."""
         path = golden_path(self.options.golden_folder, recipe.name, CPU)
         try:
             recorded = read_golden(path)
@@ -141,13 +145,13 @@ class GoldenSet:
 
 
 def _name_golden(case: Case, code: str) -> str:
-    """Return what a full golden depends on: the recipe, the optional checks whose tensors it holds, and the code."""
+    """Return the name of a full golden: recipe fingerprint, optional checks and code version."""
     also = (name.replace(" ", "-") for name in sorted(case.checks.also))
     return f"{'+'.join([case.recipe.fingerprint(), *also])}-{code}"
 
 
 def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> GoldenState:
-    """Return the state of the golden of this class of devices."""
+    """Return the state of the golden of the same device class."""
     try:
         recorded = read_golden(path)
     except FormatError as error:
@@ -163,7 +167,7 @@ def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> Golde
 
 
 def _measure(recorded: GoldenFile, answer: GoldenSummary, limit: float) -> Deviation:
-    """Return the fingerprint that is furthest from the recorded one, losses among them."""
+    """Return the fingerprint, losses included, that differs most from the recorded one."""
 
     def join(golden: GoldenFile | GoldenSummary) -> Fingerprints:
         return {**{name: [value] for name, value in golden.losses.items()}, **golden.tensors}

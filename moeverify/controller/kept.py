@@ -1,4 +1,7 @@
-"""Rows of runs, kept in a file as they come where there is one, so that many can be run in parts. No torch."""
+"""Rows of runs, optionally stored in a file as they arrive, so that runs can be split.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _MOST_BYTES = 1 << 32  # a benchmark of thousands of runs
 
 
 class NamedRecord(Protocol):
-    """A record of one run, which has a name of its own."""
+    """Interface of the record of one run, with a unique name."""
 
     @property
     def name(self) -> str:
@@ -29,19 +32,19 @@ class NamedRecord(Protocol):
 
     @classmethod
     def model_validate_json(cls, line: str | bytes, /) -> Self:
-        """Return the record of a line; ValidationError where it is none."""
+        """Return the record of a line. Raises: ValidationError when the line is invalid."""
 
 
 R = TypeVar("R", bound=NamedRecord)
 
 
 class KeptRows(Generic[R]):
-    """Rows by name, all records of one type; with a path they are those of a file, and each new one goes into it.
+    """Records of one type by name. With a path, they are read from that file and new ones are appended to it.
 
-    The file has a line about what made the rows, then a line a run.
+    The file has a header line with the environment and the code version, then one line per run.
 
-    Raises: CaseError where the file is of other code or another machine, or no regular file; FormatError where it is
-        none of ours or is damaged.
+    Raises: CaseError when the file was written by other code or on another machine, or is not a regular
+    file; FormatError when it has another format or is damaged.
     """
 
     def __init__(self, path: Path | None, environment: Mapping[str, str], record: type[R]) -> None:
@@ -50,7 +53,7 @@ class KeptRows(Generic[R]):
         self._record = record
         if path is None:
             return
-        if path.exists() and not path.is_file():  # to write into a pipe waits for whoever reads
+        if path.exists() and not path.is_file():  # writing to a pipe would block until someone reads
             raise CaseError([Problem(f"{path} is no regular file", "--keep", remedy="name another one")])
         header = {"environment": dict(environment), "code": code_version()}
         if path.exists() and path.stat().st_size:
@@ -59,7 +62,7 @@ class KeptRows(Generic[R]):
             path.write_text(json.dumps(header, sort_keys=True) + "\n", encoding="utf-8")
 
     def add(self, row: R) -> None:
-        """Keep one more row."""
+        """Add a row and append it to the file."""
         self.rows[row.name] = row
         if self.path is None:
             return
@@ -76,7 +79,7 @@ class KeptRows(Generic[R]):
         if known != header:
             message = f"{path} was kept by other code or on another machine"
             raise CaseError([Problem(message, "--keep", remedy="remove it, or name another file")])
-        # Without the last line's end the last line is cut off: run that again.
+        # A last line without a newline is truncated: drop it, and run that case again.
         for number, line in enumerate(rest.split(b"\n")[:-1], start=2):
             try:
                 row = self._record.model_validate_json(line)
@@ -90,7 +93,7 @@ class KeptRows(Generic[R]):
 
 
 def code_version() -> str:
-    """Return 16 hex digits that change with any of our code."""
+    """Return 16 hex digits that change with any source file of moeverify."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path, content in read_sources(root):

@@ -1,4 +1,4 @@
-"""This machine: devices, ranks, versions and caches, as far as a process without torch can see them."""
+"""This machine: devices, rank limits, versions and caches, as seen by a process without torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from moeverify.launch.plan import Backend, Carrier, Device
 from moeverify.launch.world import external_world
 from moeverify.results.obstacle import RankLimit
 
-_BYTES_PER_RANK = 700 * 2**20  # torch imported, a tiny model trained: about 400 MiB, seen on Linux
-_BYTES_PER_RANK_OF_GPU = (
-    3 * 2**30
-)  # assumed: a context of CUDA and its libraries take memory of the host, too
+_BYTES_PER_RANK = 700 * 2**20  # about 400 MiB measured on Linux with torch and a tiny model
+_BYTES_PER_RANK_OF_GPU = 3 * 2**30  # assumption: the CUDA context and libraries also take host memory
 _MOST_PROCESSES = 64
-# What a stored golden depends on, its noise too; the rest of the package only judges.
+# The code that a stored golden and its noise depend on. The rest of the package only judges.
 _GOLDEN_CODE = (
     "compare",
     "dtype_names.py",
@@ -40,9 +38,9 @@ _GOLDEN_CODE = (
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Return the device to run on: CUDA where there are GPUs, unless something else is wanted.
+    """Return the device to run on. `auto` chooses CUDA if there are GPUs.
 
-    Raises: MachineError where CUDA is wanted and there is no GPU.
+    Raises: MachineError when CUDA is requested and there is no GPU.
     """
     if wanted == "cpu" or (wanted == "auto" and count_gpus() == 0):
         return "cpu"
@@ -57,7 +55,7 @@ def count_cores() -> int:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that a rank could use."""
+    """Return the number of GPUs visible to a rank."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in {"", "-1"}])
@@ -69,9 +67,9 @@ def count_gpus() -> int:
 
 
 def find_limit(device: Device, wanted: int | None = None, *, backend: Backend = "auto") -> RankLimit:
-    """Return how many ranks there may be: as another launcher started, or fit on this machine, or are `wanted`.
+    """Return the maximum number of ranks: the external launcher's, the machine's, or `wanted` if smaller.
 
-    Where NCCL is asked for each rank needs a GPU of its own.
+    With the backend NCCL, each rank needs its own GPU.
     """
     world = external_world()
     if world is not None:
@@ -102,9 +100,9 @@ def _available_memory() -> int | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks of a run compute on, what carries their collectives, and how many there may be.
+    """The device and backend of the ranks of a run, and the maximum number of ranks.
 
-    `wanted` is the backend that is asked for.
+    `wanted` is the requested backend.
     """
 
     device: Device
@@ -120,16 +118,16 @@ class Machine:
         *,
         num_ranks: int | None = None,
     ) -> Machine:
-        """Return this machine with a device and a backend as asked for, and at most `num_ranks`.
+        """Return this machine with the requested device and backend, and at most `num_ranks` ranks.
 
-        Raises: MachineError where CUDA is wanted and there is no GPU.
+        Raises: MachineError when CUDA is requested and there is no GPU.
         """
         chosen = choose_device(device)
         num_gpus = count_gpus() if chosen == "cuda" else 0
         return cls(chosen, backend, num_gpus, find_limit(chosen, num_ranks, backend=backend))
 
     def choose_backend(self, num_ranks: int) -> Carrier:
-        """Return what carries the collectives of so many ranks."""
+        """Return the backend of the collectives for this number of ranks."""
         wanted = self.wanted if external_world() is None else choose_external(self.wanted)
         return choose_backend(wanted, self.device, num_ranks=num_ranks, num_gpus=self.num_gpus)
 
@@ -140,7 +138,7 @@ class Machine:
 
 
 def describe_environment(device: str, backend: str = "") -> dict[str, str]:
-    """Return the versions and sizes that a verdict may depend on; `backend` as used, where ranks ran."""
+    """Return the versions and sizes that may affect a verdict. `backend` is the one that was used, if any."""
     return {
         "moeverify": _version("moeverify"),
         "torch": _version("torch"),
@@ -153,15 +151,15 @@ def describe_environment(device: str, backend: str = "") -> dict[str, str]:
 
 
 def default_cache() -> Path:
-    """Return where full goldens are kept between runs."""
+    """Return the default folder for full goldens."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "moeverify" / "goldens"
 
 
 def golden_code(also: Collection[str] = ()) -> str:
-    """Return 8 hex digits that change with torch's version and with our code that a golden depends on.
+    """Return 8 hex digits that change with torch's version and with the code that a golden depends on.
 
-    `also` are the optional checks whose tensors it holds; each is a file of its name.
+    `also` holds the optional checks whose tensors are part of the golden. Each check is a file of its name.
     """
     digest = hashlib.sha256(_version("torch").encode())
     root = Path(__file__).parents[1]

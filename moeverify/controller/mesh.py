@@ -1,4 +1,7 @@
-"""The mesh of a case as data for the console: coordinates, groups, and what each rank sees and holds. No torch."""
+"""The mesh of a case for display: coordinates, groups, and the data and experts of each rank.
+
+No torch import.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from moeverify.results.mesh import MeshShape
 
 
 def make_picture(case: Case, per_node: int = 0) -> MeshPicture:
-    """Return what `moeverify mesh` shows of a case; with `per_node` ranks a node also on which node each is."""
+    """Return the data for `moeverify mesh`.
+
+    `per_node` is the number of ranks per node, or 0 to omit nodes.
+    """
     layout, plan = case.layout, MeshPlan.of(case.layout)
     axes = {axis: size for axis, size in plan.data.axes.items() if size > 1}
     apart = ("ep", "etp") if cuts_experts_apart(case) else ()
@@ -27,7 +33,7 @@ def make_picture(case: Case, per_node: int = 0) -> MeshPicture:
 
 
 def make_shape(layout: Layout) -> MeshShape:
-    """Return the axes and groups of a layout, those of axes that reuse the ranks of others included."""
+    """Return the mesh axes of a layout with more than one rank, and the groups of such axes of all views."""
     plan = MeshPlan.of(layout)
     groups = {
         axis: tuple(map(tuple, view.groups(axis)))
@@ -51,7 +57,7 @@ def _place(case: Case, plan: MeshPlan, rank: int) -> RankPlace:
 
 
 def _list_experts(case: Case, coordinate: int) -> dict[str, tuple[int, ...]]:
-    """Return the experts of the ranks at a coordinate on ep: of each MoE layer where not all layers have the same."""
+    """Return the experts at a coordinate on ep, by MoE layer if the layers differ."""
     model = case.recipe.model.reference
     if model is None or model.moe is None or case.layout.ep == 1:
         return {}
@@ -59,7 +65,7 @@ def _list_experts(case: Case, coordinate: int) -> dict[str, tuple[int, ...]]:
     if placement is None:
         size = model.moe.num_experts // case.layout.ep
         return {"experts": tuple(range(coordinate * size, (coordinate + 1) * size))}
-    # Later placements are solved from the load of the run, and are not known before.
+    # With rebalancing, later placements depend on the load of the run and are not known in advance.
     holds = _list_rows(placement, coordinate, "experts at first" if case.layout.rebalance else "experts")
     for after, exchanged in sorted(list_exchanges(case.layout, model).items()):
         holds |= _list_rows(exchanged, coordinate, f"after step {after}")

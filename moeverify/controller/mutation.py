@@ -1,4 +1,4 @@
-"""Runs mutants: what layouts execute is measured once, then each mutant runs under the smallest that execute it."""
+"""The mutation benchmark: runs each mutant under a few layouts that cover the mutated code."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ from moeverify.validation.rules import validate
 _LONG: Mapping[str, Any] = {"batch": 4, "seq_len": 288}
 _FLOAT8: Mapping[str, Any] = {"precision": "bfloat16", "float8": "rowwise_with_gw_hp"}
 _PLACED = ((0, 1, 2, 3, 4, 5, 6, 7, 8), (2, 7, 8, 9, 10, 11, 12, 13, 14, 15))
-"""Experts on two ranks, some on both."""
+"""Experts on two ranks, some of them on both."""
 
-# What the layouts of the clean matrix leave unused: another core, a tied and a latent model, more micro-batches, an
-# optimizer with decay, experts that a placement puts somewhere, replicas of all kinds, more positions and tokens than
-# bfloat16 can count, gathered weights whose gradients a schedule computes later, and other precisions. Where a group
-# is the whole world, another group in its place does nothing: so each is there beside data parallelism too.
+# Features that the layouts of the clean matrix do not cover: another attention core, tied embeddings,
+# latent attention, more micro-batches, weight decay, expert placement, all kinds of replicas, sequences
+# longer than bfloat16 can count, gathered weights with delayed weight gradients, and other precisions. If a
+# group is the whole world, a mutant that uses another group has no effect, so each feature also appears in
+# combination with data parallelism.
 _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "cp-ring": ({}, {"cp": 2, "context_parallel": "ring"}),
     "cp4-ring": ({}, {"cp": 4, "context_parallel": "ring"}),
@@ -84,23 +85,24 @@ _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "float8 pp": ({"recipe": _FLOAT8}, LAYOUTS["pp"]),
 }
 
-# Stacks and sentences name files by their whole path, which is that of a machine.
+# Stacks and messages contain absolute paths, which depend on the machine.
 _PARENT_FOLDER = f"{Path(__file__).resolve().parents[2]}/"
 
 _SPECIAL = ("weight decay", "placement", "length", "precision")
-"""In what cases differ beside axes, of which code that does not serve it needs nothing."""
+"""Traits of cases other than mesh axes. Code that does not implement such a trait does not need it."""
 
 MOST_LAYOUTS = 8
-"""Under how many layouts a mutant may run before it counts as one that survives."""
+"""Maximum number of layouts under which a mutant runs before it counts as a survivor."""
 
 
 @dataclass(frozen=True)
 class MutationOptions:
-    """Which mutants run: those of `names`, or `number` of all that some layout executes, chosen by `seed`.
+    """Which mutants to run: `names`, or `number` of those that some layout executes, chosen by `seed`.
 
-    The seed parts them in halves too. `keep` is a folder of what is known, from which a run goes on. With `precision`
-    all layouts compute in it, else each in its own, most in float64. With `escalates`, findings without a cause are
-    looked at in wider precisions, and so is what passes, as `moeverify run` does.
+    The seed also divides the mutants into two halves. `keep` is a folder of earlier results, from which the
+    run resumes. With `precision` all layouts compute in it, otherwise each in its own, mostly float64. With
+    `escalates`, findings without a cause and passing mutants are run in wider precisions, as in `moeverify
+    run`.
     """
 
     names: Sequence[str] = ()
@@ -111,16 +113,16 @@ class MutationOptions:
     escalates: bool = True
 
     def keep_file(self, name: str) -> Path | None:
-        """Return the file in which rows of a name are kept; None where nothing is."""
+        """Return the file for rows of this name, or None without a `keep` folder."""
         return None if self.keep is None else self.keep / f"{name}.jsonl"
 
 
 @dataclass(frozen=True)
 class RanMutants:
-    """The rows of all mutants that were asked for, and what made them.
+    """The rows of all requested mutants, and the environment of the run.
 
-    Of `num_all` that there are, no layout of ours executes `num_unreached`. The precision that was asked for does
-    not know the layouts `left_out`, by name.
+    `num_all` mutants exist, and no layout executes `num_unreached` of them. `left_out` names the layouts
+    that do not support the requested precision.
     """
 
     rows: list[MutantRow]
@@ -131,16 +133,16 @@ class RanMutants:
 
 
 def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) -> RanMutants:
-    """Measure what layouts execute, run each mutant, and judge what is said of it.
+    """Measure the coverage of the layouts, run each mutant, and judge the findings.
 
-    Raises: CaseError where a name is that of no mutant, or what is kept is of other code or another machine.
+    Raises: CaseError when a name is unknown, or when stored rows are from other code or another machine.
     """
     named = [find_mutant(name) for name in how.names]
     environment = describe_environment(choose_device(options.device))
     if how.keep is not None:
         how.keep.mkdir(parents=True, exist_ok=True)
     coverage = KeptRows(how.keep_file("coverage"), environment, CoveredCode)
-    # What a layout executes is the same code in each precision; what is said of a mutant is not.
+    # Coverage is the same in each precision; the findings of a mutant are not.
     kept_as = ["mutants", *([how.precision] if how.precision else []), *([] if how.escalates else ["alone"])]
     rows = KeptRows(how.keep_file("-".join(kept_as)), environment, MutantRow)
     covered = measure_coverage(list(list_cases().values()), options, on_event, coverage)
@@ -156,14 +158,17 @@ def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) ->
 
 @cache
 def list_cases() -> Mapping[str, Case]:
-    """Return the clean cases under which mutants may run, by name: most in float64."""
+    """Return the clean cases for mutants by name, mostly in float64."""
     plain = {name: make_case(name, **layout) for name, layout in LAYOUTS.items()}
     more = {name: make_case(name, **options, **layout) for name, (options, layout) in _MORE.items()}
     return {name: case for name, case in {**plain, **more}.items() if not list(validate(case))}
 
 
 def list_cases_in(precision: Precision | None) -> Mapping[str, Case]:
-    """Return the clean cases by name, all in one precision where one is asked for, but those that do not know it."""
+    """Return the clean cases by name.
+
+    With a precision, convert them and drop those that do not support it.
+    """
     if precision is None:
         return list_cases()
     changed = {name: try_precision(case, precision) for name, case in list_cases().items()}
@@ -176,9 +181,9 @@ def measure_coverage(
     on_event: OnEvent,
     kept: KeptRows[CoveredCode],
 ) -> list[CoveredCode]:
-    """Return what of the parallel code each case executes; a case that does not pass executes nothing.
+    """Return the parallel code that each case executes. A case that does not pass counts as executing none.
 
-    What is in `kept` is not run again, and what comes is added to it.
+    Cases in `kept` are not run again, and new rows are added to it.
     """
     files = tuple(dict.fromkeys(mutant.file for mutant in list_mutants()))
     left = [case for case in cases if case.name not in kept.rows]
@@ -209,13 +214,16 @@ def _read_row(result: CaseResult, folder: Path) -> CoveredCode:
 
 
 def choose_layouts(mutant: Mutant, covered: Sequence[CoveredCode]) -> list[str]:
-    """Return the layouts under which a mutant runs until it is killed: all execute what it changes.
+    """Return the layouts under which a mutant runs until it is killed, in order.
 
-    The first is the smallest, of several as small the plainest, with most axes of which the code is; code of every
-    axis shows most under data ranks. Those after it take most branches of the mutant's function that none before
-    takes, then have most axes, degrees of them or other traits that none before has: of two ranks each is the next
-    and the one before of the other, so that a degree of 4 shows what 2 hides. Narrower precisions come last: what
-    they show, float64 shows more exactly.
+    All of them execute the mutated code. The first layout is the smallest. Ties go to the layout with the
+    fewest special traits, then to the one with the most axes that the mutated code serves. Code that serves
+    every axis is tested best with data-parallel axes.
+
+    Each further layout maximizes the number of newly covered branches of the mutant's function, then the
+    number of new traits such as (axis, degree) pairs. A degree of 4 reveals errors that a degree of 2
+    hides, because each of two ranks is both the next and the previous of the other. Narrow precisions come
+    last, since float64 shows the same errors more exactly.
     """
     wanted = set(mutant.area.axes or DATA_AXES) | {"ep"}
     left = {
@@ -243,20 +251,20 @@ def choose_layouts(mutant: Mutant, covered: Sequence[CoveredCode]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A layout that executes a mutant, its axes and other traits, and what it executes of the mutant's function."""
+    """A layout that executes a mutant, with its traits and the covered branches of the mutated function."""
 
     row: CoveredCode
     traits: set[tuple[str, object]]
     branches: set[Span]
 
     def rank_first(self, wanted: set[str]) -> tuple[float, ...]:
-        """Return by what the first of several is chosen, the least one first."""
+        """Return the sort key for the first layout. The minimum is chosen."""
         count = sum(axis in wanted for axis, _ in self.traits)
         num_special = sum(name in _SPECIAL for name, _ in self.traits)
         return self._is_narrow, self.row.ranks, num_special, -count, self.row.seconds
 
     def rank_next(self, taken: set[Span], seen: set[tuple[str, object]]) -> tuple[float, ...]:
-        """Return by what those after it are chosen, beside what earlier ones have shown."""
+        """Return the sort key for the remaining layouts, given the branches and traits already covered."""
         new = self.traits - seen
         return self._is_narrow, -len(self.branches - taken), -len(new), self.row.ranks, self.row.seconds
 
@@ -266,7 +274,7 @@ class _Choice:
 
 
 def _list_traits(name: str) -> set[tuple[str, object]]:
-    """Return the axes of a case with their degrees, its micro-batches, and in what else cases differ."""
+    """Return the traits of a case: axes with their degrees, micro-batches, and other features."""
     case = list_cases()[name]
     layout, recipe = case.layout, case.recipe
     found: set[tuple[str, object]] = {
@@ -289,13 +297,13 @@ def _list_traits(name: str) -> set[tuple[str, object]]:
 
 
 def _list_branches(mutant: Mutant, row: CoveredCode) -> set[Span]:
-    """Return what a layout executes of the function in which a mutant is."""
+    """Return the spans of the mutated function that a layout executes."""
     first, last = mutant.function_lines
     return {span for span in row.spans.get(mutant.file, ()) if first <= span[0] and span[2] <= last}
 
 
 class MutationRun:
-    """The mutants that are still to be decided, and the layouts under which each may run."""
+    """A run of mutants that are still undecided, with the layouts for each."""
 
     def __init__(
         self,
@@ -315,9 +323,10 @@ class MutationRun:
         self._layouts = {name: choose_layouts(mutant, known) for name, mutant in self._mutants.items()}
 
     def execute(self, options: RunOptions, on_event: OnEvent, *, escalates: bool = False) -> list[MutantRow]:
-        """Run until every mutant is decided, and return one row each, in order.
+        """Run until every mutant is decided, and return one row per mutant, in order.
 
-        A launch serves many mutants; one that crashes or hangs costs the launch, and the rest go on in another.
+        One launch runs many mutants. A mutant that crashes or hangs ends the launch, and the others
+        continue in a new one.
         """
         rows = self._kept.rows
         for name, mutant in self._mutants.items():
@@ -329,7 +338,7 @@ class MutationRun:
                 self._kept.add(self._make_row(name, "not executed"))
         for turn in range(MOST_LAYOUTS):
             waiting = [name for name in self._mutants if name not in rows and len(self._layouts[name]) > turn]
-            # Of one size after the other: a launch has as many ranks as its largest case.
+            # Sort by size, because a launch has as many ranks as its largest case.
             waiting.sort(key=lambda name: self._cases[self._layouts[name][turn]].layout.world_size)
             if waiting:
                 self._run_turn(waiting, turn, options, on_event, escalates=escalates)
@@ -344,7 +353,7 @@ class MutationRun:
             for title, name in cases.items()
         ]
         faults = {title: self._mutants[name].target for title, name in cases.items()}
-        open_ones: list[str] = []  # those of which wider precisions will be asked
+        open_ones: list[str] = []  # results that wider precisions will be run for
         confirming = find_confirming(made, ()) if escalates else {}
 
         def take(result: CaseResult) -> None:
@@ -365,7 +374,7 @@ class MutationRun:
                     self._take(cases[each.name], each)
 
     def _take(self, name: str, result: CaseResult) -> None:
-        """Note what came of a mutant under one layout; a pass is final only where no other layout is left."""
+        """Record the result of a mutant under one layout. A pass is final only if no layout is left."""
         if result.verdict == "pass" and len(self._tried[name]) < len(self._layouts[name]):
             return
         self._kept.add(self._make_row(name, _decide(name, result), result))
@@ -398,9 +407,9 @@ class MutationRun:
         )
 
     def judge_rows(self) -> list[MutantRow]:
-        """Return the rows of all decided mutants, each with what is to be thought of what was said of it.
+        """Return the rows of all decided mutants, each with a judgement of its findings.
 
-        What is kept is judged anew, since rules and reviews may have changed.
+        Stored rows are judged again, since rules and manual reviews may have changed.
         """
         rows = [self._kept.rows[name] for name in self._mutants if name in self._kept.rows]
         return [row.model_copy(update={"judgement": self._judge(row)}) for row in rows]

@@ -1,4 +1,4 @@
-"""Why a valid case cannot run on this machine. No torch."""
+"""Reasons why a valid case cannot run on this machine. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeverify.validation import choices
 
 
 def find_obstacle(case: Case, machine: Machine) -> Obstacle | None:
-    """Return why a case cannot run here: too few ranks, or what a chosen implementation lacks on this machine."""
+    """Return why a case cannot run here: too few ranks, or an implementation that is unavailable."""
     needed = case.layout.world_size
     if needed > machine.limit.most:
         return TooFewRanks(num_needed=needed, limit=machine.limit)

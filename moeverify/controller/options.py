@@ -1,4 +1,4 @@
-"""The options of a run, beside its cases. No torch."""
+"""Options of a run that are not part of its cases. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from moeverify.launch.plan import Backend
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run cases.
+    """Options for running cases.
 
-    `backend` carries the collectives of GPUs; by itself it is gloo where ranks share them.
-    `num_ranks` limits the ranks; `folder` keeps everything of the run; `require_goldens` makes a golden that
-    is not recorded an error; `cache_folder` holds full goldens; `fault` is called on every rank of a case
-    before its layout is built, `case_faults` has other ones for single cases by name. Units: `timeout` in
-    seconds, for each case, in place of its own, and for each golden; `explain_seconds` in seconds, for the search for
-    the first wrong operation of a case, where 0 leaves it out. `without` has the names of hypotheses that are not
-    tried.
+    `backend` is used on GPUs; the default is gloo if ranks share a GPU. `num_ranks` limits the number of
+    ranks. `folder` keeps all files of the run. With `require_goldens`, a missing recorded golden is an
+    error. `cache_folder` holds full goldens. `fault` names a function that every rank of a case calls
+    before it builds the layout; `case_faults` overrides it by case name. `without` names hypotheses that
+    are not tried.
+
+    Units: `timeout` in seconds, for each golden and for each case instead of its own timeout;
+    `explain_seconds` in seconds, for the search for the first wrong operation of a case (0 disables it).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,4 +1,4 @@
-"""`moeverify reshard`: every given layout saves, every one loads, and trains on. No torch in this process."""
+"""`moeverify reshard`: each layout saves a checkpoint, and each layout loads all of them. No torch import."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from moeverify.results.run import RunResult
 
 SINGLE = "single"
 FURTHER_STEPS = 2
-"""How many steps are trained after a load: an optimizer's state shows in the first, its own update in the second."""
+"""Training steps after a load. The first depends on the loaded optimizer state, the second on its update."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A layout that saves and one that loads, of one recipe."""
+    """A saving and a loading layout of the same recipe."""
 
     saver: Case
     loader: Case
 
     @property
     def name(self) -> str:
-        """Return what reports call the pair."""
+        """Return the name of the pair in reports."""
         return f"{self.saver.name} -> {self.loader.name}"
 
     @property
     def case(self) -> Case:
-        """Return the case that loads, under the pair's name."""
+        """Return the loading case, under the name of the pair."""
         return self.loader.model_copy(update={"name": self.name, "checkpoint": self.saver.checkpoint})
 
 
 def make_pairs(cases: Sequence[Case]) -> list[Pair]:
-    """Return all ordered pairs of the cases of each recipe, a single device included.
+    """Return all ordered pairs of the cases of each recipe, including a single device.
 
-    Raises: CaseError where a recipe is too short for steps before and after the save.
+    Raises: CaseError when a recipe has too few steps before and after the save.
     """
     problems = [problem for case in cases for problem in _check(case)]
     if problems:
@@ -79,13 +79,13 @@ def run_pairs(
     on_event: OnEvent,
     faults: Mapping[str, str] | None = None,
 ) -> RunResult | None:
-    """Return the verdict of each pair; on any rank but the first of an external launch, None.
+    """Return the verdict of each pair, or None on ranks other than 0 of an external launch.
 
-    Each saving case runs once, then everything that loads from it. `faults` names a function to call on every
-    rank before it saves or loads, by the pair's name; such a pair has a save of its own.
+    Each saving case runs once, followed by the cases that load from it. `faults` maps the name of a pair to
+    a function that every rank calls before it saves or loads. Such a pair has a separate save.
 
-    Raises: MachineError where the device that was asked for is not there, CaseError where ranks that another
-    launcher has started share no folder.
+    Raises: MachineError when the requested device does not exist; CaseError when an external launch has no
+    shared folder (`--out`).
     """
     if external_world() is not None and options.folder is None:
         remedy = "add `--out DIR` with a folder that all ranks see"
@@ -102,7 +102,7 @@ def run_pairs(
 def plan_tasks(
     pairs: Sequence[Pair], options: RunOptions, faults: Mapping[str, str], folder: Path
 ) -> list[CaseTask]:
-    """Return the tasks of these pairs, a save before the loads that need it, each save in a folder of its own."""
+    """Return the tasks of these pairs, each save before its loads and with a separate folder."""
     by_save: dict[tuple[str, str | None], list[Pair]] = {}
     for pair in pairs:
         by_save.setdefault((pair.saver.name, faults.get(pair.name)), []).append(pair)
@@ -138,6 +138,6 @@ def plan_tasks(
 
 
 def _leave_out_saves(result: RunResult) -> RunResult:
-    """Return the result with the pairs, and the saves that failed."""
+    """Return the result with the pairs and with the saves that did not pass."""
     kept = [case for case in result.cases if case.saved_by or case.verdict not in ("pass", "skipped")]
     return result.model_copy(update={"cases": tuple(kept)})

@@ -1,4 +1,7 @@
-"""`moeverify route`: follows one batch through a MoE layer of each case, on its ranks. No torch in this process."""
+"""`moeverify route`: follows one batch through a MoE layer of each case.
+
+Does not import torch in this process.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,11 @@ def follow_cases(
     backend: Backend,
     timeout: float | None,
 ) -> list[RouteReport] | None:
-    """Return what a batch did in each case, in their order; on any rank but the first of an external launch, None.
+    """Return the routing of one batch in each case, in order. Without `layer`, follow the first MoE layer.
 
-    Without `layer` it is the first with experts. Raises: CaseError for cases without such a layer; MachineError where
-    the device that was asked for is not there.
+    Return None on ranks other than 0 of an external launch.
+
+    Raises: CaseError when a case has no such layer; MachineError when the requested device does not exist.
     """
     layers = _choose_layers(cases, layer, step)
     machine = Machine.find(device, backend)
@@ -77,9 +81,9 @@ def follow_cases(
 
 
 def _choose_layers(cases: Sequence[Case], layer: int | None, step: int) -> dict[str, int]:
-    """Return the layer of each case that is followed.
+    """Return the layer to follow in each case.
 
-    Raises: CaseError with all cases that have none, or not this one.
+    Raises: CaseError when any case lacks the layer; the error lists all such cases.
     """
     problems, layers = [], {}
     for case in cases:

@@ -1,4 +1,4 @@
-"""Runs cases: goldens first, then every case, each on its ranks; no torch in this process."""
+"""Execution of cases: goldens first, then each case on its ranks. Does not import torch in this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OnEvent = Callable[[Event], None]
 
 
 def pass_results(take: Callable[[CaseResult], None], on_event: OnEvent) -> OnEvent:
-    """Return a handler of events that gives each result of a case to `take`, then every event to `on_event`."""
+    """Return an event handler that passes each case result to `take`, then every event to `on_event`."""
 
     def handle(event: Event) -> None:
         if event.kind == "case-end" and event.result is not None:
@@ -60,9 +60,9 @@ def pass_results(take: Callable[[CaseResult], None], on_event: OnEvent) -> OnEve
 
 @dataclass(frozen=True)
 class CaseTask:
-    """A case, and what its ranks do with it: `make` gives the job, from the fields that all jobs of cases have.
+    """A case and its job: `make` creates the job from the fields common to all case jobs.
 
-    `needs` names the task without which this one has nothing to do. `labels` are further fields of its result.
+    `needs` names the task that this one depends on. `labels` are additional fields of the result.
     """
 
     case: Case
@@ -73,9 +73,9 @@ class CaseTask:
 
 
 def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> RunResult | None:
-    """Return the verdicts of all cases, in their order; on any rank but the first of an external launch, None.
+    """Return the verdicts of all cases in order, or None on ranks other than 0 of an external launch.
 
-    Raises: MachineError where the device that was asked for is not there.
+    Raises: MachineError when the requested device does not exist.
     """
     machine = find_machine(options)
     with run_folder(options.folder) as folder:
@@ -83,36 +83,36 @@ def run_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> 
 
 
 def find_machine(options: RunOptions) -> Machine:
-    """Return what the ranks run on.
+    """Return the device, backend and rank limit of a run.
 
-    Raises: MachineError where the device that was asked for is not there.
+    Raises: MachineError when the requested device does not exist.
     """
     return Machine.find(options.device, options.backend, num_ranks=options.num_ranks)
 
 
 def make_tasks(cases: Sequence[Case], options: RunOptions) -> list[CaseTask]:
-    """Return the tasks that verify these cases, each under its fault."""
+    """Return the tasks that verify these cases, each with its fault."""
     return [CaseTask(case, fault=options.case_faults.get(case.name, options.fault)) for case in cases]
 
 
 def run_case_tasks(
     tasks: Sequence[CaseTask], options: RunOptions, machine: Machine, folder: Path, on_event: OnEvent
 ) -> RunResult | None:
-    """Return what came of all tasks, in their order; on any rank but the first of an external launch, None."""
+    """Return the results of all tasks in order, or None on ranks other than 0 of an external launch."""
     run = CaseRun(tasks, options, machine, on_event)
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     for _ in run.execute(folder):
-        pass  # the caller hears of it by the event
+        pass  # the caller gets the result from the event
     return run.make_result(started, time.monotonic() - began)
 
 
 def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) -> Generator[CaseResult]:
-    """Yield the verdict of each case as soon as it is known; the ranks go on while nobody asks for the next.
+    """Yield the verdict of each case when it is known. The ranks do not wait for the consumer.
 
-    Closing the iterator ends all ranks and removes what they wrote. Ranks of an external launch yield nothing,
-    except the first.
+    Closing the iterator ends all ranks and removes their temporary files. In an external launch only rank 0
+    yields results.
 
-    Raises: MachineError where the device that was asked for is not there.
+    Raises: MachineError when the requested device does not exist.
     """
     run = CaseRun(make_tasks(cases, options), options, find_machine(options), on_event)
     with run_folder(options.folder) as folder, closing(run.execute(folder)) as results:
@@ -121,7 +121,7 @@ def stream_cases(cases: Sequence[Case], options: RunOptions, on_event: OnEvent) 
 
 @contextmanager
 def run_folder(wanted: Path | None) -> Iterator[Path]:
-    """Give the folder to keep, with old logs removed, or a temporary one that is gone afterwards."""
+    """Yield the log folder inside `wanted`, with old logs removed, or else a temporary folder."""
     if wanted is None:
         with scratch_folder() as folder:
             yield folder
@@ -135,7 +135,7 @@ def run_folder(wanted: Path | None) -> Iterator[Path]:
 
 
 class CaseRun:
-    """The state of one run: what is known of each recipe and each case so far."""
+    """The state of one run: the goldens and case results so far."""
 
     def __init__(
         self, tasks: Sequence[CaseTask], options: RunOptions, machine: Machine, on_event: OnEvent
@@ -155,13 +155,13 @@ class CaseRun:
         self._runnable = runnable
         self._goldens = GoldenSet.of([task.case for task in runnable], options)
         self._states: dict[Path, GoldenState] = {}
-        # By case: what its checks say before causes are looked for, and the ranks may be lost in that.
+        # By case name: the checks before the search for causes, which may lose the ranks.
         self._early: dict[str, VerifyResult] = {}
         self._golden_failure = ""
         self._golden_reports: tuple[RankReport, ...] = ()
 
     def execute(self, folder: Path) -> Generator[CaseResult]:
-        """Run everything and yield each result as soon as it is known."""
+        """Run all tasks and yield each result when it is known."""
         for task in self._tasks.values():
             if reason := self._find_reason_to_skip(task):
                 yield self._end(task, self._make_case_result(task, "skipped", reason))
@@ -183,7 +183,7 @@ class CaseRun:
                     yield result
 
     def make_result(self, started: str, seconds: float) -> RunResult | None:
-        """Return the verdicts of all tasks in their order; None on any rank but the first."""
+        """Return the verdicts of all tasks in order, or None on ranks other than 0 of an external launch."""
         world = external_world()
         if world is not None and world.rank != 0:
             return None
@@ -203,7 +203,7 @@ class CaseRun:
         )
 
     def _find_reason_to_skip(self, task: CaseTask) -> str:
-        """Return why a task cannot run here, or nothing: what cannot be saved cannot be loaded either."""
+        """Return why a task cannot run here, or an empty string. A load cannot run if its save cannot."""
         obstacle = self._obstacles.get(task.case.name)
         if obstacle is not None:
             return describe_obstacle(obstacle)
@@ -211,7 +211,7 @@ class CaseRun:
         return "" if of_needed is None else describe_dependent_obstacle(task.labels["saved_by"], of_needed)
 
     def _count_golden_ranks(self) -> int:
-        """Return how many ranks make goldens side by side: no more than the cases need anyway."""
+        """Return the number of ranks that compute goldens in parallel, at most as many as the cases need."""
         widest = max(task.case.layout.world_size for task in self._runnable)
         most = 2 if self._machine.device == "cpu" else widest
         return max(1, min(widest, len(self._goldens.orders), most))
@@ -270,7 +270,8 @@ class CaseRun:
         checks = tuple(map(word_check, answer.checks))
         found = answer.findings
         if outcome.failure is not None:
-            # The ranks were lost while causes were looked for: what the checks say was known before.
+            # The ranks were lost during the search for causes. The results of the checks were reported
+            # before.
             found = tuple(note_failure(found, DiagnosisFailed(message=describe_failure(outcome.failure))))
         verdict, declared = apply_declared_differences(task.case.checks, checks)
         return self._make_case_result(
@@ -352,6 +353,6 @@ def _word_reports(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
 
 
 def find_overall_verdict(results: Sequence[CaseResult]) -> Any:
-    """Return the verdict of a run: its worst one."""
+    """Return the verdict of a run: `error` if any case has it, else `mismatch`, else `pass`."""
     verdicts = {result.verdict for result in results}
     return next((verdict for verdict in ("error", "mismatch") if verdict in verdicts), "pass")

@@ -1,4 +1,4 @@
-"""Temporary folders of one command; those of a command that was killed are removed by the next one."""
+"""Temporary folders of one command. The next command removes the folders of a killed one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIX = "moeverify-"
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Give a new folder that is gone afterwards."""
+    """Yield a new temporary folder and remove it afterwards."""
     remove_abandoned(path.parent for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{LOCK}"))
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, hold(Path(name)):
         yield Path(name)

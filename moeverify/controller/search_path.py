@@ -1,4 +1,4 @@
-"""Where the functions that a case names are looked for. No torch."""
+"""Import path for the functions that a case names. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from moeverify.case.schema import Case
 
 
 def search_path(case: Case) -> list[str]:
-    """Return the folders that come first on the import path of a case: that of its file, then the current one.
+    """Return the first folders of the import path of a case: that of its file, then the current one.
 
-    Where the case file lies inside a package (a folder with `__init__.py`), the first folder above it that is
-    none takes its place, as with pytest, so that the package keeps its name.
+    If the case file is inside a package (a folder with `__init__.py`), the nearest parent folder that is
+    not a package is used instead, as in pytest. The package then keeps its name.
     """
     folders = [Path.cwd()]
     if case.file:

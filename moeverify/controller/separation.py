@@ -1,4 +1,7 @@
-"""Ends an ambiguity: a layout of the same recipe under which sources of one size have different sizes. No torch."""
+"""Search for a layout of the same recipe that resolves an ambiguous finding. Does not import torch.
+
+Candidates with the same size, such as two axes of 2 ranks, get different sizes in the new layout.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,18 @@ from moeverify.validation.rules import validate
 _VARIED = sorted((axis for axis in DEGREES if axis.is_varied), key=lambda axis: axis.places_experts)
 _DEGREES = (*(axis.degree for axis in _VARIED), "micro_batches")
 _SIZES = (1, 2, 3, 4, 6, 8)
-# Their factors are those of parts of the batch: another layout divides it into other parts.
+# Factors of these causes depend on parts of the batch, which another layout divides differently.
 _OF_THE_BATCH = (Cause.SHARE_WEIGHTS, Cause.PADDING)
 
 
 def suggest_layout(case: Case, finding: Finding, most_ranks: int) -> Finding:
-    """Return the finding, with the layout that separates its candidates where several explain it equally well."""
+    """Return the finding, with a follow-up layout that separates its candidates if there are several."""
     explanation = finding.explanation
     if explanation is None or finding.follows or len(explanation.candidates) < 2:
         return finding
     if explanation.cause in _OF_THE_BATCH:
         return finding
-    # A machine that allows 64 ranks is slow with them.
+    # 64 ranks may be allowed but are slow on such a machine.
     limit = min(most_ranks, max(4, 2 * case.layout.world_size))
     candidates = explanation.candidates
     changed = separate(case, candidates, limit, by_ranks=differs_by_groups(explanation))
@@ -42,15 +45,16 @@ def suggest_layout(case: Case, finding: Finding, most_ranks: int) -> Finding:
 
 
 def differs_by_groups(explanation: Explanation) -> bool:
-    """Return whether other groups of ranks are enough to separate candidates: replicas are summed over groups."""
+    """Return whether different rank groups suffice to separate the candidates, as for a missing reduction."""
     return isinstance(explanation.operation, Unreduced)
 
 
 def separate(case: Case, candidates: Sequence[Product], most_ranks: int, *, by_ranks: bool) -> dict[str, int]:
-    """Return the degrees to change so that most of these candidates differ; nothing where no layout does that.
+    """Return the degrees to change so that most candidates differ.
 
-    Of layouts that separate equally many, one with few ranks is taken, and of these one that changes little.
-    With `by_ranks` other groups of ranks are enough, else the sizes must differ.
+    Return an empty dict if no layout separates any. Among layouts that separate equally many, prefer few
+    ranks, then few changes. With `by_ranks` different groups of ranks suffice; otherwise the sizes must
+    differ.
     """
     best: tuple[tuple[int, int, int], dict[str, int]] | None = None
     for changed in _list_changes(case.layout, most_ranks):
@@ -64,14 +68,14 @@ def separate(case: Case, candidates: Sequence[Product], most_ranks: int, *, by_r
 
 
 def change_layout(case: Case, changed: dict[str, int]) -> Case:
-    """Return the case under a layout with other degrees."""
+    """Return the case with other degrees in its layout."""
     return case.model_copy(update={"layout": case.layout.model_copy(update=changed)})
 
 
 def count_apart(case: Case, candidates: Sequence[Product], *, by_ranks: bool) -> int:
-    """Return how many of these candidates differ in the case's layout.
+    """Return how many of these candidates differ in the layout of the case.
 
-    0 where one of them has an axis of a single rank there: what such an axis does wrong cannot be seen.
+    Return 0 if a candidate has an axis of size 1 there, on which errors have no effect.
     """
     degrees, groups = list_degrees(case), list_groups(case)
     known = groups if by_ranks else degrees
@@ -84,7 +88,7 @@ def count_apart(case: Case, candidates: Sequence[Product], *, by_ranks: bool) ->
 
 
 def _list_changes(layout: Layout, most_ranks: int) -> Iterator[dict[str, int]]:
-    """Yield what to change in the degrees of a layout, small changes first."""
+    """Yield changes of the degrees of a layout, beginning with those of a single degree."""
     choices = {
         name: [size for size in _SIZES if size <= most_ranks and size != getattr(layout, name)]
         for name in _DEGREES

@@ -1,4 +1,4 @@
-"""Tasks: jobs for the ranks, each with what is made of its outcome. No torch in this process."""
+"""Tasks: jobs for the ranks, each with a function for its outcome. Does not import torch in this process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ A = TypeVar("A", bound=RankResult)
 
 @dataclass(frozen=True)
 class Task(Generic[T]):
-    """A job, and the function that turns its outcome into what the caller wants to know."""
+    """A job, and the function that converts its outcome to a result."""
 
     job: Job
     judge: Callable[[JobOutcome], T]
 
 
 _GRACE_SHARE = 2.0
-"""Seconds that ranks get for each second of explaining: they also train again, and record that."""
+"""Grace in seconds per second of explaining: the ranks also train and record again."""
 
 
 def make_job(name: str, num_ranks: int, timeout: float, asked: RankJob) -> Job:
@@ -44,7 +44,7 @@ def make_job(name: str, num_ranks: int, timeout: float, asked: RankJob) -> Job:
 
 
 def read_outcome(outcome: JobOutcome, wanted: type[A]) -> A | Refusal | None:
-    """Return the answer of rank 0, or its refusal; None where the job failed."""
+    """Return the answer or refusal of rank 0, or None if the job failed."""
     if outcome.state != "done" or outcome.result is None:
         return None
     found = read_result(outcome.result)
@@ -61,11 +61,11 @@ def run_tasks(
     backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None],
 ) -> Generator[T]:
-    """Run the tasks in order on the ranks of a module, and yield what is made of each outcome as soon as it is known.
+    """Run the tasks in order and yield the result of each when it is known.
 
-    Closing the iterator ends ranks of our own. Where another launcher has started this process, it is one of the
-    ranks: then its first rank alone yields results, one for every task even if a rank is lost, and ends with the
-    status of a failure whenever this process ends.
+    `entry` is the module that the ranks run. Closing the iterator ends the ranks that this process started.
+    Under an external launcher, this process is one of the ranks. Only rank 0 then yields results, one per
+    task even if a rank is lost; in that case the process exits with a failure status.
     """
     jobs = [task.job for task in tasks]
     if not jobs:

@@ -1,1 +1,1 @@
-"""Ranks: torch elastic on one node, torchrun or Slurm on many; crashes and hangs become reports."""
+"""Process launching: torch elastic on one node, torchrun or Slurm on several, with failure reports."""

@@ -1,7 +1,7 @@
-"""The process that starts the ranks of one launch through torch elastic's own launcher.
+"""The agent process, which starts the ranks of one launch through torch elastic.
 
-`python -m moeverify.launch.agent PLAN PARENT` imports torch and the entry once and forks the ranks from
-there, so that a launch of eight ranks costs one import and not eight.
+`python -m moeverify.launch.agent PLAN PARENT` imports torch and the entry module once and forks the ranks
+afterwards. A launch of eight ranks therefore pays for one import instead of eight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> None:
-    """Start the ranks of the plan and wait for them; `launch.json` says how it ended."""
+    """Run the ranks of the plan in `sys.argv[1]` and write `launch.json` if the launch fails."""
     die_with(int(sys.argv[2]))
     plan_path = Path(sys.argv[1])
     _set_up(Plan.read(plan_path))
@@ -43,21 +43,21 @@ def main() -> None:
 
 
 def prepare(plan: Plan) -> None:
-    """Set up this process and import all that an agent of such a plan and its ranks need."""
+    """Set up this process and import everything that an agent of `plan` and its ranks need."""
     _set_up(plan)
-    with contextlib.suppress(Exception):  # each launch says it
+    with contextlib.suppress(Exception):  # the launch itself reports the error
         from torch.distributed.launcher import api  # noqa: F401
 
         _preload(plan.entry)
 
 
 def run_agent(plan_path: Path) -> None:
-    """Run the ranks of a plan, wait for them, and end this process, which is set up."""
+    """Run the ranks of a plan, wait for them, and exit. Requires a process that is already set up."""
     plan = Plan.read(plan_path)
     end = _launch(plan, plan_path)
     if end:
         write_atomically(plan.launch_folder / "launch.json", json.dumps(end))
-    # The interpreter's teardown after torch costs a third of a second and changes nothing.
+    # Skip the interpreter teardown: after `import torch` it takes a third of a second and has no effect.
     os._exit(1 if end else 0)
 
 
@@ -70,20 +70,21 @@ def _set_up(plan: Plan) -> None:
 
 def _set_environment() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # The runtime's own device check would initialize CUDA here, and a forked rank could not use it then.
+    # The runtime's default device check initializes CUDA, which makes CUDA unusable in a forked rank.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if sys.platform == "linux":
-        # All ranks are on this host: gloo need not resolve the host's name, which can take seconds or fail.
+        # All ranks run on this host. Without this, gloo resolves the host name, which can take seconds or
+        # fail.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _set_logging() -> None:
-    """Let elastic's words go to standard error as they are.
+    """Send the log messages of torch elastic to standard error unformatted.
 
-    torch's own formatter imports the compiler before its first line, a second in which nobody stops the peers
-    of a rank that failed.
+    The formatter of torch imports the compiler before its first message. That takes a second, during which
+    elastic does not stop the peers of a failed rank.
     """
-    # Elastic has a thread of its own when the ranks are forked; it holds nothing that they use.
+    # Elastic runs a thread of its own at the time of the fork. The thread holds no lock that the ranks use.
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logger = logging.getLogger(name)
@@ -92,7 +93,7 @@ def _set_logging() -> None:
 
 
 def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
-    """Run the ranks and return how the launch failed, or nothing when it did not."""
+    """Run the ranks. Return a description of the failure, or an empty dict on success."""
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -127,31 +128,34 @@ def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
 
 
 class Gate:
-    """Holds each forked rank until all are forked: a pipe that nobody writes into, open for as long as one is not.
+    """Barrier that holds each forked rank until all ranks are forked.
 
-    The store's thread in this process looks up the name of a rank that connects, and glibc's resolver has a lock. A
-    rank that is forked while that is held can never look up a name: it hung in its own connection to the store, one
-    launch of about thirty with eight ranks on a busy machine.
+    The barrier is a pipe without data: a read ends when the agent closes its write end.
+
+    The thread of the store in this process looks up the host name of each rank that connects, and the
+    resolver of glibc takes a lock. A rank that is forked while the lock is held can never resolve a name.
+    Without the barrier, about one launch in thirty with eight ranks hung in the connection to the store on
+    a busy machine.
     """
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
 
     def open(self) -> None:
-        """Let the ranks pass; in the process that forks them."""
+        """Release the ranks. Called in the process that forks them."""
         os.close(self._writer)
 
     def wait(self) -> None:
-        """Wait until all ranks are forked; in a rank."""
+        """Block until all ranks are forked. Called in a rank."""
         os.close(self._writer)
         os.read(self._reader, 1)
         os.close(self._reader)
 
 
 class _ProcessTable:
-    """The processes of the ranks: elastic itself reports the exit status of the first one alone.
+    """Process handles of the ranks: elastic reports the exit status of the first failed rank only.
 
-    `on_all` is called once all of them are forked.
+    A thread calls `on_all` once all ranks are forked.
     """
 
     def __init__(self, num_ranks: int, on_all: Callable[[], None]) -> None:
@@ -161,22 +165,22 @@ class _ProcessTable:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def read(self) -> dict[int, int]:
-        """Return the exit status of each rank that has ended, minus the signal's number where one did it."""
+        """Return the exit status of each ended rank: minus the signal number if a signal ended it."""
         exits = {rank: process.exitcode for rank, process in self._processes.items()}
         return {rank: status for rank, status in exits.items() if status is not None}
 
     def _watch(self) -> None:
         while len(self._processes) < self._num_ranks:
             time.sleep(0.02)
-            # Not `active_children()`, which would reap them behind elastic's back. They are named in the
-            # order in which they are started, `ForkProcess-1` first.
+            # `active_children()` would reap the processes before elastic does. The processes are named in
+            # start order, beginning with `ForkProcess-1`.
             for process in list(getattr(multiprocessing.process, "_children", ())):
                 self._processes.setdefault(int(process.name.rpartition("-")[2]) - 1, process)
         self._on_all()
 
 
 def _preload(entry: str) -> None:
-    """Import what every rank needs. An entry that cannot be imported fails in the ranks, with a traceback."""
+    """Import the modules that every rank needs. An entry that fails to import fails again in the ranks."""
     importlib.import_module("moeverify.launch.rank")
     if not entry.endswith(".py"):
         with contextlib.suppress(Exception):
@@ -184,13 +188,13 @@ def _preload(entry: str) -> None:
     from moeverify.launch.caches import find_imported
 
     find_imported()
-    # What is here now stays: neither a collection in a rank nor its page faults need ever touch it again.
+    # Freeze the imported objects: garbage collection in the ranks skips them, and their pages stay shared.
     gc.collect()
     gc.freeze()
 
 
 def run_entry(entry: str, plan_path: str, agent: str, gate: Gate) -> None:
-    """Run `entry` in this forked rank as `python -m ENTRY PLAN` would, or `python ENTRY PLAN` for a file."""
+    """Run `entry` in this forked rank like `python -m ENTRY PLAN`, or `python ENTRY PLAN` for a file."""
     from moeverify.launch.failure_reporter import leave_traces
 
     die_with(int(agent))
@@ -198,7 +202,8 @@ def run_entry(entry: str, plan_path: str, agent: str, gate: Gate) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [entry, plan_path]
-    # Before the entry runs, which may never come as far as its first job; they are left while this file is open.
+    # Install the fault handler before the entry runs, which may fail before its first job. It needs the
+    # open file.
     with leave_traces(Path(plan_path).parent, int(os.environ["RANK"])):
         gate.wait()
         _end_as_main(entry)
@@ -211,7 +216,7 @@ def _end_as_main(entry: str) -> None:
         if end.code not in (None, 0):
             raise
     except BaseException:
-        # Elastic would keep the traceback for itself.
+        # Elastic does not print the traceback.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -222,7 +227,7 @@ def _run_as_main(entry: str) -> None:
         runpy.run_path(entry, run_name="__main__")
         return
     with warnings.catch_warnings():
-        # The entry was imported before the fork, and runs again here as the main module.
+        # The entry was imported before the fork. It runs again here as the main module.
         warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)
         runpy.run_module(entry, run_name="__main__", alter_sys=True)
 

@@ -1,7 +1,7 @@
-"""A process that has imported what ranks need and forks the agents of many launches: they cost one import.
+"""Server process that forks the agents of many launches, so that they share one import.
 
-`python -m moeverify.launch.agent_server SOCKET PARENT` serves `moeverify.launch.forked_agents` on the socket that it
-inherits. Agents are processes like any other, each the leader of a session of its own, and die with this one.
+`python -m moeverify.launch.agent_server SOCKET PARENT` serves `moeverify.launch.forked_agents` on an
+inherited socket. Each agent leads its own session and is killed when the server ends.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _LONGEST = 1 << 16
 
 
 def main() -> None:
-    """Fork an agent for each request, until nobody can ask any more."""
+    """Fork an agent for each request until the controller closes the request socket."""
     die_with(int(sys.argv[2]))
     plan = _serve(socket.socket(fileno=int(sys.argv[1])), os.getpid())
-    if plan is not None:  # in an agent
+    if plan is not None:  # True only in a forked agent.
         run_agent(plan)
 
 
 def _serve(requests: socket.socket, server: int) -> Path | None:
-    """Return the plan in a forked process, and None in this one once the controller has closed its end.
+    """Return the plan path in a forked agent, or None in the server after the controller closes its socket.
 
-    An agent that has ended is buried when the controller has closed its end of the agent's socket: until then no
-    other process can get its number.
+    The server reaps an agent only after the controller has closed its end of the agent's socket. Until then
+    the kernel cannot reuse the process id.
     """
     agents: dict[socket.socket, int] = {}
     running: set[socket.socket] = set()
@@ -73,7 +73,7 @@ def _serve(requests: socket.socket, server: int) -> Path | None:
 
 
 def _become_agent(server: int, control: int, log: int) -> None:
-    """Give this forked process what one that is started has: its session, its log, and an end with its parent."""
+    """Set up this forked process like a started agent: own session, own log, death signal from the server."""
     os.close(control)
     os.setsid()
     die_with(server)
@@ -83,7 +83,7 @@ def _become_agent(server: int, control: int, log: int) -> None:
 
 
 def _bury(control: socket.socket, pid: int) -> None:
-    """End an agent that nobody waits for any more, with its ranks."""
+    """Kill an agent and its ranks after the controller has closed its socket, and reap the agent."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -91,7 +91,7 @@ def _bury(control: socket.socket, pid: int) -> None:
 
 
 def _tell(control: socket.socket, words: dict[str, int]) -> None:
-    with contextlib.suppress(OSError):  # the controller has left this agent
+    with contextlib.suppress(OSError):  # the controller has closed the agent's socket
         control.send(json.dumps(words).encode())
 
 

@@ -1,4 +1,4 @@
-"""Which backend the collectives of a job take, and which GPU a rank computes on. No torch."""
+"""Choice of the collective backend of a job and of the GPU of a rank. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from moeverify.launch.plan import Backend, Carrier, Device
 
 
 def choose_backend(wanted: Backend, device: Device, *, num_ranks: int, num_gpus: int) -> Carrier:
-    """Return the backend for tensors on the device of a job whose ranks are all on this machine.
+    """Return the backend for tensors on `device` when all ranks of the job run on this machine.
 
-    NCCL refuses two ranks on one GPU, so ranks that share one take gloo, which copies through the CPU.
+    NCCL refuses two ranks on one GPU. Ranks that share a GPU use gloo, which copies through the CPU.
     """
     if device == "cpu":
         return "gloo"
@@ -18,13 +18,13 @@ def choose_backend(wanted: Backend, device: Device, *, num_ranks: int, num_gpus:
 
 
 def choose_external(wanted: Backend) -> Backend:
-    """Return the backend that is asked for of ranks that another launcher started, maybe on several machines.
+    """Return the backend for ranks started by an external launcher, possibly on several machines.
 
-    There each is taken to have a GPU of its own.
+    Assumes that each rank has its own GPU.
     """
     return "nccl" if wanted == "auto" else wanted
 
 
 def choose_gpu(local_rank: int, num_gpus: int) -> int:
-    """Return the GPU of a rank, which it shares where there are more ranks than GPUs."""
+    """Return the GPU index of a rank. Ranks share GPUs if there are more ranks than GPUs."""
     return local_rank % num_gpus

@@ -1,8 +1,9 @@
-"""What torch caches about device meshes, which must not outlive the groups that a mesh stood on.
+"""Invalidation of the caches that torch keeps about device meshes, between two jobs of one rank.
 
-A mesh of the next job may be equal to an old one, and a cached answer then uses the groups of that one, by their
-names. These are gone, or others by now, unless both jobs name the groups of equal meshes alike. Where all meshes of
-both are known, that can be seen, and the answers may stay: to find them costs a rank a third of a small case.
+A mesh of the next job may compare equal to an old one. A cached result then refers to process groups of the
+old mesh by name, and those groups are destroyed or replaced. The caches may be kept only if both jobs use
+the same group names for equal meshes. This can be checked if all meshes of both jobs are known. Refilling
+the caches takes a third of the time of a small case.
 """
 
 from __future__ import annotations
@@ -27,38 +28,41 @@ _PROPAGATION = "torch.distributed.tensor._sharding_prop"
 
 
 def find_caches() -> list[Any]:
-    """Return the caches in torch's DTensor code, also those in closures; `gc.freeze` hides what it froze from this.
+    """Return the caches in torch's DTensor code, including those in closures.
 
-    A process that forks ranks calls `find_imported` before it freezes its imports: its ranks need not search those.
+    The search does not see objects frozen by `gc.freeze`. A process that forks ranks calls `find_imported`
+    before it freezes its imports, which also saves the ranks the search.
     """
     return list({id(cache): cache for cache in (*find_imported(), *_search())}.values())
 
 
 @functools.cache
 def find_imported() -> tuple[Any, ...]:
-    """Return the caches that exist at the first call in this process or in the one that it was forked from."""
+    """Return the caches that existed at the first call in this process or in the one that forked it."""
     return tuple(_search())
 
 
 class MeshCaches:
-    """What torch has cached about the meshes of this rank's jobs, kept from one job to the next where that is right.
+    """torch's caches about the meshes of a rank's jobs, kept from job to job where that is valid.
 
-    A job calls `begin`, then `admit` with the meshes that it has built, before it uses one, `end`, and `settle` when
-    its groups are gone. `device` is where this rank computes.
+    Each job calls `begin`, then `admit` with its meshes before it uses them, then `end`, and then `settle`
+    after its process groups are destroyed. `device` is the device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._caches = find_caches()
-        self._names: dict[_Part, str | None] = {}  # of the groups of all meshes since the caches were empty
+        self._names: dict[_Part, str | None] = {}  # group names of all meshes since the last clear
         self._keeps = False
         self._left: list[DeviceMesh] = []
         self._memo: PropagationMemo | None = None
 
     def begin(self, keeps: bool) -> None:
-        """Begin a job; `keeps` says that it builds no mesh but those that it will admit, and their parts.
+        """Begin a job.
 
-        On a GPU nothing is kept: there threads of autograd have caches of their own.
+        `keeps` states that the job admits every mesh it builds, except for submeshes of admitted ones.
+
+        On a GPU no cache is kept, because the autograd threads have their own caches.
         """
         self._keeps = keeps and self._device.type == "cpu"
         if not self._keeps and self._names:
@@ -70,7 +74,7 @@ class MeshCaches:
             self._memo.install()
 
     def admit(self, meshes: Iterable[DeviceMesh]) -> None:
-        """Take the meshes of this job; forget all that is cached if an equal one stood on groups of other names."""
+        """Register the meshes of this job. Clear all caches if an equal mesh used groups with other names."""
         if not self._keeps:
             return
         names = dict(part for mesh in meshes for part in _name_parts(mesh))
@@ -79,22 +83,23 @@ class MeshCaches:
         self._names |= names
 
     def end(self, has_failed: bool) -> None:
-        """End a job, whose groups still stand: look whether all meshes that are left are known."""
+        """End a job whose groups still exist, and check that every mesh still alive was admitted."""
         self._keeps = self._keeps and not has_failed
-        gc.collect()  # a model is in cycles of references, and its meshes would seem to be left
+        gc.collect()  # a model is part of reference cycles and would keep its meshes alive
         if self._keeps:
             self._left = [found for found in gc.get_objects() if type(found) is DeviceMesh]
             parts = [part for mesh in self._left for part in _name_parts(mesh)]
             self._keeps = all(name is not None and self._names.get(part) == name for part, name in parts)
 
     def settle(self) -> None:
-        """Forget what is cached once the groups are gone, unless `end` has found that it may stay."""
+        """Clear the caches after the groups are destroyed, unless `end` found them valid."""
         if self._memo is not None:
             self._memo.remove()
         if not self._keeps:
             self._clear()
         for mesh in self._left:
-            # For compilers, which no such job uses: it would keep the threads of a group that is gone.
+            # A registry for compilers, unused by these jobs. It would keep the threads of a destroyed group
+            # alive.
             getattr(mesh, "_pg_registry", {}).clear()
         self._left = []
 
@@ -107,11 +112,11 @@ class MeshCaches:
 
 
 _Part = tuple[str | None, tuple[int, ...]]
-"""A name of a dim of a mesh, and the ranks along it that this rank is one of."""
+"""Name of a mesh dim, and the ranks of this rank's group along it."""
 
 
 def _name_parts(mesh: DeviceMesh) -> Iterator[tuple[_Part, str | None]]:
-    """Yield for each dim of a mesh what equal meshes have in common, and the name of the group, if that is known."""
+    """Yield for each dim of a mesh the key that equal meshes share, and the group name if known."""
     place, names = mesh.get_coordinate(), getattr(mesh, "_dim_group_names", [])
     for dim, axis in enumerate(mesh.mesh_dim_names or [None] * mesh.ndim):
         ranks: tuple[int, ...] = ()
@@ -122,14 +127,14 @@ def _name_parts(mesh: DeviceMesh) -> Iterator[tuple[_Part, str | None]]:
 
 
 def clear_mesh_caches(caches: Sequence[Any], device: torch.device) -> None:
-    """Forget every mesh: in these caches, and in those of threads such as autograd's, which are made later.
+    """Clear every cached mesh, including the caches of other threads and caches created later.
 
-    `device` is where this rank computes: autograd runs the backward of a GPU in a thread of its own.
+    `device` is the device of this rank: autograd runs the backward pass of a GPU in a thread of its own.
     """
     _clear_compiled_cache()
     if device.type == "cuda":
         _ClearInBackward.apply(torch.zeros((), device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
-    if _PLANNERS in sys.modules:  # a job that used no DTensor has not imported it
+    if _PLANNERS in sys.modules:  # not imported by a job without DTensor
         with contextlib.suppress(AttributeError):
             sys.modules[_PLANNERS].clear_redistribute_planner_cache()
     for cache in (*caches, *_search()):
@@ -137,10 +142,10 @@ def clear_mesh_caches(caches: Sequence[Any], device: torch.device) -> None:
 
 
 class _ClearInBackward(Function):
-    """Clears the compiled cache of the thread in which autograd runs the backward of a device.
+    """Clears the compiled cache of the thread in which autograd runs the backward pass of a device.
 
-    That cache is each thread's own. A gradient made by a spec of an old mesh has the old mesh, and its next
-    reduction goes over the old mesh's groups: by their names, which may be those of other groups by now.
+    That cache is thread-local. A gradient created from a spec of an old mesh refers to the old mesh. Its
+    next reduction looks up the old groups by name, and those names may now belong to other groups.
     """
 
     @staticmethod
@@ -154,7 +159,7 @@ class _ClearInBackward(Function):
 
 
 def _clear_compiled_cache() -> None:
-    with contextlib.suppress(AttributeError):  # private, and not in every version
+    with contextlib.suppress(AttributeError):  # private function, absent in some releases
         torch._C._clear_DTensor_sharding_propagator_cache()
 
 
@@ -162,7 +167,7 @@ def _search() -> list[Any]:
     return [
         found
         for found in gc.get_objects()
-        # Not `isinstance`, which asks torch's deprecated names for their class, and they warn.
+        # `isinstance` reads `__class__` of torch's deprecated names, which emits warnings.
         if type(found) is functools._lru_cache_wrapper
         and (getattr(found, "__module__", None) or "").startswith("torch.distributed.tensor")
     ]

@@ -1,4 +1,4 @@
-"""Processes that die with their parent, however it dies."""
+"""Processes that are killed when their parent process ends for any reason."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process as soon as the process `parent` ends; exit now if it has ended.
+    """Have the kernel kill this process when the process `parent` ends; exit now if it has ended.
 
-    Linux only: elsewhere an orphan lives until its store or its pipe breaks.
+    Linux only. On other systems an orphan runs until its store or pipe breaks.
+
+    Raises: OSError when `prctl` fails.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-    # The parent may have ended before the request: then it will never be honoured.
+    # If the parent ended before the request, the kernel never sends the signal.
     if os.getppid() != parent:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Reads what the ranks of a failed job left behind, and makes a report of every one of them. No torch."""
+"""Reports of the ranks of a failed job, built from the files that the ranks left. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ _TAIL = 4000
 
 @dataclass(frozen=True)
 class Death:
-    """How a launch ended: `first` is the rank that elastic saw fail, `exits` the status of each rank.
+    """The end of a launch.
 
-    A status below 0 is minus the number of the signal. `error` is the launcher's own traceback, `agent` its
-    exit status. `frozen` says which ranks the kernel did not let run when they were asked for their stacks.
+    `first` is the first failed rank according to elastic, and `exits` the exit status by rank. A negative
+    status is minus the signal number. `error` is the traceback of the launcher and `agent` its exit status.
+    `frozen` holds the ranks that were stopped, traced or in uninterruptible sleep when their stacks were
+    requested.
     """
 
     agent: int | None = None
@@ -37,7 +39,7 @@ class Death:
 
 
 def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, ProcessState]) -> Death:
-    """Return how the launch ended, as far as its agent could still write it."""
+    """Return how the launch ended, from the `launch.json` of its agent and the given values."""
     content = _read_json(launch_folder / "launch.json")
     return Death(
         agent=agent,
@@ -49,9 +51,9 @@ def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, Proc
 
 
 def collect_reports(launch_folder: Path, folder: Path | None, ranks: Sequence[int], death: Death) -> Origin:
-    """Return where the failure began, with a report of each of the ranks.
+    """Return the origin of the failure, with one report for each of `ranks`.
 
-    `folder` is the job's, or None for a launch that failed before a job began.
+    `folder` is the folder of the job, or None if the launch failed before a job began.
     """
     reports, times, records = [], {}, {}
     for rank in ranks:
@@ -65,7 +67,7 @@ def collect_reports(launch_folder: Path, folder: Path | None, ranks: Sequence[in
 
 
 def read_tail(path: Path) -> str:
-    """Return the end of a text file, or nothing when there is none."""
+    """Return the last 4000 bytes of a text file, or an empty string if the file does not exist."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -83,7 +85,7 @@ def _read_report(path: Path) -> RankReport | None:
 def _infer_report(
     launch_folder: Path, rank: int, death: Death, records: Sequence[CollectiveRecord]
 ) -> RankReport:
-    """Return the report of a rank that wrote none itself."""
+    """Return the report of a rank that wrote no report itself."""
     dump = _read_dump(launch_folder / f"rank-{rank}.stack")
     errors = read_tail(launch_folder / f"rank-{rank}.err")
     end = _infer_end(rank, dump, errors, death)
@@ -102,7 +104,7 @@ def _infer_report(
 
 
 def _infer_end(rank: int, dump: str, errors: str, death: Death) -> RankEnd:
-    """Return how a rank ended, by the first rule that holds."""
+    """Return how a rank ended, by the first rule that applies."""
     status = death.exits.get(rank)
     code = status or 0
     last_error = errors.splitlines()[-1][:500] if errors else ""

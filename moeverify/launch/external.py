@@ -1,6 +1,6 @@
-"""The same jobs on ranks that torchrun, srun or a user's script started.
+"""Jobs on ranks that torchrun, srun or a user's script started.
 
-Every rank iterates over `serve_external`; rank 0 gets the outcomes.
+Every rank iterates over `serve_external`. Rank 0 receives the outcomes.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ EXIT_FAILED = 3
 _COLLECT_LIMIT = 5.0
 _ANSWER_LIMIT = 15.0
 _READY_LIMIT = 15.0
-_UP_LIMIT = 300.0  # torch's own of the rendezvous
+_UP_LIMIT = 300.0  # torch's default for the rendezvous
 _POLL = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _LOST_IN: list[str] = []
-"""The job in which ranks of this process's launcher were lost, if any: they run nothing more."""
+"""Name of the job in which ranks of this launcher were lost, if any. No further job runs in this process."""
 
 OnEvent = Callable[[LaunchEvent], None]
 
 _STORES: list[Any] = []
-"""Stores that must live as long as this process: a peer may already have come back to the server behind one."""
+"""Stores kept until the process ends: a peer may have reconnected to the server behind one."""
 
 
 def serve_external(
@@ -61,20 +61,21 @@ def serve_external(
     backend: Backend = "nccl",
     on_event: OnEvent = lambda event: None,
 ) -> Generator[JobOutcome]:
-    """Run the jobs in this rank and its peers; yield the outcome of every job, in order, on rank 0 alone.
+    """Run the jobs in this rank and its peers; yield the outcome of every job, in order, on rank 0.
 
-    `entry` is a module with `run_job`, imported here: what it imports reads variables that are set first. Every
-    rank must call it with the same jobs. The jobs run in a thread of their own, because a rank that waits for a
-    lost peer in a collective never comes back from it: this thread goes on all the same, and writes what is known.
+    `entry` is a module with a function `run_job`. It is imported here, after the environment variables it
+    reads are set. Every rank must pass the same jobs. The jobs run in a separate thread, because a rank
+    never returns from a collective with a lost peer. This thread keeps running and writes the reports.
 
-    Ranks that someone else started cannot be started anew. When a job fails or hangs, rank 0 yields that outcome
-    and, as `unstarted`, all that come after it, and its process ends with status 3 whenever the caller lets it
-    end; every other rank ends with that status at once. A job for more ranks than there are is `unstarted` too, and
-    the others go on.
+    Ranks of an external launcher cannot be restarted. When a job fails or hangs, rank 0 yields its outcome
+    and yields all later jobs as `unstarted`. The process of rank 0 exits with status 3 when the caller lets
+    it end; every other rank exits with that status immediately. A job that needs more ranks than exist is
+    `unstarted`, and the other jobs still run.
 
-    `on_event` hears on rank 0 of the `start` of jobs and of what they `report`. Collective: all ranks.
+    On rank 0, `on_event` receives the `start` events of jobs and their `report` events. Collective: all
+    ranks.
 
-    Raises: RuntimeError if no launcher's variables are set.
+    Raises: RuntimeError when no launcher has set its environment variables.
     """
     world = complete_environment()
     set_interpreter(device)
@@ -86,25 +87,26 @@ def serve_external(
             yield _leave_unstarted(job, index, _LOST_IN[0])
         return
     session = _Session(world, jobs, Path(folder).resolve(), device, backend)
-    # Handlers that are registered later run earlier, those of trackers for instance.
+    # `atexit` runs handlers in reverse order: later ones, such as those of experiment trackers, run first.
     atexit.register(session.end_process)
     with session.watch_signals():
         yield from session.run(run_job, on_event)
 
 
 def share_from_first(text: str) -> str:
-    """Return the text of the first rank on every rank; the others' own is not used.
+    """Return the `text` of rank 0 on every rank and ignore the `text` of the others.
 
-    The first one waits until all have it, since it may host the store. Collective: all ranks of the launcher.
+    Rank 0 waits until all ranks have read it, since its process may host the store. Collective: all ranks
+    of the launcher.
 
-    Raises: RuntimeError if no launcher's variables are set.
+    Raises: RuntimeError when no launcher has set its environment variables.
     """
     world = complete_environment()
     if world is None:
         raise RuntimeError("this process is no rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are unset")
     found, _, _ = next(rendezvous("env://"))
     _STORES.append(found)
-    # torchrun's own store outlives its ranks, and what an earlier start has shared with them.
+    # The store of torchrun outlives the ranks and still holds the values of an earlier start.
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"moeverify-shared-{start}", found)
     if world.rank == 0:
@@ -118,10 +120,11 @@ def share_from_first(text: str) -> str:
 
 
 class _Session:
-    """All jobs in this rank, and what it does when one of them fails anywhere.
+    """All jobs of this rank, and the handling of a failure on any rank.
 
-    The mailbox is a second connection to the store, since one that waits is locked. Rank r leaves its report
-    at `I/report/r` and then sets `I/failed`; every other rank sees that, and reports too; rank 0 collects.
+    The mailbox is a second connection to the store, because a connection is locked while it waits. A
+    failing rank r writes its report to `I/report/r` and then sets `I/failed`, where I is the index of the
+    job. Every other rank sees the flag and writes its report too. Rank 0 collects the reports.
     """
 
     def __init__(
@@ -136,7 +139,8 @@ class _Session:
         self._began = time.monotonic()
         self._failing = threading.Lock()
         self._is_over = False
-        # From this rank's threads to the one that iterates: None is the end, an exception ended the jobs' thread.
+        # Messages to the iterating thread. None ends the iteration; an exception is the one that ended the
+        # jobs' thread.
         self._news: queue.SimpleQueue[LaunchEvent | JobOutcome | BaseException | None] = queue.SimpleQueue()
         store, _, _ = next(rendezvous("env://"))
         mailbox, _, _ = next(rendezvous("env://"))
@@ -148,7 +152,7 @@ class _Session:
         self._runner: JobRunner
 
     def run(self, run_job: RunJob, on_event: OnEvent) -> Generator[JobOutcome]:
-        """Run all jobs in a thread, and yield their outcomes as they come."""
+        """Run all jobs in a thread and yield their outcomes as they arrive."""
         thread = threading.Thread(target=self._serve, args=(run_job,), name="moeverify-jobs", daemon=True)
         thread.start()
         while (news := self._news.get()) is not None:
@@ -163,9 +167,10 @@ class _Session:
             self._is_over = True
 
     def end_process(self) -> None:
-        """End this process here and now if its ranks were lost, or if nobody waited for its jobs.
+        """Exit immediately if ranks were lost or if the caller did not wait for the jobs.
 
-        The thread of the jobs may sit in a collective for ever, and destructors of torch's groups wait for it.
+        The jobs' thread may be stuck in a collective, and the destructors of torch's process groups would
+        wait for it.
         """
         if not self._is_over:
             _flush()
@@ -173,9 +178,10 @@ class _Session:
 
     @contextlib.contextmanager
     def watch_signals(self) -> Generator[None]:
-        """Let SIGTERM and SIGINT end the job that runs, with a report of this rank.
+        """Make SIGTERM and SIGINT end the running job, with a report of this rank.
 
-        A thread of its own hears of them: Python's handlers wait for the main thread, which may be in C code.
+        A separate thread receives the signals: Python runs its handlers in the main thread, which may be
+        inside C code.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -196,7 +202,8 @@ class _Session:
             for number, handler in old_handlers.items():
                 signal.signal(number, handler)
             if self._failing.locked():
-                # The launcher ends all ranks where one is lost, and this one has yet to write what is known.
+                # The launcher terminates all ranks when one is lost, and this rank still has to write the
+                # reports.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.close(writer)
             if not self._failing.locked():
@@ -204,7 +211,7 @@ class _Session:
                 os.close(reader)
 
     def _serve(self, run_job: RunJob) -> None:
-        """Run all jobs in this thread, which must make whatever counts for one thread alone, as the GPU does."""
+        """Run all jobs in this thread. All thread-local state, such as the current GPU, must be set here."""
         try:
             self._runner = JobRunner(
                 self._store,
@@ -220,7 +227,7 @@ class _Session:
                 catch_terminate=False,
             )
             self._ready.set()
-            gc.freeze()  # The imports stay for good: collecting after a job need not look at them.
+            gc.freeze()  # Exclude the imports from garbage collection: they live until the process ends.
             with self._runner.trace:
                 for index, job in enumerate(self._jobs):
                     self._index = index
@@ -259,7 +266,7 @@ class _Session:
             self._news.put(news)
 
     def _leave(self) -> None:
-        """Let the rank that may host the store be the last."""
+        """Keep every rank alive until all have finished, since one of them hosts the store."""
         if self._store.add("left", 1) == self._world.world_size:
             self._store.set("all-left", "1")
         self._store.wait(["all-left"], timedelta(seconds=60))
@@ -286,13 +293,13 @@ class _Session:
         self._fail(self._runner.failure_reporter.describe_state(end))
 
     def _fail(self, report: RankReport, patience: float = 0.0) -> NoReturn:
-        """Leave this rank's report and see to it that rank 0 has the outcomes, then stop this thread for good.
+        """Send this rank's report, make sure that rank 0 has all outcomes, and never return.
 
-        The processes of all ranks but the first end. `patience` lets peers, whose clocks began a moment later,
-        notice for themselves.
+        The processes of all ranks but rank 0 exit. `patience` in seconds gives the peers, whose clocks
+        started a moment later, time to notice the timeout themselves.
         """
         if not self._failing.acquire(blocking=False):
-            _sleep_for_ever()  # Another thread of this rank is at it, and ends the process.
+            _sleep_for_ever()  # Another thread of this rank handles the failure and ends the process.
         self._runner.failure_reporter.disarm()
         try:
             self._report(report, patience)
@@ -319,10 +326,10 @@ class _Session:
             return
         self._collect_failure()
         self._mailbox.set(answered, "1")
-        time.sleep(_POLL * 4)  # This process may host the store that its peers still read.
+        time.sleep(_POLL * 4)  # This process may host the store, which the peers still read.
 
     def _collect_failure(self) -> None:
-        """Collect the reports of all ranks, as far as they come, and pass on how everything ends."""
+        """Collect the reports that arrive in time, and pass on the outcomes of this and all later jobs."""
         num_ranks = self._jobs[self._index].num_ranks
         keys = {rank: f"{self._index}/report/{rank}" for rank in range(num_ranks)}
         self._wait_for(list(keys.values()), _COLLECT_LIMIT)

@@ -1,4 +1,4 @@
-"""One rank's traces on disk: its identity, its stacks when it dies, its report when it fails."""
+"""Files that a rank writes about itself: identity, stacks on a crash, and report on a failure."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ SIGNALS_THREAD = "moeverify-signals"
 
 
 def leave_traces(folder: Path, rank: int, catch_terminate: bool = True) -> BinaryIO:
-    """Write who this rank is into `rank-N.json`, and from now on its stacks into `rank-N.stack`; return that file.
+    """Write the identity of this rank to a file and open the file for its stack dumps.
 
-    The C-level fault handler writes them on a crash, on SIGUSR1, and on SIGTERM if `catch_terminate`. It does so for
-    as long as the file is open.
+    The files are `rank-N.json` and `rank-N.stack` in `folder`. Return the open stack file. The C-level
+    fault handler dumps the stacks on a crash, on SIGUSR1, and on SIGTERM if `catch_terminate`. The file
+    must stay open for this.
     """
     identity = {"rank": rank, "host": find_node(), "pid": os.getpid()}
     write_atomically(folder / f"rank-{rank}.json", json.dumps(identity))
     file = (folder / f"rank-{rank}.stack").open("ab")
     faulthandler.enable(file)
-    # These run in C, so also while the main thread is inside a collective.
+    # These handlers run in C, even while the main thread is inside a collective.
     if catch_terminate:
         faulthandler.register(signal.SIGTERM, file, chain=True)
     faulthandler.register(signal.SIGUSR1, file)
@@ -43,9 +44,10 @@ def leave_traces(folder: Path, rank: int, catch_terminate: bool = True) -> Binar
 
 
 class FailureReporter:
-    """One rank's evidence, in the folder of its launch; made by the thread that runs the jobs.
+    """Failure reports of one rank. Must be created in the thread that runs the jobs.
 
-    Beside what `leave_traces` says, the stacks are written when the rank does not come back from a job.
+    In addition to the dumps of `leave_traces`, it dumps the stacks when the rank does not return from a
+    job.
     """
 
     def __init__(self, folder: Path, rank: int, trace: CollectiveTrace, catch_terminate: bool) -> None:
@@ -56,19 +58,19 @@ class FailureReporter:
         self._jobs_thread = threading.get_ident()
 
     def arm(self, timeout: float) -> None:
-        """Begin a job: forget the old stacks, and dump and exit should the rank still be in it too long.
+        """Begin a job: truncate the stack file, and dump and exit `timeout` plus 3 seconds from now.
 
-        This is for a rank that holds the interpreter's lock; otherwise the watchdog comes first.
+        This covers a rank that holds the interpreter lock. In any other case the watchdog fires first.
         """
         os.ftruncate(self._file.fileno(), 0)
         faulthandler.dump_traceback_later(timeout + _BACKUP_DELAY, exit=True, file=self._file)
 
     def disarm(self) -> None:
-        """End a job."""
+        """End a job: cancel the delayed dump."""
         faulthandler.cancel_dump_traceback_later()
 
     def ignore_terminate(self) -> None:
-        """Let SIGTERM pass from now on: this rank is about to report and to end by itself."""
+        """Ignore SIGTERM from now on. The rank is about to write its report and exit."""
         faulthandler.unregister(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -80,9 +82,9 @@ class FailureReporter:
         return self._report(RankEnd(how=End.RAISED, error=line), stack)
 
     def describe_state(self, end: RankEnd) -> RankReport:
-        """Return a report with the stacks of all threads, first of the one that runs the jobs.
+        """Return a report with the stacks of all threads, beginning with the thread that runs the jobs.
 
-        Threads that serve the launch alone are left out: where they wait says nothing of the job.
+        Threads that only serve the launch are left out, since their stacks contain nothing about the job.
         """
         frames = sys._current_frames()
         names = {thread.ident: thread.name for thread in threading.enumerate()}

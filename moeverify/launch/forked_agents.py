@@ -1,4 +1,4 @@
-"""Agents of many launches, forked by one process that has imported what they need. No torch in this process."""
+"""Client of the agent server, which forks the agents of many launches. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KILLED = -signal.SIGKILL
 
 
 class AgentServer(AbstractContextManager["AgentServer"]):
-    """Starts agents for `run_jobs` without an import for each; several threads may do so at once.
+    """Context manager that starts agents for `run_jobs` without a new import for each. Thread-safe.
 
-    The first launch decides what is imported, so that all of them should have one entry and one kind of device.
-    Leaving the context ends every agent that still runs, with its ranks, and no other can be started.
+    The first launch decides which modules are imported, so all launches should use one entry and one device
+    type. Leaving the context kills every running agent with its ranks. No agent can be started afterwards.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class AgentServer(AbstractContextManager["AgentServer"]):
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, plan: Path, log: BinaryIO) -> Agent:
-        """Return the agent of a plan, once it runs. Raises: OSError if there is none."""
+        """Return the agent of a plan once it runs. Raises: OSError when it cannot be started."""
         with self._lock:
             if self._is_closed:
                 raise OSError("no agent can be started any more")
             if self._process is not None and self._process.poll() is not None:
-                self._close()  # whatever has ended it, this launch need not suffer
+                self._close()  # the server has died: this launch gets a new one
                 self._requests = None
             requests = self._requests or self._open()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -50,7 +50,7 @@ class AgentServer(AbstractContextManager["AgentServer"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the process that forks, and with it whatever it has forked."""
+        """Kill the server, and with it every agent it forked."""
         with self._lock:
             self._is_closed = True
             self._close()
@@ -83,7 +83,7 @@ class AgentServer(AbstractContextManager["AgentServer"]):
 
 
 class ForkedAgent:
-    """A process that is not our child, but ends and is waited for like one."""
+    """An agent forked by the server: no child of this process, but an `Agent` like `subprocess.Popen`."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -99,18 +99,24 @@ class ForkedAgent:
         self.pid = int(json.loads(said)["pid"])
 
     def poll(self) -> int | None:
-        """Return its exit status, None while it runs; minus the number of the signal that has ended it."""
+        """Return the exit status, or None while the agent runs.
+
+        Minus the signal number if a signal ended it.
+        """
         return self._receive(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit status. Units: `timeout` in seconds. Raises: subprocess.TimeoutExpired if it runs on."""
+        """Return the exit status.
+
+        Units: `timeout` in seconds. Raises: subprocess.TimeoutExpired when the agent still runs.
+        """
         status = self._receive(timeout)
         if status is None:
             raise subprocess.TimeoutExpired("moeverify.launch.agent", timeout or 0.0)
         return status
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM if the agent still runs."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
@@ -121,7 +127,7 @@ class ForkedAgent:
                 said = self._control.recv(_LONGEST)
             except (TimeoutError, BlockingIOError):
                 return None
-            # Without the process that has forked it, it is gone as well.
+            # The server has died, and the agent dies with it.
             self.returncode = int(json.loads(said)["status"]) if said else _KILLED
             self._control.close()
         return self.returncode

@@ -1,4 +1,4 @@
-"""Runs jobs on ranks that it starts, and starts them anew when they die. No torch in this process."""
+"""Execution of jobs on local ranks, with a new launch when ranks die. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def run_jobs(
 ) -> Generator[JobOutcome, None, None]:
     """Run the jobs in order, in as few launches as possible, and yield each outcome as soon as it is known.
 
-    `entry` is a module (or a file, ending in .py) that calls `rank.serve(sys.argv[1], run_job)` when it runs
-    as the main module. A launch has as many ranks as its jobs need, at most `num_ranks`. Everything is
-    written below `folder`, which must hold no other run. Closing the iterator, or an exception while it
-    waits (Ctrl-C), ends all ranks first; when this process dies, the kernel kills them. `start` starts the agent
-    of each launch: see `AgentServer` for many launches.
+    `entry` is a module name, or a path that ends in `.py`. As the main module, it must call
+    `rank.serve(sys.argv[1], run_job)`. A launch has as many ranks as its largest job needs, at most
+    `num_ranks`. All files are written below `folder`, which must not contain another run. `start` starts
+    the agent of each launch; see `AgentServer` for many launches.
 
-    Raises: ValueError if a job needs more than `num_ranks` ranks.
+    Closing the iterator ends all ranks, as does an exception such as KeyboardInterrupt while it waits. If
+    this process is killed, the kernel kills the ranks.
+
+    Raises: ValueError when a job needs more than `num_ranks` ranks.
     """
     folder = Path(folder).resolve()
     largest = max((job.num_ranks for job in jobs), default=0)
@@ -65,4 +67,4 @@ def run_jobs(
 
 
 def _ignore(event: LaunchEvent) -> None:
-    """Take an event that nobody asked for."""
+    """Ignore an event."""

@@ -1,4 +1,4 @@
-"""Where torch elastic puts what the ranks write: one file a rank and stream, in the launch's folder."""
+"""Log files of torch elastic: one file per rank and stream, in the folder of the launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 
 class RankLogs(LogsSpecs):
-    """`rank-N.out` and `rank-N.err` in one folder; nothing of a rank reaches the user's terminal."""
+    """Log specification: `rank-N.out` and `rank-N.err` in one folder, and nothing on the terminal."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -16,11 +16,11 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Return the folder."""
+        """Return the folder of the launch."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of each local rank, and tell each rank its error file."""
+        """Return the log files of each local rank, and set the error file in the environment of each rank."""
         names = {
             kind: {local: str(self._folder / f"rank-{local}.{kind}") for local in envs}
             for kind in ("out", "err", "error")

@@ -1,4 +1,4 @@
-"""One launch, seen from outside: start its agent, await each job, end what does not end by itself."""
+"""Monitor of one launch: starts its agent, waits for each job, and ends processes that do not exit."""
 
 from __future__ import annotations
 
@@ -21,41 +21,44 @@ from moeverify.results.run import RankReport
 
 _POLL = 0.01
 START_LIMIT = 180.0
-"""Seconds in which the ranks of a launch must be up."""
+"""Seconds until all ranks of a launch must be up."""
 _GAP_LIMIT = 60.0
 _HANG_SLACK = 9.0
 _STOP_GRACE = 2.0
-# What /proc calls the states of a process that cannot answer: proc(5).
+# States of a process that cannot respond, by their letter in /proc/PID/stat; see proc(5).
 _FROZEN: Mapping[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "uninterruptible"}
 
 
 class Agent(Protocol):
-    """The process that starts the ranks of a launch, as `subprocess.Popen` has it; it leads a group of its own."""
+    """Interface of the process that starts the ranks of a launch: a subset of `subprocess.Popen`.
+
+    The process must lead its own process group.
+    """
 
     pid: int
 
     def poll(self) -> int | None:
-        """Return its exit status, None while it runs."""
+        """Return the exit status, or None while the agent runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit status. Raises: subprocess.TimeoutExpired if it runs on."""
+        """Return the exit status. Raises: subprocess.TimeoutExpired when the agent still runs."""
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
 
 
 StartAgent = Callable[[Path, BinaryIO], Agent]
-"""Starts the agent of the plan in a file, with a log for what it prints."""
+"""Function that starts the agent of the plan in a file and sends its output to a log file."""
 
 
 def agent_command() -> list[str]:
-    """Return the command that starts the agent of a launch, but for its plan and this process's id."""
+    """Return the command that starts an agent, without the plan path and the parent process id."""
     return [sys.executable, "-m", "moeverify.launch.agent"]
 
 
 def start_agent(plan: Path, log: BinaryIO) -> Agent:
-    """Start the agent of a plan as a process of its own."""
-    # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks in order.
+    """Start the agent of a plan as a separate process."""
+    # With its own session, Ctrl-C reaches only this process, which then ends the ranks in order.
     return subprocess.Popen(
         [*agent_command(), str(plan), str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -66,10 +69,10 @@ def start_agent(plan: Path, log: BinaryIO) -> Agent:
 
 
 class LaunchMonitor:
-    """One launch, seen from the process that asked for it.
+    """One launch, seen from the controller.
 
-    `num_over` counts the jobs whose outcome is known; `worth_retrying` says whether another launch might get
-    further where this one did not begin its first job.
+    `num_over` is the number of jobs with a known outcome. `worth_retrying` is true if this launch began no
+    job and another launch might succeed.
     """
 
     def __init__(
@@ -92,7 +95,10 @@ class LaunchMonitor:
         self._frozen: dict[int, ProcessState] = {}
 
     def follow(self) -> Iterator[JobOutcome]:
-        """Yield the outcome of each job until the jobs or the launch are over; then nothing of it runs."""
+        """Yield the outcome of each job until the jobs or the launch end.
+
+        No process of the launch runs afterwards.
+        """
         self._on_event(LaunchEvent(kind="launch", num_ranks=self._plan.num_ranks, detail=str(self._launch)))
         try:
             self._start()
@@ -113,7 +119,7 @@ class LaunchMonitor:
             self._stop()
 
     def give_up(self) -> Iterator[JobOutcome]:
-        """Yield an outcome for each job that this launch, which never began one, leaves undone."""
+        """Yield an `unstarted` outcome for each job. Call it only if this launch began none."""
         failure, reports = self._describe_loss("before its first job")
         for position, job in enumerate(self._plan.jobs):
             yield JobOutcome(
@@ -134,7 +140,7 @@ class LaunchMonitor:
             self._agent = self._start_agent(plan_path, log)
 
     def _await_job(self, position: int, job: Job) -> JobOutcome | None:
-        """Return the outcome of a job, or None when the launch ended before it began."""
+        """Return the outcome of a job, or None if the launch ended before the job began."""
         assert self._agent is not None
         folder = self._plan.job_folder(position)
         num_bytes = 0
@@ -177,7 +183,8 @@ class LaunchMonitor:
         death = self._read_death()
         ranks = list(range(job.num_ranks))
         if death.first is not None and death.first not in ranks:
-            ranks.append(death.first)  # It waited for a later job, and its end was the end of this one.
+            # This rank was waiting for a later job, and its end also ended this job.
+            ranks.append(death.first)
         origin = collect_reports(self._plan.launch_folder, folder, ranks, death)
         is_over_time = seconds > job.timeout + _HANG_SLACK
         if origin.is_hang:
@@ -203,7 +210,8 @@ class LaunchMonitor:
 
     def _note_loss(self, position: int, forced: bool) -> None:
         self._death, self._was_forced = self._read_death(), forced
-        # An exception would come again; a signal, a port taken by another, a rank that alone stayed away might not.
+        # An exception would be raised again. A signal, a port taken by another process or one missing rank
+        # might not recur.
         if forced:
             self.worth_retrying = 0 < len(self._list_not_up()) < self._plan.num_ranks
         else:
@@ -245,7 +253,7 @@ class LaunchMonitor:
         return [rank for rank in range(self._plan.num_ranks) if not (folder / f"rank-{rank}.up").exists()]
 
     def _pass_on(self, path: Path, job: Job, start: int) -> int:
-        """Pass on the whole lines that rank 0 has reported from byte `start` on; return where they end."""
+        """Pass on the complete lines of rank 0 from byte `start` on; return the offset of their end."""
         try:
             with path.open("rb") as file:
                 file.seek(start)
@@ -260,7 +268,10 @@ class LaunchMonitor:
         return start + len(whole)
 
     def _force_stacks(self, num_ranks: int) -> None:
-        """Ask the ranks for their stacks, and see which cannot answer: the last thing before the kill."""
+        """Request the stacks of the ranks, and record the ranks that cannot respond.
+
+        Called just before the kill.
+        """
         for rank in range(num_ranks):
             with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
                 path = self._plan.launch_folder / f"rank-{rank}.json"
@@ -272,7 +283,7 @@ class LaunchMonitor:
         time.sleep(0.5)
 
     def _stop(self) -> None:
-        """End the agent and its ranks: first by a signal that lets the agent bury them, then by force."""
+        """End the agent and its ranks: SIGTERM to the agent first, then SIGKILL to its process group."""
         agent = self._agent
         if agent is None or agent.poll() is not None:
             return
@@ -280,7 +291,7 @@ class LaunchMonitor:
         try:
             agent.wait(_STOP_GRACE)
         except subprocess.TimeoutExpired:
-            # The ranks are in the agent's process group, so that none can hide.
+            # The ranks are in the agent's process group, so this reaches every rank.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()

@@ -1,4 +1,4 @@
-"""The plan of a launch: its jobs in order, and where their files go. No torch."""
+"""The plan of a launch: its jobs in order, and the paths of their files. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from moeverify.results.run import RankReport
 
 Device = Literal["cpu", "cuda"]
 Carrier = Literal["gloo", "nccl"]
-"""What carries the collectives of tensors on the device of the ranks."""
+"""Backend of the collectives of tensors on the device of the ranks."""
 Backend = Literal["auto", "gloo", "nccl"]
-"""The carrier that is asked for on GPUs; `auto` is NCCL wherever each rank has a GPU of its own, and else gloo."""
+"""Requested backend on GPUs. `auto` is NCCL if each rank has its own GPU, and gloo otherwise."""
 
 
 class Job(Record):
     """One job for the first `num_ranks` ranks of a launch.
 
-    `timeout` is in seconds and covers the building of the groups, the work, and the teardown; `grace` are
-    further seconds that a job gets once it has asked for them, having reported what may not be lost; `payload` is
-    handed to the ranks unchanged and must be JSON data. `keeps_meshes` says that it builds no device mesh but those
-    that it admits (see `moeverify.launch.caches`).
+    `timeout` in seconds covers the creation of the process groups, the work and the teardown. `grace` is
+    additional time in seconds that a job gets once it calls `RankContext.extend`. `payload` is passed to
+    the ranks unchanged and must be JSON data. `keeps_meshes` states that the job admits every device mesh
+    it builds (see `moeverify.launch.caches`).
     """
 
     name: str
@@ -44,11 +44,11 @@ class Job(Record):
 
 
 class Plan(Record):
-    """One launch: its jobs with their place in the whole run, and the folders it writes to.
+    """One launch: its jobs, their position in the whole run, and the output folders.
 
-    `folder` is the folder of the run, `launch_folder` that of this launch; `first` is the index of the first
-    job in the run, so that a second launch goes on counting. `search_path` holds the controller's import
-    path, which the ranks append to their own.
+    `folder` is the folder of the run and `launch_folder` the folder of this launch. `first` is the index of
+    the first job in the run, so that a second launch continues the count. `search_path` is the import path
+    of the controller, which the ranks append to their own.
     """
 
     jobs: tuple[Job, ...]
@@ -66,22 +66,20 @@ class Plan(Record):
         return job_folder(self.folder, self.first + position)
 
     def write(self, path: Path) -> None:
-        """Write the plan as JSON."""
         write_atomically(path, self.model_dump_json(indent=1))
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Return the plan that `write` wrote."""
         return cls.model_validate_json(path.read_text())
 
 
 class JobOutcome(Record):
-    """What became of a job: its result, or why there is none.
+    """Outcome of a job: its result, or the failure that prevented one.
 
-    `state` is `done`, `failed` (a rank raised or died), `hung` (over its timeout) or `unstarted` (no launch
-    came up for it, or an external launch ended before it); unless it is done there is a `failure`. `rank_reports`
-    holds every rank of a job that failed or hung, the originating ranks first. `seconds` is wall time on the ranks;
-    `launch` counts from 1.
+    `state` is `done`, `failed` (a rank raised or died), `hung` (timeout) or `unstarted` (the launch did not
+    come up, or an external launch ended earlier). Every state but `done` has a `failure`. `rank_reports`
+    holds all ranks of a job that failed or hung, the originating ranks first. `seconds` is wall time on the
+    ranks. `launch` counts from 1.
     """
 
     job: str
@@ -95,10 +93,10 @@ class JobOutcome(Record):
 
 
 class LaunchEvent(Record):
-    """Something that happened during a launch, for a progress view.
+    """An event of a launch, for progress display.
 
-    `launch`: a launch of `num_ranks` begins; `up`: its ranks run; `start` and `end`: of a job; `report`: a
-    rank reported `detail`; `lost`: a launch died between two jobs, by `failure`.
+    `launch`: a launch of `num_ranks` begins. `up`: its ranks run. `start` and `end`: a job begins or ends.
+    `report`: rank 0 reported `detail`. `lost`: the launch died between two jobs with `failure`.
     """
 
     kind: Literal["launch", "up", "start", "report", "end", "lost"]
@@ -110,7 +108,10 @@ class LaunchEvent(Record):
 
 
 def job_folder(folder: Path, index: int) -> Path:
-    """Return the folder of the job with this index in the run; a name may hold characters a path may not."""
+    """Return the folder of a job by its index in the run.
+
+    A job name may contain characters that are invalid in paths.
+    """
     return folder / "jobs" / f"{index:04d}"
 
 

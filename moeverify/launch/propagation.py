@@ -1,9 +1,10 @@
-"""What torch's propagation of shardings works out again and again, found once: the same answers, by torch's own code.
+"""Memoization of parts of the sharding propagation of DTensor. torch's own code computes the results.
 
-torch keeps what it finds for a whole call, all tensors of a `foreach` list and the mesh included, and the optimizer
-gives all parameters to one such call: where a single tensor differs, each of them is worked out anew. Two parts of an
-answer depend on less. The strategies of one tensor of such a list depend on that tensor alone, and most tensors of a
-model are like another one. And shapes, strides and dtypes of results depend on no mesh.
+torch caches propagation by the whole call, including all tensors of a `foreach` list and the mesh. The
+optimizer passes all parameters in one such call, so one different tensor repeats the work for each of them.
+Two parts of the result depend on less. The strategies of one tensor of a `foreach` list depend only on that
+tensor, and most tensors of a model look like another one. The shapes, strides and dtypes of results do not
+depend on the mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 _PROPAGATOR = _sharding_prop.ShardingPropagator
 _EXPAND, _PROPAGATE = "_expand_single_dim_strategy_to_mesh", "_propagate_tensor_meta_non_cached"
 
-# Where these two functions are known to depend on nothing but what the keys below hold. Other releases work as ever.
+# Releases in which both functions depend only on the contents of the keys below. Other releases are not
+# patched.
 _KNOWN = ("2.13.",)
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -31,9 +33,10 @@ Function = Callable[..., Any]
 
 
 class PropagationMemo:
-    """Answers for parts of calls that torch has been asked for before, between `install` and `remove`.
+    """Memo of partial results of sharding propagation, active between `install` and `remove`.
 
-    For jobs alone whose tensors and operators are torch's own: what a user's code registers may depend on anything.
+    Valid only for jobs whose tensors and operators are torch's own: an operator registered by a user may
+    depend on anything.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,7 @@ class PropagationMemo:
         self._originals: tuple[Function, Function] | None = None
 
     def install(self) -> None:
-        """Let torch ask here first, where its release is known."""
+        """Patch torch to look up this memo first, in known releases only."""
         if self._originals is not None or not torch.__version__.startswith(_KNOWN):
             return
         expand: Function = getattr(_sharding_prop, _EXPAND)
@@ -59,18 +62,21 @@ class PropagationMemo:
         setattr(_PROPAGATOR, _PROPAGATE, propagate_once)
 
     def remove(self) -> None:
-        """Leave torch as it was; what is known stays for the next `install`."""
+        """Restore torch's functions. The memo is kept for the next `install`."""
         if self._originals is not None:
             setattr(_sharding_prop, _EXPAND, self._originals[0])
             setattr(_PROPAGATOR, _PROPAGATE, self._originals[1])
             self._originals = None
 
     def forget_meshes(self) -> None:
-        """Forget what holds a mesh."""
+        """Forget the entries that hold a mesh."""
         self._strategies.clear()
 
     def _expand(self, expand: Function, mesh: Any, schema: OpSchema, strategy: Any, meta: Any) -> Function:
-        """Return what finds the strategies of a call, of a `foreach` list those of unlike tensors alone."""
+        """Return a function that finds the strategies of a call.
+
+        A `foreach` list is searched once per distinct tensor.
+        """
         try:
             keys = _key_strategies(schema, strategy, meta)
         except _UnknownError:
@@ -90,7 +96,7 @@ class PropagationMemo:
         return find
 
     def _propagate(self, propagate: Function, propagator: Any, schema: OpSchema) -> Any:
-        """Return shapes, strides and dtypes of what an operator of torch's own makes, without storage."""
+        """Return the shapes, strides and dtypes of the results of an `aten` operator."""
         try:
             if _is_foreach(schema):
                 return self._propagate_list(propagate, propagator, schema)
@@ -103,7 +109,7 @@ class PropagationMemo:
         return list(found) if type(found) is list else found
 
     def _propagate_list(self, propagate: Function, propagator: Any, schema: OpSchema) -> list[Any] | None:
-        """Return those of each tensor of a `foreach` call, None where it changes its tensors in place.
+        """Return the metadata of each result of a `foreach` call, or None if it updates its tensors in place.
 
         Raises: _UnknownError.
         """
@@ -121,16 +127,16 @@ class PropagationMemo:
 
 
 class _UnknownError(Exception):
-    """A value that may hold more than can be seen here."""
+    """A value whose contents the keys cannot represent completely."""
 
 
 def _is_foreach(schema: OpSchema) -> bool:
-    """Return whether an operator does the same with each tensor of its lists."""
+    """Return whether an operator applies the same function to each tensor of its lists."""
     return str(schema.op).startswith("aten._foreach_") and not schema.kwargs_schema
 
 
 def _freeze_call(schema: OpSchema, args: Sequence[Any]) -> Hashable:
-    """Return what shapes, strides and dtypes of an operator's results depend on, of these arguments.
+    """Return a hashable key for the shapes, strides and dtypes of an operator's results.
 
     Raises: _UnknownError.
     """
@@ -141,7 +147,7 @@ def _freeze_call(schema: OpSchema, args: Sequence[Any]) -> Hashable:
 
 
 def _freeze(value: Any) -> Hashable:
-    """Return a value with its type, since 1 and 1.0 make different results, and a tensor without its mesh.
+    """Return a hashable key of a value, without meshes, and with its type: 1 and 1.0 promote differently.
 
     Raises: _UnknownError.
     """
@@ -159,11 +165,12 @@ def _freeze(value: Any) -> Hashable:
 
 
 def _key_strategies(schema: OpSchema, strategy: Any, meta: Sequence[Any] | None) -> list[Hashable]:
-    """Return for each tensor of a `foreach` call what its strategies depend on.
+    """Return a key of the strategies for each tensor of a `foreach` call.
 
-    That is how it lies in each of the lists, what its result is, and what the call has beside lists.
+    The key holds the spec of the tensor in each list, the metadata of its result, and the arguments that
+    are not lists.
 
-    Raises: _UnknownError for calls of another kind.
+    Raises: _UnknownError for other kinds of calls.
     """
     lists = [arg.children for arg in schema.args_schema if isinstance(arg, TupleStrategy)]
     scalars = [arg for arg in schema.args_schema if isinstance(arg, list | tuple)]
@@ -172,8 +179,8 @@ def _key_strategies(schema: OpSchema, strategy: Any, meta: Sequence[Any] | None)
         raise _UnknownError
     elements = [tuple(map(_find_spec, element)) for element in zip(*lists, strict=True)]
     rest = tuple(map(_freeze_beside, schema.args_schema))
-    # torch writes into strategies that it has found where tensors that are sharded twice along a dim are told so in
-    # two ways.
+    # torch modifies cached strategies if the arguments describe tensors sharded twice along a dim in two
+    # ways (`use_strided_shard_as_shard_order`).
     ways = {way for element in elements for _, way in element} | {each[1] for each in rest if _is_spec(each)}
     if len(ways - {None}) > 1:
         raise _UnknownError
@@ -182,7 +189,7 @@ def _key_strategies(schema: OpSchema, strategy: Any, meta: Sequence[Any] | None)
 
 
 def _freeze_beside(arg: Any) -> Any:
-    """Return an argument of a call, without the tensors of a list. Raises: _UnknownError."""
+    """Return a key of an argument, without the tensors of a list. Raises: _UnknownError."""
     if isinstance(arg, TupleStrategy):
         return "list"
     return _find_spec(arg) if isinstance(arg, OpStrategy) else _freeze(arg)
@@ -193,9 +200,11 @@ def _is_spec(frozen: Any) -> bool:
 
 
 def _find_spec(strategy: Any) -> tuple[DTensorSpec, bool | None]:
-    """Return how a tensor lies on its mesh, and in which way it is told to be sharded twice along a dim, if it is.
+    """Return the spec of a tensor, and its `use_strided_shard_as_shard_order`.
 
-    Raises: _UnknownError where a placement may hold more than torch compares.
+    The flag is None if no placement is a `_StridedShard`.
+
+    Raises: _UnknownError when a placement may hold more than torch compares.
     """
     if not isinstance(strategy, OpStrategy) or len(strategy.strategies) != 1:
         raise _UnknownError
@@ -207,7 +216,7 @@ def _find_spec(strategy: Any) -> tuple[DTensorSpec, bool | None]:
 
 
 def _choose_elements(schema: OpSchema, numbers: Sequence[int]) -> OpSchema:
-    """Return a `foreach` call with these elements of its lists alone."""
+    """Return a `foreach` call restricted to these elements of its lists."""
 
     def choose(arg: Any) -> Any:
         if isinstance(arg, TupleStrategy):

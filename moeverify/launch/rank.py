@@ -1,4 +1,4 @@
-"""What runs in every rank of a launch of ours: the jobs of its plan, one after another."""
+"""The rank's side of a launch: runs the jobs of the plan one after another."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _NO_LIMIT = timedelta(days=365)
 
 
 def serve(plan_path: Path | str, run_job: RunJob) -> None:
-    """Run the jobs of a plan in this rank; what an entry calls with its first argument in every rank.
+    """Run the jobs of a plan in this rank. Every entry calls this with its first command-line argument.
 
-    `run_job` is called on the ranks below the job's `num_ranks`, with its default group built; rank 0's dict
-    (JSON data) becomes the job's result. A rank whose job raises, or is over its time, writes its report and
-    ends with status 1 or 3: the launch ends there, and the controller goes on with a new one.
+    `run_job` is called on the ranks below the job's `num_ranks`, after the default process group is
+    created. The dict (JSON data) that rank 0 returns is the result of the job. A rank whose job raises or
+    times out writes its report and exits with status 1 or 3. That ends the launch, and the controller
+    continues with a new one.
     """
     plan = Plan.read(Path(plan_path))
     store, rank, _ = next(rendezvous("env://"))
@@ -48,15 +49,15 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
     )
     reporter.runner = runner
     (plan.launch_folder / f"rank-{rank}.up").touch()
-    gc.freeze()  # The imports stay for good: collecting after a job need not look at them.
+    gc.freeze()  # Exclude the imports from garbage collection: they live until the process ends.
     with runner.trace:
         for position, job in enumerate(plan.jobs):
             done = f"done/{position}"
             if rank >= job.num_ranks:
-                # The launch ends if the job does not: there is no limit to set here.
+                # No timeout is needed here: if the job fails, the launch ends.
                 store.wait([done], _NO_LIMIT)
                 continue
-            runner.await_ranks(job.num_ranks, _NO_LIMIT)  # The controller has one.
+            runner.await_ranks(job.num_ranks, _NO_LIMIT)  # The controller enforces the limit.
             folder = plan.job_folder(position)
             reporter.begin(job, folder)
             result = runner.run(position, job, folder, run_job)
@@ -65,13 +66,13 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
                 write_atomically(folder / "result.json", json.dumps(content))
                 store.set(done, "1")
             else:
-                # The next job may end this launch: not before the result of this one is on disk.
+                # The next job may end this launch, so wait until this result is on disk.
                 store.wait([done], _NO_LIMIT)
         runner.close()
 
 
 class _Reporter:
-    """Writes this rank's report when its job fails, and ends the rank."""
+    """Writes the report of this rank when its job fails, and exits."""
 
     runner: JobRunner
 
@@ -81,7 +82,7 @@ class _Reporter:
         self._hung = False
 
     def begin(self, job: Job, folder: Path) -> None:
-        """Note which job this rank is in."""
+        """Record the current job and mark it as started."""
         self._job = job
         self._folder = folder
         self.began = time.monotonic()
@@ -89,26 +90,26 @@ class _Reporter:
         (folder / f"rank-{self._rank}.started").touch()
 
     def report_error(self, error: BaseException) -> None:
-        """Report an exception and end this rank."""
+        """Report an exception and exit with status 1."""
         if self._hung:
-            time.sleep(60.0)  # The watchdog's thread is about to end this rank.
+            time.sleep(60.0)  # The watchdog's thread is about to end this process.
         self.runner.failure_reporter.ignore_terminate()
         self._write(self.runner.failure_reporter.describe_error(error))
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        # No clean exit: what destroys a broken group may wait for peers that never answer.
+        # Skip the teardown: destroying a broken group may wait for peers that never answer.
         os._exit(_EXIT_RAISED)
 
     def report_hang(self) -> None:
-        """Report that the job is over its time and end this rank."""
+        """Report a timeout and exit with status 3."""
         self._hung = True
-        # The peers' ends will break the collective that this rank waits in now.
+        # The end of a peer will break the collective that this rank is in, so stop recording now.
         self.runner.trace.seal()
         self.runner.failure_reporter.disarm()
         end = RankEnd(how=End.OVER_TIME, timeout=self._job.timeout)
         self._write(self.runner.failure_reporter.describe_state(end))
-        # The first exit makes elastic stop the others: they get a moment to report too.
+        # The first exit makes elastic stop the other ranks. Wait for their reports first.
         grace = time.monotonic() + _PEER_GRACE
         peers = [self._folder / f"rank-{rank}.json" for rank in range(self._job.num_ranks)]
         while time.monotonic() < grace and not all(path.exists() for path in peers):

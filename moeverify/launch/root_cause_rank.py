@@ -1,4 +1,4 @@
-"""On which rank a failure began: the reports of all ranks in, these in order and what they share out. No torch."""
+"""Origin of a failure: orders the reports of all ranks by likely cause. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moeverify.results.failure import Cause, Disagreement, End, Hang, JobFailure
 from moeverify.results.run import RankReport
 
 NUM_RECENT = 16
-"""How many of its last collectives a rank's report has: a picture's width of them."""
+"""Number of the last collectives kept in the report of a rank: as many as fit the width of the diagram."""
 
 _ORDER = {"killed": 0, "lost": 1, "raised": 2, "hung": 3, "stopped": 4}
-# What a backend says in a rank whose peer has gone.
+# Messages of a backend in a rank whose peer is gone.
 _BROKEN = re.compile(
     r"gloo/transport|Connection (reset|closed|refused)|Broken pipe|ncclRemoteError|remote process exited|"
     r"NCCL communicator was aborted|recvValue failed|failed to recv"
@@ -24,7 +24,7 @@ _BROKEN = re.compile(
 
 @dataclass(frozen=True)
 class Origin:
-    """The reports of all ranks, those where it began first; a hang, and collectives that ranks disagree on."""
+    """The reports of all ranks, the originating ranks first, with a hang or disagreement if any."""
 
     reports: tuple[RankReport, ...]
     hang: Hang | None = None
@@ -32,20 +32,21 @@ class Origin:
 
     @property
     def is_hang(self) -> bool:
-        """Return whether a rank was over its time."""
+        """Return whether a rank timed out."""
         return any(report.state == "hung" for report in self.reports)
 
     def make_failure(self, cause: Cause = Cause.RANK, **rest: object) -> JobFailure:
-        """Return the failure of a job that began here."""
+        """Return the failure of a job with this origin. `rest` overrides or adds fields of `JobFailure`."""
         first = self.reports[0]
         content = {"rank": first.rank, "end": first.end, "hang": self.hang, "disagreement": self.disagreement}
         return JobFailure.model_validate({"cause": cause, **content, **rest})
 
 
 def find_origin(reports: Sequence[RankReport], times: Mapping[int, float], traces: Traces) -> Origin:
-    """Return where a failure began.
+    """Return the origin of a failure.
 
-    `times` says when a rank wrote its report, where it did.
+    `times` maps a rank to the time at which it wrote its report, if it did. `traces` maps a rank to its
+    collectives.
     """
     ordered = _mark_consequences(reports)
     hang = None
@@ -76,7 +77,7 @@ def find_origin(reports: Sequence[RankReport], times: Mapping[int, float], trace
 
 
 def _mark_consequences(reports: Sequence[RankReport]) -> list[RankReport]:
-    """Turn exceptions that only say that a peer has gone into `stopped`, if some other rank explains them."""
+    """Mark exceptions that only report a lost peer as `stopped`, if another rank explains them."""
     errors = {report.rank: report.end.error for report in reports if report.end and report.state == "raised"}
     broken = {rank for rank, error in errors.items() if _BROKEN.search(error)}
     if all(report.rank in broken or report.state == "stopped" for report in reports):

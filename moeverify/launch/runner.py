@@ -1,4 +1,4 @@
-"""One rank's side of a job: the default group, the work, the teardown, and somebody who watches the clock."""
+"""Execution of one job in a rank: default process group, work, teardown, and timeout."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _GROUP_MARGIN = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank's place in a job, while the job's default group stands.
+    """Context of one rank in a job, valid while the job's default process group exists.
 
-    `store` and `folder` are the job's own; `trace` holds this rank's collectives since the job's start.
-    `report(text)` on rank 0 becomes a `report` event at the controller; elsewhere it does nothing. `admit(meshes)` is
-    for jobs with `keeps_meshes`, see `MeshCaches`. `extend()` gives this rank the `grace` of the job.
+    `store` and `folder` belong to the job. `trace` holds the collectives of this rank since the start of
+    the job. `report(text)` on rank 0 sends a `report` event to the controller; on other ranks it has no
+    effect. `admit(meshes)` is for jobs with `keeps_meshes`; see `MeshCaches`. `extend()` adds the `grace`
+    of the job to the time of this rank.
     """
 
     rank: int
@@ -50,12 +51,13 @@ RunJob = Callable[[RankContext, Job], dict[str, Any] | None]
 
 
 class JobRunner:
-    """Runs jobs in this rank one after another, over one store that outlives them.
+    """Runner of consecutive jobs in this rank, over one store that outlives them.
 
-    `on_raise` is called at once when a job raises, before its groups are torn down and the peers notice;
-    `on_hang` when it is over its time, in another thread. Neither need return. `folder` is for the rank's
-    own files. `catch_terminate` leaves the stack of every thread there on SIGTERM. `on_report` gets what rank 0
-    reports of a job; without it that goes to the file `events` of the job, which the controller reads.
+    `on_raise` is called as soon as a job raises, before its groups are torn down and the peers notice.
+    `on_hang` is called in another thread when a job times out. Neither needs to return. `folder` holds the
+    files of the rank. With `catch_terminate`, SIGTERM dumps the stacks of all threads there. `on_report`
+    receives the reports of rank 0. Without it they go to the file `events` in the folder of the job, which
+    the controller reads.
     """
 
     def __init__(
@@ -97,16 +99,16 @@ class JobRunner:
         store.set(f"up/{rank}", "1")
 
     def await_ranks(self, num_ranks: int, limit: timedelta) -> None:
-        """Wait until the ranks of a job have come up: what keeps one from that is not the job's, nor is its time.
+        """Wait until the first `num_ranks` ranks are up. This time does not count towards the job.
 
-        Raises: torch.distributed.DistStoreError if one has not come up after `limit`.
+        Raises: torch.distributed.DistStoreError when a rank is not up after `limit`.
         """
         self._store.wait([f"up/{rank}" for rank in range(num_ranks)], limit)
 
     def run(self, index: int, job: Job, folder: Path, run_job: RunJob) -> dict[str, Any] | None:
-        """Run one job up to the point where all of its ranks are through, and return what `run_job` returned.
+        """Run one job until all of its ranks have finished, and return the result of `run_job`.
 
-        Raises: what `run_job` raised, after `on_raise` and with all groups gone.
+        Raises: any exception of `run_job`, after `on_raise` was called and all groups were destroyed.
         """
         store = PrefixStore(f"job/{index}", self._store)
         self.trace.reset()
@@ -115,7 +117,8 @@ class JobRunner:
         try:
             result = self._run_in_group(store, job, folder, run_job)
             if self.rank == 0:
-                json.dumps(result)  # Here, so that what is no JSON fails as the job's own error.
+                # Serialize here, so that a result that is not JSON counts as an error of the job.
+                json.dumps(result)
         except BaseException as error:
             self._on_raise(error)
             raise
@@ -125,7 +128,7 @@ class JobRunner:
         return result
 
     def close(self) -> None:
-        """End the watch over the clock."""
+        """Stop the watchdog."""
         self._watchdog.stop()
 
     def _run_in_group(
@@ -137,14 +140,15 @@ class JobRunner:
         self._caches.begin(job.keeps_meshes)
         has_failed = True
         try:
-            # No `device_id`: meshes would then split this group, and torch 2.11 crashes in a split once an earlier
-            # default group of the process is gone.
+            # No `device_id`: meshes would then split this group, and torch 2.11 crashes in a split after an
+            # earlier default group of the process was destroyed.
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
                 store=PrefixStore("group", store),
                 rank=self.rank,
                 world_size=job.num_ranks,
-                # The watchdog speaks first: it knows every rank's stack, a group's own timeout does not.
+                # Longer than the watchdog's timeout: the watchdog reports the stack of every rank, a group
+                # timeout does not.
                 timeout=timedelta(seconds=job.timeout + job.grace) + _GROUP_MARGIN,
             )
             context = RankContext(
@@ -160,14 +164,16 @@ class JobRunner:
                 extend=lambda: self._extend(job),
             )
             result = run_job(context, job)
-            # A peer may still connect to this rank's groups: gloo takes one that has gone for a crash.
+            # A peer may still be connecting to the groups of this rank: gloo treats a closed peer as a
+            # crash.
             if store.add("finished", 1) == job.num_ranks:
                 store.set("all", "1")
             store.wait(["all"], timedelta(seconds=job.timeout + job.grace) + _GROUP_MARGIN)
             has_failed = False
             return result
         except BaseException as error:
-            # Before the teardown, which the peers notice: their reports must not be older than this one.
+            # Report before the teardown: the peers notice the teardown, and their reports must be newer
+            # than this one.
             self._on_raise(error)
             raise
         finally:
@@ -180,7 +186,7 @@ class JobRunner:
                 staging._destroy()  # type: ignore[no-untyped-call]
 
     def _extend(self, job: Job) -> None:
-        """Give this rank the grace of a job from now on, beside what is left of its time."""
+        """Add the grace of the job to the remaining time of this rank."""
         if job.grace:
             self.failure_reporter.arm(job.timeout + job.grace)
             self._watchdog.extend(job.grace)

@@ -1,7 +1,8 @@
-"""A default process group of one rank, beside that of the job: for what a single device computes.
+"""A default process group of one rank beside the group of the job, for single-device computations.
 
-A user's factory may make process groups and meshes, or ask for the world size. What one device computes must be the
-same wherever it is computed: in a golden that one of many ranks records, and in a diagnosis on rank 0 alone.
+The factory of a user may create process groups and meshes or read the world size. A single-device
+computation must give the same result wherever it runs: in a golden recorded by one of many ranks, and in a
+diagnosis on rank 0.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from torch.distributed import distributed_c10d
 
 @contextmanager
 def single_rank_world(device: torch.device) -> Iterator[None]:
-    """Let this rank be the only one of the default process group while the block runs.
+    """Make this rank the only one of the default process group inside the block.
 
-    The groups of the job stay as they are and may be used again afterwards. Without a default group, and in one of a
-    single rank, nothing is changed.
+    The groups of the job remain and may be used again afterwards. Does nothing without a default group or
+    in a group of one rank.
     """
     outer = dist.group.WORLD
     if outer is None or dist.get_world_size() == 1:
         yield
         return
-    # The counter makes the names of groups, which all ranks of the job must count alike.
+    # torch derives group names from this counter, which must agree on all ranks of the job.
     count = distributed_c10d._world.group_count
     distributed_c10d._update_default_pg(None)
     try:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # By a name of its own: those that torch counts are taken by the groups of the job.
+        # A fixed name, because the names that torch counts are taken by the groups of the job.
         dist.init_process_group(
             backend,
-            store=dist.HashStore(),  # type: ignore[attr-defined]  # torch exports it without saying so
+            store=dist.HashStore(),  # type: ignore[attr-defined]  # torch does not declare this export
             rank=0,
             world_size=1,
             group_name="single_rank_world",

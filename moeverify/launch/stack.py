@@ -1,4 +1,4 @@
-"""Stacks as text, in the two forms that Python writes: of `traceback` and of `faulthandler`. No torch."""
+"""Parsing of stacks in the text formats of `traceback` and `faulthandler`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ _RUNNER = re.compile(r'^\s*File "[^"]*moeverify/launch/runner\.py", line \d+,? i
 
 
 def find_place(stack: str) -> str:
-    """Return `file:line in function`, the innermost frame outside libraries of the thread that runs the jobs."""
+    """Return `file:line in function` of the innermost non-library frame of the thread that runs the jobs.
+
+    Return an empty string if the text contains no frame.
+    """
     if _is_innermost_first(stack):
-        # The fault handler lists threads from the newest on. Where the main thread runs the jobs, it comes last.
+        # `faulthandler` lists the newest thread first. If the main thread runs the jobs, it comes last.
         threads = _split_threads(stack)
         frames = list(_FRAME.finditer(next(filter(_RUNNER.search, threads), threads[-1])))
     else:
@@ -24,14 +27,14 @@ def find_place(stack: str) -> str:
 
 
 def trim_stack(stack: str) -> str:
-    """Return the stack without the frames of the agent, which a forked rank has below its own."""
+    """Return the stack without the frames of the agent, which are below the own frames of a forked rank."""
     entry = _RANK_ENTRY.search(stack)
     if entry is None:
         return stack
     if _is_innermost_first(stack):
         rest = stack[entry.start() :].split("\n\n", 1)
         return "\n\n".join([stack[: entry.start()].rstrip(), *rest[1:]])
-    # A frame of `traceback` has its line of source, and markers, below it.
+    # A frame of `traceback` is followed by its source line and markers.
     following = re.search(r'^\s*File "', stack[entry.end() :], re.MULTILINE)
     head = re.match(r".*most recent call last.*\n", stack)
     if following is None or head is None:

@@ -1,4 +1,4 @@
-"""A thread that notices, while the main thread is stuck in a collective, that a job is over its time."""
+"""Thread that detects the timeout of a job while the main thread is stuck in a collective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INTERVAL = 0.25
 
 
 class Watchdog:
-    """Calls `on_tick` a few times a second and `on_expiry` once when the armed time is over."""
+    """Thread that calls `on_tick` about every 0.25 s, and `on_expiry` once when the armed time has passed."""
 
     def __init__(self, on_expiry: Callable[[], None], on_tick: Callable[[], None]) -> None:
         self._on_expiry = on_expiry
@@ -22,20 +22,19 @@ class Watchdog:
         self._thread.start()
 
     def arm(self, seconds: float) -> None:
-        """Begin to count the time of a job."""
+        """Start the timer of a job."""
         self._deadline = time.monotonic() + seconds
 
     def extend(self, seconds: float) -> None:
-        """Count so much more time to the job."""
+        """Add time to the running timer."""
         if self._deadline is not None:
             self._deadline += seconds
 
     def disarm(self) -> None:
-        """End the count: the job is over."""
+        """Stop the timer."""
         self._deadline = None
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopped.set()
         self._thread.join()
 

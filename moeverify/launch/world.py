@@ -1,4 +1,4 @@
-"""Where torchrun or srun put this process. Reads the environment alone, no torch."""
+"""The rank and world size that torchrun or srun gave this process. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PORTS = range(20000, 30000)  # Below Linux's ephemeral ports, so that no client has them by chance.
+_PORTS = range(20000, 30000)  # Below Linux's ephemeral ports, so that no client uses one by chance.
 
 
 @dataclass(frozen=True)
 class ExternalWorld:
-    """The place of this process among ranks that someone else started; `local_rank` counts on its host."""
+    """Position of this process among ranks of an external launcher. `local_rank` counts on its host."""
 
     launcher: Literal["torchrun", "srun"]
     rank: int
@@ -24,10 +24,10 @@ class ExternalWorld:
 
 
 def external_world(environment: Mapping[str, str] | None = None) -> ExternalWorld | None:
-    """Return the place of this process, or None when no launcher started it.
+    """Return the position of this process, or None if no launcher started it.
 
-    `torchrun` stands for everything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A Slurm job's
-    batch script and a step of one task are not ranks.
+    The launcher is `torchrun` whenever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all set. The batch
+    script of a Slurm job and a Slurm step with one task are not ranks.
     """
     variables = os.environ if environment is None else environment
     if all(name in variables for name in _TORCHRUN):
@@ -43,10 +43,10 @@ def external_world(environment: Mapping[str, str] | None = None) -> ExternalWorl
 
 
 def complete_environment(environment: MutableMapping[str, str] | None = None) -> ExternalWorld | None:
-    """Set what torch's `env://` rendezvous reads, as far as it is unset; return the place of this process.
+    """Set the unset variables of torch's `env://` rendezvous; return the position of this process.
 
-    Under srun the first node of the step's list is the master, and the port follows from the job's and the
-    step's number, so that all tasks choose the same without a word.
+    Under srun, the first node of the step's node list is the master. The port is computed from the job id
+    and the step id, so all tasks choose the same port without communication.
     """
     variables = os.environ if environment is None else environment
     world = external_world(variables)
@@ -65,20 +65,23 @@ def complete_environment(environment: MutableMapping[str, str] | None = None) ->
 
 
 def find_first_node(nodes: str) -> str:
-    """Return the first host of a Slurm node list such as `gpu[03-06,9]-a,login`."""
+    """Return the first host of a Slurm node list.
+
+    `gpu[03-06,9]-a,login` gives `gpu03-a`.
+    """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def find_node() -> str:
-    """Return the name of the node that this process is on: Slurm's, which is unique there, or else the host's."""
+    """Return the node name of this process: Slurm's, which is unique in the cluster, or the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def set_interpreter(device: str) -> None:
-    """Let Triton, where it is installed, interpret kernels on ranks without a GPU, which cannot compile any.
+    """Set TRITON_INTERPRET if `device` is the CPU: Triton cannot compile kernels without a GPU.
 
-    Triton reads it once, when it is imported.
+    Must be called before Triton is imported, since Triton reads the variable only then.
     """
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")

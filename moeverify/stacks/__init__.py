@@ -1,1 +1,1 @@
-"""Frameworks that people train with, ready to be named in a case: one file a framework."""
+"""Adapters for training frameworks, one file per framework, that a case can name."""

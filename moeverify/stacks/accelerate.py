@@ -1,7 +1,7 @@
-"""Hugging Face accelerate: any model under its FSDP2, or under the DDP that it wraps.
+"""Hugging Face accelerate: any model under its FSDP2 or under the DDP that it wraps.
 
-The model and the recipe's optimizer go through `Accelerator.prepare`; loss, micro-batches, norm, clip and step go
-through the Accelerator, as in a training loop that is written with it. A case names `parallelize` and needs no code:
+`Accelerator.prepare` receives the model and the recipe's optimizer. Loss, micro-batches, norm, clip and
+step use the Accelerator like a training loop written for it. A case names `parallelize` and needs no code:
 
     layout:
       dp_shard: 2
@@ -37,11 +37,12 @@ def parallelize(
     mixed_precision: str | None = None,
     **arguments: Any,
 ) -> ParallelizedCustomModel:
-    """Return a model and its optimizer as accelerate prepares them: FSDP2 over `dp_shard`, DDP over `dp_replicate`.
+    """Return a model and optimizer prepared by accelerate: FSDP2 over `dp_shard`, DDP over `dp_replicate`.
 
     `arguments` are fields of accelerate's FullyShardedDataParallelPlugin. Collective: all ranks.
 
-    Raises: CaseError for an axis that accelerate cannot divide a built model over, and for an unknown argument.
+    Raises: CaseError when accelerate does not support an axis for an existing model, or an argument is
+    unknown.
     """
     import_framework("accelerate", least=LEAST)
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -60,12 +61,13 @@ def parallelize(
     if problems:
         raise CaseError(problems)
     with _kept_environment():
-        # The state is one for a process, and this function is called once for every program.
+        # The state is a singleton of the process, and this function is called once per program.
         AcceleratorState._reset_state(reset_partial_state=True)
         is_cpu = mesh.device_type == "cpu"
         state = PartialState(cpu=is_cpu)
         if is_cpu and shards > 1:
-            # accelerate 1.15 (AcceleratorState.__init__) has FSDP for devices only; torch's runs on CPUs too.
+            # accelerate 1.15 (AcceleratorState.__init__) allows FSDP only on devices, while FSDP2 of torch
+            # also runs on CPUs.
             state.distributed_type = DistributedType.MULTI_GPU
         sizes = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
         accelerator = Accelerator(
@@ -90,7 +92,7 @@ def parallelize(
 
 @contextmanager
 def _kept_environment() -> Iterator[None]:
-    """Undo what accelerate writes to the environment: transformers reads ACCELERATE_USE_FSDP when loading."""
+    """Undo changes of the environment by accelerate: transformers reads ACCELERATE_USE_FSDP on loading."""
     before = dict(os.environ)
     try:
         yield

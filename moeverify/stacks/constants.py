@@ -1,4 +1,4 @@
-"""Initial values that say nothing: norms of ones, biases of zero."""
+"""Replacement of constant initial values, such as norm weights of one and biases of zero."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @torch.no_grad()
 def offset_constants(tensors: Iterable[Tensor], spread: float) -> None:
-    """Add random offsets of the size `spread` to each tensor of one value throughout, equal in every process.
+    """Add random offsets of scale `spread` to each constant tensor, with the same values in every process.
 
-    Constants hide what is swapped, missing or taken from another place.
+    Constant tensors hide errors that permute elements, drop them or read them from the wrong place.
     """
     generator = torch.Generator().manual_seed(0)
     for tensor in tensors:

@@ -1,6 +1,6 @@
-"""DeepSpeed: any model under its engine, with ZeRO of stage 0 to 3, and its own experts over ranks.
+"""DeepSpeed: any model under its engine, with ZeRO stage 0 to 3, and its own expert parallelism.
 
-Loss, micro-batches, clip and step go through the engine. DeepSpeed computes in float32 and below, so a recipe needs
+Loss, micro-batches, clip and step use the engine. DeepSpeed does not support float64, so a recipe needs
 `precision: float32`. A case names `parallelize` and needs no code:
 
     layout: {dp_shard: 2, parallelize: "moeverify.stacks.deepspeed:parallelize", arguments: {stage: 2}}
@@ -39,12 +39,12 @@ def parallelize(
     ep_size: int = 1,
     **config: Any,
 ) -> ParallelizedCustomModel:
-    """Return a model as an engine of DeepSpeed has it; `config` are further fields of its configuration.
+    """Return a model under a DeepSpeed engine. `config` holds further fields of its configuration.
 
-    With `ep_size` the experts of a model of `moeverify.stacks.deepspeed_moe:make` are divided over so many ranks.
-    Collective: all ranks.
+    With `ep_size`, the experts of a model of `moeverify.stacks.deepspeed_moe:make` are divided over
+    `ep_size` ranks. Collective: all ranks.
 
-    Raises: CaseError for a stage, an axis or a precision that DeepSpeed or this adapter does not have.
+    Raises: CaseError when DeepSpeed or this adapter does not support the stage, an axis or the precision.
     """
     deepspeed = import_framework("deepspeed", least=LEAST)
     problems = refuse_axes(mesh, ("tp", "cp"), "this adapter of DeepSpeed divides no model")
@@ -85,12 +85,12 @@ def parallelize(
     if stage == 3:
         return PartitionedModel(engine, engine=ZeroThreeLoop(engine, optimizer), accumulate=accumulate)
     loop = DeepSpeedLoop(engine, optimizer, stage)
-    # `deepspeed_experts.0` is another expert on each rank.
+    # `deepspeed_experts.0` is a different expert on each rank.
     return ParallelizedCustomModel(engine, engine=loop, numbers_locally=has_experts, accumulate=accumulate)
 
 
 def _forget_groups() -> None:
-    """Forget the process groups of the case before: DeepSpeed keeps them in globals, and they are gone by then."""
+    """Reset DeepSpeed's global process groups, which belong to an earlier case and are destroyed."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as the loop of one rank: loss, clip and step go through it."""
+"""Training loop of one rank that uses a DeepSpeed engine for loss, clip and step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moeverify.train.engine import PreparedEngine
 
 
 class DeepSpeedLoop(PreparedEngine):
-    """An engine of DeepSpeed as the loop of one rank; see `moeverify.train.engine.Engine`.
+    """DeepSpeed engine as the loop of one rank. See `moeverify.train.engine.Engine`.
 
-    Parameters are whole on every rank; gradients and moments of ZeRO lie in flat partitions, of which DeepSpeed's own
-    accessors make whole tensors.
+    Every rank holds whole parameters. ZeRO keeps gradients and moments in flat partitions, from which
+    DeepSpeed's accessors return whole tensors.
     """
 
     def __init__(self, engine: Any, optimizer: TorchOptimizer, stage: int) -> None:
@@ -29,7 +29,7 @@ class DeepSpeedLoop(PreparedEngine):
         self._is_linked = False
 
     def begin(self, spec: Optimizer, shards: Sequence[LocalShard], kernels: str) -> TorchOptimizer:
-        """Give the engine the clip of the recipe, which is a part of its step, and return the optimizer."""
+        """Set the clip of the recipe in the engine, whose step clips, and return the optimizer."""
         limit = spec.clip_norm or 0.0
         self._engine._config.gradient_clipping = limit
         if self._stage:
@@ -37,37 +37,38 @@ class DeepSpeedLoop(PreparedEngine):
         return self.optimizer
 
     def zero_grad(self) -> None:
-        """Let the engine forget the gradients."""
+        """Reset the gradients of the engine."""
         self._engine.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate where the engine does, undivided: the loss of a micro-batch is scaled already."""
+        """Accumulate gradients in the engine, without its scaling: the loss is already scaled."""
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def gradient(self, shard: LocalShard) -> Tensor | None:
-        """Return the whole gradient of a parameter, as DeepSpeed gathers it of its partitions."""
+        """Return the whole gradient of a parameter, gathered from its partitions by DeepSpeed."""
         from deepspeed.utils import safe_get_full_grad
 
         gradient: Tensor | None = safe_get_full_grad(shard.tensor)
         return gradient
 
     def clip(self, shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
-        """Return the coefficient by which the engine will scale the gradients in its step, ()."""
+        """Return the coefficient, (), by which the step of the engine scales the gradients."""
         return clip_coefficient(norm, max_norm)
 
     def step(self) -> None:
-        """Clip, and take the engine's step; it forgets the gradients."""
+        """Clip and perform the step of the engine, which then resets the gradients."""
         self._engine.step()
         if self._stage and not self._is_linked:
-            # DeepSpeed 0.19.8 (`_optimizer_step`) links the moments of parameters after the step of the first group,
-            # when those of later groups are not made yet, and never again: its accessor then finds none.
+            # DeepSpeed 0.19.8 (`_optimizer_step`) links the moments of parameters only once, after the step
+            # of the first group, when the moments of later groups do not exist yet. Its accessor then finds
+            # none.
             zero = self._engine.optimizer
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
             self._is_linked = True
 
     def state(self, shards: Sequence[LocalShard]) -> Iterator[tuple[str, Tensor, Region]]:
-        """Yield the moments of each parameter, whole."""
+        """Yield the whole moments of each parameter."""
         if not self._stage:
             yield from super().state(shards)
             return
@@ -80,7 +81,7 @@ class DeepSpeedLoop(PreparedEngine):
             for key, value in sorted(states[groups[id(shard.tensor)]].items()):
                 if not isinstance(value, Tensor):
                     continue
-                if value.ndim == 0:  # the step counter of a group
+                if value.ndim == 0:  # step counter of a group
                     yield f"{shard.name}.{key}", value, Region.whole(())
                 else:
                     whole = safe_get_full_optimizer_state(shard.tensor, key)

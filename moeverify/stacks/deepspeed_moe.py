@@ -1,7 +1,8 @@
-"""DeepSpeed's experts (`deepspeed.moe.layer.MoE`): one model as a whole and again with experts over ranks.
+"""DeepSpeed's experts (`deepspeed.moe.layer.MoE`): a whole model, and the same model with expert parallelism.
 
-A user's factory takes `ep_size` and gives it to its MoE layers, as training code does. The whole model is made with
-`ep_size` 1; under a layout the factory is called again, and each rank copies its part by the numbers of experts.
+The factory of the user takes `ep_size` and passes it to its MoE layers, as in training code. The whole
+model is created with `ep_size` 1. Under a layout the factory is called again, and each rank copies its part
+by global expert index.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from moeverify.stacks.constants import offset_constants
 from moeverify.stacks.framework import import_framework, number_globally
 from moeverify.train.target import resolve
 
-# The first release with `top2_2nd_expert_sampling`, without which a second expert is drawn at random.
+# The first release with `top2_2nd_expert_sampling`, without which the second expert is drawn at random.
 LEAST = "0.17.0"
 _EXPERTS = "deepspeed_experts"
 
 
 def make(factory: str, *, spread: float = 0.1, **arguments: Any) -> nn.Module:
-    """Return the model of `factory(ep_size=1, **arguments)`, with other values in every expert.
+    """Return the model of `factory(ep_size=1, **arguments)`, with distinct values in every expert.
 
-    DeepSpeed makes its experts copies of one, which would hide a permutation of them: each gets random offsets of the
-    size `spread`, as norms of ones and biases of zero do.
+    DeepSpeed initializes all experts as copies of one, which would hide a permutation. Each expert gets
+    random offsets of scale `spread`, and so do constant tensors such as norm weights and biases.
     """
     import_framework("deepspeed", least=LEAST, path="recipe.model.factory")
     make_model = resolve(factory, "recipe.model.arguments.factory")
@@ -45,14 +46,14 @@ def make(factory: str, *, spread: float = 0.1, **arguments: Any) -> nn.Module:
 
 
 def leave_reductions_to_gloo() -> None:
-    """Keep DeepSpeed from its operator for shared memory, which the first all-reduce would compile, for minutes."""
+    """Disable DeepSpeed's shared-memory operator, which the first all-reduce would compile for minutes."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def join_one_rank(model: nn.Module) -> None:
-    """Give all MoE layers the group of the only rank, which their all-to-all runs over."""
+    """Set the single-rank group as the expert-parallel group of all MoE layers."""
     import deepspeed
     from deepspeed.moe.layer import MoE
 
@@ -65,9 +66,9 @@ def join_one_rank(model: nn.Module) -> None:
 
 @torch.no_grad()
 def build_again(whole: nn.Module, ep_size: int) -> nn.Module:
-    """Return a model whose experts are divided over `ep_size` ranks, with the values of a whole one.
+    """Return a model with its experts divided over `ep_size` ranks and with the values of `whole`.
 
-    Raises: CaseError for a model that `make` has not made.
+    Raises: CaseError when `make` did not create the model.
     """
     made_of = getattr(whole, "made_of", None)
     if made_of is None:
@@ -77,7 +78,8 @@ def build_again(whole: nn.Module, ep_size: int) -> nn.Module:
     make_model, arguments = made_of
     divided: nn.Module = make_model(ep_size=ep_size, **arguments)
     values = dict(whole.named_parameters())
-    # DeepSpeed's expert-parallel groups are of neighbouring ranks (`groups._create_expert_and_data_parallel`).
+    # DeepSpeed's expert-parallel groups consist of consecutive ranks
+    # (`groups._create_expert_and_data_parallel`).
     rank = dist.get_rank() % ep_size
     num_local = {
         name: module.num_local_experts
@@ -92,7 +94,7 @@ def build_again(whole: nn.Module, ep_size: int) -> nn.Module:
 
 
 def split_groups(optimizer: Optimizer) -> None:
-    """Give experts parameter groups of their own, as DeepSpeed asks for: their gradients have other groups."""
+    """Move experts to their own parameter groups, which DeepSpeed requires for their data-parallel groups."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     named = [{**group, "name": f"group {number}"} for number, group in enumerate(optimizer.param_groups)]

@@ -1,6 +1,6 @@
-"""ZeRO of stage 3: parameters, gradients and moments lie in flat partitions, and no whole parameter is kept.
+"""ZeRO stage 3: parameters, gradients and moments are in flat partitions, and no whole parameter is kept.
 
-Every rank compares its own partition where it lies, so nothing is gathered for a comparison.
+Every rank compares its own partition in place, without a gather.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from moeverify.train.parallelize_custom import ParallelizedCustomModel
 
 
 class PartitionedModel(ParallelizedCustomModel):
-    """A model whose parameters have a partition each in `ds_tensor`; see `ParallelizedCustomModel`."""
+    """Model in which each parameter has a partition in `ds_tensor`. See `ParallelizedCustomModel`."""
 
     def list_shards(self, whole: Mapping[str, Tensor]) -> list[LocalShard]:
-        """Return the partition that this rank has of each parameter; padding at the end belongs to none."""
+        """Return this rank's partition of each parameter, without the padding at the end."""
         shards = []
         for name, parameter in self.model.named_parameters():
-            partition: Any = parameter.ds_tensor  # type: ignore[attr-defined]  # ZeRO-3 has set it
+            partition: Any = parameter.ds_tensor  # type: ignore[attr-defined]  # set by ZeRO-3
             start = dist.get_rank(parameter.ds_process_group) * partition.numel()  # type: ignore[attr-defined]
             stop = min(start + partition.numel(), parameter.ds_numel)  # type: ignore[attr-defined]
             if stop > start:
                 region = Region.run(tuple(parameter.ds_shape), start, stop)  # type: ignore[attr-defined]
-                partition.parameter = parameter  # DeepSpeed's accessors take the parameter
+                partition.parameter = parameter  # DeepSpeed's accessors need the parameter
                 shards.append(
                     LocalShard(logical_name(name), partition, region, partial(_cut, length=stop - start))
                 )
@@ -39,32 +39,32 @@ class PartitionedModel(ParallelizedCustomModel):
 
 
 class ZeroThreeLoop(DeepSpeedLoop):
-    """An engine of DeepSpeed with ZeRO of stage 3; see `moeverify.train.engine.Engine`."""
+    """DeepSpeed engine with ZeRO stage 3. See `moeverify.train.engine.Engine`."""
 
     def __init__(self, engine: Any, optimizer: TorchOptimizer) -> None:
         super().__init__(engine, optimizer, stage=3)
 
     def gradient(self, shard: LocalShard) -> Tensor | None:
-        """Return the partition of a gradient that lies here."""
+        """Return this rank's partition of a gradient."""
         from deepspeed.utils import safe_get_local_grad
 
         gradient: Tensor | None = safe_get_local_grad(shard.tensor.parameter)  # type: ignore[attr-defined]
         return gradient
 
     def step(self) -> None:
-        """Clip, and take the engine's step."""
+        """Clip and perform the step of the engine."""
         self._engine.step()
 
     def state(self, shards: Sequence[LocalShard]) -> Iterator[tuple[str, Tensor, Region]]:
-        """Yield the partitions of moments that lie here, and the step counters."""
+        """Yield this rank's partitions of the moments, and the step counters."""
         from deepspeed.utils import safe_get_local_optimizer_state
 
         zero = self._engine.optimizer
         for shard in shards:
-            parameter = shard.tensor.parameter  # type: ignore[attr-defined]  # `list_shards` has set it
+            parameter = shard.tensor.parameter  # type: ignore[attr-defined]  # set by `list_shards`
             group, _, _ = zero.grad_position[zero.get_param_id(parameter)]
             for key, value in sorted(zero.optimizer.state[zero.fp32_partitioned_groups_flat[group]].items()):
-                if isinstance(value, Tensor) and value.ndim == 0:  # the step counter of a group
+                if isinstance(value, Tensor) and value.ndim == 0:  # step counter of a group
                     yield f"{shard.name}.{key}", value, Region.whole(())
                 elif isinstance(value, Tensor):
                     moment = safe_get_local_optimizer_state(parameter, key)

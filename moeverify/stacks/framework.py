@@ -1,4 +1,4 @@
-"""Finding a framework, and what to say of one that is missing or too old."""
+"""Import of frameworks, with clear errors for missing or outdated ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from moeverify.errors import CaseError, Problem
 def import_framework(
     name: str, *, least: str, path: str = "layout.parallelize", distribution: str | None = None
 ) -> Any:
-    """Return a framework's module, of at least the version `least`; `distribution` is its name for pip, else `name`.
+    """Return the module of a framework whose version is at least `least`.
 
-    Raises: CaseError where it is not installed, fails when it is imported, has no version, or is older.
+    `distribution` is the name of its package for pip, by default `name`.
+
+    Raises: CaseError when it is not installed, fails to import, has no version, or is too old.
     """
     distribution = distribution or name
     try:
         module = import_module(name)
-    except Exception as error:  # each fails in its own way where a device, a compiler or a library is missing
+    # frameworks fail in different ways if a device, compiler or library is missing
+    except Exception as error:
         raise CaseError([_describe_failure(name, distribution, least, path, error)]) from error
     version = _find_version(module, distribution)
     if version is None:
@@ -57,7 +60,7 @@ def _describe_failure(name: str, distribution: str, least: str, path: str, error
 
 
 def _find_version(module: ModuleType, distribution: str) -> str | None:
-    """Return the version of a framework, that of the module where pip has not installed it; None without any."""
+    """Return the installed version of a framework, or the module's `__version__`, or None."""
     try:
         version: object = metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -70,16 +73,16 @@ def _parse(version: str) -> tuple[int, ...]:
 
 
 def number_globally(name: str, folder: str, first: int) -> str:
-    """Return the name that an expert's parameter has in a whole model: a rank numbers its experts from 0.
+    """Return the name of an expert's parameter in the whole model. Ranks number their experts from 0.
 
-    `folder` is the module whose children they are, and `first` the number of the rank's first one, e.g.
-    `number_globally("mlp.experts.1.up.weight", "experts", 4)` is `mlp.experts.5.up.weight`.
+    `folder` is the module that contains the experts, and `first` the index of the rank's first expert. For
+    example, `number_globally("mlp.experts.1.up.weight", "experts", 4)` is `mlp.experts.5.up.weight`.
     """
     return re.sub(rf"(?<={folder}\.)\d+(?=\.)", lambda match: str(first + int(match[0])), name)
 
 
 def refuse_axes(mesh: DeviceMesh, axes: Sequence[str], why: str) -> list[Problem]:
-    """Return a problem for each of these axes of a mesh that has more than one rank."""
+    """Return a problem for each of these mesh axes that has more than one rank."""
     return [
         Problem(f"{why} over {axis}", path=f"layout.{axis}", remedy=f"remove layout.{axis}")
         for axis in axes
@@ -90,7 +93,7 @@ def refuse_axes(mesh: DeviceMesh, axes: Sequence[str], why: str) -> list[Problem
 def refuse_unknown_arguments(
     settings: type[Any], arguments: Mapping[str, Any], path: str = "layout.arguments"
 ) -> list[Problem]:
-    """Return a problem for each argument that a dataclass of a framework has no field for."""
+    """Return a problem for each argument that is not a field of a framework's dataclass `settings`."""
     known = [field.name for field in fields(settings)]
     return [
         Problem(

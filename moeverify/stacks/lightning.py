@@ -1,6 +1,6 @@
-"""Lightning Fabric: any model under its DDPStrategy, or under its ModelParallelStrategy with FSDP2 and a plan for tp.
+"""Lightning Fabric: any model under its DDPStrategy or ModelParallelStrategy (FSDP2 and a tp plan).
 
-Loss, micro-batches, clip and step go through Fabric. A case names `parallelize` and needs no code:
+Loss, micro-batches, clip and step use Fabric. A case names `parallelize` and needs no code:
 
     layout:
       dp_shard: 2
@@ -25,7 +25,7 @@ from moeverify.stacks.framework import import_framework, refuse_axes
 from moeverify.stacks.loop import FrameworkLoop
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
 
-# The first release whose ModelParallelStrategy takes part in Fabric under torch 2.11.
+# The first release whose ModelParallelStrategy works in Fabric under torch 2.11.
 LEAST = "2.5.0"
 
 
@@ -38,11 +38,12 @@ def parallelize(
     plan: Mapping[str, str] | None = None,
     precision: str | None = None,
 ) -> ParallelizedCustomModel:
-    """Return a model as Fabric sets it up: DDP over `dp_replicate`, or FSDP2 over `dp_shard` and a plan over `tp`.
+    """Return a model set up by Fabric: DDP over `dp_replicate`, or FSDP2 over `dp_shard` and `tp` by a plan.
 
-    `blocks` and `plan` are those of `moeverify.stacks.torch_native`, `precision` is Fabric's. Collective: all ranks.
+    `blocks` and `plan` are as in `moeverify.stacks.torch_native`. `precision` is Fabric's. Collective: all
+    ranks.
 
-    Raises: CaseError for axes that Fabric does not combine, and for names that no module has.
+    Raises: CaseError when Fabric does not support the combination of axes, or a name matches no module.
     """
     import_framework("lightning", least=LEAST)
     sizes = {axis: mesh[axis].size() for axis in ("dp_replicate", "dp_shard", "tp")}
@@ -87,7 +88,7 @@ def parallelize(
 
 
 def _make_environment(mesh: DeviceMesh) -> Any:
-    """Return what tells Fabric that the ranks are there already, and which of them this one is."""
+    """Return a Fabric environment for ranks that already run."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     rank, num_ranks = mesh.get_rank(), mesh.size()

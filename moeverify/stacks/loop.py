@@ -1,4 +1,4 @@
-"""The calls that make a training loop in frameworks which take a model and its optimizer together."""
+"""Training loop for frameworks that wrap a model and its optimizer together."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moeverify.train.engine import PreparedEngine
 
 
 class FrameworkLoop(PreparedEngine):
-    """Backward, norm, clip and step as a framework has them; gradients are in `.grad`. See `moeverify.train.engine`.
+    """Backward, norm, clip and step of a framework with gradients in `.grad`. See `moeverify.train.engine`.
 
-    `wrapped` is the optimizer as the framework wraps it, `backward` takes a loss (), and `clip_by_norm` clips all
-    gradients by a limit and returns the norm that they had before.
+    `wrapped` is the wrapped optimizer of the framework. `backward` takes a loss (). `clip_by_norm` clips
+    all gradients to a limit and returns the norm before the clip.
     """
 
     def __init__(
@@ -36,28 +36,31 @@ class FrameworkLoop(PreparedEngine):
         self._clips = False
 
     def begin(self, spec: OptimizerSpec, shards: Sequence[LocalShard], kernels: str) -> Optimizer:
-        """Return the optimizer as the framework left it; a recipe without a clip never asks for a norm."""
+        """Return the optimizer as the framework left it.
+
+        Without a clip in the recipe, `norm` returns None.
+        """
         self._clips = spec.clip_norm is not None
         return super().begin(spec, shards, kernels)
 
     def zero_grad(self) -> None:
-        """Let the framework forget the gradients."""
+        """Reset the gradients through the framework."""
         self._wrapped.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate into `.grad`, as the framework scales the loss."""
+        """Accumulate into `.grad`, with the framework's scaling of the loss."""
         self._backward(loss)
 
     def norm(self) -> Tensor | None:
-        """Return the norm as the framework measures it, by a clip that no gradient reaches; None without clip."""
+        """Return the framework's norm, from a clip to infinity, or None without a clip in the recipe."""
         return _whole(self._clip_by_norm(torch.inf)) if self._clips else None
 
     def clip(self, shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
-        """Clip by the framework's own norm, and return the coefficient of torch's formula for it, ()."""
+        """Clip by the framework's own norm. Return the coefficient of torch's formula for that norm, ()."""
         return clip_coefficient(_whole(self._clip_by_norm(max_norm)), max_norm)
 
     def step(self) -> None:
-        """Take a step of the wrapped optimizer."""
+        """Perform a step of the wrapped optimizer."""
         self._wrapped.step()
 
 

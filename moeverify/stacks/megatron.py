@@ -1,9 +1,9 @@
-"""megatron-core: its GPT with experts under its tensor, expert and data parallelism and its distributed optimizer.
+"""megatron-core: its GPT with experts under its tensor, expert and data parallelism.
 
-A whole model is built in a world of one rank. Under a layout Megatron builds the model again, divided, and each rank
-copies its part of the whole one's values. Gradients are in `main_grad`; the norm, the clip and the step are those of
-Megatron's optimizer. Megatron keeps norms, losses and moments in float32, so a recipe needs `precision: float32`.
-A case names functions of this module and needs no code:
+A whole model is built in a world of one rank. Under a layout Megatron builds the divided model, and each
+rank copies its part of the whole model's values. Gradients are in `main_grad`. Norm, clip and step are
+those of Megatron's optimizer, including the distributed one. Megatron keeps norms, losses and moments in
+float32, so a recipe needs `precision: float32`. A case names functions of this module and needs no code:
 
     recipe:
       model:
@@ -46,9 +46,10 @@ from moeverify.train.clipping import clip_coefficient
 from moeverify.train.engine import PreparedEngine
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
 
-# The first release that was tried.
+# The oldest release that was tested.
 LEAST = "0.16.0"
-# What a small model needs of TransformerConfig beside its sizes: no dropout, no fused kernels, torch's own norms.
+# Fields of TransformerConfig for a small model, besides sizes: no dropout, no fused kernels, the norms of
+# torch.
 _PLAIN: Mapping[str, Any] = {
     "use_cpu_initialization": True,
     "hidden_dropout": 0.0,
@@ -64,10 +65,10 @@ _PLAIN: Mapping[str, Any] = {
 def make(*, vocab_size: int, max_sequence_length: int = 64, spread: float = 0.1, **config: Any) -> nn.Module:
     """Return a whole GPTModel of plain torch modules (`get_gpt_layer_local_spec`), with random weights.
 
-    `config` are fields of Megatron's TransformerConfig. Norms of ones and biases of zero get random offsets of the
-    size `spread`, since constants hide what is swapped or missing.
+    `config` holds fields of Megatron's TransformerConfig. Constant tensors, such as norm weights and
+    biases, get random offsets of scale `spread`; see `offset_constants`.
 
-    Raises: CaseError for a field that TransformerConfig does not have.
+    Raises: CaseError when TransformerConfig does not have a field.
     """
     import_framework("megatron.core", least=LEAST, path="recipe.model.factory", distribution="megatron-core")
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -87,31 +88,32 @@ def make(*, vocab_size: int, max_sequence_length: int = 64, spread: float = 0.1,
 
 
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return Megatron's cross entropy of each token (M, s), 0 where there is no target."""
+    """Return Megatron's cross entropy of each token, (batch, seq_len), with 0 where there is no target."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     state: Any = model.parallel_state
-    vars(parallel_state).update(state)  # one for a process, where a golden is trained as well
+    vars(parallel_state).update(state)  # global state of the process, in which a golden is trained as well
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     is_valid = targets >= 0
     with stand_in_for_cuda(tokens.device.type):
         with torch.random.fork_rng(devices=[]):
-            # Attention asks for a state of random numbers of its device, without dropout too.
+            # Attention reads the random state of its device even without dropout.
             model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         found: Tensor = model(tokens, positions, None, labels=targets.clamp(min=0))
     return found * is_valid
 
 
 class MegatronLoop(PreparedEngine):
-    """An optimizer of Megatron around a model in its DistributedDataParallel; see `moeverify.train.engine.Engine`.
+    """Megatron optimizer of a model in its DistributedDataParallel. See `moeverify.train.engine.Engine`.
 
-    The distributed optimizer reduces gradients and keeps moments in flat ranges, one for each rank of a data-parallel
-    group; what a rank shows of a parameter is put together from the ranges of all of them.
+    The distributed optimizer reduces gradients and keeps moments in flat ranges, one per rank of a
+    data-parallel group. The tensors of a parameter are assembled from the ranges of all ranks.
     """
 
     def __init__(self, model: Any, groups: TorchOptimizer, optimizer: Any, device_type: str) -> None:
-        # `groups` is an optimizer of torch, as learning-rate schedules ask for, with Megatron's parameter groups.
+        # `groups` is a torch optimizer with Megatron's parameter groups, as learning-rate schedulers
+        # require.
         super().__init__(groups)
         self._model = model
         self._chained = optimizer
@@ -119,7 +121,7 @@ class MegatronLoop(PreparedEngine):
         self._parts: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
 
     def begin(self, spec: Optimizer, shards: Sequence[LocalShard], kernels: str) -> TorchOptimizer:
-        """Give Megatron the clip of the recipe, which is a part of its step, and return its parameter groups."""
+        """Set the clip of the recipe in Megatron, whose step clips, and return its parameter groups."""
         for part in self._parts:
             part.config.clip_grad = spec.clip_norm or 0.0
         return self.optimizer
@@ -135,31 +137,31 @@ class MegatronLoop(PreparedEngine):
             super().backward(loss)
 
     def gradient(self, shard: LocalShard) -> Tensor | None:
-        """Return `main_grad`. Collective where the optimizer is distributed: the data-parallel group."""
+        """Return `main_grad`. Collective for a distributed optimizer: the data-parallel group."""
         part = self._find(shard.tensor)
-        gradient: Tensor = shard.tensor.main_grad  # type: ignore[attr-defined]  # Megatron's DDP has set it
+        gradient: Tensor = shard.tensor.main_grad  # type: ignore[attr-defined]  # set by Megatron's DDP
         if not _is_distributed(part):
             return gradient
         owned = _find_range(part, shard.tensor)
         return _gather(part, shard.tensor, None if owned is None else gradient.view(-1)[owned])
 
     def norm(self) -> Tensor | None:
-        """Return the norm as Megatron computes it for its clip, (). Collective: all ranks."""
+        """Return the norm that Megatron computes for its clip, (). Collective: all ranks."""
         with stand_in_for_cuda(self._device_type):
             self._chained.prepare_grads()  # the step prepares them again
             return torch.tensor(self._chained.get_grad_norm())
 
     def clip(self, shards: Sequence[LocalShard], norm: Tensor, max_norm: float) -> Tensor:
-        """Return the coefficient by which Megatron will scale the gradients in its step, ()."""
+        """Return the coefficient, (), by which Megatron's step scales the gradients."""
         return clip_coefficient(norm, max_norm)
 
     def step(self) -> None:
-        """Clip, and take the step."""
+        """Clip and perform the step."""
         with stand_in_for_cuda(self._device_type):
             self._chained.step()
 
     def state(self, shards: Sequence[LocalShard]) -> Iterator[tuple[str, Tensor, Region]]:
-        """Yield moments and step counters. Collective where the optimizer is distributed: all ranks."""
+        """Yield moments and step counters. Collective for a distributed optimizer: all ranks."""
         for shard in shards:
             part = self._find(shard.tensor)
             states = _read_state(part, shard.tensor)
@@ -172,7 +174,7 @@ class MegatronLoop(PreparedEngine):
                 yield f"{shard.name}.step", states["step"], Region.whole(())
 
     def _find(self, parameter: Tensor) -> Any:
-        """Return which of the chained optimizers has a parameter: experts have one of their own."""
+        """Return the chained optimizer that contains a parameter. Experts have their own."""
         for part in self._parts:
             if parameter in _list_parameters(part):
                 return part
@@ -188,13 +190,13 @@ def parallelize(
     expert_tensor_parallel_size: int | None = None,
     **arguments: Any,
 ) -> ParallelizedCustomModel:
-    """Return a model as Megatron divides it: tensor and sequence parallelism over `tp`, experts over further ranks.
+    """Return a model divided by Megatron: tensor and sequence parallelism over `tp`, and expert parallelism.
 
-    Over `dp_replicate` gradients are all-reduced; over `dp_shard` the optimizer is distributed. `arguments` are
-    further fields of Megatron's DistributedDataParallelConfig. Collective: all ranks.
+    Gradients are all-reduced over `dp_replicate`. Over `dp_shard` the optimizer is distributed. `arguments`
+    are further fields of Megatron's DistributedDataParallelConfig. Collective: all ranks.
 
-    Raises: CaseError for a model that `make` has not made, an axis or optimizer that is refused, sizes that Megatron
-        refuses, and an unknown argument.
+    Raises: CaseError when `make` did not create the model, an axis or optimizer is not supported, Megatron
+    rejects the sizes, or an argument is unknown.
     """
     import_framework("megatron.core", least=LEAST, distribution="megatron-core")
     from megatron.core.distributed import (
@@ -234,23 +236,25 @@ def parallelize(
         wrapped.train(),
         finalize,
         engine=MegatronLoop(wrapped, optimizer, chained, device),
-        numbers_locally=True,  # `local_experts.0` is another expert on each rank
+        numbers_locally=True,  # `local_experts.0` is a different expert on each rank
         accumulate=accumulate,
     )
 
 
 def _build_again(model: nn.Module, sizes: Mapping[str, int]) -> Any:
-    """Return a model for the groups of these sizes, which become those of the process. Collective: all ranks.
+    """Return a model for groups of these sizes, and make them the groups of the process.
 
-    Raises: CaseError where Megatron refuses the sizes.
+    Collective: all ranks.
+
+    Raises: CaseError when Megatron rejects the sizes.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    config, of_vocabulary = model.made_of  # type: ignore[misc]  # `_refuse` has looked
-    # Megatron trains experts under tensor parallelism with sequence parallelism only.
+    config, of_vocabulary = model.made_of  # type: ignore[misc]  # checked by `_refuse`
+    # Megatron trains experts with tensor parallelism only under sequence parallelism.
     sequence = {"sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
-    # Megatron keeps one state for a process, and a process divides a model for every program.
+    # Megatron keeps global state, and a process divides a model once per program.
     parallel_state.destroy_model_parallel()
     try:
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
@@ -262,7 +266,7 @@ def _build_again(model: nn.Module, sizes: Mapping[str, int]) -> Any:
 
 
 def _make_chained(wrapped: Any, optimizer: TorchOptimizer, is_distributed: bool) -> Any:
-    """Return Megatron's optimizers of a model, chained, with the options of the recipe's."""
+    """Return Megatron's chained optimizers of a model, with the options of the recipe's optimizer."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
     options = optimizer.defaults
@@ -279,7 +283,7 @@ def _make_chained(wrapped: Any, optimizer: TorchOptimizer, is_distributed: bool)
     overrides = get_standard_config_overrides(config)
     chained = get_megatron_optimizer(config, [wrapped], overrides, use_gloo_process_groups=False)
     for group in chained.param_groups:
-        # As Megatron's OptimizerParamScheduler does in every step: vectors have a `wd_mult` of 0.
+        # Megatron's OptimizerParamScheduler does the same in every step. Vectors have a `wd_mult` of 0.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     return chained
 
@@ -306,7 +310,7 @@ def _refuse(model: nn.Module, mesh: DeviceMesh, arguments: Mapping[str, Any]) ->
 
 
 def _build(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-    """Return a GPTModel of plain modules for the groups of Megatron's parallel state."""
+    """Return a GPTModel of plain modules for the groups in Megatron's parallel state."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -329,14 +333,15 @@ def _build(config: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
 
 
 class MarkedNorm:
-    """torch's norm, marked for sequence parallelism as those of Apex and TransformerEngine are.
+    """torch's norm, marked for sequence parallelism like the norms of Apex and TransformerEngine.
 
-    Megatron's own wrapper of torch's norm refuses sequence parallelism (torch_norm.py): without the mark nothing
-    would sum the gradients of its weights over tensor-parallel ranks. A class, since Megatron calls no function.
+    Megatron's own wrapper of torch's norm rejects sequence parallelism (torch_norm.py). Without the mark,
+    nothing would sum the gradients of the norm weights over tensor-parallel ranks. It is a class because
+    Megatron does not call functions.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
-        """Return an RMSNorm or LayerNorm of a TransformerConfig."""
+        """Return an RMSNorm or LayerNorm for a TransformerConfig."""
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
@@ -346,7 +351,7 @@ class MarkedNorm:
 
 @torch.no_grad()
 def _copy_parts(whole: nn.Module, divided: Any) -> None:
-    """Copy each rank's part of a whole model, by Megatron's marks: dim, group, and number of an expert."""
+    """Copy this rank's part of a whole model, by Megatron's partition dim and group and by expert index."""
     from megatron.core import parallel_state
 
     values = dict(whole.named_parameters())
@@ -356,7 +361,7 @@ def _copy_parts(whole: nn.Module, divided: Any) -> None:
         value: Tensor = values[_number_expert(name, divided.config.num_moe_experts)]
         group = expert_tp if "local_experts" in name else tp
         if getattr(parameter, "tensor_model_parallel", False) and group.size() > 1:
-            # Gate and up lie in one weight, one after the other; each is divided.
+            # One weight holds gate and up, concatenated. Each half is divided separately.
             is_pair = "linear_fc1" in name and divided.config.gated_linear_unit
             halves = value.chunk(2 if is_pair else 1, parameter.partition_dim)
             value = torch.cat(
@@ -367,7 +372,7 @@ def _copy_parts(whole: nn.Module, divided: Any) -> None:
 
 
 def _number_expert(name: str, num_experts: int | None) -> str:
-    """Return the name that a parameter of this rank has in a whole model: ranks number their experts from 0."""
+    """Return the name of a parameter of this rank in the whole model: ranks number their experts from 0."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_expert_model_parallel_group()
@@ -376,7 +381,7 @@ def _number_expert(name: str, num_experts: int | None) -> str:
 
 
 def _join_one_rank() -> None:
-    """Set Megatron's parallel state to the only rank of the default group, which is the group of every axis."""
+    """Set every group of Megatron's parallel state to the default group, which has a single rank."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -401,14 +406,14 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _list_parameters(optimizer: Any) -> set[Tensor]:
-    """Return the model's parameters of an optimizer, also those of which nothing lies on this rank."""
+    """Return the model parameters of an optimizer, including those without elements on this rank."""
     if _is_distributed(optimizer):
         return {each for buffer in optimizer.buffers for each in buffer.params}
     return {each for group in optimizer.param_groups for each in group["params"]}
 
 
 def _find_range(optimizer: Any, parameter: Tensor) -> slice | None:
-    """Return which elements of a parameter this rank's part of the distributed optimizer has; None for none."""
+    """Return the elements of a parameter that this rank's distributed optimizer holds, or None."""
     if parameter not in optimizer.model_param_gbuf_map:
         return None
     owned = optimizer._get_model_param_range_map(parameter)["param"]

@@ -1,9 +1,10 @@
-"""Stand-ins for what megatron-core asks of CUDA by name, so that its parallel code runs on CPUs over gloo.
+"""Replacements for the CUDA features that megatron-core names, so that it runs on CPUs with gloo.
 
-Seen in 0.16.1: devices (`torch.cuda.current_device()` in tensor_parallel/layers.py, `device="cuda"` in
-optimizer/clip_grads.py), streams (transformer/moe/token_dispatcher.py makes one for copies to the host), states of
-random numbers (tensor_parallel/random.py), and names of types (optimizer/distrib_optimizer.py and
-transformer/module.py compare `type()` with "torch.cuda.FloatTensor"). Nothing that is computed or sent is changed.
+Required by 0.16.1: devices (`torch.cuda.current_device()` in tensor_parallel/layers.py, `device="cuda"` in
+optimizer/clip_grads.py), streams (transformer/moe/token_dispatcher.py creates one for copies to the host),
+random states (tensor_parallel/random.py), and type names (optimizer/distrib_optimizer.py and
+transformer/module.py compare `type()` with "torch.cuda.FloatTensor"). Computed and communicated values do
+not change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OneStream:
-    """The only stream of a CPU: everything on it is done when its call returns."""
+    """The only stream of a CPU. Work on it is complete when the call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -31,23 +32,23 @@ class OneStream:
         return 0
 
     def wait_stream(self, stream: object) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Return immediately: there is nothing to wait for."""
 
     def record_event(self) -> OneStream:
-        """Return what waits for nothing, as this stream does."""
+        """Return an event that needs no wait: this stream."""
         return self
 
     def synchronize(self) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Return immediately: there is nothing to wait for."""
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Make tensors on the CPU where CUDA is named, and give the types of tensors the names that they have on CUDA."""
+    """Function mode that creates CPU tensors for CUDA devices, and reports CUDA names for tensor types."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch with the CPU for its device."""
+        """Call a torch function with its CUDA device replaced by the CPU."""
         kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device", "")):
             kwargs["device"] = "cpu"
@@ -59,12 +60,12 @@ class CudaIsCpu(TorchFunctionMode):
 
 @contextmanager
 def stand_in_for_cuda(device_type: str) -> Iterator[None]:
-    """Let megatron-core run on the CPU while the block runs; on another device nothing is changed."""
+    """Let megatron-core run on the CPU inside the block. Does nothing for other device types."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # 0.16.1 reads this name without TransformerEngine too, where it never sets it: a NameError in the router, forward
-    # and backward. It is left set: backward passes on one device run outside this block.
+    # Without TransformerEngine, 0.16.1 reads this name but never sets it: a NameError in the router,
+    # forward and backward. It stays set, because backward passes on one device run outside this block.
     vars(moe_utils).setdefault("te_general_gemm", None)
     with ExitStack() as stack:
         if device_type == "cpu":
@@ -92,5 +93,5 @@ def stand_in_for_cuda(device_type: str) -> Iterator[None]:
 
 
 def _convert_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return sizes for all-to-all as numpy where Megatron asks for it: its own function does so on CUDA only."""
+    """Return all-to-all sizes as numpy if Megatron asks for it: its own function does so only on CUDA."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor

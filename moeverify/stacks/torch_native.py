@@ -1,4 +1,4 @@
-"""Plain torch: `parallelize_module` by a plan of module names, then FSDP2 around every block and the model.
+"""Plain torch: `parallelize_module` with a plan of module names, then FSDP2 on every block and the model.
 
 A case names `parallelize` of this module and needs no code:
 
@@ -39,10 +39,10 @@ def parallelize(
 ) -> nn.Module:
     """Return a model divided by torch: over `tp` by a plan, over `dp_replicate` and `dp_shard` by FSDP2.
 
-    `plan` has for names of modules, with `*` for one component, the styles `colwise`, `rowwise` and `sequence`;
-    `blocks` names the modules that FSDP2 wraps one by one. Collective: all ranks.
+    `plan` maps module names, with `*` for one component, to the styles `colwise`, `rowwise` and `sequence`.
+    `blocks` is a pattern for the modules that FSDP2 wraps individually. Collective: all ranks.
 
-    Raises: CaseError for a name that no module has, and a style that is none.
+    Raises: CaseError when a name matches no module or a style is unknown.
     """
     refuse_unknown_modules(model, blocks, plan or {})
     replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
@@ -54,9 +54,9 @@ def parallelize(
 
 
 def refuse_unknown_modules(model: nn.Module, blocks: str, plan: Mapping[str, str]) -> None:
-    """Refuse names that no module of the model has, and styles that are none.
+    """Check that each name matches a module of the model and that each style exists.
 
-    Raises: CaseError that names all of them.
+    Raises: CaseError when any does not; the error lists all of them.
     """
     names = [name for name, _ in model.named_modules() if name]
     patterns = {f"plan.{pattern}": pattern for pattern in plan} | ({"blocks": blocks} if blocks else {})
@@ -83,7 +83,7 @@ def refuse_unknown_modules(model: nn.Module, blocks: str, plan: Mapping[str, str
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Divide a model over the mesh (tp) by styles of names of modules."""
+    """Divide a model over the mesh (tp), by a plan of module names and styles."""
     parallelize_module(model, mesh, {name: _STYLES[style]() for name, style in plan.items()})
 
 

@@ -1,9 +1,9 @@
-"""torchtitan: its decoders under its own `parallelize_*` functions, over tp, dp_shard, dp_replicate, and experts.
+"""torchtitan: its decoders under its own `parallelize_*` functions, over tp, dp_shard, dp_replicate and ep.
 
-torchtitan puts the shardings into the configuration of a model and then builds it. So the model is built again from
-its configuration for the sizes of the mesh, on no device, and divided by the function of its ModelSpec; each rank
-copies its part of the whole model's weights. Loss, clip and norm are torchtitan's. A case names functions of this
-module:
+torchtitan stores the shardings in the configuration of a model before it builds the model. Under a layout
+the model is therefore built again from its configuration on the meta device, and divided by the function of
+its ModelSpec. Each rank then copies its part of the whole model's weights. Loss, clip and norm are
+torchtitan's. A case names functions of this module:
 
     recipe:
       model:
@@ -41,10 +41,11 @@ from moeverify.train.parallelize_custom import ParallelizedCustomModel
 from moeverify.train.target import resolve
 from moeverify.train.wide_operators import multiply_groups
 
-# The first release whose models carry their shardings in their configuration.
+# The first release whose models store their shardings in their configuration.
 LEAST = "0.3.0"
-# The first is used where a case names none. torchtitan's own choice, `spmd_types`, marks plain tensors, which FSDP2
-# of torch 2.13.0 refuses. `full_dtensor` takes inputs and targets as DTensors, which moeverify's loop does not make.
+# The first one is the default. torchtitan's own default, `spmd_types`, marks plain tensors, which FSDP2 of
+# torch 2.13.0 rejects. `full_dtensor` requires inputs and targets as DTensors, which moeverify's loop does
+# not create.
 BACKENDS = ("partial_dtensor", "spmd_types")
 _SIZES = {
     "dp_replicate": "data_parallel_replicate_degree",
@@ -54,17 +55,17 @@ _SIZES = {
 
 
 class KeptPrecision(TorchFunctionMode):
-    """A context in which torchtitan computes in the precision of its parameters.
+    """Function mode in which torchtitan computes in the precision of its parameters.
 
-    torchtitan 0.3.0 rounds the operands of its experts to bfloat16 and its logits to float32, whatever the precision.
-    No error of a layout could be told from such rounding. So the conversions do nothing, and the grouped product,
-    which takes bfloat16 on GPUs, is computed expert by expert where the operands are wider.
+    torchtitan 0.3.0 always rounds the operands of its experts to bfloat16 and its logits to float32, which
+    would hide errors of a layout. In this mode the conversions do nothing. The grouped product, which
+    requires bfloat16 on GPUs, is computed expert by expert for wider operands.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, but leave out what rounds."""
+        """Call a torch function, without conversions that round."""
         if func in (Tensor.bfloat16, Tensor.float) and args[0].dtype in (torch.float32, torch.float64):
             return args[0]
         if func is torch._grouped_mm and args[0].dtype in (torch.float32, torch.float64):
@@ -75,12 +76,13 @@ class KeptPrecision(TorchFunctionMode):
 def make(spec: str, *, layers: int | None = None, spread: float = 0.1, **arguments: Any) -> nn.Module:
     """Return the whole decoder of a ModelSpec, with its initial weights and its attention in plain torch.
 
-    `spec` names a function that returns a ModelSpec for `arguments`, as `model_registry` of each of torchtitan's
-    models does for a `flavor`. Of its layers the first `layers` are kept. Attention is causal over whole rows:
-    torchtitan's masks for packed documents need FlexAttention, which has no backward pass on CPUs. Norms of ones and
-    biases of zero, those of routers too, get random offsets of the size `spread`.
+    `spec` names a function that returns a ModelSpec for `arguments`, such as the `model_registry` of
+    torchtitan's models, which takes a `flavor`. Only the first `layers` layers are kept. Attention is
+    causal over whole rows: torchtitan's masks for packed documents need FlexAttention, which has no
+    backward pass on CPUs. Constant tensors, including saved buffers such as router biases, get random
+    offsets of scale `spread`.
 
-    Raises: CaseError for a function that returns no ModelSpec of a decoder.
+    Raises: CaseError when the function does not return a ModelSpec of a decoder.
     """
     import_framework("torchtitan", least=LEAST, path="recipe.model.factory")
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -98,19 +100,22 @@ def make(spec: str, *, layers: int | None = None, spread: float = 0.1, **argumen
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     model: nn.Module = config.build()
     with torch.no_grad():
-        model.init_states()  # type: ignore[operator]  # of torchtitan's Module
+        model.init_states()  # type: ignore[operator]  # defined by torchtitan's Module
     offset_constants([*model.parameters(), *_list_saved_buffers(model)], spread)
-    model.parallelize_fn = found.parallelize_fn  # for `parallelize`, which is given no spec
+    model.parallelize_fn = found.parallelize_fn  # for `parallelize`, which has no spec
     return model
 
 
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return torchtitan's cross entropy summed over the valid tokens, (); over tp each rank has its words."""
+    """Return torchtitan's cross entropy summed over the valid tokens, ().
+
+    Over tp the vocabulary is sharded.
+    """
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed import utils
 
     dims = getattr(model, "parallel_dims", None)
-    # The backend is one for a process, and a golden is trained in the process of a layout.
+    # The backend is global, and the process of a layout also trains goldens.
     utils.set_spmd_backend(dims.spmd_backend if dims else "partial_dtensor")
     with _surround(dims):
         found: Tensor = cross_entropy_loss(model(tokens), targets, global_vocab_size=model.config.vocab_size)  # type: ignore[union-attr]
@@ -124,12 +129,14 @@ def parallelize(
     make_optimizer: Callable[[nn.Module], Optimizer],
     **arguments: Any,
 ) -> ParallelizedCustomModel:
-    """Return a decoder divided by the function of its ModelSpec, and a loop that clips as torchtitan's trainer does.
+    """Return a decoder divided by its ModelSpec, with a loop that clips like torchtitan's trainer.
 
-    `arguments` are further fields of torchtitan's ParallelismConfig, such as `expert_parallel_degree`, `spmd_backend`
-    and `enable_sequence_parallel`; one that the mesh has given already replaces it. Collective: all ranks.
+    `arguments` are further fields of torchtitan's ParallelismConfig, such as `expert_parallel_degree`,
+    `spmd_backend` and `enable_sequence_parallel`. They override the sizes of the mesh. Collective: all
+    ranks.
 
-    Raises: CaseError for a model that `make` has not made, an axis that is refused, and an unknown argument.
+    Raises: CaseError when `make` did not create the model, an axis is not supported, or an argument is
+    unknown.
     """
     import_framework("torchtitan", least=LEAST)
     from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
@@ -138,7 +145,7 @@ def parallelize(
     _refuse(model, mesh, arguments)
     sizes = {field: mesh[axis].size() for axis, field in _SIZES.items()}
     parallelism = ParallelismConfig(**{"spmd_backend": BACKENDS[0]} | sizes | arguments)
-    parallel_dims.device_type = mesh.device_type  # torchtitan takes a machine without GPUs for one with
+    parallel_dims.device_type = mesh.device_type  # torchtitan assumes that every machine has GPUs
     dims = parallel_dims.ParallelDims.from_config(parallelism, dist.get_world_size())
     utils.set_spmd_backend(parallelism.spmd_backend)
     dims.build_mesh()
@@ -146,7 +153,7 @@ def parallelize(
     TORCH_DTYPE_MAP.setdefault("float64", torch.float64)
     name = next(name for name, value in TORCH_DTYPE_MAP.items() if value == dtype)
     with _surround(dims):
-        divided = model.parallelize_fn(  # type: ignore[operator]  # `make` has set it
+        divided = model.parallelize_fn(  # type: ignore[operator]  # set by `make`
             _build_again(model, parallelism, dtype),
             parallel_dims=dims,
             training=TrainingConfig(mixed_precision_param=name, mixed_precision_reduce=name),
@@ -164,7 +171,8 @@ def parallelize(
 
     def backward(total: Tensor) -> None:
         with _surround(dims):
-            # torchtitan divides by the tokens of all ranks and sums gradients; moeverify's loop expects means.
+            # torchtitan divides by the tokens of all ranks and sums gradients. moeverify's loop expects
+            # means.
             (total / num_data_ranks).backward()
 
     def clip_by_norm(limit: float) -> Any:
@@ -197,9 +205,9 @@ def _refuse(model: nn.Module, mesh: DeviceMesh, arguments: dict[str, Any]) -> No
 
 
 def _build_again(model: nn.Module, parallelism: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the model with the shardings of a ParallelismConfig, on no device yet.
+    """Return the model with the shardings of a ParallelismConfig, on the meta device.
 
-    Raises: CaseError where torchtitan refuses the sizes.
+    Raises: CaseError when torchtitan rejects the sizes.
     """
     config: Any = copy.deepcopy(model.config)
     try:
@@ -217,14 +225,17 @@ def _build_again(model: nn.Module, parallelism: Any, dtype: torch.dtype) -> nn.M
 
 
 def _copy_values(whole: nn.Module, divided: nn.Module) -> None:
-    """Copy what this rank has of a whole model; torchtitan reads weights from checkpoints, by their saved names."""
+    """Copy this rank's part of a whole model, by the names that torchtitan saves weights under."""
     values = {shard.name: shard.local() for shard in (*parameters(whole), *buffers(whole))}
     for shard in (*parameters(divided), *buffers(divided)):
         shard.local().copy_(shard.region.take(values[shard.name]))
 
 
 def _surround(dims: Any) -> AbstractContextManager[object]:
-    """Return the context of torchtitan's trainer around its passes, without the rounding; None is one device."""
+    """Return the context of torchtitan's trainer around its passes, without rounding.
+
+    None is a single device.
+    """
     from torchtitan.distributed import utils
 
     stack = ExitStack()
@@ -235,7 +246,7 @@ def _surround(dims: Any) -> AbstractContextManager[object]:
 
 
 def _reduce_each_time(last: bool) -> AbstractContextManager[object]:
-    """Return no context: torchtitan reduces the gradients of every micro-batch."""
+    """Return an empty context: torchtitan reduces the gradients of every micro-batch."""
     return nullcontext()
 
 

@@ -1,7 +1,7 @@
 """Hugging Face transformers: its causal language models under its own tensor, expert and data parallelism.
 
-transformers divides a model while it loads it. So the whole model is saved to a folder that all ranks can read, and
-each rank loads its part from there; saving, the conversion of names and loading are verified with it. A case names
+transformers divides a model while loading it. The whole model is therefore saved to a folder that all ranks
+can read, and each rank loads its part. This also verifies saving, name conversion and loading. A case names
 `make` and `parallelize` of this module and needs no code:
 
     recipe:
@@ -29,18 +29,20 @@ from moeverify.errors import CaseError, Problem
 from moeverify.stacks.constants import offset_constants
 from moeverify.stacks.framework import import_framework, refuse_axes, refuse_unknown_arguments
 
-# The first release that was tried. Sizes for `dp_replicate` and `ep_size` came later.
+# The oldest release that was tested. `dp_replicate_size` and `ep_size` were added later.
 LEAST = "5.17.0"
-# What transformers calls the axes of `parallelize`; it has none for context parallelism.
+# Names of the axes of `parallelize` in transformers, which has no context parallelism.
 _SIZES = {"dp_replicate": "dp_replicate_size", "dp_shard": "fsdp_size", "tp": "tp_size"}
 
 
 def make(model_type: str, *, experts: str = "eager", spread: float = 0.1, **config: Any) -> nn.Module:
     """Return a causal language model of a family, with random weights and its attention in plain torch.
 
-    `config` are the arguments of the family's configuration. `experts` is transformers' implementation of the
-    experts; `grouped_mm` computes in float32 and bfloat16 only. Norms of ones and biases of zero get random offsets
-    of the size `spread`, since constants hide what is swapped or missing.
+    `config` holds the arguments of the family's configuration. `experts` is the experts implementation in
+    transformers; `grouped_mm` supports only float32 and bfloat16. Constant tensors, such as norm weights
+    and biases, get random offsets of scale `spread`; see `offset_constants`.
+
+    Raises: CaseError when transformers has no such family.
     """
     transformers = import_framework("transformers", least=LEAST, path="recipe.model.factory")
     known = transformers.CONFIG_MAPPING
@@ -57,22 +59,22 @@ def make(model_type: str, *, experts: str = "eager", spread: float = 0.1, **conf
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Module:
-    """Return a model of transformers as it loads it for the sizes of a mesh.
+    """Return a model of transformers, loaded for the sizes of a mesh.
 
-    `arguments` are further fields of transformers' DistributedConfig, such as `ep_size` and `ep_implementation`; one
-    that the mesh has already given replaces it. Collective: all ranks.
+    `arguments` are further fields of transformers' DistributedConfig, such as `ep_size` and
+    `ep_implementation`. They override the sizes of the mesh. Collective: all ranks.
 
-    Raises: CaseError for a model that is none of transformers, and for an argument that it does not have.
+    Raises: CaseError when the model is not from transformers, or an argument or axis is not supported.
     """
     transformers = import_framework("transformers", least=LEAST)
-    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # it is exported lazily
+    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # exported lazily
 
     if not isinstance(model, transformers.PreTrainedModel):
         message = f"{type(model).__name__} is no model of transformers"
         remedy = "make it by `recipe.model.factory: moeverify.stacks.transformers:make`, or by from_config"
         raise CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
     sizes = {field: mesh[axis].size() for axis, field in _SIZES.items()}
-    # An axis of one rank is not named: transformers takes a size of 1 for a wish.
+    # Omit axes of one rank: transformers treats a size of 1 as a request.
     wanted = {name: size for name, size in sizes.items() if size > 1} | arguments
     problems = refuse_unknown_arguments(DistributedConfig, wanted)
     problems += refuse_axes(mesh, ("cp",), "transformers does not divide a model")
@@ -92,10 +94,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Modu
 
 @torch.no_grad()
 def _align_buffers(whole: nn.Module, loaded: nn.Module) -> None:
-    """Give buffers that are not saved the bits of the whole model where float32 cannot tell the two apart.
+    """Copy the bits of unsaved buffers from the whole model if both are equal in float32.
 
-    transformers computes scales and frequencies again, in the dtype that it loads; the whole model was made in
-    float32 and widened. The square root of a hidden size then differs by 2e-8, as it would in no training run.
+    transformers recomputes scales and frequencies in the dtype that it loads, whereas the whole model is
+    created in float32 and then widened. The square root of a hidden size then differs by 2e-8, which would
+    not happen in a training run.
     """
     computed = dict(whole.named_buffers())
     for name, buffer in loaded.named_buffers():
@@ -106,14 +109,14 @@ def _align_buffers(whole: nn.Module, loaded: nn.Module) -> None:
 
 @contextmanager
 def _saved(model: nn.Module) -> Iterator[str]:
-    """Save a model on the first rank, for the time that all ranks load it. Collective: all ranks.
+    """Save a model on rank 0 while all ranks load it. Collective: all ranks.
 
-    On several nodes the folder for temporary files (TMPDIR) must be one that they share.
+    On several nodes, the folder for temporary files (TMPDIR) must be shared.
     """
     folder = [tempfile.mkdtemp(prefix="moeverify-transformers-") if dist.get_rank() == 0 else ""]
     try:
         if dist.get_rank() == 0:
-            model.save_pretrained(folder[0])  # type: ignore[operator]  # of transformers' base class
+            model.save_pretrained(folder[0])  # type: ignore[operator]  # defined by transformers' base class
         dist.broadcast_object_list(folder)
         yield folder[0]
         dist.barrier()

@@ -1,6 +1,6 @@
-"""`arm PID`: arm a process that runs and has never called arm(), with Python 3.14's sys.remote_exec.
+"""`arm PID`: arms a running process that never called arm(), with sys.remote_exec of Python 3.14.
 
-The process itself reads and runs the script that it is given, at its next bytecode in the main thread.
+The process reads and runs a script at its next bytecode in the main thread.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from multiprocessing_pdb.wire.runtime_directory import (
     runtime_path,
 )
 
-_ARM_SECONDS = 30.0  # importing torch's neighbours on a busy node included
+_ARM_SECONDS = 30.0  # includes slow imports on a busy node
 _POLL_SECONDS = 0.02
 
-# It removes itself last: as long as it is there, nobody asks again, for the second script would run in the middle of
-# the first one's imports. Python prints what it raises to the program's stderr.
+# The script removes itself last. While it exists no second script is written, which would run in the middle
+# of the first one's imports. Python prints exceptions of the script to the program's stderr.
 _SCRIPT = """\
 def _arm():
     import os, sys
@@ -42,13 +42,14 @@ del _arm
 
 
 class ArmError(RuntimeError):
-    """A process that cannot be armed from outside; the message says why and what to do."""
+    """A process that cannot be armed from outside. The message contains the reason and a remedy."""
 
 
 def arm_process(pid: int) -> str:
     """Arm a running process of this user, and return the name of its job. Raises ArmError.
 
-    Both Pythons have to be 3.14 or later and of one minor version, and ptrace of the process has to be allowed.
+    Both Pythons must be 3.14 or later with the same minor version, and ptrace of the process must be
+    allowed.
     """
     if not hasattr(sys, "remote_exec"):
         raise ArmError(
@@ -73,7 +74,7 @@ def arm_process(pid: int) -> str:
         if known:
             return known
         name = f"arm+{pid}+{pid}-{start}{SCRIPT_SUFFIX}"
-        with contextlib.suppress(FileExistsError):  # asked before, and it has not come to it yet
+        with contextlib.suppress(FileExistsError):  # requested earlier, and not yet run
             _ask(opened, name, pid)
         return _await_job(opened, pid, start, name)
 
@@ -99,7 +100,7 @@ def _ask(directory: RuntimeDirectory, name: str, pid: int) -> None:
 
 def _run_in(pid: int, path: str) -> None:
     try:
-        sys.remote_exec(pid, path)  # type: ignore[attr-defined]  # the checkers know Python 3.11
+        sys.remote_exec(pid, path)  # type: ignore[attr-defined]  # the checkers assume Python 3.11
     except PermissionError:
         raise ArmError(
             f"ptrace of process {pid} is not allowed here: see /proc/sys/kernel/yama/ptrace_scope and the"

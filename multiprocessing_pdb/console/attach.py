@@ -1,4 +1,4 @@
-"""`attach R`: a whole pdb session with one rank. Leaving it, in whatever way, leaves the rank stopped."""
+"""`attach R`: an interactive pdb session with one rank. The rank stays stopped however the session ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _LEAVING = ("q", "quit", "exit")
 
 
 class Attachment:
-    """One interactive session. `find_next_stop` finds the rank's next stop, `ask_quit` asks what `q` means."""
+    """One interactive session.
+
+    `find_next_stop` finds the rank's next stop; `ask_quit` asks what `q` means.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class Attachment:
         self._last = ""
 
     def run(self) -> None:
-        """Talk with the rank until the user detaches or the rank is gone."""
+        """Interact with the rank until the user detaches or the rank is gone."""
         if not self._greet():
             return
         while True:
@@ -71,11 +74,11 @@ class Attachment:
         self._detach()
 
     def _record(self, word: str, nested: bool) -> None:
-        """Record a line as the command for this rank alone that a replay can give without attaching."""
+        """Record a line as a command for this rank only, which a replay can run without attaching."""
         if not nested and word in ("detach", *_LEAVING):
             self._terminal.record(word)
             return
-        if not nested:  # an empty line repeats the last one, as pdb does
+        if not nested:  # an empty line repeats the previous one, as in pdb
             word = self._last = word or self._last
         if word:
             self._terminal.record(f"@{self._target.label} {word}")
@@ -113,7 +116,7 @@ class Attachment:
                     return False
 
     def _interrupt(self) -> bool:
-        """Ask the rank to stop what it does; a second Ctrl-C before it does leaves it."""
+        """Interrupt the rank. A second Ctrl-C before it reacts gives up."""
         try:
             (answer,) = ask([self._target], {"do": "interrupt"}, 5.0)
         except KeyboardInterrupt:
@@ -149,7 +152,7 @@ class Attachment:
         return read_text(answer.frame, "end") == "ready" or (bool(answer.failure) and not target.link.closed)
 
     def _await_next_stop(self) -> bool:
-        """Wait until the rank stops again and return True; False when it is gone or the user has enough."""
+        """Wait for the next stop and return True, or False if the rank is gone or the user gives up."""
         name = name_ranks([self._target])
         if not self._terminal.is_interactive:
             self._terminal.show(f"{name} runs on")

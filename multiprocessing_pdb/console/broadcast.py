@@ -1,4 +1,4 @@
-"""Asking many ranks at once: all requests go out first, and each rank has until the deadline."""
+"""Requests to many ranks at once: all are sent first, and each rank has until the deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Show = Callable[[Target, str], None]
 
 @dataclass
 class Answer:
-    """What a rank answered, or in `failure` what happened to it instead."""
+    """The answer of a rank, or in `failure` the reason for its absence."""
 
     target: Target
     frame: Frame = field(default_factory=dict)
@@ -31,10 +31,10 @@ class Answer:
 def ask(
     targets: Sequence[Target], request: Frame, seconds: float | None, show: Show | None = None
 ) -> list[Answer]:
-    """Return one answer per target, in their order; `seconds` None waits without end.
+    """Return one answer per target, in order. If `seconds` is None, wait without a limit.
 
-    A rank that is slow, dead or refuses does not delay the others: what happened to it is its answer. `show`
-    gets output of a command that still runs, and it is not repeated in the answer.
+    A rank that is slow, dead or refuses does not delay the others; its answer contains the failure. `show`
+    receives the partial output of running commands, which is not repeated in the answer.
     """
     answers = {id(target): Answer(target) for target in targets}
     waiting: dict[int, tuple[Target, int]] = {}
@@ -64,7 +64,7 @@ def ask(
 
 
 def collect(answer: Answer, number: int, show: Show | None) -> bool:
-    """Take what has come for one request, and return whether it is answered or never will be."""
+    """Process the frames received for one request; return whether its answer is complete or cannot come."""
     target = answer.target
     for frame in target.take(number):
         if "part" in frame:
@@ -84,7 +84,10 @@ def collect(answer: Answer, number: int, show: Show | None) -> bool:
 
 
 def explain_silence(answers: Iterable[Answer], seconds: float) -> None:
-    """Ask each rank that did not answer in time what it is doing; its server answers even when it is busy."""
+    """Ask each rank without an answer for its status.
+
+    The server of a rank answers even if the rank is busy.
+    """
     silent = [answer for answer in answers if answer.failure.startswith("no answer")]
     for answer, status in zip(
         silent, ask([a.target for a in silent], {"do": "status"}, seconds), strict=True

@@ -91,7 +91,7 @@ def _open_sources(options: argparse.Namespace) -> list[Source]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the console, and return 0, 1 when a command could not be done, or 2 for bad usage."""
+    """Run the console. Return 0, or 1 if a command failed, or 2 for bad usage."""
     options = _make_parser().parse_args(arguments)
     try:
         if options.relay:

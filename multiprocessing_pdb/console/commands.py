@@ -1,4 +1,4 @@
-"""What the console's commands do with the ranks they were given."""
+"""Implementation of the console's commands on the selected ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _STATUS_SECONDS = 2.0
 
 
 class CommandError(ValueError):
-    """A command that cannot be read."""
+    """An invalid command."""
 
 
-# Commands of the rank's debugger that are as good on all ranks at once, with their full names.
+# Debugger commands that are useful on all ranks at once, with their full names.
 STEPS = {
     "step": "step",
     "s": "step",
@@ -49,13 +49,13 @@ def list_ranks(registry: RankRegistry, targets: Sequence[Target], armed: Sequenc
 
 
 def run_line(targets: Sequence[Target], line: str, seconds: float, *, command: bool = False) -> str:
-    """Have every rank run one debugger line, and return the answers together.
+    """Run one debugger line on every rank, and return the grouped answers.
 
-    `command` says that the line is a debugger command even where a variable has its name.
+    `command` marks the line as a debugger command, even if a variable has the same name.
     """
     request: Frame = {"do": "line", "text": line, "command": command, "size": list(find_size())}
     if command:
-        request["nested"] = False  # a step is no answer to a question that pdb asks
+        request["nested"] = False  # a step does not answer a question of pdb
     answers = ask(targets, request, seconds)
     explain_silence(answers, _STATUS_SECONDS)
     return show_groups([(answer.target, _show_end(answer)) for answer in answers])
@@ -72,7 +72,7 @@ def _show_end(answer: Answer) -> str:
 
 
 def show_stacks(targets: Sequence[Target], seconds: float) -> str:
-    """Return the stacks of stopped ranks, equal ones once."""
+    """Return the stacks of stopped ranks, grouped by equality."""
     answers = ask(targets, {"do": "where"}, seconds)
     explain_silence(answers, _STATUS_SECONDS)
     return show_groups([(answer.target, _show_stack(answer)) for answer in answers])
@@ -86,7 +86,7 @@ def _show_stack(answer: Answer) -> str:
 
 
 def interrupt(targets: Sequence[Target]) -> str:
-    """Interrupt what the ranks evaluate, or ask those that run to stop."""
+    """Interrupt the evaluation on busy ranks, and request a stop of running ones."""
     answers = ask(targets, {"do": "interrupt"}, _STATUS_SECONDS)
     texts = {"busy": "interrupted", "running": "asked to stop at its next line", "stopped": "was idle"}
     return show_groups(
@@ -95,7 +95,7 @@ def interrupt(targets: Sequence[Target]) -> str:
 
 
 def stop(targets: Sequence[Target]) -> str:
-    """Ask ranks that run, armed or with a breakpoint set, to stop at the next line of the user's code."""
+    """Request that running ranks, armed or with a breakpoint set, stop at the next line of user code."""
     answers = [
         *ask([t for t in targets if t.state == "armed"], {"do": "stop"}, _STATUS_SECONDS),
         *ask([t for t in targets if t.state != "armed"], {"do": "interrupt"}, _STATUS_SECONDS),
@@ -108,7 +108,7 @@ def stop(targets: Sequence[Target]) -> str:
 
 
 def set_breakpoint(targets: Sequence[Target], rest: str, seconds: float) -> str:
-    """Set a breakpoint (FILE:LINE, or FILE:LINE if CONDITION) on ranks that are stopped or run armed."""
+    """Set a breakpoint (FILE:LINE, or FILE:LINE if CONDITION) on stopped or armed ranks."""
     place, _, condition = (part.strip() for part in rest.partition(" if "))
     file, _, line = place.rpartition(":")
     if not line.isdecimal() or not file:
@@ -128,7 +128,7 @@ def set_breakpoint(targets: Sequence[Target], rest: str, seconds: float) -> str:
 
 
 def arm(registry: RankRegistry, which: str) -> str:
-    """Arm a process by its pid, or with "all" every rank of the job that is not armed yet. Raises CommandError."""
+    """Arm a process by pid, or with "all" every unarmed rank of the job. Raises CommandError."""
     if which.isdecimal():
         try:
             return f"pid {which} is armed, in job {arm_process(int(which))}"
@@ -159,7 +159,7 @@ def kill(targets: Sequence[Target]) -> str:
 
 
 def kill_job(registry: RankRegistry) -> str:
-    """Kill every process of the job that can be found: the stopped ranks, then the rest."""
+    """Kill every process of the job that can be found: first the stopped ranks, then the rest."""
     job = registry.find_job()
     stopped = registry.find()
     text = kill(stopped) if stopped else "no rank is stopped"
@@ -168,7 +168,7 @@ def kill_job(registry: RankRegistry) -> str:
 
 
 def dump_stacks(registry: RankRegistry) -> str:
-    """Return the stacks of all processes of the job, stopped, running or hung; equal ones once."""
+    """Return the stacks of all processes of the job, in any state, grouped by equality."""
     processes = registry.list_processes(registry.find_job(), "stacks")
     if not processes:
         return "no process of the job was found"

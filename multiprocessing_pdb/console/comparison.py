@@ -1,7 +1,7 @@
-"""`diff EXPR`: one expression on all ranks, equal answers together, and what differs first.
+"""`diff EXPR`: one expression on all ranks, with equal answers grouped and the first difference located.
 
-Ranks are compared as replicas of one another, but for DTensors: ranks at different places of an axis that does
-not replicate have different shards, and a shard is compared with its replicas only.
+Ranks are compared as replicas. For DTensors, ranks with different coordinates on an axis that does not
+replicate hold different shards, and a shard is compared only to its replicas.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from multiprocessing_pdb.wire.framing import Frame
 _STATUS_SECONDS = 2.0
 _MOST_SEARCHES = 8
 _MOST_LEAVES = 1_000_000
-_MOST_SHOWN = 3  # differing parts of a value that are named
+_MOST_SHOWN = 3  # differing parts of a value that are shown in detail
 
 Leaves = dict[str, Frame]
 
 
 def compare(targets: Sequence[Target], expression: str, seconds: float) -> tuple[list[Answer], str]:
-    """Return the answers, and the text that groups them; the largest group is what the others are held to."""
+    """Return the answers, and their text by group. Other groups are compared to the largest one."""
     answers = ask(targets, {"do": "evaluate", "text": expression}, seconds)
     explain_silence(answers, _STATUS_SECONDS)
     return answers, show_comparison(answers, seconds)
 
 
 def show_comparison(answers: Sequence[Answer], seconds: float) -> str:
-    """Return one block per different answer, then what differs first in each."""
+    """Return one block per distinct answer, followed by the first difference of each."""
     failed = [answer for answer in answers if answer.failure]
     given = [answer for answer in answers if not answer.failure]
     blocks = [
@@ -85,7 +85,7 @@ def _show_replicas(answers: Sequence[Answer], asked: int, seconds: float) -> lis
 
 
 def _search(groups: Sequence[Sequence[Answer]], seconds: float, path: str = "") -> list[str]:
-    """Return the first differing element of each group against the largest."""
+    """Return the first differing element of each group compared to the largest group."""
     expected = groups[0]
     return [
         show_tensor_difference(
@@ -99,11 +99,11 @@ def _pair(expected: Sequence[Answer], actual: Sequence[Answer]) -> tuple[list[Ta
     return [a.target for a in expected], [a.target for a in actual]
 
 
-# One DTensor.
+# A single DTensor.
 
 
 def _show_sharded(answers: Sequence[Answer], seconds: float) -> list[str]:
-    """Show the shards of one tensor as one tensor, and replicas that differ."""
+    """Show the shards of one tensor as one tensor, and the replicas that differ."""
     forms = group((repr(_value(answer).get("form")), answer) for answer in answers)
     if len(forms) > 1:
         return _show_replicas(answers, len(answers), seconds)
@@ -123,7 +123,7 @@ def _show_sharded(answers: Sequence[Answer], seconds: float) -> list[str]:
 
 
 def _show_norm(values: Sequence[Frame]) -> str:
-    """Return the norm of the whole tensor; partial sums of one another have none."""
+    """Return the norm of the whole tensor, or an empty string for partial sums."""
     squares = [read_number(value, "squares") for value in values]
     if any(_shard(value).get("partial") for value in values) or None in squares:
         return ""
@@ -134,7 +134,10 @@ def _show_norm(values: Sequence[Frame]) -> str:
 
 
 def _show_trees(groups: Sequence[Sequence[Answer]], asked: int, seconds: float) -> list[str]:
-    """Show which parts differ. Of equal answers one is read, but of sharded ones all."""
+    """Show which parts differ.
+
+    One rank per group of equal answers is read, or every rank for sharded values.
+    """
     answers = [answer for members in groups for answer in members]
     sharded = any(_value(answer).get("is_sharded") for answer in answers)
     readers = [[answer] for answer in answers] if sharded else [list(members) for members in groups]
@@ -159,7 +162,7 @@ def _show_trees(groups: Sequence[Sequence[Answer]], asked: int, seconds: float) 
 
 
 def _read_leaves(answers: Sequence[Answer], seconds: float) -> list[Leaves] | str:
-    """Return the leaves of each answer by path, or what went wrong; they come in pages."""
+    """Return the leaves of each answer by path, or an error message. Leaves are requested in pages."""
     found: list[Leaves] = [{} for _ in answers]
     waiting = list(range(len(answers)))
     begin = 0
@@ -182,7 +185,7 @@ def _compare_leaf(
 ) -> list[tuple[list[Answer], Frame]]:
     """Return the groups of answers that agree on one part, the largest first.
 
-    One group says that the part is equal on all; shards are grouped among their replicas only.
+    A single group means that the part is equal on all ranks. Shards are grouped only with their replicas.
     """
     places: dict[str, dict[str, list[int]]] = {}
     for at, found in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""Ranks that have died while they were stopped or armed: how, and where they were last seen."""
+"""Ranks that died while stopped or armed: cause of death and last known place."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 def describe_death(
     directory: RuntimeDirectory, owner: FileOwner, status: int | None, *, is_left: bool
 ) -> Death | None:
-    """Return what is known of the end of a process that was stopped or armed; None for one that ended as it should.
+    """Return a description of the end of a stopped or armed process, or None if it ended normally.
 
-    `is_left` says that its file is still there: a process that ends by itself removes it.
+    `is_left` states that its file still exists: a process that ends normally removes it.
     """
     fatal, place = _read_fatal(directory, owner)
     unknown = _SILENT if is_left else ""
@@ -36,7 +36,7 @@ def describe_death(
 
 
 def _read_fatal(directory: RuntimeDirectory, owner: FileOwner) -> tuple[str, str]:
-    """Return what faulthandler wrote as the process died, and the line of Python it was at."""
+    """Return the error that faulthandler wrote when the process died, and the current Python line."""
     for _, record in directory.records():
         name = record.get("stack_file")
         if (record.get("pid"), record.get("start")) == (owner.pid, owner.start) and isinstance(name, str):
@@ -55,18 +55,18 @@ def _parse_fatal(text: str) -> tuple[str, str]:
 
 
 class LastSeen:
-    """Where each rank was when it last said so, for the ranks that die."""
+    """The last known place of each rank, for reports of its death."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[object, object], tuple[str, bool, float]] = {}
 
     def note(self, info: dict[str, Any], place: str, *, is_running: bool) -> None:
-        """Remember where a rank is."""
+        """Store the place of a rank."""
         if place:
             self._places[(info.get("pid"), info.get("start"))] = (place, is_running, time.time())
 
     def show(self, death: Death, job: str | None) -> str:
-        """Return the line that a console for a job, or for any, shows of a death."""
+        """Return the line about a death for a console of `job`, or of any job."""
         name = f"rank {death['label']}" if str(death["label"]).isdecimal() else f"process {death['label']}"
         if job not in (None, death.get("job")):
             name += f" of job {death.get('job')}"

@@ -1,4 +1,4 @@
-"""`diff --golden [EXPR]`: values of all ranks against what their program expects of them, shards put together."""
+"""`diff --golden [EXPR]`: values of all ranks, merged over shards, compared to their expected values."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from multiprocessing_pdb.wire.framing import Frame
 
 _STATUS_SECONDS = 2.0
 _MOST_ROWS = 1_000_000
-_MOST_SHOWN = 5  # differing tensors that are shown with an element; the names of the rest follow
+_MOST_SHOWN = 5  # differing tensors shown with an element; the others are listed by name
 
 
 @dataclass
 class LogicalTensor:
-    """What all ranks said of one logical tensor, as (rank, row)."""
+    """The answers of all ranks about one logical tensor, as (rank, row)."""
 
     name: str
     rows: list[tuple[Target, Frame]] = field(default_factory=list)
 
     @property
     def bound(self) -> float:
-        """Return what the error may be: the least that a rank allows, -1 where one makes no sense."""
+        """Return the allowed error: the smallest bound of any rank, or -1 if one is invalid."""
         bounds = [_read_float(row, "bound") for _, row in self.rows]
         return min(bounds) if all(0.0 <= bound < math.inf for bound in bounds) else -1.0
 
     @property
     def error(self) -> float:
-        """Return |actual - expected| / |expected|: each shard counts once, by its worst replica."""
+        """Return |actual - expected| / |expected|. Each shard counts once, with its worst replica."""
         shards: dict[str, float] = {}
         for _, row in self.rows:
             region = read_text(row, "region")
@@ -44,7 +44,7 @@ class LogicalTensor:
 
     @property
     def differs(self) -> bool:
-        """Return whether the error is over the bound; what is not a number is."""
+        """Return whether the error exceeds the bound. NaN counts as exceeding."""
         return not self.error <= self.bound
 
     def find_worst(self) -> tuple[Target, Frame]:
@@ -52,13 +52,13 @@ class LogicalTensor:
         return max(self.rows, key=lambda item: _read_square(item[1]))
 
     def find_ranks(self) -> list[Target]:
-        """Return the ranks with a hundredth or more of the worst rank's squared error."""
+        """Return the ranks with at least 1% of the worst rank's squared error."""
         most = _read_square(self.find_worst()[1])
         return [target for target, row in self.rows if most > 0.0 and _read_square(row) >= 0.01 * most]
 
 
 def compare_with_golden(targets: Sequence[Target], expression: str, seconds: float) -> str:
-    """Return how the value of an expression, or with "" all that is complete, differs from what is expected."""
+    """Return how a value differs from the expected one. An empty expression compares all complete values."""
     answers = ask(targets, {"do": "compare", "text": expression}, seconds)
     explain_silence(answers, _STATUS_SECONDS)
     tensors = _read_tensors([answer for answer in answers if not answer.failure], seconds)
@@ -78,7 +78,7 @@ def compare_with_golden(targets: Sequence[Target], expression: str, seconds: flo
 
 
 def _read_tensors(answers: Sequence[Answer], seconds: float) -> list[LogicalTensor]:
-    """Return the logical tensors in the order in which they were made; their rows come in pages."""
+    """Return the logical tensors in order of creation. Rows are requested in pages."""
     found: dict[str, LogicalTensor] = {}
     waiting, begin = list(answers), 0
     while waiting and begin < _MOST_ROWS:
@@ -100,7 +100,7 @@ def _read_tensors(answers: Sequence[Answer], seconds: float) -> list[LogicalTens
 
 
 def format_verdicts(tensors: Sequence[LogicalTensor], targets: Sequence[Target]) -> list[str]:
-    """Return what the console shows of these ranks' tensors: the verdict, and where those that differ do most."""
+    """Return the lines for these ranks' tensors: the verdict, and the largest difference of each tensor."""
     head = name_ranks(targets)
     differing = [tensor for tensor in tensors if tensor.differs]
     if len(tensors) == 1:
@@ -136,7 +136,10 @@ def _format_worst(tensor: LogicalTensor) -> str:
 
 
 def _read_float(row: Frame, name: str) -> float:
-    """Return a number of a row; what is no JSON number came as text, and what is malformed is not a number."""
+    """Return a number of a row.
+
+    Text is converted, since JSON lacks NaN and infinity; malformed values are NaN.
+    """
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return math.nan
@@ -147,6 +150,6 @@ def _read_float(row: Frame, name: str) -> float:
 
 
 def _read_square(row: Frame) -> float:
-    """Return the squared error of a shard; infinite where an element is not finite, or the row makes no sense."""
+    """Return the squared error of a shard, or infinity if it is not finite or malformed."""
     value = _read_float(row, "squared_error")
     return value if 0.0 <= value < math.inf else math.inf

@@ -1,4 +1,4 @@
-"""Showing the answers of many ranks together: equal answers once, behind the ranks that gave them."""
+"""Grouped display of the answers of many ranks: equal answers once, with the ranks that gave them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def name_ranks(targets: Iterable[Target]) -> str:
 
 
 def group(pairs: Iterable[tuple[Hashable, Item]]) -> list[list[Item]]:
-    """Return the items of equal keys together; the largest group first, then in order of appearance."""
+    """Group items by key. The largest group comes first, equal sizes in order of appearance."""
     groups: dict[Hashable, list[Item]] = {}
     for key, item in pairs:
         groups.setdefault(key, []).append(item)
@@ -36,7 +36,7 @@ def group(pairs: Iterable[tuple[Hashable, Item]]) -> list[list[Item]]:
 
 
 def show_block(head: str, text: str) -> str:
-    """Return "head: text" on one line, or the text indented below the head when it has several."""
+    """Return "head: text" on one line, or the head followed by the indented text if it has several lines."""
     lines = text.rstrip("\n").split("\n")
     if len(lines) == 1:
         return f"{head}: {lines[0]}"
@@ -44,6 +44,6 @@ def show_block(head: str, text: str) -> str:
 
 
 def show_groups(answers: Sequence[tuple[Target, str]]) -> str:
-    """Return one block for each different text."""
+    """Return one block for each distinct text."""
     groups = group((text.rstrip(), (target, text)) for target, text in answers)
     return "\n".join(show_block(name_ranks([t for t, _ in members]), members[0][1]) for members in groups)

@@ -1,4 +1,4 @@
-"""Links: one conversation with one stopped rank each, over a unix socket or over TCP."""
+"""Links: connections to one stopped rank each, over a unix socket or TCP."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from multiprocessing_pdb.wire.procfs import read_start, send_signal
 from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 _CONNECT_SECONDS = 2.0
-_TRIES = 8  # of a proof: during a flood the rank may disconnect the wrong peer
+_TRIES = 8  # attempts at a proof: during a flood the rank may disconnect the wrong peer
 PEER_CLOSED = "the connection was closed"
 
 
 class LinkClosedError(ConnectionError):
-    """The rank at the other end is gone, or sent what is no frame."""
+    """The rank at the other end is gone, or sent an invalid frame."""
 
 
 class Channel(Protocol):
-    """Something to wait on; what it reads goes into the inboxes of links."""
+    """An object to wait on. It puts the received frames into the inboxes of links."""
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable."""
 
     def pump(self) -> None:
-        """Read what is there, without waiting."""
+        """Read the available data without waiting."""
 
 
 class Link(Protocol):
-    """One conversation with one stopped rank."""
+    """A connection to one stopped rank."""
 
     inbox: deque[Frame]
     closed: str
@@ -51,14 +51,14 @@ class Link(Protocol):
         """Send a frame. Raises LinkClosedError."""
 
     def kill(self) -> None:
-        """Kill the rank's process, even one that answers nothing."""
+        """Kill the rank's process, even if it does not answer."""
 
     def close(self) -> None:
-        """End the conversation; the rank stays as it is."""
+        """End the connection. The rank's state does not change."""
 
 
 class SocketLink:
-    """A link over a connected socket; `pid` is what the kernel says of a unix socket's peer, 0 for TCP."""
+    """Link over a connected socket. `pid` is the peer of a unix socket according to the kernel, 0 for TCP."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.inbox: deque[Frame] = deque()
@@ -108,7 +108,7 @@ class SocketLink:
         return self.inbox.popleft()
 
     def pump(self) -> None:
-        """Read what is there into the inbox."""
+        """Read the available frames into the inbox."""
         if self.closed:
             return
         try:
@@ -141,7 +141,7 @@ class SocketLink:
         self._send(frame)
 
     def kill(self) -> None:
-        """Kill the process: by its pid here, by asking it over TCP."""
+        """Kill the process: by its pid on this machine, or by a request over TCP."""
         if self.closed:
             return
         if self._pid:
@@ -150,14 +150,13 @@ class SocketLink:
             self._send({"do": "kill"})
 
     def close(self) -> None:
-        """Close the socket."""
         self._fail("closed here")
         if self.exit is not None:
             self.exit.close()
 
 
 def wait(channels: Iterable[Channel], seconds: float) -> None:
-    """Wait until a channel can be read, and pump each that can."""
+    """Wait until a channel is readable, and pump each that is."""
     with selectors.DefaultSelector() as selector:
         for channel in {id(channel): channel for channel in channels}.values():
             if channel.fileno() >= 0:
@@ -170,19 +169,19 @@ def wait(channels: Iterable[Channel], seconds: float) -> None:
 
 
 def connect_local(directory: RuntimeDirectory, name: str) -> SocketLink:
-    """Return a link to a socket of the runtime directory.
+    """Return a link to a socket in the runtime directory.
 
-    Raises ConnectionRefusedError when nobody listens any more, UnauthenticatedPeerError when another user does, and
-    OSError otherwise.
+    Raises ConnectionRefusedError when no process listens any more, UnauthenticatedPeerError when one of
+    another user does, and OSError otherwise.
     """
     connection = directory.connect(name, _CONNECT_SECONDS)
     return SocketLink(connection, check_peer(connection))
 
 
 def connect_tcp(address: str, token: bytes) -> SocketLink:
-    """Return a link to a rank that listens on TCP, each side having proved that it knows the token.
+    """Return an authenticated link to a rank that listens on TCP.
 
-    Raises OSError when there is nobody, and LinkClosedError when the token is not the rank's.
+    Raises OSError when no rank listens, and LinkClosedError when the tokens differ.
     """
     host, _, port = address.rpartition(":")
     for _ in range(_TRIES - 1):

@@ -1,4 +1,4 @@
-"""The processes of a job on this machine, stopped or not."""
+"""The processes of a job on this machine, in any state."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def _find_processes(job: str) -> list[int]:
 
 
 def read_armed() -> list[ProcessInfo]:
-    """Return the records of armed processes of this machine; those of processes that are gone are removed."""
+    """Return the records of the armed processes on this machine. Remove records of dead processes."""
     armed = []
     with contextlib.suppress(OSError), RuntimeDirectory.open() as directory:
         for name, record in directory.records():
             if record.get("host") != socket.gethostname():
-                continue  # a directory that several machines share
+                continue  # several machines share the directory
             pid, start = record.get("pid"), record.get("start")
             if isinstance(pid, int) and isinstance(start, int) and is_alive(pid, start):
                 armed.append(record)
@@ -73,9 +73,9 @@ def read_armed() -> list[ProcessInfo]:
 def list_processes(job: str, action: str) -> list[ProcessInfo]:
     """Return {"pid", "start", "rank", "command"} of each process of a job.
 
-    "stacks" adds them in "text". "arm" arms those of ranks that are not armed, and returns these alone, with what
-    went wrong in "text". "kill" sends SIGKILL to each. The processes of ranks come first, in
-    order; launchers and helpers have no rank.
+    "stacks" adds the stacks as "text". "arm" arms the processes of unarmed ranks and returns only these,
+    with an error message, if any, as "text". "kill" sends SIGKILL to each. Processes of ranks come first,
+    in order. Launchers and helpers have no rank.
     """
     armed = {record["pid"]: record for record in read_armed() if record.get("job") == job}
     processes: list[ProcessInfo] = []
@@ -106,7 +106,7 @@ def list_processes(job: str, action: str) -> list[ProcessInfo]:
 
 
 def _arm_ranks(processes: list[ProcessInfo]) -> list[ProcessInfo]:
-    """Arm the processes of ranks, but not their children: a data loader's worker inherits its parent's rank."""
+    """Arm the processes of ranks, but not their children, such as data loader workers with the same rank."""
     ranks = {process["pid"]: process["rank"] for process in processes if process["rank"] is not None}
     chosen = [p for p in processes if p["pid"] in ranks and ranks.get(read_parent(p["pid"])) != p["rank"]]
     for process in chosen:

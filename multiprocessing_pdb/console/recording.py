@@ -1,4 +1,4 @@
-"""`record FILE` and `replay FILE`: a session as a Markdown page for a bug report that is also a script."""
+"""`record FILE` and `replay FILE`: a session as a Markdown page for bug reports that is also a script."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class RecordingError(ValueError):
 
 
 class Recording:
-    """The page of one session; what was shown is on the disk after each line."""
+    """The page of one session, flushed to disk after each line."""
 
     def __init__(self, path: Path, job: str) -> None:
-        """Create the file, open to its owner only: values of a program may be secret."""
+        """Create the file with access for its owner only, since values of a program may be secret."""
         self.path = path
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -34,11 +34,11 @@ class Recording:
         self._write(f"# multiprocessing_pdb: job {job}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n\n{_FENCE}\n")
 
     def add_command(self, line: str) -> None:
-        """Add a line that the user typed, as one that does the same at the console's prompt."""
+        """Add a typed command, in a form with the same effect at the console's prompt."""
         self._write(f"{PROMPT}{line}\n")
 
     def add_output(self, text: str, end: str = "\n") -> None:
-        """Add what was shown. No output looks like a command: one that would be replayed gets a space before it."""
+        """Add output. Lines that look like a command get a leading space, so that they are not replayed."""
         text = _COLOR.sub("", text) + end
         self._write(re.sub(rf"^(?={re.escape(PROMPT)}|{_FENCE})", " ", text, flags=re.MULTILINE))
 
@@ -53,7 +53,7 @@ class Recording:
 
 
 def read_commands(path: Path) -> list[str]:
-    """Return the commands of a recorded session. Raises RecordingError for a file that has none."""
+    """Return the commands of a recorded session. Raises RecordingError when the file has none."""
     try:
         if not path.is_file():
             raise RecordingError(f"{path} is no file")

@@ -1,4 +1,4 @@
-"""The registry: which ranks are stopped now, over all sources, and which job is meant."""
+"""Registry of the stopped ranks of all sources, and choice of a job."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _POLL_SECONDS = 0.1
 
 
 class JobError(ValueError):
-    """No job, or more than one, fits."""
+    """No job matches, or more than one."""
 
 
 class RankRegistry:
-    """All stopped ranks of one job; `job` None means the only one there is."""
+    """All stopped ranks of one job. If `job` is None, the only existing job is used."""
 
     def __init__(self, sources: Sequence[Source], job: str | None) -> None:
         self.sources = sources
         self.job = job
-        self._targets: dict[bool, dict[int, Target]] = {False: {}, True: {}}  # of armed processes: True
-        self._links: dict[bool, dict[int, Link]] = {}  # keeps them alive: their ids are our keys
+        self._targets: dict[bool, dict[int, Target]] = {False: {}, True: {}}  # key True: of armed processes
+        self._links: dict[bool, dict[int, Link]] = {}  # keeps links alive, since their ids are keys
         self._last_seen = LastSeen()
 
     def refresh(self) -> list[Target]:
@@ -36,7 +36,7 @@ class RankRegistry:
         return self._refresh(armed=False)
 
     def _refresh(self, *, armed: bool) -> list[Target]:
-        """Return the stopped ranks, or the armed processes; of one that may have changed the state is asked."""
+        """Return the stopped ranks, or armed processes, and update the status of those that may run."""
         self._begin("refresh", armed=armed)
         links = {stem: link for source in self.sources for stem, link in source.refresh(armed=armed).items()}
         known = {id(link): link for link in links.values()}
@@ -51,16 +51,17 @@ class RankRegistry:
             label = answer.frame.get("label")
             if isinstance(label, str):
                 answer.target.label = clean(label)
-        # One that closed before its first answer was just going on; one that sent nonsense is shown.
+        # Leave out ranks that closed before their first answer, since they resumed. Show those with invalid
+        # data.
         found = [
             t for t in targets.values() if t.state != "left" and (t.info or t.link.closed != PEER_CLOSED)
         ]
         return sorted(found, key=lambda t: (t.number is None, t.number or 0, t.label))
 
     def take_deaths(self) -> list[str]:
-        """Return a line for each rank that has died since the last call, with its job where another one is chosen.
+        """Return a line for each rank that has died since the last call, with its job if another is chosen.
 
-        The first console that looks removes what a dead rank has left, so no other one would say it.
+        The first console that looks removes the files of a dead rank, so no other console would report it.
         """
         for target in [target for found in self._targets.values() for target in found.values()]:
             running = target.state in ("armed", "running")
@@ -70,22 +71,22 @@ class RankRegistry:
         return [clean(self._last_seen.show(death, self.job)) for death in deaths]
 
     def _begin(self, op: str, **fields: Any) -> None:
-        """Have all places look at once: hundreds of ranks are on dozens of nodes."""
+        """Start a request on all sources at once: hundreds of ranks can be on dozens of nodes."""
         for source in self.sources:
             source.begin(op, **fields)
 
     def list_armed(self) -> list[dict[str, Any]]:
-        """Return what armed processes that are not stopped say of themselves."""
+        """Return the records of armed processes that are not stopped."""
         self._begin("armed")
         return [record for source in self.sources for record in source.list_armed()]
 
     def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
-        """Return the processes of a job, with what `action` ("list", "stacks", "kill", "arm") got from each."""
+        """Return the processes of a job with the results of `action` ("list", "stacks", "kill", "arm")."""
         self._begin("processes", job=job, action=action)
         return [process for source in self.sources for process in source.list_processes(job, action)]
 
     def find_armed(self) -> list[Target]:
-        """Return the armed processes of the job of which no thread is stopped or being stepped."""
+        """Return the armed processes of the job without a stopped or stepped thread."""
         stopped = {read_number(target.info, "pid") for target in self.refresh()}
         armed = self._refresh(armed=True)
         jobs = {target.job for target in armed} if self.job is None else {self.job}
@@ -96,14 +97,17 @@ class RankRegistry:
         return [t for t in armed if t.job in jobs and read_number(t.info, "pid") not in stopped]
 
     def find_jobs(self) -> dict[str, int]:
-        """Return the jobs that have stopped ranks, and how many."""
+        """Return the number of stopped ranks by job."""
         jobs: dict[str, int] = {}
         for target in self.refresh():
             jobs[target.job] = jobs.get(target.job, 0) + 1
         return jobs
 
     def find(self) -> list[Target]:
-        """Return the stopped ranks of the job. Raises JobError when several have some and none is chosen."""
+        """Return the stopped ranks of the job.
+
+        Raises JobError when several jobs have some and none is chosen.
+        """
         targets = self.refresh()
         jobs = sorted({target.job for target in targets})
         if self.job is None and len(jobs) > 1:
@@ -122,7 +126,7 @@ class RankRegistry:
         return targets[0].job
 
     def find_next_stop(self, gone: Target) -> Target | None:
-        """Return the same rank at another stop."""
+        """Return the target of the same rank at another stop, or None."""
         for target in self.refresh():
             if target.label == gone.label and target.job == gone.job and target.link is not gone.link:
                 return target
@@ -138,6 +142,6 @@ class RankRegistry:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Leave all ranks as they are."""
+        """Close all sources. The ranks' state does not change."""
         for source in self.sources:
             source.close()

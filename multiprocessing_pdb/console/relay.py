@@ -1,7 +1,7 @@
-"""The relay: serves one console on another node over stdin and stdout, for the ranks of this node.
+"""Relay for a console on another node: serves it over stdin and stdout, for the ranks of this node.
 
-Started there by ssh or srun, so the network's security is theirs. When the console goes, stdin ends, the
-relay ends, and the ranks stay stopped.
+ssh or srun starts the relay and secures the connection. When the console exits, stdin ends, the relay ends,
+and the ranks stay stopped.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from multiprocessing_pdb.console.link import Link, LinkClosedError
 from multiprocessing_pdb.console.source import LocalSource
 from multiprocessing_pdb.wire.framing import Decoder, Frame, encode
 
-# Login scripts may print before us; the console passes over everything up to this line.
+# Login scripts may print before the relay. The console ignores everything up to this line.
 GREETING = b"multiprocessing_pdb relay 1\n"
 
 
 class _Relay:
-    """The links of this node by number, and the way back to the console."""
+    """The links of this node by number, and the output stream to the console."""
 
     def __init__(self, output: BinaryIO) -> None:
         self._output = output
@@ -35,7 +35,7 @@ class _Relay:
         self._output.flush()
 
     def do(self, frame: Frame) -> None:
-        """Do what the console asks for."""
+        """Perform a request of the console."""
         op, number = frame.get("op"), frame.get("link")
         link = self._links.get(number) if isinstance(number, int) else None
         if op == "refresh":
@@ -59,11 +59,11 @@ class _Relay:
 
     def _number(self, link: Link) -> int:
         number = self._numbers.setdefault(id(link), len(self._numbers) + 1)
-        self._links[number] = link  # kept, so that an id is never used again
+        self._links[number] = link  # keep the link, so that its id is not reused
         return number
 
     def forward(self) -> None:
-        """Send on what ranks have answered, and say which are gone."""
+        """Forward the answers of ranks, and report closed links."""
         for number, link in list(self._links.items()):
             while link.inbox:
                 self.send({"link": number, "frame": link.inbox.popleft()})
@@ -77,7 +77,7 @@ class _Relay:
 
 
 def serve(source: BinaryIO, output: BinaryIO) -> None:
-    """Serve until `source` ends. Raises FrameError for what is no frame."""
+    """Serve until `source` ends. Raises FrameError for invalid data."""
     relay, decoder = _Relay(output), Decoder()
     output.write(GREETING)
     output.flush()

@@ -1,4 +1,4 @@
-"""Ranks of another node, reached through a relay that ssh, srun or any such command starts there."""
+"""Ranks of another node, reached through a relay that ssh, srun or a similar command starts there."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ class RemoteLink:
         self._source.send({"op": "send", "link": self._number, "frame": frame})
 
     def kill(self) -> None:
-        """Have the relay kill the process."""
+        """Kill the process through the relay."""
         self._source.send({"op": "kill", "link": self._number})
 
     def close(self) -> None:
-        """Forget the link."""
+        """Close the link."""
         self.closed = self.closed or "closed here"
 
 
 class RemoteSource:
-    """The stopped ranks of another node. `line` is what runs a command there, such as "ssh node1"."""
+    """The stopped ranks of another node. `line` runs a command there, such as "ssh node1"."""
 
     def __init__(self, line: str, python: str, warn: Warn) -> None:
         self._line = line
@@ -86,7 +86,7 @@ class RemoteSource:
         self._numbers = count(1)
         self._links: dict[int, RemoteLink] = {}
         self._answers: dict[int, Frame] = {}
-        self._begun: dict[str, int] = {}  # the number of a request that was sent ahead, by what it asks
+        self._begun: dict[str, int] = {}  # numbers of requests sent ahead, by request
         self._decoder = Decoder()
         self._is_greeted = False
         self._noise = b""
@@ -104,12 +104,12 @@ class RemoteSource:
             raise RemoteError(f"{line}: {error}") from None
 
     def fileno(self) -> int:
-        """Return the descriptor of the relay's output, -1 once it is gone."""
+        """Return the descriptor of the relay's output, or -1 once it is closed."""
         stdout = self._process.stdout
         return stdout.fileno() if stdout is not None and not stdout.closed else -1
 
     def pump(self) -> None:
-        """Read what the relay sends and hand it to the links."""
+        """Read frames from the relay and pass them to the links."""
         try:
             received = os.read(self.fileno(), 1 << 18) if self.fileno() >= 0 else b""
             if not received:
@@ -161,9 +161,9 @@ class RemoteSource:
             raise LinkClosedError(str(error)) from None
 
     def begin(self, op: str, **fields: Any) -> None:
-        """Send a request ahead: the method that asks for this waits for its answer only."""
+        """Send a request ahead of the method that needs its answer."""
         frame = {"op": op, **fields}
-        with contextlib.suppress(LinkClosedError):  # said where it is asked for
+        with contextlib.suppress(LinkClosedError):  # reported by the method that needs the answer
             self._begun[repr(frame)] = self._send_request(frame)
 
     def _send_request(self, frame: Frame) -> int:
@@ -172,7 +172,7 @@ class RemoteSource:
         return number
 
     def _ask(self, frame: Frame, seconds: float) -> Frame:
-        """Return the relay's own answer, empty when it gives none."""
+        """Return the relay's own answer, or an empty frame if there is none."""
         try:
             number = self._begun.pop(repr(frame), None) or self._send_request(frame)
         except LinkClosedError:
@@ -214,7 +214,7 @@ class RemoteSource:
         return [death for death in found if {"pid", "start", "label", "how", "time"} <= death.keys()]
 
     def close(self) -> None:
-        """End the relay; the ranks stay as they are."""
+        """End the relay. The ranks' state does not change."""
         stdin = self._process.stdin
         if stdin is not None and not stdin.closed:
             stdin.close()

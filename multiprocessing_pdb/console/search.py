@@ -1,4 +1,4 @@
-"""Where two tensors first differ: found by comparing hashes of 256 parts, then of parts of the first that differs."""
+"""Search for the first difference of two tensors, by hashes of 256 parts and then of parts of a part."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from multiprocessing_pdb.console.target import Target, read_number, read_text
 from multiprocessing_pdb.wire.framing import Frame
 
 _PARTS = 256
-_MOST_ROUNDS = 8  # of 256 parts each: more elements than any tensor has
+_MOST_ROUNDS = 8  # of 256 parts each: enough for any tensor
 
 Pair = tuple[Sequence[Target], Sequence[Target]]
 
 
 def show_tensor_difference(ranks: Pair, values: tuple[Frame, Frame], path: str, seconds: float) -> str:
-    """Return how the second ranks' tensor differs from the first ranks': in form, or in which element first.
+    """Return how the second ranks' tensor differs from the first ranks': in form, or the first element.
 
-    `values` are what both said of the tensor, `path` is where it is in the evaluated value.
+    `values` are the descriptions of the tensor by both groups. `path` is its path in the evaluated value.
     """
     expected, actual = values
     theirs = name_ranks(ranks[0])
@@ -40,7 +40,7 @@ def show_tensor_difference(ranks: Pair, values: tuple[Frame, Frame], path: str, 
 
 
 def _find_first(pair: tuple[Target, Target], path: str, length: int, seconds: float) -> int | str:
-    """Return the place of the first differing element, or what went wrong; hashes travel, elements do not."""
+    """Return the index of the first differing element, or an error message. Transfers only hashes."""
     begin, end = 0, length
     for _ in range(_MOST_ROUNDS):
         request = {"do": "hash", "begin": begin, "end": end, "parts": _PARTS, "path": path}
@@ -61,7 +61,7 @@ def _find_first(pair: tuple[Target, Target], path: str, length: int, seconds: fl
 
 
 def _locate(at: int, value: Frame) -> str:
-    """Return the index of an element; of a shard, its index in the whole tensor where the rank knows it."""
+    """Return the index of an element: in the whole tensor for a shard, if the rank knows its offset."""
     index = _unravel(at, value.get("local"))
     shard = value.get("shard")
     offset = shard.get("offset") if isinstance(shard, dict) else None

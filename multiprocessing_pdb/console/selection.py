@@ -1,4 +1,4 @@
-"""Selections: `@all`, `@0,2:8:2`, `@tp=1`, `@dp=0,tp=0:2`, `@p71`: ranks by number, slice, axis or label."""
+"""Selections of ranks, such as `@all`, `@0,2:8:2`, `@tp=1`, `@dp=0,tp=0:2` and `@p71`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LABEL = re.compile(r"[\w.]+")
 
 
 class SelectionError(ValueError):
-    """The text selects nothing that exists, or cannot be read."""
+    """An invalid selection, or one that matches nothing."""
 
 
 def _parse_numbers(term: str) -> Callable[[int], bool] | None:
@@ -32,10 +32,10 @@ def _parse_numbers(term: str) -> Callable[[int], bool] | None:
 
 
 def select(text: str, targets: Sequence[Target]) -> list[Target]:
-    """Return the targets that `text` (without the @) names, in their order.
+    """Return the targets that `text` (without the @) selects, in their order.
 
-    Terms are joined by commas. Numbers, slices (end excluded, as in Python) and labels add up; so do terms of
-    one axis; terms of different axes must all hold, and so must the numbers beside them.
+    Terms are separated by commas. Numbers, slices (end excluded, as in Python) and labels are a union, and
+    so are terms of one axis. Terms of different axes, and the union of numbers and labels, are intersected.
 
     Raises SelectionError.
     """

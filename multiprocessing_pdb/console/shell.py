@@ -1,4 +1,4 @@
-"""The console's prompt: reads a line, chooses the ranks it is for, and calls what it names."""
+"""The console's prompt: reads a line, selects its ranks, and calls the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multiprocessing_pdb.console.terminal import Terminal
 
 
 class UsageError(ValueError):
-    """A command without what it needs."""
+    """A command without its required arguments."""
 
 
 class Shell:
@@ -61,7 +61,7 @@ class Shell:
         }
 
     def run(self) -> None:
-        """Read and do commands until the user leaves; the end of input leaves too."""
+        """Read and run commands until the user quits or the input ends."""
         while not self._is_over:
             try:
                 self._show_late_answers()
@@ -76,7 +76,7 @@ class Shell:
             self.do(line)
 
     def do(self, line: str) -> bool:
-        """Do one command and show what it says; return whether it could be done."""
+        """Run one command and show its output; return whether it succeeded."""
         self._terminal.record(line.strip())
         try:
             self._show_deaths()
@@ -124,11 +124,11 @@ class Shell:
         return targets if selection is None or not targets else select(selection, targets)
 
     def _find_armed(self, targets: Sequence[Target]) -> list[Target]:
-        """Return the armed ranks that `ls` shows too: with a selection none."""
+        """Return the armed ranks for `ls`: all without a selection, none with one."""
         return self._registry.find_armed() if len(targets) == len(self._registry.find()) else []
 
     def _choose_any(self, selection: str | None) -> list[Target]:
-        """Return the chosen ones of the stopped ranks and of those that run armed."""
+        """Return the selected ranks among the stopped and the armed ones."""
         targets = [*self._registry.find(), *self._registry.find_armed()]
         if not targets:
             raise UsageError(
@@ -147,7 +147,7 @@ class Shell:
         if not expression:
             raise UsageError("diff needs an expression, such as: diff loss")
         flag, _, rest = expression.partition(" ")
-        if flag == "--golden":  # no Python expression: golden would have to be a name
+        if flag == "--golden":  # not a Python expression, unless golden is a variable
             return compare_with_golden(targets, rest.strip(), self._deadline)
         _, text = compare(targets, expression, self._deadline)
         return text
@@ -158,7 +158,7 @@ class Shell:
         Attachment(self._terminal, targets[0], self._find_next_stop, self._ask_quit).run()
 
     def _find_next_stop(self, gone: Target) -> Target | None:
-        """Return the same rank at another stop; a replay of this session has to wait for it too."""
+        """Return the target of the same rank at another stop. A replay must wait for that stop too."""
         again = self._registry.find_next_stop(gone)
         if again is not None:
             self._terminal.record(f"wait {len(self._registry.find())}")
@@ -169,7 +169,7 @@ class Shell:
             self._quit()
 
     def _ask_quit(self) -> bool:
-        """Ask what is meant by q, do it, and return whether to leave what the user is in."""
+        """Ask what q means, do it, and return whether to leave the current prompt."""
         stopped = self._registry.find()
         self._terminal.show(
             f"q: what is meant?  d: leave, ranks stay stopped  c: continue all of the {len(stopped)} stopped"

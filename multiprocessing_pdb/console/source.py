@@ -1,4 +1,4 @@
-"""Sources: where stopped ranks are found. One per node, and one per rank behind TCP."""
+"""Sources of stopped ranks: one per node, and one per rank behind TCP."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from multiprocessing_pdb.wire.runtime_directory import CONTROL_SUFFIX, SOCKET_SU
 
 
 class Source(Protocol):
-    """A place that stopped ranks are found in."""
+    """Interface of a source of stopped ranks."""
 
     def begin(self, op: str, **fields: Any) -> None:
-        """Begin to look, so that many places look at once: the call that follows waits less. It changes no answer.
+        """Start a request, so that many sources work concurrently and the following call waits less.
 
-        `op` with its fields is `refresh` (armed), `armed`, `processes` (job, action) or `deaths`.
+        `op` with its fields is `refresh` (armed), `armed`, `processes` (job, action) or `deaths`. Answers
+        do not change.
         """
 
     def refresh(self, *, armed: bool = False) -> dict[str, Link]:
         """Return a link to each stopped rank, or to each armed process, by the stem of its file.
 
-        Known links are kept.
+        Existing links are kept.
         """
 
     def list_armed(self) -> list[dict[str, Any]]:
-        """Return what armed processes that are not stopped say of themselves."""
+        """Return the records of armed processes that are not stopped."""
 
     def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
-        """Return the processes of a job, with what `action` ("list", "stacks", "kill") got from each."""
+        """Return the processes of a job with the results of `action` ("list", "stacks", "kill", "arm")."""
 
     def take_deaths(self) -> list[Death]:
         """Return the ranks that have died since the last call."""
 
     def close(self) -> None:
-        """Close all links; the ranks stay as they are."""
+        """Close all links. The ranks' state does not change."""
 
 
 Warn = Callable[[str], None]
@@ -56,10 +57,10 @@ class LocalSource:
         self._num_taken = 0
 
     def begin(self, op: str, **fields: Any) -> None:
-        """Do nothing: here it takes no time."""
+        """Do nothing: local requests take no time."""
 
     def refresh(self, *, armed: bool = False) -> dict[str, Link]:
-        """Return the links; a socket file whose process is gone is removed."""
+        """Return the links. Remove socket files of dead processes."""
         suffix = CONTROL_SUFFIX if armed else SOCKET_SUFFIX
         try:
             directory = RuntimeDirectory.open()
@@ -82,11 +83,12 @@ class LocalSource:
     def _connect(self, directory: RuntimeDirectory, name: str) -> None:
         try:
             self._links[name] = connect_local(directory, name)
-        except ConnectionRefusedError:  # a socket gets its name only once it listens: this one's process died
+        # sockets are named only after they listen, so the process of this one has died
+        except ConnectionRefusedError:
             self._look_for_death(directory, name, None)
             directory.remove(name)
         except FileNotFoundError:
-            pass  # it went on meanwhile
+            pass  # it has resumed
         except (UnauthenticatedPeerError, OSError) as error:
             self._warn(f"{name}: {error}")
 
@@ -108,7 +110,7 @@ class LocalSource:
         return found
 
     def list_armed(self) -> list[dict[str, Any]]:
-        """Return the records of armed processes that are alive."""
+        """Return the records of live armed processes."""
         return processes.read_armed()
 
     def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
@@ -116,13 +118,12 @@ class LocalSource:
         return processes.list_processes(job, action)
 
     def close(self) -> None:
-        """Close all links."""
         for link in self._links.values():
             link.close()
 
 
 class TcpSource:
-    """Ranks that were told to listen on TCP, each at its address."""
+    """Ranks that listen on TCP, one per address."""
 
     def __init__(self, addresses: list[str], token: bytes, warn: Warn) -> None:
         self._addresses = addresses
@@ -131,10 +132,10 @@ class TcpSource:
         self._links: dict[str, SocketLink] = {}
 
     def begin(self, op: str, **fields: Any) -> None:
-        """Do nothing: known links take no time."""
+        """Do nothing: existing links take no time."""
 
     def refresh(self, *, armed: bool = False) -> dict[str, Link]:
-        """Return a link per address that answers the proof; none to armed processes, which do not listen."""
+        """Return a link per authenticated address. Armed processes have none, since they do not listen."""
         if armed:
             return {}
         for address in self._addresses:
@@ -153,18 +154,17 @@ class TcpSource:
         return {f"tcp+{address}+0-0": link for address, link in self._links.items()}
 
     def list_armed(self) -> list[dict[str, Any]]:
-        """Return nothing: TCP leads to stopped ranks only."""
+        """Return an empty list: TCP reaches only stopped ranks."""
         return []
 
     def list_processes(self, job: str, action: str) -> list[dict[str, Any]]:
-        """Return nothing: TCP leads to stopped ranks only."""
+        """Return an empty list: TCP reaches only stopped ranks."""
         return []
 
     def take_deaths(self) -> list[Death]:
-        """Return nothing: how a process ended is known on its own machine only."""
+        """Return an empty list: the exit of a process is known only on its own machine."""
         return []
 
     def close(self) -> None:
-        """Close all links."""
         for link in self._links.values():
             link.close()

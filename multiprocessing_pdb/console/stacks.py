@@ -1,4 +1,4 @@
-"""The stacks of any process of a job: by py-spy, by the process itself, or by faulthandler."""
+"""Stacks of any process of a job: from py-spy, from the process itself, or from faulthandler."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _HINT = "for any process at any time: pip install py-spy"
 
 
 def dump_stacks(pid: int, record: dict[str, Any] | None) -> str:
-    """Return the stacks of a process, or why there are none; `record` is what it wrote when it was armed.
+    """Return the stacks of a process, or why there are none. `record` was written when it was armed.
 
-    py-spy sees every process. The server of a stopped or armed one answers unless a call into C keeps the
-    interpreter; then faulthandler answers for an armed one. MPDB_STACKS=self or faulthandler passes over the
-    ways before, MPDB_STACKS=py-spy names the first.
+    py-spy works for every process. The server of a stopped or armed process answers, unless a call into C
+    holds the interpreter lock. In that case faulthandler works for an armed process. MPDB_STACKS=self or
+    faulthandler skips the earlier methods, and MPDB_STACKS=py-spy names the first.
     """
     way = os.environ.get("MPDB_STACKS", "")
     problem = "py-spy is not installed"
@@ -45,7 +45,7 @@ def dump_stacks(pid: int, record: dict[str, Any] | None) -> str:
 
 
 def _run_py_spy(pid: int) -> tuple[str, str]:
-    """Return the stacks, or an empty text and what went wrong."""
+    """Return the stacks, or an empty text and an error message."""
     beside = Path(sys.executable).parent / "py-spy"
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
@@ -67,14 +67,14 @@ def _run_py_spy(pid: int) -> tuple[str, str]:
 
 
 def _trim(text: str) -> str:
-    """Drop what differs from process to process: py-spy's head and the numbers of threads."""
+    """Remove parts that differ between processes: py-spy's header and thread ids."""
     lines = [line for line in text.splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("Process ", "Python v"))]
     return "\n".join(_THREAD.sub(r"Thread\1 \2", line) for line in kept)
 
 
 def _ask_process(pid: int) -> str:
-    """Return what the process says itself, empty when it is not reachable or does not answer in time."""
+    """Return the stacks from the process itself, or an empty text if it does not answer in time."""
     try:
         with RuntimeDirectory.open() as directory:
             names = [*directory.names(SOCKET_SUFFIX), *directory.names(CONTROL_SUFFIX)]
@@ -99,7 +99,7 @@ def _ask_server(directory: RuntimeDirectory, name: str) -> str:
 
 
 def _ask_faulthandler(pid: int, record: dict[str, Any]) -> str:
-    """Send the signal that an armed process gave to faulthandler, and return what it writes."""
+    """Send an armed process's faulthandler signal, and return the dump."""
     name = str(record["stack_file"])
     try:
         with RuntimeDirectory.open() as directory:

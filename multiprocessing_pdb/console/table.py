@@ -1,4 +1,4 @@
-"""The table of `ls`, and what is said below it of ranks that are not stopped."""
+"""The table of `ls`, and the notes below it about ranks that are not stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADS = ("rank", "host", "pid", "mesh", "at", "reason", "since")
 
 
 def show_duration(seconds: float) -> str:
-    """Return minutes and seconds, hours where there are any."""
+    """Return minutes and seconds, with hours if needed."""
     whole = max(0, int(seconds))
     hours, rest = divmod(whole, 3600)
     text = f"{rest // 60:02d}:{rest % 60:02d}"
@@ -60,21 +60,21 @@ def _make_row(answer: Answer) -> tuple[str, ...]:
 
 
 def show_table(answers: Sequence[Answer]) -> str:
-    """Return the table of `ls`; columns that are empty for all ranks are left out."""
+    """Return the table of `ls`, without columns that are empty for all ranks."""
     rows = [_make_row(answer) for answer in answers]
     kept = [at for at in range(len(_HEADS)) if any(row[at] for row in rows)]
     return format_table([_HEADS[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a plain table of cells that are one line each, whatever a rank has sent."""
+    """Return a plain table. Every cell is reduced to one line, since ranks can send any text."""
     cells = [[_LINES.sub(" ", clean(cell)) for cell in row] for row in rows]
     text = tabulate(cells, heads, tablefmt="plain", disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def show_countdowns(targets: Sequence[Target], armed: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what must be known of collectives: in flight ones that cannot be saved, and peers not armed."""
+    """Return notes on collectives: those in flight whose timeout cannot be raised, and unarmed peers."""
     lines = []
     stopped = {read_number(target.info, "pid") for target in targets}
     jobs = {target.job for target in targets}

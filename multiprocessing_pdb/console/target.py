@@ -1,4 +1,4 @@
-"""A stopped rank as the console knows it; nothing it sends is believed to have the right type."""
+"""A stopped rank in the console. The types of all received fields are checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from multiprocessing_pdb.console.link import Link, LinkClosedError
 from multiprocessing_pdb.wire.framing import Frame
 
-# Colours and pdbpp's "clear the screen" may pass; other sequences could forge what the terminal shows.
+# Allow colors and pdbpp's "clear the screen". Other sequences could forge the terminal's content.
 _ALLOWED = re.compile(r"\x1b\[[0-9;]*m|\x1b\[2J|\x1b\[1;1H")
 _SCREEN = re.compile(r"\x1b\[2J|\x1b\[1;1H")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -30,29 +30,29 @@ def clean(text: object) -> str:
 
 
 def drop_screen_control(text: str) -> str:
-    """Return text without pdbpp's "clear the screen", for where it is shown among other ranks'."""
+    """Return text without pdbpp's "clear the screen", for display next to other ranks' text."""
     return _SCREEN.sub("", text)
 
 
 def read_text(frame: Frame, name: str) -> str:
-    """Return a field as printable text, empty where it is absent."""
+    """Return a field as printable text, or an empty text if it is missing."""
     value = frame.get(name)
     return "" if value is None else clean(value)
 
 
 def read_number(frame: Frame, name: str) -> float | None:
-    """Return a field as a number, None where it is none."""
+    """Return a field as a number, or None if it is not one."""
     value = frame.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-# How a command ends that lets the rank run on, and what is said of it.
+# Results of commands that let the rank continue, with their texts.
 ENDS = {"resumed": "runs on", "exited": "has exited", "ended": "has ended this thread"}
 
 
 @dataclass
 class Target:
-    """One stopped rank: its link, what it last said of itself, and requests that it has not answered yet."""
+    """One stopped rank: its link, its last status, and its unanswered requests."""
 
     link: Link
     label: str
@@ -65,15 +65,15 @@ class Target:
 
     @property
     def number(self) -> int | None:
-        """The rank, None for a process that has none."""
+        """The rank, or None for a process without one."""
         value = self.info.get("number")
         if value is None and self.label.isdecimal():
-            return int(self.label)  # it has not said anything yet
+            return int(self.label)  # no status yet
         return value if isinstance(value, int) else None
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """The place on each mesh axis."""
+        """The coordinate on each mesh axis."""
         value = self.info.get("coordinates")
         if not isinstance(value, dict):
             return {}
@@ -81,17 +81,17 @@ class Target:
 
     @property
     def place(self) -> str:
-        """File and line, or what it does instead of standing at one."""
+        """File and line, or an empty text if there are none."""
         line = read_number(self.info, "line")
         return f"{read_text(self.info, 'file')}:{line:.0f}" if line is not None else ""
 
     @property
     def state(self) -> str:
-        """Return "stopped", "busy" or "running"; "left" once a command has let it go."""
+        """Return "stopped", "busy", "running" or "armed", or "left" once a command has resumed it."""
         return read_text(self.info, "state")
 
     def learn(self, frame: Frame) -> None:
-        """Take over what a status or the end of a command says of the rank."""
+        """Update the status from a status frame or the end of a command."""
         if "state" in frame:
             self.info = {key: value for key, value in frame.items() if key not in ("id", "out", "end")}
             self.job = read_text(frame, "job") or self.job
@@ -106,17 +106,17 @@ class Target:
         return number
 
     def give_up(self, number: int, what: str) -> None:
-        """Remember a request whose deadline has passed: its answer will be late."""
+        """Mark a request as overdue: its answer will be late."""
         self._answers.pop(number, None)
         self._overdue[number] = what
 
     def cancel(self, number: int) -> None:
-        """Tell the rank that nobody waits for the answer to a request any longer."""
+        """Cancel a request whose answer is no longer needed."""
         with contextlib.suppress(LinkClosedError):
             self.link.send({"do": "cancel", "request": number})
 
     def take(self, number: int) -> list[Frame]:
-        """Return the frames that have come for one request; the last is the one without a "part"."""
+        """Return the frames received for one request. The last one has no "part"."""
         self.sort()
         taken, self._answers[number] = self._answers.get(number, []), []
         if taken and "part" not in taken[-1]:
@@ -124,7 +124,7 @@ class Target:
         return taken
 
     def sort(self) -> None:
-        """Put each frame that has come to its request; answers to overdue requests are put aside as late."""
+        """Assign each received frame to its request. Answers to overdue requests are kept as late."""
         while self.link.inbox:
             frame = self.link.inbox.popleft()
             number = frame.get("id")

@@ -1,4 +1,4 @@
-"""The console's own terminal: line editing, history and completion. Only here is readline imported."""
+"""The console's terminal: line editing, history and completion. The only module that imports readline."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _DELIMITERS = " \t\n`~!#$%^&*()-=+[{]}\\|;:'\",<>/?"
 
 
 def find_size() -> tuple[int, int]:
-    """Return columns and lines of the terminal, which the ranks' pdb cuts its lists and prints to."""
+    """Return the columns and lines of the terminal, which the ranks' pdb uses to cut its output."""
     try:
-        size = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS is not changed when a window is
+        size = os.get_terminal_size(sys.stdout.fileno())  # COLUMNS does not follow changes of the window
     except (OSError, ValueError):
         size = shutil.get_terminal_size((80, 24))
     return size.columns or 80, size.lines or 24
 
 
 class Terminal:
-    """Reads lines and prints; without a terminal on stdin it reads plain lines, so it can be piped."""
+    """Reads lines and prints. If stdin is not a terminal it reads plain lines, so input can be piped."""
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty()
@@ -68,7 +68,7 @@ class Terminal:
                 self._words = self._complete(
                     text, line, self._readline.get_begidx(), self._readline.get_endidx()
                 )
-            except Exception:  # readline would print the traceback into the line being edited
+            except Exception:  # readline would print the traceback into the edited line
                 self._words = []
         return self._words[state] if state < len(self._words) else None
 
@@ -92,15 +92,15 @@ class Terminal:
             self.recording.add_command(line)
 
     def echo(self, line: str) -> None:
-        """Print a command that was not typed, and do not record it: doing it does."""
+        """Print a command that was not typed, without recording it: its execution records it."""
         print(line, flush=True)
 
     def show(self, text: str) -> None:
-        """Print a text; one without colours where they would not be seen."""
+        """Print a text and a newline."""
         self.show_part(f"{text}\n")
 
     def show_part(self, text: str) -> None:
-        """Print a part of a text that goes on."""
+        """Print a part of a text, without a newline."""
         print(text, end="", flush=True)
         if self.recording is not None:
             self.recording.add_output(text, end="")

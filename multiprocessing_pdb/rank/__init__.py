@@ -1,1 +1,1 @@
-"""The debugged process: stopping, the prompt, and the server that consoles connect to."""
+"""The debugged process: stops, prompts, and the server for consoles."""

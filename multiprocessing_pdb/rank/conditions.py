@@ -1,4 +1,4 @@
-"""Conditions that stop a rank at whatever line makes them true: `until EXPR` and `watch EXPR changes|nan|inf`."""
+"""Conditions that stop a rank when they hold: `until EXPR` and `watch EXPR changes|nan|inf`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("changes", "nan", "inf")
 class Condition:
     """An expression that is evaluated before each line of one function.
 
-    `kind` is one of KINDS, or "true" for `until`, which is asked once only. An expression that cannot be
+    `kind` is one of KINDS, or "true" for `until`, which stops only once. An expression that cannot be
     evaluated yet, such as a name without a value, does not hold.
     """
 
@@ -28,16 +28,16 @@ class Condition:
 
     @property
     def is_once(self) -> bool:
-        """Whether the condition is dropped once it has held."""
+        """Whether the condition is removed after it has held once."""
         return self.kind == "true"
 
     def __str__(self) -> str:
-        """Return it as the user has written it, and where it is checked."""
+        """Return the command as the user typed it, and the function in which it is checked."""
         words = f"until {self.expression}" if self.is_once else f"watch {self.expression} {self.kind}"
         return f"{words} (checked at each line of {self.code.co_name})"
 
     def check(self, global_names: Mapping[str, Any], local_names: Mapping[str, Any]) -> str:
-        """Return why the program is to stop here, or an empty text."""
+        """Return the reason to stop here, or an empty string."""
         try:
             value = evaluate(self._compiled, global_names, local_names)
             return self._judge(value)

@@ -1,4 +1,4 @@
-"""What consoles may ask of an armed process that runs: its stacks, to stop, to stop at a line."""
+"""Endpoint of an armed process that runs, for requests such as stacks, stop, and break at a line."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _LIBRARIES = tuple(
     {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 )
 _PENDING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-_CALLBACKS: list[Any] = []  # C must find them when it calls
+_CALLBACKS: list[Any] = []  # keep references, since C calls these functions later
 
 
 def call_in_main_thread(function: Callable[[FrameType], None]) -> bool:
-    """Have the main thread call `function` with its current frame, before its next bytecode.
+    """Schedule a call of `function` with the current frame of the main thread, before its next bytecode.
 
-    A call into C has to end first. No signal is sent: the program's own calls are not interrupted. Returns False
-    when the interpreter's queue of such calls is full.
+    A running call into C must return first. No signal is sent, so the program's own system calls are not
+    interrupted. Return False if the interpreter's queue of pending calls is full.
     """
 
     def run(_: int | None) -> int:
@@ -51,7 +51,7 @@ def call_in_main_thread(function: Callable[[FrameType], None]) -> bool:
 
 
 def find_user_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame that is no library's, or `frame` where there is none."""
+    """Return the innermost frame outside libraries, or `frame` if there is none."""
     at: FrameType | None = frame
     while at is not None:
         name = at.f_code.co_filename
@@ -71,7 +71,7 @@ class Control:
         self.rank = identify(process=True)
         self._since = time.time()
         self._lock = threading.Lock()
-        self._asked = ""  # what the main thread was asked for and has not done yet
+        self._asked = ""  # pending request to the main thread, if any
         self._coordinates: dict[str, int] = {}
         name = self.rank.file_stem() + CONTROL_SUFFIX
         self._endpoint = Endpoint(name, self.receive, lambda connection: None)
@@ -95,7 +95,10 @@ class Control:
         server.send(connection, {"id": frame.get("id"), **answer})
 
     def _ask_main(self, what: str, function: Callable[[FrameType], None]) -> Frame:
-        """Have the main thread do one thing at a time: CPython 3.11 hangs in a traced call while more is pending."""
+        """Schedule one request in the main thread.
+
+        CPython 3.11 hangs in a traced call while others are pending.
+        """
         with self._lock:
             if PROCESS.has_open():
                 return {"error": "a thread of this rank is stopped or being stepped already"}
@@ -149,7 +152,7 @@ class Control:
         }
 
     def close(self) -> None:
-        """End the server and remove its file."""
+        """Stop the server and remove its file."""
         self._endpoint.close()
 
     def abandon(self) -> None:

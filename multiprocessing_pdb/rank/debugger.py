@@ -1,4 +1,4 @@
-"""The Pdb of a stopped rank: pdbpp or pdb, whose commands come from consoles and not from the terminal."""
+"""The Pdb of a stopped rank: pdbpp or pdb, with commands from consoles instead of the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from multiprocessing_pdb.rank.streams import redirect_streams
 if TYPE_CHECKING:
     from multiprocessing_pdb.rank.session import Session, Stop
 
-# What pdb and pdbpp keep of a prompt after it, and the types of what they begin the next one with.
+# Attributes that pdb and pdbpp keep after a prompt, and the types of their initial values.
 _LEFT_BY_A_PROMPT: dict[str, Callable[[], object]] = {
     "curframe_locals": dict,
     "_curframe_locals": dict,
@@ -32,21 +32,21 @@ _LEFT_BY_A_PROMPT: dict[str, Callable[[], object]] = {
     "_hidden_frames": list,
     "_via_set_trace_frame": type(None),
 }
-# All debuggers of a process know the same breakpoints, as bdb's own list of them is one per process.
+# All debuggers of a process share the breakpoints, since bdb keeps a single list of them per process.
 _BREAKS: dict[str, list[int]] = {}
 
 
 class ConsolePdb:
-    """What differs from an ordinary Pdb; mixed in before it.
+    """Mixin with the differences from an ordinary Pdb. It precedes Pdb in the bases.
 
-    Types of pdb's attributes are Any: the base is chosen when it is loaded.
+    The types of pdb's attributes are Any, because the base class is chosen at run time.
     """
 
     session: Session
     stop: Stop
     is_nested = False  # stopped inside an expression that another prompt evaluates
     conditions: list[Condition]
-    runs_free = False  # the last command lets the program run, and nothing is set to stop it again
+    runs_free = False  # the last command resumed the program, and nothing will stop it again
 
     @property
     def breaks(self) -> dict[str, list[int]]:
@@ -55,20 +55,22 @@ class ConsolePdb:
 
     @breaks.setter
     def breaks(self, value: dict[str, list[int]]) -> None:
-        # bdb assigns an empty one to a new instance, which then loads all, and when all are cleared.
+        # bdb assigns an empty dict in a new instance, which then loads all, and when all are cleared.
         _BREAKS.clear()
         _BREAKS.update(value)
 
     def is_skipped_module(self, name: str | None) -> bool:
-        """Return whether steps pass over a module: over the debugger's own."""
+        """Return whether steps skip a module: true for modules of the debugger."""
         return is_own_module(name)
 
     def start_tracing(self, frame: FrameType) -> None:
         """Stop at the next line of `frame`.
 
-        A nested debugger traces the frames of its expression alone: those below belong to the outer one.
+        A nested debugger traces only the frames of its expression. The frames below belong to the outer
+        debugger.
         """
-        sys.settrace(None)  # else bdb stops in its own set_trace when the line that came here is stepped over
+        # otherwise bdb stops in its own set_trace after a step over the line that led here
+        sys.settrace(None)
         floor = self.session.command_frame if self.is_nested else None
         outer, at = [], floor
         while at is not None:
@@ -86,7 +88,7 @@ class ConsolePdb:
         self.botframe = bottom
 
     def stop_now(self, frame: FrameType) -> None:
-        """Stop in `frame` where it is: for a breakpoint that was hit outside of bdb's own tracing."""
+        """Stop in `frame` at its current line. For a breakpoint that was hit outside of bdb's tracing."""
         self.start_tracing(frame)
         sys.settrace(None)
         with self._guard():
@@ -94,14 +96,14 @@ class ConsolePdb:
         if self.runs_free:
             return
         if self.stopframe is frame and _is_returning(frame):  # type: ignore[attr-defined]
-            self._set_stopinfo(None, None)  # type: ignore[attr-defined]  # as bdb does after a return that it saw
+            self._set_stopinfo(None, None)  # type: ignore[attr-defined]  # same as bdb after a return event
         sys.settrace(self.trace_dispatch)  # type: ignore[attr-defined]
 
-    # Called by bdb when the program has reached a place to stop at.
+    # Called by bdb when the program reaches a place to stop at.
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Keep a stop inside a stop from mixing up bdb, and a failure of pdb from reaching the program."""
+        """Prevent stops inside a stop, which confuse bdb, and keep errors of pdb from the program."""
         accepts, self.session.accepts_stops = self.session.accepts_stops, False
         try:
             yield
@@ -119,7 +121,7 @@ class ConsolePdb:
         sys.settrace(None)
 
     def user_call(self, frame: FrameType, arguments: Any) -> None:
-        """Stop at the call of a function."""
+        """Stop at a function call."""
         with self._guard():
             super().user_call(frame, arguments)  # type: ignore[misc]
 
@@ -139,7 +141,10 @@ class ConsolePdb:
             super().user_exception(frame, error)  # type: ignore[misc]
 
     def break_here(self, frame: FrameType) -> bool:
-        """Return whether a breakpoint or a condition is due; a Tra() that either reaches does not stop."""
+        """Return whether a breakpoint or condition applies.
+
+        A Tra() inside their expressions does not stop.
+        """
         accepts, self.session.accepts_stops = self.session.accepts_stops, False
         try:
             return bool(super().break_here(frame)) or self._meets_condition(frame)  # type: ignore[misc]
@@ -147,7 +152,7 @@ class ConsolePdb:
             self.session.accepts_stops = accepts
 
     def break_anywhere(self, frame: FrameType) -> bool:
-        """Return whether something may stop in the function of `frame`."""
+        """Return whether anything may stop in the function of `frame`."""
         watched = any(condition.code is frame.f_code for condition in self.conditions)
         return watched or bool(super().break_anywhere(frame))  # type: ignore[misc]
 
@@ -158,20 +163,20 @@ class ConsolePdb:
             reason = condition.check(frame.f_globals, frame.f_locals)
             if reason:
                 self.stop = replace(self.stop, reason=reason)
-                self.currentbp = 0  # bdb's: the commands of a breakpoint are not meant
+                self.currentbp = 0  # bdb's attribute: do not run the commands of a breakpoint
                 if condition.is_once:
                     self.conditions.remove(condition)
                 return True
         return False
 
     def interaction(self, *arguments: Any) -> None:
-        """Stop, whichever way led here."""
+        """Stop at a prompt. Every kind of stop calls this."""
         with self._guard():
             super().interaction(*arguments)  # type: ignore[misc]
 
     def _cmdloop(self) -> None:
-        # Every prompt comes through here. pdb swallows KeyboardInterrupt; here Ctrl-C in the program's own
-        # terminal must go on ending the program.
+        # Every prompt calls this. pdb swallows KeyboardInterrupt. Here, Ctrl-C in the program's own
+        # terminal must still end the program.
         if sys.is_finalizing() or not self.session.enter(self):
             self._run_free()
             return
@@ -184,7 +189,7 @@ class ConsolePdb:
             self.session.leave(self)
 
     def onecmd(self, line: str) -> Any:
-        """Run one command with tracing possible, so that a Tra() that it reaches can stop there."""
+        """Run one command with tracing enabled, so that a Tra() inside it can stop."""
         session = self.session
         outer, session.command_frame = session.command_frame, sys._getframe()
         session.accepts_stops = True
@@ -205,13 +210,13 @@ class ConsolePdb:
         try:
             return super().onecmd(line)  # type: ignore[misc]
         finally:
-            # A step out of an expression that stopped would go on to what ends the command: a prompt behind an error
-            # is in no trace function, where Python traces nothing.
+            # A step out of an expression that stopped would continue into the code that ends the command. A
+            # post-mortem prompt is not inside a trace function, where Python traces nothing.
             sys.settrace(None)
 
     def set_continue(self) -> None:
-        """Run on, and end the session unless a breakpoint can stop this thread again."""
-        if self.conditions:  # bdb would end tracing when there are no breakpoints
+        """Continue, and end the session unless a breakpoint can stop this thread again."""
+        if self.conditions:  # bdb would end tracing without breakpoints
             self._set_stopinfo(self.botframe, None, -1)  # type: ignore[attr-defined]
             self.runs_free = False
             return
@@ -223,7 +228,7 @@ class ConsolePdb:
         super().set_quit()  # type: ignore[misc]
         self.runs_free = True
 
-    # Commands of our own, at every prompt.
+    # Additional commands, at every prompt.
 
     def do_watch(self, argument: str) -> None:
         """Watch EXPR changes|nan|inf: stop at the line of this function after which it holds. watch: list."""
@@ -235,7 +240,7 @@ class ConsolePdb:
         except (ValueError, SyntaxError) as error:
             self.error(str(error))  # type: ignore[attr-defined]
             return
-        # What it is before it changes.
+        # Record the initial value.
         condition.check(self.curframe.f_globals, self.frame_locals())  # type: ignore[attr-defined]
         self.conditions.append(condition)
         self.message(str(condition))  # type: ignore[attr-defined]
@@ -263,13 +268,13 @@ class ConsolePdb:
 
     do_unt = do_until
 
-    # Commands that would use the program's terminal, or end the program.
+    # Commands that would use the program's terminal or end the program.
 
     def _custom_completer(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # pdbpp would import readline
 
     def get_terminal_size(self) -> tuple[int, int]:
-        """Return columns and lines of the console's terminal."""
+        """Return the columns and lines of the console's terminal."""
         return self.session.terminal_size
 
     def do_quit(self, argument: str) -> Any:
@@ -313,21 +318,21 @@ class ConsolePdb:
             self.error("".join(traceback.format_exception_only(error)).strip())  # type: ignore[attr-defined]
         self.message("LEAVING RECURSIVE DEBUGGER")  # type: ignore[attr-defined]
 
-    # What the request handler asks for.
+    # Called by the request handler.
 
     def frame_locals(self) -> Any:
-        """Return the locals of the current frame with what was assigned at the prompt.
+        """Return the locals of the current frame, including assignments at the prompt.
 
-        Before Python 3.13 another look at f_locals would undo the assignments.
+        Before Python 3.13, another access to f_locals would undo the assignments.
         """
         if sys.version_info >= (3, 13):
             return self.curframe.f_locals  # type: ignore[attr-defined]
         return self.curframe_locals  # type: ignore[attr-defined]
 
     def release(self) -> None:
-        """Let go of the frames and values of the last prompt, so that the program's objects live as long as it wants.
+        """Drop references to the frames and values of the last prompt.
 
-        A tensor that pdb went on holding would stay in a GPU's memory.
+        Otherwise pdb would keep objects of the program alive, such as tensors in GPU memory.
         """
         held = vars(self)
         held.update({name: empty() for name, empty in _LEFT_BY_A_PROMPT.items() if name in held})
@@ -336,7 +341,7 @@ class ConsolePdb:
                 del displays[frame]
 
     def complete_words(self, text: str, line: str, begin: int, end: int) -> list[str]:
-        """Return what may stand for `text`, as pdb's own completion finds it, without readline."""
+        """Return the completions of `text`, found by pdb's own completion without readline."""
         margin = len(line) - len(line.lstrip())
         line, begin, end = line.lstrip(), begin - margin, end - margin
         expression = self._complete_expression  # type: ignore[attr-defined]
@@ -350,7 +355,7 @@ class ConsolePdb:
         return sorted(words)
 
     def paint(self, colors: bool) -> None:
-        """Turn pdbpp's colours on or off; pdb has none."""
+        """Turn the colors of pdbpp or Python 3.14 on or off. Older versions of pdb have none."""
         config = getattr(self, "config", None)
         if config is not None:
             config.highlight = colors
@@ -360,7 +365,7 @@ class ConsolePdb:
 
 
 def _is_returning(frame: FrameType) -> bool:
-    """Return whether a frame executes no further line: its stop was called by what a profiler sees at its return."""
+    """Return whether a frame has no further line: the stop was called by a profile function at its return."""
     at = frame.f_lasti
     return at >= 0 and dis.opname[frame.f_code.co_code[at]].startswith("RETURN_")
 
@@ -373,15 +378,15 @@ def _load_class() -> type:
 
 
 def make_debugger(session: Session, outer: Any = None) -> Any:
-    """Return a debugger whose commands and answers are the session's; one nested in `outer` says so."""
+    """Return a debugger with the session's input and output, nested if `outer` is given."""
     parent = _load_class()
     bound = type(parent)("RankPdb", (parent,), {"session": session, "is_nested": outer is not None})
     with without_readline():
-        # pdbpp's metaclass hands out a thread's old instance inside a function called set_trace.
+        # Inside a function named set_trace, pdbpp's metaclass returns an old instance of the thread.
         debugger = type.__call__(bound, stdin=session.stdin, stdout=session.stdout, nosigint=True)
     debugger.conditions = []
     debugger.use_rawinput = 0
-    debugger.skip = {"multiprocessing_pdb"}  # not empty, so that bdb asks is_skipped_module
+    debugger.skip = {"multiprocessing_pdb"}  # not empty, so that bdb calls is_skipped_module
     debugger.paint(False)
     if outer is not None:
         debugger.stop = outer.stop

@@ -1,4 +1,4 @@
-"""Keeping our descriptors away from 0, 1 and 2, which belong to the program even when it has closed them."""
+"""Descriptors above 2: the program owns 0, 1 and 2, even if it has closed them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def above_standard_streams() -> Iterator[None]:
-    """Make every descriptor that is opened meanwhile higher than 2."""
+    """Make every descriptor opened inside the block greater than 2."""
     fillers = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)]
     try:
         while fillers[-1] <= 2:

@@ -1,4 +1,4 @@
-"""How a rank is reached: its socket file, its TCP port if asked for, its line on stderr."""
+"""Endpoint of a rank: its socket file, optional TCP port, and announcement on stderr."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Leave = Callable[[int], None]
 
 
 class Endpoint:
-    """A server and the socket file `name` that leads to it; `tick` runs in the server's thread every two seconds.
+    """A server and its socket file `name`. `tick` runs in the server's thread every two seconds.
 
     Raises OSError when the directory, the token file or the TCP address cannot be used.
     """
@@ -40,7 +40,7 @@ class Endpoint:
             self._name = name
             self._is_hidden = False
             self._more_ticks = tick
-            self._lock = threading.Lock()  # hiding the file, against making it again
+            self._lock = threading.Lock()  # for hiding the file versus recreating it
             self._directory = RuntimeDirectory.open(create=True)
             listeners: list[socket.socket] = []
             try:
@@ -58,14 +58,14 @@ class Endpoint:
         self.tcp_address = ":".join(str(part) for part in listeners[1].getsockname()[:2]) if tcp else ""
 
     def start(self) -> None:
-        """Answer from now on; consoles that came before wait.
+        """Start answering. Consoles that connected earlier have been waiting.
 
         Raises RuntimeError when no thread can start, and OSError when no descriptor is left.
         """
         try:
             with above_standard_streams():
                 self.server.start()
-        except (RuntimeError, OSError):  # RuntimeError: at the interpreter's end
+        except (RuntimeError, OSError):  # RuntimeError: at interpreter shutdown
             self.hide()
             self.abandon()
             raise
@@ -76,11 +76,11 @@ class Endpoint:
             self._more_ticks()
 
     def _restore_file(self) -> None:
-        """Listen anew where something has removed the socket file: a stopped rank must stay reachable."""
+        """Listen again if the socket file was removed: a stopped rank must stay reachable."""
         with UNSTOPPED, self._lock, contextlib.suppress(OSError), above_standard_streams():
             if self._is_hidden or self._directory.has(self._name):
                 return
-            directory = RuntimeDirectory.open(create=True)  # the folder may be another one now
+            directory = RuntimeDirectory.open(create=True)  # the directory may have been replaced
             try:
                 listener = directory.listen(self._name)
             except BaseException:
@@ -97,7 +97,7 @@ class Endpoint:
             self._directory.remove(self._name)
 
     def close(self) -> None:
-        """Hide, deliver what is queued, and end."""
+        """Remove the file, deliver queued frames, and stop."""
         self.hide()
         self.server.shut(patience=1.0)
         self._directory.close()
@@ -123,14 +123,14 @@ def _listen_tcp(address: str) -> socket.socket:
 
 
 def write_stderr(line: str) -> None:
-    """Write one line to the program's stderr, whole, and only if it has one; past pytest's capture."""
+    """Write one line to the program's stderr, if it has one, bypassing pytest's capture."""
     with _without_capture(), contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         sys.stderr.write(f"multiprocessing_pdb: {line}\n")
         sys.stderr.flush()
 
 
 def _without_capture() -> contextlib.AbstractContextManager[None]:
-    """Suspend pytest's capture as its own pdb does: a captured line is shown only after the test has ended."""
+    """Suspend pytest's capture, as its own pdb does: captured output appears only after the test."""
     debugging = sys.modules.get("_pytest.debugging")
     manager = getattr(getattr(debugging, "pytestPDB", None), "_pluginmanager", None)
     capture = manager.getplugin("capturemanager") if manager is not None else None

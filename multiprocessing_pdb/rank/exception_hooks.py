@@ -1,4 +1,4 @@
-"""Uncaught exceptions and breakpoint(): install() makes both stop the rank."""
+"""Hooks for uncaught exceptions and breakpoint(). install() makes both stop the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PASSED = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
 def stop_after_exception(error: BaseException | None = None, why: str = "post_mortem()") -> None:
-    """Stop where `error`, the exception being handled, or the last uncaught one was raised.
+    """Stop where `error`, the current exception, or the last uncaught exception was raised.
 
     Raises ValueError when there is none.
     """
@@ -30,10 +30,11 @@ def stop_after_exception(error: BaseException | None = None, why: str = "post_mo
 
 
 def install() -> None:
-    """Take over sys.excepthook, threading.excepthook and breakpoint(); a second call changes nothing.
+    """Replace sys.excepthook, threading.excepthook and breakpoint(). A second call has no effect.
 
     Exceptions are printed as before, then the rank stops. multiprocessing and torch.multiprocessing.spawn
-    catch what their processes raise and print it themselves, so it is caught on the way there.
+    catch and print the exceptions of their processes themselves, so the traceback functions that they call
+    are also replaced.
     """
     if getattr(sys.excepthook, "__module__", "") == __name__:
         return
@@ -66,7 +67,7 @@ def _install_threads(previous: Any) -> None:
 
 
 def _catches_for_process(frame: FrameType) -> bool:
-    """Tell whether `frame` is where a child process catches everything its target raises."""
+    """Return whether `frame` is the one in which a child process catches all exceptions of its target."""
     place = frame.f_globals.get("__name__"), frame.f_code.co_name
     return place in (("multiprocessing.process", "_bootstrap"), ("torch.multiprocessing.spawn", "_wrap"))
 

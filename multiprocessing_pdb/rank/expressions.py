@@ -1,4 +1,4 @@
-"""Expressions that the user has typed, in the program's own names. Nothing else here evaluates anything."""
+"""Evaluation of expressions typed by the user. The only module that evaluates code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def compile_expression(text: str, source: str) -> CodeType:
 
 
 def evaluate(code: CodeType, global_names: Mapping[str, Any], local_names: Mapping[str, Any]) -> Any:
-    """Return the value; whatever the expression raises is raised.
+    """Return the value of an expression. Exceptions of the expression propagate.
 
-    Both kinds of names go into one new mapping: a lambda or comprehension in the expression must see the local
-    ones too, and an assignment expression must not reach the frame.
+    Global and local names are merged into a new mapping. Lambdas and comprehensions in the expression can
+    then read the local names, and assignment expressions cannot modify the frame.
     """
     return eval(code, {**global_names, **local_names})

@@ -1,4 +1,4 @@
-"""Finding out who the calling thread is, at a stop only and without any collective."""
+"""Identification of the calling thread, at a stop only and without a collective."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def _ask_torch() -> tuple[int | None, int | None]:
     try:
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank(), distributed.get_world_size()
-    except (AttributeError, RuntimeError, ValueError):  # half imported, or being torn down
+    except (AttributeError, RuntimeError, ValueError):  # partly imported, or shutting down
         pass
     return None, None
 
 
 def _inherits_rank(number: int | None) -> bool:
-    """Tell whether our rank is only the parent's: a data loader's worker inherits it and is not that rank."""
+    """Return whether the rank is inherited: a data loader's worker has its parent's rank variables."""
     loader = sys.modules.get("torch.utils.data")
     if loader is not None and loader.get_worker_info() is not None:
         return True
@@ -35,9 +35,9 @@ def _inherits_rank(number: int | None) -> bool:
 
 
 def identify(*, process: bool = False) -> RankIdentity:
-    """Return who the calling thread is, or with `process` its process.
+    """Return the identity of the calling thread, or of its process with `process`.
 
-    torch.distributed knows best when it is up, then the environment.
+    Prefers torch.distributed if it is initialized, then the environment.
     """
     pid = os.getpid()
     number, world = _ask_torch()

@@ -1,4 +1,4 @@
-"""Collectives in flight: which one this process waits in, since when, and when its timeout ends it."""
+"""Collectives in flight: the one this process waits in, its start, and its timeout."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _WRAPPERS = ("/torch/distributed/c10d_logger.py",)
 
 
 class InFlightCollectives:
-    """Samples the threads' stacks: a thread whose innermost Python call is a collective waits in it.
+    """Sampler of thread stacks: a thread waits in a collective if that is its innermost Python call.
 
-    A wait on a handle in the user's own line (`work.wait()`) has no frame of torch and is not seen on gloo;
-    on NCCL the flight recorder knows every collective.
+    A wait on a handle in the user's own line (`work.wait()`) has no torch frame and is not seen on gloo. On
+    NCCL the flight recorder contains every collective.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int, int], float] = {}
 
     def look(self, limit: float | None, is_raised: bool) -> dict[str, Any] | None:
-        """Return {"what", "deadline"} of the collective that ends first, if it began before the raise.
+        """Return {"what", "deadline"} of the collective that times out first, if it began before the raise.
 
-        `limit` is the timeout in seconds that it was begun with; `deadline` is in time.time().
+        `limit` is the timeout in seconds with which it began. `deadline` is in time.time() seconds.
         """
         if limit is None:
             return None
         recorded = _read_recorder(limit) if is_raised else []
         now = time.time()
         waiting = _find_waiting()
-        # What is seen for the first time with timeouts raised was begun with the raised one.
+        # A collective first seen while timeouts are raised began with the raised timeout.
         self._seen = {key: self._seen.get(key, now) for key in waiting if key in self._seen or not is_raised}
         found = [(self._seen[key] + limit, waiting[key]) for key in self._seen] + recorded
         if not found:
@@ -44,7 +44,7 @@ class InFlightCollectives:
 
 
 def _find_waiting() -> dict[tuple[int, int, int], str]:
-    """Return the collective each thread waits in, keyed so that the same call keeps its key."""
+    """Return the collective of each waiting thread, with a key that stays the same during one call."""
     found = {}
     for thread, innermost in sys._current_frames().items():
         if thread == threading.get_ident():
@@ -61,7 +61,7 @@ def _find_waiting() -> dict[tuple[int, int, int], str]:
 
 
 def _read_recorder(limit: float) -> list[tuple[float, str]]:
-    """Return deadline and name of each active NCCL collective whose own timeout is not a raised one."""
+    """Return deadline and name of each active NCCL collective that does not have a raised timeout."""
     module = sys.modules.get("torch._C._distributed_c10d")
     dump: Callable[..., Any] | None = getattr(module, "_dump_nccl_trace_json", None)
     if dump is None:
@@ -74,4 +74,4 @@ def _read_recorder(limit: float) -> list[tuple[float, str]]:
             if entry["timeout_ms"] / 1e3 <= limit
         ]
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
-        return []  # a torch whose recorder is off, or says it differently
+        return []  # the recorder is off, or has another format in this torch

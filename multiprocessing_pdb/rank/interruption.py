@@ -1,4 +1,4 @@
-"""Interrupting an expression that a console asked for, without ever interrupting the program."""
+"""Interruption of an expression evaluated for a console, without ever interrupting the program."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 
 _Result = TypeVar("_Result")
 
-# How long an exception is offered to a thread that is not the main one, and how long it is withdrawn afterwards.
+# Seconds for which an exception is offered to a thread other than the main one, and the pause before the
+# next offer.
 _OFFER_SECONDS = 0.02
 _PAUSE_SECONDS = 0.05
 
 
 class Interrupted(KeyboardInterrupt):
-    """A console asked to stop what it had asked for."""
+    """A console interrupted its own request."""
 
 
 class Interruption:
     """Lets `send`, from any thread, interrupt `thread` between `allow` and `forbid`.
 
-    A signal is needed in the main thread: it also ends a sleep or a wait inside C. Elsewhere Python can only
-    raise at the next bytecode. Until that comes, CPython 3.11 lets no traced thread of the process call a function
-    (RESUME in DO_TRACING of Python/ceval.c is repeated as long as any thread has an asynchronous exception), and
-    what the interrupted thread waits for may be such a thread. So the exception is offered for moments only.
+    The main thread needs a signal, which also ends a sleep or a wait inside C. In other threads Python can
+    only raise at the next bytecode. While such an exception is pending, CPython 3.11 lets no traced thread
+    of the process call a function: RESUME in DO_TRACING of Python/ceval.c repeats as long as any thread has
+    an asynchronous exception. The interrupted thread may be waiting for such a traced thread. The exception
+    is therefore offered only for short periods.
     """
 
-    # One offer at a time in this process: its end clears a flag of the interpreter.
+    # One offer at a time per process, because the end of an offer clears a flag of the interpreter.
     _offers = threading.Lock()
 
     def __init__(self, thread: threading.Thread) -> None:
@@ -45,7 +47,7 @@ class Interruption:
         self._offered = type("Interrupted", (Interrupted,), {"__init__": self._mark_delivered})
 
     def survive_fork(self) -> None:
-        """Forget in a forked child what the parent's other threads were doing: they may have held the locks."""
+        """Reset the state in a forked child. Other threads of the parent may have held the locks."""
         self._lock = threading.Lock()
         self._sent = False
         type(self)._offers = threading.Lock()
@@ -57,7 +59,7 @@ class Interruption:
         self._sent = False
 
     def allow(self) -> None:
-        """Begin to accept interruptions; called by the thread itself."""
+        """Accept interruptions from now on. Called by the thread itself."""
         if self._allowed:
             return
         if self._is_main():
@@ -72,7 +74,7 @@ class Interruption:
             self._previous(number, frame)
 
     def forbid(self) -> None:
-        """Stop accepting, and swallow an interruption that is on its way; called by the thread itself."""
+        """Stop accepting interruptions and discard a pending one. Called by the thread itself."""
         if not self._allowed:
             return
         while self._allowed:
@@ -89,9 +91,9 @@ class Interruption:
             signal.signal(signal.SIGINT, signal.SIG_DFL if self._previous is None else self._previous)
 
     def call(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Return what `function` returns, which may be interrupted; nothing is on its way afterwards.
+        """Return the result of an interruptible call of `function`. No interruption is pending afterwards.
 
-        Raises Interrupted, also when it comes too late for `function`: never after this has returned.
+        Raises Interrupted, possibly after `function` has finished, but never after this call has returned.
         """
         depth = UNSTOPPED.depth
         try:
@@ -107,7 +109,7 @@ class Interruption:
             UNSTOPPED.restore(depth)
 
     def send(self) -> bool:
-        """Interrupt the thread, and return whether it accepts that now."""
+        """Interrupt the thread, and return whether it accepts interruptions now."""
         with self._lock:
             if not self._allowed or self._thread.ident is None:
                 return False
@@ -123,7 +125,7 @@ class Interruption:
             return True
 
     def _offer(self) -> None:
-        """Offer the exception now and then until it is delivered, or not wanted any more."""
+        """Offer the exception repeatedly until it is delivered or no longer accepted."""
         while True:
             with self._offers:
                 with self._lock:
@@ -143,14 +145,14 @@ def _raise_in(ident: int | None, error: type[BaseException] | None) -> None:
 
 
 def _pass_bytecodes() -> None:
-    for _ in range(100):  # the end of a loop's body is where Python looks for asynchronous exceptions
+    for _ in range(100):  # Python checks for asynchronous exceptions at the end of a loop body
         pass
 
 
 def _clear_flag() -> None:
-    """Make the interpreter forget that an exception was pending: withdrawing it alone does not.
+    """Clear the interpreter's flag of a pending exception, which a withdrawal does not clear.
 
-    The flag is cleared by the thread that gets an exception, so this one gets one.
+    The flag is cleared in the thread that receives an exception, so this thread raises one in itself.
     """
     with contextlib.suppress(Interrupted):
         _raise_in(threading.get_ident(), Interrupted)

@@ -1,4 +1,4 @@
-"""`interact` with IPython where it is installed: its magics, `obj?` and tracebacks, on the variables of a frame."""
+"""`interact` with IPython if it is installed: magics, `obj?` and tracebacks, on the variables of a frame."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 VARIABLE = "MPDB_IPYTHON"
 _ABSENT = object()
-_BUILTINS = ("__IPYTHON__", "display", "get_ipython")  # what a shell adds for good
+_BUILTINS = ("__IPYTHON__", "display", "get_ipython")  # names that a shell adds permanently
 
 
 def has_ipython() -> bool:
-    """Return whether IPython is installed and wanted; MPDB_IPYTHON=0 asks for Python's own interpreter."""
+    """Return whether IPython is installed and enabled. MPDB_IPYTHON=0 selects Python's own interpreter."""
     return os.environ.get(VARIABLE) != "0" and importlib.util.find_spec("IPython") is not None
 
 
 @contextmanager
 def _unchanged_program() -> Iterator[None]:
-    """Undo what a new shell does to the process: it puts a module of its own in the place of __main__."""
+    """Undo the effects of a new shell on the process, such as its replacement of __main__."""
     main = sys.modules.get("__main__")
     known = {name: getattr(builtins, name, _ABSENT) for name in _BUILTINS}
     try:
@@ -42,24 +42,24 @@ def _make_shell(names: dict[str, Any]) -> Any:
     from traitlets.config import Config
 
     class Shell(InteractiveShell):  # type: ignore[misc]
-        """One that ends when it is told to exit; it never takes a terminal."""
+        """IPython shell that never uses a terminal and ends on `exit`."""
 
         is_over = False
 
         def ask_exit(self) -> None:
-            """Leave, for `exit` and `quit`."""
+            """End the shell, for `exit` and `quit`."""
             self.is_over = True
 
     config = Config()
     config.HistoryManager.enabled = False  # no database and no thread in the program
     config.InteractiveShell.colors = "nocolor"
-    return Shell(config=config, user_ns=names)  # not instance(): a notebook's own shell stays what it is
+    return Shell(config=config, user_ns=names)  # instance() would return a notebook's own shell
 
 
 def run_ipython(names: dict[str, Any]) -> None:
-    """Read cells from sys.stdin and write what they give to sys.stdout, until the input ends or `exit`.
+    """Run cells from sys.stdin and write their output to sys.stdout, until end of input or `exit`.
 
-    Assignments change `names`, as in pdb's own `interact`, not the frame.
+    Assignments change `names`, as in pdb's own `interact`, and not the frame.
     """
     with _unchanged_program():
         shell = _make_shell(names)

@@ -1,4 +1,4 @@
-"""Where this rank sits in the device mesh, if there is one. No collective; torch is never imported."""
+"""Coordinates of this rank in the device mesh, if there is one. No collective, and never imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _candidates(frame: FrameType | None) -> Iterator[Any]:
-    """Yield objects that may be a mesh: variables near the stop first, then everything alive."""
+    """Yield objects that may be a mesh: variables near the stop first, then all live objects."""
     at = frame
     while at is not None:
         yield from list(at.f_locals.values())
@@ -21,7 +21,7 @@ def _candidates(frame: FrameType | None) -> Iterator[Any]:
 
 
 def find_coordinates(frame: FrameType | None) -> dict[str, int]:
-    """Return this rank's place on each axis of the mesh with most axes that can be found, or nothing."""
+    """Return this rank's coordinates in the mesh with the most axes, or an empty dict without a mesh."""
     module = sys.modules.get("torch.distributed.device_mesh")
     kind = getattr(module, "DeviceMesh", None)
     if kind is None:
@@ -34,12 +34,12 @@ def find_coordinates(frame: FrameType | None) -> dict[str, int]:
         if len(coordinates) > len(best):
             best = coordinates
         if number > 10_000 and best:
-            break  # the rest of the heap is only for programs that keep no mesh near the stop
+            break  # search the whole heap only if no mesh is referenced near the stop
     return best
 
 
 def read_mesh(mesh: Any) -> dict[str, int]:
-    """Return this rank's place on each axis of `mesh`; axes without names are axis0, axis1 and so on."""
+    """Return this rank's coordinate on each axis of `mesh`. Unnamed axes are axis0, axis1 and so on."""
     try:
         place = mesh.get_coordinate()
         names = mesh.mesh_dim_names

@@ -1,7 +1,7 @@
-"""The monitor of an armed process: learns, without a collective, that another rank is stopped.
+"""Monitor of an armed process: detects stopped ranks without a collective.
 
-One daemon thread looks at the runtime directory five times a second. On several nodes it also counts stops in
-the store that torch.distributed was started with, over a connection of its own.
+A daemon thread polls the runtime directory five times per second. On several nodes it also counts stops in
+the store of torch.distributed, over a separate connection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _PERIOD = 0.2
 
 
 class Monitor(threading.Thread):
-    """Raises this process's timeouts while another of its job is stopped, and says what it cannot save."""
+    """Thread that raises this process's timeouts while another rank of its job is stopped.
+
+    It also records the collective in flight, whose timeout cannot be raised.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="multiprocessing_pdb monitor", daemon=True)
@@ -43,7 +46,7 @@ class Monitor(threading.Thread):
         self._record: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Look five times a second until ended."""
+        """Poll five times per second until `end`."""
         while not self._over.wait(_PERIOD):
             try:
                 self.look()
@@ -54,7 +57,7 @@ class Monitor(threading.Thread):
                 return
 
     def look(self) -> None:
-        """Look once."""
+        """Poll once."""
         if self._rank.number is None:
             self._become(identify(process=True))
         stopped = self._is_other_stopped()
@@ -65,11 +68,11 @@ class Monitor(threading.Thread):
             PROCESS.timeouts.release("another rank is stopped")
         if self._store is not None and self._store.is_asked_to_stop() and not PROCESS.has_open():
             self._control.stop("another rank asked all to stop")
-        PROCESS.timeouts.extend()  # to process groups made meanwhile
+        PROCESS.timeouts.extend()  # also raise process groups created since
         self._write_record(flight if stopped and not PROCESS.has_open() else None)
 
     def _become(self, rank: RankIdentity) -> None:
-        """Take a rank that was not known when the monitor began: torch.distributed came up since."""
+        """Take the rank that was unknown when the monitor began, before torch.distributed was initialized."""
         if rank != self._rank:
             self._directory.remove(self._rank.file_stem() + ARMED_SUFFIX)
             self._control.close()
@@ -106,7 +109,7 @@ class Monitor(threading.Thread):
         self._control.abandon()
 
     def end(self) -> None:
-        """Stop watching, restore the timeouts and remove what the monitor wrote."""
+        """Stop polling, restore the timeouts and remove the files of the monitor."""
         self._over.set()
         if self.is_alive():
             self.join(2.0)
@@ -125,13 +128,13 @@ class _Armed:
         self.is_registered = False
 
     def end(self, pid: int) -> None:
-        """End the monitor, unless this is a forked child of the process that began it."""
+        """End the monitor, unless this is a forked child of the process that started it."""
         monitor, self.monitor = self.monitor, None
         if monitor is not None and os.getpid() == pid:
             monitor.end()
 
     def forget(self) -> None:
-        """Forget the monitor in a forked child: its thread is not there."""
+        """Forget the monitor in a forked child, which does not have its thread."""
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
             monitor.abandon()
@@ -141,7 +144,7 @@ _ARMED = _Armed()
 
 
 def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
-    """Begin to watch, and with `hold` raise the timeouts until disarm(); a second call only changes these."""
+    """Start monitoring. `hold` raises the timeouts until disarm(). A second call only changes options."""
     from multiprocessing_pdb.rank.stop import is_disabled
 
     if is_disabled():
@@ -158,7 +161,7 @@ def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
     except OSError as error:
         write_stderr(f"not armed: {error}")
         return
-    _ARMED.monitor.look()  # the record is there when this returns, whatever the program then does
+    _ARMED.monitor.look()  # write the record before returning
     _ARMED.monitor.start()
     PROCESS.survive_forks()
     if not _ARMED.is_registered:
@@ -168,13 +171,13 @@ def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
 
 
 def disarm() -> None:
-    """Stop watching, and restore the timeouts."""
+    """Stop monitoring, and restore the timeouts."""
     _ARMED.end(os.getpid())
     PROCESS.timeouts.release("arm(hold=True)")
 
 
 def wait_until_raised(seconds: float) -> bool:
-    """Return whether a collective begun now would get a raised timeout, waiting for it `seconds` at most."""
+    """Wait at most `seconds` for raised timeouts, and return whether a new collective would get one."""
     deadline = time.monotonic() + seconds
     while not PROCESS.timeouts.are_raised() and time.monotonic() < deadline:
         time.sleep(0.01)

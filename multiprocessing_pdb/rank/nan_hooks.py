@@ -1,4 +1,4 @@
-"""Stopping where a value first goes bad: `Tra.on_nan(model)` looks at what each module and its gradients compute."""
+"""Stops at the first non-finite value: `Tra.on_nan(model)` checks module outputs and gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MACHINERY = ("torch.nn.modules.", "torch.autograd", "torch._tensor", "torch.uti
 
 
 def _list_tensors(value: Any) -> Iterator[Any]:
-    """Yield the tensors in an output: alone, or in tuples, lists, dictionaries and dataclasses."""
+    """Yield the tensors in an output: alone, or in tuples, lists, dicts and dataclasses."""
     torch = sys.modules["torch"]
     if isinstance(value, torch.Tensor):
         yield value
@@ -34,7 +34,7 @@ def _list_tensors(value: Any) -> Iterator[Any]:
 
 
 def _is_bad(tensor: Any) -> bool:
-    """Return whether an element is NaN or infinite; on an accelerator this waits for the stream."""
+    """Return whether an element is NaN or infinite. On an accelerator this waits for the stream."""
     local = get_local(tensor)
     if not has_data(local) or not (local.is_floating_point() or local.is_complex()):
         return False
@@ -48,10 +48,10 @@ def _explain(tensor: Any) -> str:
 
 
 class NanHooks:
-    """The hooks of one model. `remove` takes them away.
+    """The hooks of one model. `remove` removes them.
 
-    Nothing that the model computes is changed. Each step, which begins with a call of the model, stops once
-    at most: what a bad value makes bad later is not news.
+    The hooks do not change any computed value. A step begins with a call of the model. Each step stops at
+    most once, because later non-finite values follow from the first.
     """
 
     def __init__(self, model: Any) -> None:
@@ -69,7 +69,7 @@ class NanHooks:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -116,7 +116,7 @@ class NanHooks:
 
 
 def watch_model(model: Any) -> NanHooks:
-    """Arm this process, so that it waits when another rank stops first, and return the hooks of a model."""
+    """Arm this process, so that it waits if another rank stops first, and return the hooks of a model."""
     arm()
     return NanHooks(model)
 

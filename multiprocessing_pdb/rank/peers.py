@@ -1,4 +1,4 @@
-"""Asking the other armed ranks of this job to stop, from within a rank."""
+"""Requests from a rank that the other armed ranks of its job stop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from multiprocessing_pdb.wire.runtime_directory import CONTROL_SUFFIX, RuntimeDi
 
 
 def ask_peers_to_stop(reason: str) -> int:
-    """Ask every other armed rank to stop at its next line, and return how many on this machine were asked.
+    """Request that every other armed rank stop at its next line; return the number reached on this machine.
 
-    No collective. Ranks of other nodes are asked through torch.distributed's store, which each looks at five
-    times a second; a call into C has to end first.
+    No collective. Ranks on other nodes are reached through the store of torch.distributed, which each of
+    them polls five times per second. A running call into C must return first.
     """
     if spans_nodes():
         StoreCount().ask_to_stop()
@@ -33,5 +33,5 @@ def ask_peers_to_stop(reason: str) -> int:
                 continue
             with contextlib.suppress(OSError), directory.connect(name) as stream:
                 stream.sendall(encode({"do": "stop", "reason": reason, "id": 1}))
-                asked += bool(stream.recv(4096))  # it has taken the request
+                asked += bool(stream.recv(4096))  # it has received the request
     return asked

@@ -1,4 +1,4 @@
-"""What this process has open for the debugger, and how it lets go of it: at exit, and in a forked child."""
+"""Open debugger sessions of this process, and their cleanup at exit and in forked children."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from multiprocessing_pdb.rank.timeouts import Timeouts
 
 
 class Closable(Protocol):
-    """Something that consoles are connected to."""
+    """An object with an endpoint that consoles are connected to."""
 
     def close(self, end: str) -> None:
-        """Answer the requests that wait, and close the endpoint."""
+        """Answer pending requests, and close the endpoint."""
 
     def abandon(self) -> None:
-        """Close descriptors only: this is a forked child, and files and peers are the parent's."""
+        """Close only the descriptors: in a forked child, files and peers belong to the parent."""
 
 
 class ProcessState:
@@ -26,7 +26,7 @@ class ProcessState:
     def __init__(self) -> None:
         self.timeouts = Timeouts()
         self._open: list[Closable] = []
-        self._exit_pid = 0  # the process whose exit closes the endpoints: not that of a parent
+        self._exit_pid = 0  # pid of the process whose exit closes the endpoints, as opposed to a parent
         self._knows_forks = False
 
     def add(self, opened: Closable) -> None:
@@ -38,30 +38,31 @@ class ProcessState:
         self.survive_forks()
 
     def survive_forks(self) -> None:
-        """Let forked children begin without what their parent has open, from now on."""
+        """Make forked children abandon the sessions of their parent, from now on."""
         if not self._knows_forks:
             self._knows_forks = True
             os.register_at_fork(after_in_child=self._abandon_all)
 
     def remove(self, opened: Closable) -> None:
-        """Forget what was closed."""
+        """Remove an object that was closed."""
         if opened in self._open:
             self._open.remove(opened)
 
     def has_open(self) -> bool:
-        """Tell whether a thread of this process is stopped or being stepped."""
+        """Return whether a thread of this process is stopped or being stepped."""
         return bool(self._open)
 
     def _close_all(self, pid: int) -> None:
         if os.getpid() == pid:
-            sys.settrace(None)  # a step past the program's end must not stop in what closes the endpoint
+            # a step past the program's end must not stop in the code that closes the endpoint
+            sys.settrace(None)
             for opened in list(self._open):
                 opened.close("exited")
 
     def _abandon_all(self) -> None:
-        self.timeouts = Timeouts()  # another thread may have held the old one's lock
+        self.timeouts = Timeouts()  # another thread may have held the lock of the old one
         if self._open:
-            sys.settrace(None)  # a child forked while its parent is stepped is not itself stepped
+            sys.settrace(None)  # a child forked while its parent is stepped is not stepped itself
         for opened in self._open:
             opened.abandon()
         self._open.clear()

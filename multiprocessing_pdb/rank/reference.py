@@ -1,4 +1,4 @@
-"""What a program expects of its own tensors, for `diff --golden`: the debugger knows no goldens, programs do."""
+"""Expected values for `diff --golden`: the program provides them, the debugger has none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NONE = (
 
 @dataclass(frozen=True)
 class ReferenceRow:
-    """One shard of a logical tensor against its expected values.
+    """One shard of a logical tensor compared to its expected values.
 
-    Units: `squared_error` is the sum of squared differences over the shard, `norm` the expected norm of the whole
-    tensor, and `bound` what sqrt(sum of squared errors of all shards) / norm may be. `region` is equal for replicas
-    of one shard. The element that differs most has the index `index` in the whole tensor.
+    Units: `squared_error` is the sum of squared differences over the shard, and `norm` the expected norm of
+    the whole tensor. `bound` limits sqrt(sum of squared errors of all shards) / norm. `region` is equal for
+    replicas of one shard. `index` is the position in the whole tensor of the element that differs most.
     """
 
     name: str
@@ -33,15 +33,16 @@ class ReferenceRow:
 
 
 class Reference(Protocol):
-    """Where expected values come from. One with a text `note` shows that beside each answer: what it leaves out."""
+    """Source of expected values. An optional string attribute `note` is shown with each answer."""
 
     def compare(self, value: Any, check: Callable[[], None]) -> Sequence[ReferenceRow]:
-        """Return how a value of this rank differs from what is expected where the rank is stopped.
+        """Return the differences of this rank's value from the expected value at the current stop.
 
-        Without a value (None) everything is compared that is complete here. `check` is called between tensors and
-        raises when nobody waits for the answer any longer.
+        If the value is None, all complete values are compared. `check` is called between tensors, and
+        raises when the console no longer waits for the answer.
 
-        Raises: LookupError, with what can be compared, for a value of which nothing is known.
+        Raises: LookupError when nothing is known about a value. The message lists the values that can be
+        compared.
         """
 
 
@@ -54,12 +55,12 @@ _REGISTERED = _Registered()
 
 
 def register_reference(reference: Reference | None) -> None:
-    """Have `diff --golden` ask this from now on; None ends that."""
+    """Set the reference that `diff --golden` uses. None removes it."""
     _REGISTERED.reference = reference
 
 
 def find_reference() -> Reference:
-    """Return what was registered. Raises LookupError."""
+    """Return the registered reference. Raises LookupError when there is none."""
     if _REGISTERED.reference is None:
         raise LookupError(_NONE)
     return _REGISTERED.reference

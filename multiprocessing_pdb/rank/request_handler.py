@@ -1,4 +1,4 @@
-"""What a stopped thread answers itself, in its own frame and context: values, hashes, completions, stacks."""
+"""Requests that a stopped thread answers in its own frame: values, hashes, completions, stacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multiprocessing_pdb.rank.values import Value
 from multiprocessing_pdb.wire.framing import Frame
 
 _MOST_FRAMES = 200
-_MOST_LEAVES = 1000  # of one answer: it must fit into a frame
+_MOST_LEAVES = 1000  # in one answer, which must fit into a frame
 _Answer = Callable[[Any, int, Frame], Frame]
 
 
@@ -29,9 +29,9 @@ class CancelledError(RuntimeError):
 class RequestHandler:
     """Answers the requests of consoles about one stopped thread.
 
-    The value of a `diff`, or the rows of a `diff --golden`, are kept for the console that asked, so that it can ask
-    on about what it was shown; they are dropped at the next question, when that console goes and when the thread
-    goes on.
+    The value of a `diff`, or the rows of a `diff --golden`, are kept for the console that asked, for its
+    follow-up requests. They are dropped at its next question, when the console disconnects, and when the
+    thread continues.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class RequestHandler:
         }
 
     def handles(self, do: object) -> bool:
-        """Return whether `do` is a request of this kind."""
+        """Return whether `do` is a request that this handler answers."""
         return isinstance(do, str) and do in self._handlers
 
     def forget(self, connection: int | None = None) -> None:
-        """Drop what is kept for a console, or for all."""
+        """Drop the values kept for one console, or for all."""
         if connection is None:
             self._retained.clear()
             self._rows.clear()
@@ -66,14 +66,17 @@ class RequestHandler:
             self._rows.pop(connection, None)
 
     def cancel(self, connection: int, number: object) -> None:
-        """Give up comparing for a request, from another thread; evaluating the expression itself goes on."""
+        """Cancel the comparison of a request, from another thread.
+
+        The evaluation of an expression continues.
+        """
         self._cancelled.add((connection, number))
 
     def answer(self, debugger: Any, connection: int, frame: Frame) -> Frame:
-        """Return the answer, or {"error"} with what went wrong; nothing user code raises goes further."""
+        """Return the answer, or {"error"} with a message. Exceptions of user code do not propagate."""
         try:
             return self._handlers[frame["do"]](debugger, connection, frame)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt of an expression included
+        except BaseException as error:  # including SystemExit and KeyboardInterrupt of an expression
             return {"error": f"{type(error).__name__}: {error}"[:2000]}
         finally:
             self._cancelled.discard((connection, frame.get("id")))
@@ -95,7 +98,7 @@ class RequestHandler:
         return {"value": value.describe()}
 
     def _compare(self, debugger: Any, connection: int, frame: Frame) -> Frame:
-        """Compare a value, or without a text all that is complete, with what the program expects of it."""
+        """Compare a value, or all complete values without `text`, to the program's reference."""
         self.forget(connection)
         reference = find_reference()
         with _without_gradients():
@@ -141,7 +144,7 @@ class RequestHandler:
         return {"stack": stack}
 
     def _list_frames(self, debugger: Any, connection: int, frame: Frame) -> Frame:
-        """Return the frames as an editor wants them, innermost first; `index` is what it asks about them with."""
+        """Return the frames for an editor, innermost first. Later requests refer to a frame by `index`."""
         frames: list[Frame] = []
         for index, (at, line) in reversed(list(enumerate(debugger.stack))):
             if not is_own_module(at.f_globals.get("__name__")) and len(frames) < _MOST_FRAMES:
@@ -150,7 +153,7 @@ class RequestHandler:
         return {"frames": frames}
 
     def _list_variables(self, debugger: Any, connection: int, frame: Frame) -> Frame:
-        """Return the variables of a scope ("locals", "globals"), or what the value of `text` consists of."""
+        """Return the variables of a scope ("locals" or "globals"), or the children of the value of `text`."""
         index, text = int(frame["index"]), frame.get("text")
         if isinstance(text, str):
             found = variables.describe_children(text, variables.evaluate_in(debugger, index, text))
@@ -180,7 +183,7 @@ def _evaluate_at(debugger: Any, text: str) -> Any:
 
 
 def _describe_row(row: ReferenceRow) -> Frame:
-    """Return the fields as JSON has them: numbers that JSON has not are text."""
+    """Return the fields for JSON, with non-finite numbers as text."""
     fields = dataclasses.asdict(row)
     return {
         name: repr(value) if isinstance(value, float) and not math.isfinite(value) else value

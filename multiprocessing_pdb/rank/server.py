@@ -1,4 +1,4 @@
-"""The server of a rank: one daemon thread that authenticates consoles and moves frames, nothing else."""
+"""Server of a rank: a daemon thread that authenticates consoles and transfers frames."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from multiprocessing_pdb.wire.framing import LIMIT, Decoder, Frame, FrameError, 
 from multiprocessing_pdb.wire.handshake import Challenge
 from multiprocessing_pdb.wire.peer_credentials import UnauthenticatedPeerError, check_peer
 
-_HANDSHAKE_SECONDS = 5.0  # a TCP peer that has not proved the token by then is disconnected
-_HANDSHAKE_LIMIT = 1024  # bytes of a frame before the proof, so that nobody can fill the memory
-_BACKLOG_LIMIT = 4 * LIMIT  # bytes that a console may leave unread before it is disconnected
+_HANDSHAKE_SECONDS = 5.0  # a TCP peer without a valid proof by then is disconnected
+_HANDSHAKE_LIMIT = 1024  # bytes of a frame before authentication, to bound memory
+_BACKLOG_LIMIT = 4 * LIMIT  # unread bytes before a console is disconnected
 _MOST_CONNECTIONS = 64
 _MOST_UNAUTHENTICATED = 256
 _TICK_SECONDS = 2.0
-_NUMBERS = count(1)  # of connections, over all servers: a thread's next stop has another server
+_NUMBERS = count(1)  # of connections, across servers: the next stop of a thread has another server
 
 
 class Connection:
-    """A connected console, or a TCP peer that must still prove that it knows the token."""
+    """A connected console, or a TCP peer that has yet to prove that it knows the token."""
 
     def __init__(self, number: int, stream: socket.socket, challenge: Challenge | None, address: str) -> None:
         self.number = number
@@ -41,7 +41,7 @@ class Connection:
         self.outgoing = bytearray()
 
     def authenticate(self, frame: Frame) -> None:
-        """Accept the peer for a right proof. Raises FrameError for a wrong one."""
+        """Accept a peer with a valid proof. Raises FrameError for an invalid one."""
         assert self.challenge is not None
         proof, self.seal, self.decoder.unseal = self.challenge.verify(frame)
         self.outgoing += encode(proof)
@@ -50,10 +50,10 @@ class Connection:
 
 
 class Server(threading.Thread):
-    """Serves the listening sockets, of which those that are not unix sockets ask for the token.
+    """Thread that serves the listening sockets. Sockets other than unix sockets require the token.
 
-    `receive` (a frame has come to this server), `leave` (a connection has ended) and `tick` (every two seconds) run
-    in this thread and must not block. However the thread ends, its consoles learn that it has.
+    `receive` (for each frame), `leave` (after a connection has ended) and `tick` (every two seconds) run in
+    this thread and must not block. Consoles are disconnected however the thread ends.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Server(threading.Thread):
         self._selector.register(listener, selectors.EVENT_READ)
 
     def replace_unix_listener(self, listener: socket.socket) -> None:
-        """Listen on another unix socket from now on; called by `tick` in this thread."""
+        """Replace the unix listener. Called by `tick` in this thread."""
         for old in [old for old in self._listeners if old.family == socket.AF_UNIX]:
             self._selector.unregister(old)
             self._listeners.remove(old)
@@ -95,7 +95,7 @@ class Server(threading.Thread):
         self._add_listener(listener)
 
     def send(self, number: int, frame: Frame) -> None:
-        """Queue a frame for a connection, from any thread; one that has ended is ignored."""
+        """Queue a frame for a connection, from any thread. A closed connection is ignored."""
         with UNSTOPPED, self._lock:
             connection = self._connections.get(number)
             if connection is None:
@@ -107,25 +107,26 @@ class Server(threading.Thread):
         self._wake()
 
     def shut(self, patience: float) -> None:
-        """Stop listening now, deliver what is queued for `patience` seconds at most, and end the thread."""
+        """Stop listening, deliver queued frames for at most `patience` seconds, and end the thread."""
         self._closing_at = time.monotonic() + patience
         self._wake()
         if threading.current_thread() is not self:
             self.join(patience + 1.0)
 
     def abandon(self) -> None:
-        """Close every descriptor, in a forked child, where this thread does not exist."""
+        """Close every descriptor, in a forked child, which does not have this thread."""
         streams = [connection.stream for connection in self._connections.values()]
         for descriptor in [*self._listeners, self._wakeup, self._waker, *streams]:
             descriptor.close()
         self._selector.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # a full pipe wakes already; a closed one has nobody to wake
+        # a full pipe already wakes the thread; a closed one has no thread to wake
+        with contextlib.suppress(OSError):
             self._waker.send(b"!")
 
     def run(self) -> None:
-        """Serve until shut."""
+        """Serve until `shut` is called."""
         next_tick = time.monotonic() + _TICK_SECONDS
         try:
             while not self._is_done():
@@ -136,7 +137,7 @@ class Server(threading.Thread):
                         self._wakeup.recv(4096)
                     elif key.data is None:
                         self._accept(key.fileobj)  # type: ignore[arg-type]
-                    elif key.data.number in self._connections:  # else evicted in this very round
+                    elif key.data.number in self._connections:  # otherwise evicted in this round
                         self._serve(key.data, events)
                 self._set_interests()
                 if time.monotonic() > next_tick and self._closing_at is None:
@@ -179,9 +180,9 @@ class Server(threading.Thread):
         self._selector.register(stream, selectors.EVENT_READ, connection)
 
     def _identify(self, stream: socket.socket) -> Challenge | None:
-        """Return the challenge that a TCP peer must answer, None for a unix peer of this user.
+        """Return the challenge for a TCP peer, or None for a unix peer of the same user.
 
-        Raises UnauthenticatedPeerError for any other.
+        Raises UnauthenticatedPeerError for any other peer.
         """
         if stream.family == socket.AF_UNIX:
             check_peer(stream)
@@ -191,10 +192,10 @@ class Server(threading.Thread):
         return Challenge(self._token)
 
     def _evict_unauthenticated(self) -> None:
-        """Make room for a TCP peer: a flood must not keep the user out.
+        """Disconnect an unauthenticated TCP peer if there are too many: a flood must not lock out the user.
 
-        Of the address with most unproven connections a random one goes. An honest console needs a few
-        milliseconds for its proof, so it is rarely the one that is hit, and it tries again.
+        A random peer of the address with most unauthenticated connections is chosen. A real console needs
+        only milliseconds for its proof, so it is rarely chosen, and it tries again.
         """
         waiting = [c for c in self._connections.values() if c.challenge is not None]
         if len(waiting) < _MOST_UNAUTHENTICATED:
@@ -223,10 +224,10 @@ class Server(threading.Thread):
             self._disconnect(connection)
 
     def _receive_safely(self, number: int, frame: Frame) -> None:
-        """Let a request fail alone: without this thread no console would reach the rank again."""
+        """Handle a request and report its exceptions: this thread must survive to keep the rank reachable."""
         try:
             self._receive(self, number, frame)
-        except Exception as error:  # for example in a walk over the frames of threads that run meanwhile
+        except Exception as error:  # for example while walking over the frames of running threads
             self.send(number, {"id": frame.get("id"), "error": f"{type(error).__name__}: {error}"[:2000]})
 
     def _set_interests(self) -> None:

@@ -1,4 +1,4 @@
-"""One stopped thread: its prompts, the requests that wait for it, and what may be asked while it is busy."""
+"""Session of one stopped thread: its prompts, queued requests, and requests answered while busy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOO_LATE: Frame = {"error": "the rank went on before it came to this"}
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a thread stops, how it may be reached, and names that its prompt knows besides the frame's."""
+    """The reason of a stop, the TCP address to listen on, and additional names for the prompt."""
 
     reason: str
     tcp: str | None = None
@@ -42,7 +42,7 @@ class Stop:
 
 @dataclass
 class Request:
-    """A frame that the stopped thread itself must answer, and the server that its console is connected to."""
+    """A frame that the stopped thread itself must answer, and the server of the console's connection."""
 
     server: Server
     connection: int
@@ -50,11 +50,11 @@ class Request:
 
 
 class Session:
-    """The state of one thread between its first stop and the moment it runs free.
+    """The state of one thread from its first stop until it runs without tracing.
 
-    `state` is "stopped" (at a prompt), "busy" (a command or expression runs) or "running" (the program runs,
-    and a step or a breakpoint will stop it again). While an expression runs that itself stops, `debuggers`
-    holds the prompts of both, the innermost last.
+    `state` is "stopped" (at a prompt), "busy" (a command or expression runs) or "running" (the program
+    runs, and a step or breakpoint will stop it again). While an expression runs that stops itself,
+    `debuggers` holds the prompts of both, the innermost last.
     """
 
     def __init__(self) -> None:
@@ -62,15 +62,16 @@ class Session:
         self.stdout = CommandOutput(threading.get_ident(), self._emit_part)
         self.stdin = CommandInput(self._read_line)
         self.terminal_size = (80, 24)
-        self.base: Any = None  # kept: a second stop must not take the first one's displays away
+        self.base: Any = None  # reused, so that a second stop keeps the first one's displays
         self.debuggers: list[Any] = []
-        self.accepts_stops = True  # False inside of the debugger's own code
-        self.command_frame: FrameType | None = None  # below it is the debugger, above it what it evaluates
+        self.accepts_stops = True  # false inside the debugger's own code
+        # frames below belong to the debugger, frames above to the evaluated code
+        self.command_frame: FrameType | None = None
         self._coordinates: dict[str, int] | None = None
         self._state = "running"
         self._since = self._state_since = time.time()
         self._banner = self._prompt = ""
-        self._is_fresh = True  # nothing printed since this stop began
+        self._is_fresh = True  # nothing has been printed since this stop began
         self._handler = RequestHandler()
         self._pid = os.getpid()
         self._thread_id = threading.get_native_id()
@@ -79,14 +80,14 @@ class Session:
         self._current: Request | None = None
         self._endpoint: Endpoint | None = None
         self._attached: set[int] = set()
-        self._given: list[tuple[Any, str]] = []  # names that the prompt got, and where they are
+        self._given: list[tuple[Any, str]] = []  # names added for the prompt, with their namespace
 
     # Called by the stopped thread.
 
     def open(self, stop: Stop) -> bool:
-        """Open the endpoint, or keep the open one, for the stop that comes next; return whether it is open.
+        """Open the endpoint for the next stop, unless it is open; return whether it is open.
 
-        Where it cannot be opened safely the program goes on: a debugger must not end a run.
+        If it cannot be opened safely, the program continues: a debugger must not end a run.
         """
         if not self.debuggers:
             self._coordinates = dict(stop.coordinates) if stop.coordinates is not None else None
@@ -102,9 +103,10 @@ class Session:
         try:
             name = self.rank.file_stem() + SOCKET_SUFFIX
             endpoint = Endpoint(name, self.receive, self.forget_connection, stop.tcp, self._end_with_thread)
-            self._endpoint = endpoint  # before it answers: the answers go through it
+            self._endpoint = endpoint  # set before the start, since the answers use it
             endpoint.start()
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no threads at interpreter's end
+        # RuntimeError: no threads at interpreter shutdown
+        except (OSError, ValueError, RuntimeError) as error:
             self._endpoint = None
             write_stderr(f"rank {self.rank.label} does not stop: {error}")
             return False
@@ -112,7 +114,7 @@ class Session:
         return True
 
     def enter(self, debugger: Any) -> bool:
-        """Begin to answer: the thread is at a prompt. Return False when no console could reach it."""
+        """Start answering: the thread is at a prompt. Return False if no console could reach it."""
         if not self._reopen(debugger.stop):
             return False
         self.debuggers.append(debugger)
@@ -125,7 +127,7 @@ class Session:
         return True
 
     def leave(self, debugger: Any) -> None:
-        """Let the program run; the endpoint stays open when a step or a breakpoint will stop it again."""
+        """Resume the program. Keep the endpoint open if a step or breakpoint will stop the thread again."""
         self.interruption.forbid()
         self.debuggers.remove(debugger)
         debugger.release()
@@ -134,7 +136,7 @@ class Session:
             names, name = self._given.pop()
             names.pop(name, None)
         if self.debuggers:
-            self._set_state("busy")  # the outer prompt's command goes on
+            self._set_state("busy")  # the outer prompt's command continues
             self.interruption.allow()
             return
         PROCESS.timeouts.release(self)
@@ -144,12 +146,12 @@ class Session:
 
     def _give_names(self, given: Mapping[str, Any], names: Any) -> None:
         for name, value in given.items():
-            free = f"_{name}" if name in names else name  # the program's own variables keep their values
+            free = f"_{name}" if name in names else name  # keep the program's own variables
             names[free] = value
             self._given.append((names, free))
 
     def close(self, end: str) -> None:
-        """Answer the command that let the program go, and close the endpoint."""
+        """Answer the command that resumed the program, and close the endpoint."""
         with UNSTOPPED:
             self._close(end)
 
@@ -159,7 +161,7 @@ class Session:
         if self._current is not None:
             self._reply(self._current, {"end": end, "out": self.stdout.take()})
             self._current = None
-        while not self._requests.empty():  # meant for this stop; at the next one nobody expects them
+        while not self._requests.empty():  # these requests were meant for this stop, not for the next one
             self._reply(self._requests.get(), _TOO_LATE)
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
@@ -167,22 +169,22 @@ class Session:
         PROCESS.remove(self)
 
     def end(self) -> None:
-        """Close, and let go of everything that the debuggers hold: the thread ends, or has ended."""
+        """Close, and drop all references of the debuggers: the thread ends or has ended."""
         self.close("ended")
         if self.base is not None:
-            vars(self.base).clear()  # it is in circles of references that live until a collection
+            vars(self.base).clear()  # part of reference cycles that live until a garbage collection
         self.base = None
         self.debuggers.clear()
 
     def abandon(self) -> None:
-        """Forget the endpoint in a forked child; a stop there opens its own."""
+        """Forget the endpoint in a forked child. A stop there opens a new one."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.abandon()
         self._begin_in_child()
 
     def _begin_in_child(self) -> None:
-        """Go on in the child that this thread has forked: with no console, and as another thread for the kernel."""
+        """Reset the state in a child forked by this thread: no console, new process and thread ids."""
         self._pid, self._thread_id = os.getpid(), threading.get_native_id()
         self._current = None
         self._requests = queue.SimpleQueue()
@@ -194,7 +196,7 @@ class Session:
         self._state, self._state_since = state, time.time()
 
     def _read_line(self) -> str:
-        """Finish the line before, then answer requests until one is a line for the prompt."""
+        """Finish the previous line, then answer requests until one is a line for the prompt."""
         if self._endpoint is None and not self._open_in_child():
             return "" if self._is_question() else "continue\n"
         self.interruption.forbid()
@@ -220,7 +222,7 @@ class Session:
             self.accepts_stops = accepts
 
     def _open_in_child(self) -> bool:
-        """Open an endpoint for a child that a command has forked and that comes back to the prompt."""
+        """Open an endpoint for a child that a command has forked and that returns to the prompt."""
         with UNSTOPPED:
             if not self._reopen(self.debuggers[-1].stop):
                 return False
@@ -228,7 +230,7 @@ class Session:
         return True
 
     def _is_of_an_earlier_stop(self, request: Request) -> bool:
-        """Return whether a request came in while its endpoint was being closed: nobody means it for this stop."""
+        """Return whether a request arrived while an earlier endpoint was closing: not for this stop."""
         return self._endpoint is None or request.server is not self._endpoint.server
 
     def _refuse_line(self) -> str:
@@ -241,16 +243,16 @@ class Session:
         )
 
     def _accept_line(self, request: Request) -> str:
-        """Return the line that a request holds, as pdb is to read it."""
+        """Return the line of a request as input for pdb."""
         frame = request.frame
         self._current = request
         self.debuggers[-1].paint(frame.get("colors") is True)
         if self._is_question():
-            self.interruption.allow()  # the command that asks goes on
+            self.interruption.allow()  # the command that asked continues
         text = str(frame.get("text", "")).replace("\n", " ")
         if frame["do"] == "eof" or (self._is_question() and text.strip() == "EOF"):
             return ""
-        # pdbpp takes `next` for a variable where there is one; "!!" says that the command is meant.
+        # pdbpp treats `next` as an expression if a variable has this name. "!!" forces the command.
         force = "!!" if frame.get("command") is True and hasattr(self.debuggers[-1], "config") else ""
         return force + text + "\n"
 
@@ -289,23 +291,23 @@ class Session:
             announce(self.rank, where, self._find_stop().reason, tcp)
 
     def _is_question(self) -> bool:
-        """Return whether the prompt is that of `interact`, `commands` or a confirmation."""
+        """Return whether the prompt belongs to `interact`, `commands` or a confirmation."""
         return bool(self.debuggers) and self._prompt != str(self.debuggers[-1].prompt)
 
     def _emit_part(self, text: str) -> bool:
-        """Send output ahead of the answer, and return whether anybody waits for one."""
+        """Send partial output before the answer, and return whether a console waits for the answer."""
         if self._current is not None:
             self._reply(self._current, {"part": text})
         return self._current is not None
 
     def _reply(self, request: Request, frame: Frame) -> None:
-        with UNSTOPPED:  # a command runs traced
+        with UNSTOPPED:  # commands run traced
             request.server.send(request.connection, {"id": request.frame.get("id"), **frame})
 
     # Called by the server's thread.
 
     def receive(self, server: Server, connection: int, frame: Frame) -> None:
-        """Answer at once what needs no stopped thread, and leave the rest to it."""
+        """Answer requests that do not need the stopped thread, and queue the others for it."""
         do = frame.get("do")
         request = Request(server, connection, frame)
         if not isinstance(frame.get("id"), int | None):
@@ -344,17 +346,17 @@ class Session:
             self.terminal_size = (size[0], size[1])
 
     def _end_with_thread(self) -> None:
-        """End when the thread is gone without having said so: a destructor that ran last of all stopped in it."""
+        """End the session if its thread has ended unnoticed, as after a stop in its last destructor."""
         if self._endpoint is not None and not is_thread_alive(self._thread_id):
             self.end()
 
     def forget_connection(self, connection: int) -> None:
-        """Forget a console that has gone, however it went."""
+        """Forget a console that has disconnected."""
         self._attached.discard(connection)
         self._handler.forget(connection)
 
     def _interrupt(self, request: Request) -> str:
-        """Interrupt what the thread does, and return what that was."""
+        """Interrupt the thread, and return the state that it was in."""
         state = self._state
         if state == "busy":
             self.interruption.send()
@@ -362,7 +364,7 @@ class Session:
             self._requests.put(Request(request.server, request.connection, {"do": "cancel"}))
             return "busy"
         elif state == "running" and self._endpoint is not None:
-            self.base.set_step()  # the next traced event stops it; a call into C has to end first
+            self.base.set_step()  # the next traced event stops it; a running call into C must return first
         return state
 
     def _find_stop(self) -> Stop:
@@ -380,7 +382,7 @@ class Session:
         return {"file": frame.f_code.co_filename, "line": line, "function": frame.f_code.co_name}
 
     def describe(self) -> Frame:
-        """Return what `ls` shows of this rank."""
+        """Return the fields of this rank for `ls`."""
         now = time.time()
         return {
             **vars(self.rank),

@@ -1,7 +1,7 @@
-"""Stacks of an armed process for `stacks` where py-spy may not look: faulthandler, on a signal, into a file.
+"""Stacks of an armed process for `stacks` without py-spy: faulthandler writes them to a file on a signal.
 
-faulthandler writes from C, so it also answers for a process that hangs in C with the interpreter's lock held. What it
-writes as the process dies of a signal such as SIGSEGV is kept there too, for the console that asks how a rank died.
+faulthandler runs in C, so it also works for a process that hangs in C while holding the interpreter lock.
+Its dump on a fatal signal such as SIGSEGV goes to the same file, for a console that asks how a rank died.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multiprocessing_pdb.wire.runtime_directory import STACKS_SUFFIX, RuntimeDir
 
 
 def _choose_signal() -> int | None:
-    """Return a real-time signal that nobody handles."""
+    """Return a real-time signal without a handler, or None."""
     if not hasattr(signal, "SIGRTMIN"):
         return None
     for number in range(int(signal.SIGRTMIN) + 9, int(signal.SIGRTMAX)):
@@ -26,7 +26,7 @@ def _choose_signal() -> int | None:
 
 
 class StackFile:
-    """The file, and the signal that makes faulthandler write into it."""
+    """The stack file, and the signal that makes faulthandler write to it."""
 
     def __init__(self, directory: RuntimeDirectory, stem: str) -> None:
         self._directory = directory
@@ -38,20 +38,20 @@ class StackFile:
             directory.remove(self._name)
             self._descriptor = directory.create(self._name)
             faulthandler.register(self._signal, file=self._descriptor, all_threads=True, chain=False)
-            if not faulthandler.is_enabled():  # else the program has chosen where its last words go
+            if not faulthandler.is_enabled():  # otherwise the program has configured faulthandler itself
                 faulthandler.enable(file=self._descriptor, all_threads=True)
                 self._has_enabled = True
 
     def describe(self) -> dict[str, Any]:
-        """Return what a console must know to ask."""
+        """Return the fields that a console needs to request the stacks."""
         return {} if self._signal is None else {"stack_signal": self._signal, "stack_file": self._name}
 
     def close(self) -> None:
-        """Unregister, and remove the file."""
+        """Unregister the signal and remove the file."""
         if self._signal is not None and self._descriptor >= 0:
             if self._has_enabled:
                 faulthandler.disable()
-            # A late signal would end the process by its default action.
+            # By default, a late signal would end the process.
             with contextlib.suppress(ValueError, OSError):
                 signal.signal(self._signal, signal.SIG_IGN)
             os.close(self._descriptor)

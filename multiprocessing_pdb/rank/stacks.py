@@ -1,4 +1,7 @@
-"""The Python stacks of this process's own threads, for `stacks`; any thread that gets the interpreter may ask."""
+"""Python stacks of this process's threads, for `stacks`.
+
+Callable from any thread that gets the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ _CALL = re.compile(r' {2}File "(.*)", line (\d+) in (.*)')
 
 
 def serves_debugger(thread: threading.Thread) -> bool:
-    """Return whether a thread is one of the debugger's own: it must not stop, and is not shown."""
+    """Return whether a thread belongs to the debugger. Such threads never stop and are not shown."""
     return thread.name.startswith("multiprocessing_pdb")
 
 
 def format_stacks() -> str:
-    """Return the stack of each thread, innermost call first, in py-spy's form without numbers of threads.
+    """Return the stack of each thread, innermost call first, in py-spy's format without thread ids.
 
-    faulthandler walks the frames in one go, with the interpreter's lock held. A walk in Python over frames of threads
-    that run meanwhile reads freed memory in CPython 3.11.
+    faulthandler walks the frames at once, with the interpreter lock held. A walk in Python over the frames
+    of running threads reads freed memory in CPython 3.11.
     """
     known = {thread.ident: thread for thread in threading.enumerate()}
     shown = [
@@ -46,9 +49,9 @@ def _format_thread(thread: threading.Thread | None, calls: list[str]) -> str:
 
 
 def _dump_calls() -> list[tuple[int, list[str]]]:
-    """Return the ident of each thread and its calls; those of the debugger itself are left out."""
+    """Return the id and calls of each thread, without calls in the debugger."""
     with above_standard_streams():
-        file = tempfile.TemporaryFile()  # noqa: SIM115  # closed below; a descriptor is what faulthandler writes to
+        file = tempfile.TemporaryFile()  # noqa: SIM115  # closed below; faulthandler writes to a descriptor
     with file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""Stopping the calling thread: at a line of its own, or after an exception."""
+"""Stops of the calling thread: at one of its lines, or after an exception."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _THREAD = threading.local()
 
 
 class _ThreadEnd:
-    """Ends the session of a thread that was being stepped when its function returned.
+    """Ends the session of a thread that ends while it is being stepped.
 
-    Thread locals are dropped as the thread ends, and also in a forked child, which must not touch the files. Where a
-    circle of references kept them longer, a garbage collection drops them, in any thread and even in the middle of
-    what holds the endpoint's lock: there the server's next tick ends the session instead.
+    Thread locals are dropped when the thread ends, and also in a forked child, which must not touch the
+    files. If a reference cycle keeps them alive, a garbage collection drops them in any thread, possibly
+    one that holds the endpoint's lock. In that case the server's next tick ends the session instead.
     """
 
     def __init__(self, session: Session) -> None:
@@ -34,7 +34,8 @@ class _ThreadEnd:
 
     def __del__(self) -> None:
         if os.getpid() == self._pid and threading.get_native_id() == self._thread_id:
-            sys.settrace(None)  # a step past the thread's end must not stop in what closes the endpoint
+            # a step past the thread's end must not stop in the code that closes the endpoint
+            sys.settrace(None)
             self._session.end()
 
 
@@ -44,7 +45,7 @@ def is_disabled() -> bool:
 
 
 def owns_terminal() -> bool:
-    """Return whether this process is alone and has a terminal: then it gets a prompt there, as with pdb."""
+    """Return whether this process runs alone and has a terminal. If so, its prompt is there, as with pdb."""
     rank = identify()
     context = sys.modules.get("multiprocessing.process")
     related = context is not None and (context.parent_process() is not None or context.active_children())
@@ -55,12 +56,12 @@ def owns_terminal() -> bool:
     try:
         in_front = os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
         return in_front and sys.stdin.isatty() and sys.stdout.isatty()
-    except (OSError, ValueError, AttributeError):  # no stdin, or pytest's or a notebook's
+    except (OSError, ValueError, AttributeError):  # no stdin, or the stdin of pytest or a notebook
         return False
 
 
 def _may_stop() -> bool:
-    """Return whether the calling thread may stop: not while the interpreter ends or the debugger evaluates."""
+    """Return whether the calling thread may stop: not at interpreter shutdown nor in debugger code."""
     if is_disabled() or sys.is_finalizing() or UNSTOPPED.depth > 0:
         return False
     if serves_debugger(threading.current_thread()):
@@ -70,7 +71,7 @@ def _may_stop() -> bool:
 
 
 def _prepare(stop: Stop) -> Any:
-    """Return a debugger behind an open endpoint, or None when no console could reach this thread."""
+    """Return a debugger with an open endpoint, or None if no console could reach this thread."""
     session: Session | None = getattr(_THREAD, "session", None)
     if session is None:
         session = _THREAD.session = Session()
@@ -86,16 +87,16 @@ def _prepare(stop: Stop) -> Any:
 
 
 def _make_terminal_debugger() -> Any:
-    # The class is called past pdbpp's metaclass, which hands out old instances inside a set_trace.
+    # Bypass pdbpp's metaclass, which returns old instances inside a function named set_trace.
     return type.__call__(load_pdb().Pdb, skip=["multiprocessing_pdb*"])
 
 
 def stop_at(frame: FrameType, stop: Stop, *, now: bool = False) -> None:
-    """Stop the calling thread at the next line of `frame`; with `now` where it is."""
+    """Stop the calling thread at the next line of `frame`, or at the current one with `now`."""
     if not _may_stop():
         return
     trace = sys.gettrace()
-    sys.settrace(None)  # a step that came here must not stop in what opens the endpoint
+    sys.settrace(None)  # a step that led here must not stop in the code that opens the endpoint
     if owns_terminal():
         _make_terminal_debugger().set_trace(frame)
         return
@@ -107,11 +108,11 @@ def stop_at(frame: FrameType, stop: Stop, *, now: bool = False) -> None:
 
 
 def stop_after(error: BaseException, stop: Stop) -> None:
-    """Stop the calling thread in the frame that raised `error`; it goes on when a console lets it."""
+    """Stop the calling thread in the frame that raised `error`, until a console lets it continue."""
     if not _may_stop():
         return
     trace = sys.gettrace()
-    sys.settrace(None)  # a step that came here must not stop in what opens the endpoint
+    sys.settrace(None)  # a step that led here must not stop in the code that opens the endpoint
     debugger = _make_terminal_debugger() if owns_terminal() else _prepare(stop)
     if debugger is None:
         sys.settrace(trace)
@@ -128,9 +129,9 @@ def stop_after(error: BaseException, stop: Stop) -> None:
 
 
 def trace_from(frame: FrameType, stop: Stop, place: tuple[str, int, str | None] | None = None) -> None:
-    """Stop the calling thread when `frame` comes to its next line, or at a place (file, line, condition).
+    """Stop the calling thread at the next line of `frame`, or at a place (file, line, condition).
 
-    For a thread that runs: functions that `frame` is just calling are finished first.
+    For a running thread: functions that `frame` is currently calling finish first.
     """
     if not _may_stop():
         return
@@ -142,14 +143,15 @@ def trace_from(frame: FrameType, stop: Stop, place: tuple[str, int, str | None] 
         return
     if place is not None:
         file, line, condition = place
-        problem = debugger.set_break(file, line, cond=condition)  # before tracing: it would stop in here
+        # before tracing, which would stop inside this call
+        problem = debugger.set_break(file, line, cond=condition)
         if problem:
             write_stderr(f"rank {debugger.session.rank.label}: {problem}")
             debugger.session.close("resumed")
             sys.settrace(trace)
             return
     debugger.start_tracing(frame)
-    # In a pending call. While another one waits for its end, CPython 3.11 lets no traced function begin.
+    # This runs in a pending call. CPython 3.11 starts no traced function while another pending call waits.
     sys.settrace(None)
     if place is None:
         debugger.set_next(frame)

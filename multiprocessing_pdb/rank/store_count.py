@@ -1,4 +1,4 @@
-"""How many ranks of all nodes are stopped, counted in the store of torch.distributed."""
+"""Number of stopped ranks on all nodes, counted in the store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _STOP_KEY = "multiprocessing_pdb/stop"
 
 
 def spans_nodes() -> bool:
-    """Return whether the job has ranks on other nodes, or MPDB_WATCH=store asks for the store all the same."""
+    """Return whether the job has ranks on other nodes, or MPDB_WATCH=store forces the use of the store."""
     local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     return os.environ.get("MPDB_WATCH") == "store" or (local is not None and local != world)
 
 
 class StoreCount:
-    """This process's share in the count, over a connection of its own to the store."""
+    """This process's contribution to the count, over a separate connection to the store."""
 
     def __init__(self) -> None:
         self._store: Any = None
@@ -25,7 +25,7 @@ class StoreCount:
         self._asked: int | None = None
 
     def update(self, is_stopped: bool) -> bool:
-        """Count this process in or out, and return whether any other is stopped."""
+        """Update the contribution of this process, and return whether any other is stopped."""
         if self._store is None and not self._open():
             return False
         change = int(is_stopped) - int(self._counted)
@@ -34,12 +34,12 @@ class StoreCount:
         return total > int(is_stopped)
 
     def ask_to_stop(self) -> None:
-        """Ask the armed ranks of all nodes to stop."""
+        """Request that the armed ranks of all nodes stop."""
         if self._store is not None or self._open():
             self._store.add(_STOP_KEY, 1)
 
     def is_asked_to_stop(self) -> bool:
-        """Return whether a rank has asked since the last time this was called; at first it is False."""
+        """Return whether a rank has requested a stop since the last call. The first call returns False."""
         if self._store is None and not self._open():
             return False
         count = int(self._store.add(_STOP_KEY, 0))
@@ -50,6 +50,6 @@ class StoreCount:
         module = sys.modules.get("torch.distributed.distributed_c10d")
         if module is None or not module.is_initialized():
             return False
-        # A store serves one call at a time, and the program may be waiting in one.
+        # A store connection serves one call at a time, and the program may be waiting in one.
         self._store = module._get_default_store().clone()
         return True

@@ -1,4 +1,4 @@
-"""What a debugger reads and writes: the requests and answers of consoles, never the program's own streams."""
+"""Input and output streams of a debugger: console requests and answers, never the program's own streams."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-_MOST_TEXT = 512 * 1024  # of one command; what comes after is dropped, and that is said
+_MOST_TEXT = 512 * 1024  # per command; the rest is cut, with a note
 _PART_TEXT = 8 * 1024
 _PART_SECONDS = 0.1
 
 
 class CommandOutput(io.TextIOBase):
-    """A debugger's stdout. What other threads write meanwhile goes on to the program's stdout."""
+    """A debugger's stdout. Output of other threads goes to the program's stdout."""
 
-    encoding = "utf-8"  # pdbpp wraps a stream that does not say utf-8
+    encoding = "utf-8"  # pdbpp wraps streams with other encodings
 
     def __init__(self, owner: int, emit: Callable[[str], bool]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class CommandOutput(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Keep the text for the console, and hand long or slow output on in parts."""
+        """Collect text for the console, and send long or slow output in parts."""
         if threading.get_ident() != self.owner:
             stdout = self.program_stdout
             return stdout.write(text) if stdout is not None else len(text)
@@ -54,14 +54,14 @@ class CommandOutput(io.TextIOBase):
             self._emitted_at = time.monotonic()
 
     def take(self) -> str:
-        """Return what is left of this command's output, and begin the next."""
+        """Return the remaining output of this command, and start the next."""
         text, self._text, self._length = self._text, "", 0
         self._emitted_at = time.monotonic()
         return text
 
 
 class CommandInput(io.TextIOBase):
-    """A debugger's stdin: each line is what a console asked for."""
+    """A debugger's stdin. Each line is a request of a console."""
 
     encoding = "utf-8"
 
@@ -80,7 +80,7 @@ class CommandInput(io.TextIOBase):
 
 @contextmanager
 def redirect_streams(stdin: CommandInput, stdout: CommandOutput) -> Iterator[None]:
-    """Lend sys.stdin, sys.stdout and sys.stderr to commands that talk through them (clear, interact)."""
+    """Replace sys.stdin, sys.stdout and sys.stderr for commands that use them (clear, interact)."""
     kept = sys.stdin, sys.stdout, sys.stderr
     sys.stdin, sys.stdout, sys.stderr = stdin, stdout, stdout
     try:

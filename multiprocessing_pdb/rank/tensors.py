@@ -1,7 +1,8 @@
-"""Comparing tensors between ranks without moving them: a form, a norm, hashes and one element travel.
+"""Comparison of tensors between ranks that transfers only the form, a norm, hashes and single elements.
 
-Elements are read in logical order in chunks, so that a transposed or sliced tensor compares by its values and
-nothing of its size is ever allocated. Hashes are over bits: equal means equal to the last bit, NaN included.
+Elements are read in logical order and in chunks. A transposed or sliced tensor is therefore compared by
+value, and no memory of its size is allocated. Hashes are over bits: equal hashes mean bitwise equality,
+including NaN.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_BLOCK = 1 << 20  # elements read at once: of a transposed tensor whole cache lines
-# Elements looked at at once on a CPU: few enough that their copy in float64 (1 MiB) stays in a core's cache, and so
-# many that the calls are no cost. bfloat16 takes 2.2 s for 1 GB with chunks of 2^15 and 1.4 s with these.
+_BLOCK = 1 << 20  # elements per read: reads of a transposed tensor use whole cache lines
+# Elements per chunk on a CPU. The float64 copy (1 MiB) fits into a core's cache, and the call overhead is
+# negligible. bfloat16 takes 2.2 s for 1 GB with chunks of 2^15 elements, and 1.4 s with these.
 _CHUNK = 1 << 17
 _MOST_PARTS = 256
-_FEW = 8  # so many elements are shown
+_FEW = 8  # maximum number of elements to show
 
 Summary = dict[str, Any]
-Check = Callable[[], None]  # called between chunks; raises when nobody waits for the answer any longer
+Check = Callable[[], None]  # called between chunks; raises when the console no longer waits
 
 
 def is_array(value: Any) -> bool:
-    """Return whether `value` is a torch tensor or a numpy array; neither library is imported for that."""
+    """Return whether `value` is a torch tensor or numpy array, without importing either library."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     return isinstance(value, (getattr(torch, "Tensor", ()), getattr(numpy, "ndarray", ())))
 
 
 def get_local(value: Any) -> Any:
-    """Return this rank's shard of a DTensor, no communication; any other array as it is."""
+    """Return this rank's shard of a DTensor without communication, or any other array unchanged."""
     return getattr(value, "_local_tensor", value)
 
 
@@ -40,7 +41,7 @@ def is_torch(value: Any) -> bool:
 
 
 def has_data(value: Any) -> bool:
-    """Return whether elements can be read: not of meta, sparse or quantized tensors, nor of object arrays."""
+    """Return whether elements can be read: not for meta, sparse or quantized tensors, nor object arrays."""
     if not is_torch(value):
         return not value.dtype.hasobject
     import torch
@@ -49,7 +50,7 @@ def has_data(value: Any) -> bool:
 
 
 def read_flat(value: Any, begin: int, end: int) -> Any:
-    """Return elements begin to end, in logical order, as one contiguous array."""
+    """Return the elements begin to end, in logical order, as one contiguous array."""
     if not is_torch(value):
         return value.reshape(-1)[begin:end] if value.flags.c_contiguous else _read_block(value, begin, end)
     tensor = value.detach().resolve_conj().resolve_neg()
@@ -57,11 +58,11 @@ def read_flat(value: Any, begin: int, end: int) -> Any:
 
 
 def _read_block(value: Any, begin: int, end: int) -> Any:
-    """Return the same for an array of any strides: whole rows by one strided copy, the two ends by recursion."""
+    """Return the same for arbitrary strides: whole rows by one strided copy, the rest by recursion."""
     if value.ndim <= 1:
         return _copy(value.reshape(-1)[begin:end])
     row = math.prod(value.shape[1:])
-    first, last = -(-begin // row), end // row  # whole rows first to last
+    first, last = -(-begin // row), end // row  # range of whole rows
     if first > last:  # inside one row
         at = begin // row
         return _read_block(value[at], begin - at * row, end - at * row)
@@ -76,20 +77,20 @@ def _read_block(value: Any, begin: int, end: int) -> Any:
 
 
 def _gather(rows: Any) -> Any:
-    """Return whole rows as one flat array; what lies together is copied together first.
+    """Return whole rows as one flat array, copied in memory order first.
 
-    A transposed tensor read column by column misses the TLB at each element: 4.4 s for 1 GB instead of 1.6 s.
+    A column-wise read of a transposed tensor has a TLB miss per element: 4.4 s for 1 GB instead of 1.6 s.
     """
     return (rows.clone() if is_torch(rows) else rows.copy(order="K")).reshape(-1)
 
 
 def _copy(part: Any) -> Any:
-    # A torch tensor of one element keeps any stride in its views, and then cannot be seen as bytes.
+    # Views of a single-element torch tensor keep any stride, and then cannot be viewed as bytes.
     return part.clone(memory_format=sys.modules["torch"].contiguous_format) if is_torch(part) else part.copy()
 
 
 def _hash_chunk(chunk: Any, key: Any) -> None:
-    """Feed the bits of a contiguous chunk into `key`; on an accelerator, a checksum taken there."""
+    """Update `key` with the bits of a contiguous chunk, or with a checksum computed on the accelerator."""
     if not is_torch(chunk):
         key.update(memoryview(sys.modules["numpy"].ascontiguousarray(chunk)).cast("B"))
         return
@@ -100,9 +101,9 @@ def _hash_chunk(chunk: Any, key: Any) -> None:
         octets = chunk.view(torch.uint8) if chunk.numel() else chunk.new_empty(0, dtype=torch.uint8)
         key.update(memoryview(octets.numpy()))
         return
-    # Sums of integers wrap and do not depend on order, so equal bits give equal sums on every rank. The
-    # weights depend on the place: two elements that changed places are seen. Lanes are narrower than the sum:
-    # a difference in a lane's highest bit still moves 33 bits or more of each of the two sums.
+    # Integer sums wrap and do not depend on order, so equal bits give equal sums on every rank. The weights
+    # depend on the position, so exchanged elements are detected. Lanes are narrower than the sum: a
+    # difference in the highest bit of a lane still changes at least 33 bits of each of the two sums.
     words = chunk.view(torch.int32) if chunk.element_size() % 4 == 0 else chunk.view(torch.uint8)
     lanes = (words.to(torch.int64) & 0xFFFFFFFF) + 1
     place = torch.arange(lanes.numel(), device=lanes.device, dtype=torch.int64)
@@ -116,14 +117,14 @@ def _read_chunks(value: Any, begin: int, end: int, check: Check) -> Iterator[Any
     for at in range(begin, end, _BLOCK):
         check()
         block = read_flat(value, at, min(end, at + _BLOCK))
-        if getattr(block, "is_cpu", True):  # numpy 1 has no such attribute
+        if getattr(block, "is_cpu", True):  # numpy 1 lacks this attribute
             yield from (block[place : place + _CHUNK] for place in range(0, len(block), _CHUNK))
         else:
             yield block
 
 
 def hash_parts(value: Any, begin: int, end: int, parts: int, check: Check) -> list[list[Any]]:
-    """Return [begin, end, hash] of each of `parts` parts of the elements begin to end."""
+    """Return [begin, end, hash] for each of `parts` parts of the elements begin to end."""
     local = get_local(value)
     parts = max(1, min(parts, _MOST_PARTS, end - begin))
     size = -(-(end - begin) // parts)
@@ -147,7 +148,7 @@ def _shorten(element: object) -> str:
 
 
 class Norm:
-    """The 2-norm over chunks, in float64, and how many elements are not finite."""
+    """The 2-norm over chunks, in float64, and the number of non-finite elements."""
 
     def __init__(self) -> None:
         self.squares = 0.0
@@ -160,7 +161,7 @@ class Norm:
         if wide is None:
             return
         squares = float(wide @ wide)
-        if not math.isfinite(squares):  # only then is it worth another look at every element
+        if not math.isfinite(squares):  # only then read every element again
             library = sys.modules["torch" if is_torch(wide) else "numpy"]
             self.nans += int(library.count_nonzero(library.isnan(wide)))
             self.infinities += int(library.count_nonzero(abs(wide) == math.inf))
@@ -169,13 +170,13 @@ class Norm:
         self.squares += squares
 
     def text(self) -> str:
-        """Return the norm, and what is not finite."""
+        """Return the norm and the counts of non-finite elements as text."""
         odd = [f"{n} {name}" for n, name in ((self.nans, "nan"), (self.infinities, "inf")) if n]
         return f"norm {math.sqrt(self.squares):.9g}" + "".join(f", {part}" for part in odd)
 
 
 def _widen(chunk: Any) -> Any:
-    """Return the absolute values in float64 (float32 where an accelerator lacks it), None for no numbers."""
+    """Return absolute values in float64 (float32 if the accelerator lacks it), or None for other types."""
     if not is_torch(chunk):
         numpy = sys.modules["numpy"]
         if chunk.dtype.kind not in "biufc":
@@ -193,7 +194,7 @@ def _widen(chunk: Any) -> Any:
 
 
 def count_bad(value: Any) -> tuple[int, int]:
-    """Return how many elements are NaN and how many are infinite; no communication."""
+    """Return the number of NaN and of infinite elements, without communication."""
     local = get_local(value)
     norm = Norm()
     if has_data(local):
@@ -215,9 +216,9 @@ def _describe_form(value: Any, local: Any) -> dict[str, Any]:
 
 
 def describe_shard(value: Any) -> dict[str, Any] | None:
-    """Return which shard of a DTensor this rank has: its place on the axes that do not replicate.
+    """Return which shard of a DTensor this rank holds: its coordinates on axes that do not replicate.
 
-    Ranks with the same place hold replicas of one another. None for what is not divided.
+    Ranks with equal coordinates hold replicas. Return None for an undivided value.
     """
     placements, mesh = getattr(value, "placements", None), getattr(value, "device_mesh", None)
     if placements is None or mesh is None or mesh.get_coordinate() is None:
@@ -239,13 +240,13 @@ def describe_shard(value: Any) -> dict[str, Any] | None:
 
 
 def _find_offset(value: Any) -> list[int]:
-    """Return where this rank's shard begins in the whole tensor; empty where torch cannot say."""
+    """Return the offset of this rank's shard in the whole tensor, or an empty list if unknown."""
     try:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as locate
 
         _, offset = locate(value.shape, value.device_mesh, value.placements)
         return [int(at) for at in offset]
-    except Exception:  # a private function that may move or refuse a placement
+    except Exception:  # a private function, which may move or reject a placement
         return []
 
 

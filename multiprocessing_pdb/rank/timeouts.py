@@ -1,4 +1,4 @@
-"""The timeouts of this process's collectives: raised while somebody is stopped, restored afterwards."""
+"""Timeouts of this process's collectives: raised while a rank is stopped, restored afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RAISED = timedelta(days=7)
 
 
 def _find_backends() -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield each backend of each process group that exists, with a key that outlives it."""
+    """Yield each backend of each existing process group, with a key that outlives it."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(module, "_world", None)
     if module is None or world is None:
@@ -24,7 +24,7 @@ def _find_backends() -> Iterator[tuple[tuple[str, str], Any]]:
         for device in group._device_types:
             with contextlib.suppress(
                 RuntimeError, AttributeError, ValueError
-            ):  # none for this device, or just destroyed
+            ):  # no backend for this device, or just destroyed
                 yield (str(group.group_name), str(device)), group._get_backend(device)
 
 
@@ -34,10 +34,10 @@ def _read(backend: Any) -> timedelta | None:
 
 
 class Timeouts:
-    """Raises the timeout of every process group for as long as there is a reason.
+    """Raises the timeout of every process group while there is a reason.
 
-    It is no collective. A collective that is already in flight keeps the timeout it was started with. No
-    reference to a group is kept: destroying one while its timeout is raised is no different from before.
+    This is not a collective. A collective in flight keeps the timeout with which it began. No reference to
+    a group is kept, so a group can be destroyed while its timeout is raised.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Timeouts:
             self.extend()
 
     def extend(self) -> None:
-        """Raise those of process groups that were made since, if there is a reason."""
+        """Raise the timeouts of process groups created since, if there is a reason."""
         with UNSTOPPED, self._lock:
             for key, backend in _find_backends() if self._reasons else ():
                 limit = _read(backend)
@@ -62,7 +62,7 @@ class Timeouts:
                     backend._set_default_timeout(self.limit)
 
     def release(self, reason: Hashable) -> None:
-        """Restore what was raised when this was the last reason."""
+        """Release a reason, and restore the timeouts if it was the last."""
         with UNSTOPPED, self._lock:
             self._reasons.discard(reason)
             if self._reasons or not self._originals:
@@ -73,12 +73,12 @@ class Timeouts:
             self._originals.clear()
 
     def are_raised(self) -> bool:
-        """Tell whether a collective that starts now gets a raised timeout."""
+        """Return whether a collective that starts now gets a raised timeout."""
         with UNSTOPPED, self._lock:
             return bool(self._originals)
 
     def shortest(self) -> float | None:
-        """Return the shortest timeout in seconds as the program set it; None without process groups."""
+        """Return the shortest timeout in seconds as set by the program, or None without process groups."""
         with UNSTOPPED, self._lock:
             limits = [self._originals.get(key) or _read(backend) for key, backend in _find_backends()]
         seconds = [limit.total_seconds() for limit in limits if limit is not None]

@@ -1,4 +1,4 @@
-"""MultiprocessingPdb: deciding, in less than a microsecond, that a call of Tra() is not to stop."""
+"""MultiprocessingPdb: decides in less than a microsecond that a call of Tra() does not stop."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 
 def _on_nan(model: Any) -> Any:
-    """Stop where a value of the model first goes bad, as multiprocessing_pdb.on_nan() does."""
+    """Stop at the model's first non-finite value, as multiprocessing_pdb.on_nan() does."""
     from multiprocessing_pdb.rank.nan_hooks import watch_model
 
     return watch_model(model)
 
 
 class MultiprocessingPdb:
-    """A debugger for one of many processes.
+    """Debugger for one of many processes.
 
         Tra = MultiprocessingPdb().set_trace
 
-    `tcp` ("host:port") also listens on TCP while stopped, for consoles that prove the token; nothing does
-    otherwise. `coordinates` names this rank's place, such as {"tp": 1}, for programs without a DeviceMesh;
-    a callable is asked at the stop. `arm` raises the timeouts of this process's collectives whenever another
+    With `tcp` ("host:port"), a stopped rank also listens on TCP for consoles that know the token.
+    `coordinates`, such as {"tp": 1}, is the position of this rank for programs without a DeviceMesh. A
+    callable is called at the stop. `arm` raises the timeouts of this process's collectives while another
     rank is stopped, as `arm()` does.
     """
 
@@ -54,9 +54,9 @@ class MultiprocessingPdb:
     ) -> None:
         """Stop this rank at the next line, if it is one of `ranks` and `when` holds. No collective.
 
-        `when` may be a value, a tensor of one element, or a callable that is asked last. Per place in the
-        source, the first `skip` hits are passed over, then each `every`-th stops; `once` stops one time.
-        `header` is shown by the console.
+        `when` is a value, a tensor of one element, or a callable. At each call site, the first `skip` hits
+        are ignored, and then every `every`-th hit stops. `once` stops a single time. The console shows
+        `header`.
         """
         if when is False or (ranks is not None and not self._is_among(ranks)):
             return
@@ -66,7 +66,7 @@ class MultiprocessingPdb:
         if self._is_due(frame, skip, every, once):
             self._stop(frame, header)
 
-    set_trace.on_nan = _on_nan  # type: ignore[attr-defined]  # so that Tra.on_nan(model) reads as it does
+    set_trace.on_nan = _on_nan  # type: ignore[attr-defined]  # so that users can write Tra.on_nan(model)
 
     @staticmethod
     def _is_among(ranks: int | Collection[int]) -> bool:

@@ -1,8 +1,8 @@
-"""Where a thread runs the debugger's own code and must not stop, whatever calls Tra() there.
+"""Sections of debugger code in which a thread must not stop, even if the code calls Tra().
 
-A garbage collection runs destructors, a signal its handler, and a console's request a pending call between any two
-bytecodes; a step traces every function that is called. A stop under a lock of the debugger is one that no console
-reaches: the server, or another thread on its way to a prompt, waits for that lock.
+Between any two bytecodes a garbage collection can run destructors, a signal its handler, and a console
+request a pending call. A step traces every function that is called. A rank that stops while it holds a lock
+of the debugger is unreachable: the server, or another thread on its way to a prompt, waits for that lock.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 
 class Unstopped(threading.local):
-    """A context manager in which the calling thread neither stops nor is traced; blocks may be nested."""
+    """Context manager in which the calling thread neither stops nor is traced. Blocks may be nested."""
 
     def __init__(self) -> None:
-        self.depth = 0  # of blocks that this thread is in
+        self.depth = 0  # number of enclosing blocks of this thread
         self._trace: Any = None
 
     def __enter__(self) -> None:
         if self.depth == 0:
             self._trace = sys.gettrace()
             sys.settrace(None)
-        # Last: an exception of a signal handler before this leaves the count right.
+        # Last, so that an exception of a signal handler before this leaves the count correct.
         self.depth += 1
 
     def __exit__(
@@ -36,7 +36,7 @@ class Unstopped(threading.local):
             sys.settrace(trace)
 
     def restore(self, depth: int) -> None:
-        """Be as deep as before a call that an exception has ended, perhaps on the way into a block or out of it."""
+        """Restore the depth from before a call that an exception ended, possibly inside an enter or exit."""
         self.depth = depth
 
 

@@ -1,6 +1,6 @@
-"""Taking a value apart so that ranks can be compared: leaves with a path, a text and a key each.
+"""Decomposition of a value for comparison between ranks: leaves with a path, a text and a key.
 
-Whatever is not compared in full carries a caveat: "equal" is said only of what was looked at to the last bit.
+Every part that is not compared completely carries a caveat. "Equal" always means bitwise equality.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_LEAVES = 100_000
 _MOST_DEPTH = 60
 _MOST_TEXT = 4000
 _LEAF_TEXT = 200
-# Values of these modules say all of themselves in their repr: numpy.float64, torch.dtype, pathlib.Path.
+# Values from these modules are fully described by their repr: numpy.float64, torch.dtype, pathlib.Path.
 _VALUE_MODULES = ("numpy", "torch", "datetime", "decimal", "fractions", "pathlib", "uuid")
 _PLAIN = (
     bool,
@@ -45,7 +45,7 @@ Children = list[tuple[str, Any]]
 
 @dataclasses.dataclass
 class Leaf:
-    """One compared part of a value. `tensor` is kept so that a first difference can be looked for."""
+    """One compared part of a value. `tensor` is kept for the search for the first difference."""
 
     path: str
     text: str
@@ -56,18 +56,18 @@ class Leaf:
 
 
 class Value:
-    """A value taken apart."""
+    """A decomposed value."""
 
     def __init__(self, value: Any, check: tensors.Check) -> None:
         self._check = check
-        self._path: set[int] = set()  # ids of the containers that are being walked through: cycles end here
-        self._names: dict[int, str] = {}  # of parameters, by id
+        self._path: set[int] = set()  # ids of the containers on the current path, to end cycles
+        self._names: dict[int, str] = {}  # names of parameters by id
         self.type = type(value).__qualname__
         self.leaves: list[Leaf] = []
         self.text = self._visit(value, "", 0)
 
     def describe(self) -> Description:
-        """Return what a console needs to group ranks, and to ask on."""
+        """Return the fields that a console needs to group ranks and to ask for details."""
         if len(self.leaves) == 1 and self.leaves[0].path == "" and self.leaves[0].summary is not None:
             summary = self.leaves[0].summary
             return {**summary, "leaves": 1, "type": self.type, "caveat": summary.get("caveat", "")}
@@ -95,7 +95,7 @@ class Value:
         return first if len(affected) == 1 else f"{first}, and {len(affected) - 1} other(s)"
 
     def list_leaves(self, begin: int, end: int) -> list[Description]:
-        """Return path, key, text and shard of the leaves begin to end, in order of their paths."""
+        """Return path, key, text and shard of the leaves begin to end, ordered by path."""
         ordered = sorted(self.leaves, key=lambda leaf: leaf.path)
         return [
             {
@@ -111,7 +111,7 @@ class Value:
         ]
 
     def find_bad(self, kind: str) -> str | None:
-        """Return the path of the first part with a nan, or with an inf, None when there is none."""
+        """Return the path of the first part with a NaN (or inf, depending on `kind`), or None."""
         for leaf in self.leaves:
             bad = leaf.summary["bad"][kind == "inf"] if leaf.summary else leaf.text.lstrip("-") == kind
             if bad:
@@ -154,7 +154,7 @@ class Value:
         return text
 
     def _visit_set(self, value: Set[Any], path: str, depth: int) -> str:
-        """Compare the elements in any order: of strings it differs from process to process."""
+        """Compare the elements in any order: the order of strings differs between processes."""
         before = len(self.leaves)
         found = []
         for element in value:
@@ -180,7 +180,7 @@ class Value:
         return self._add(Leaf(path, text, summary["key"], caveat, value, summary))
 
     def _list_children(self, value: Any) -> Children | None:
-        """Return the parts of a value with what follows its path, or None for what has only a repr."""
+        """Return the parts of a value with their path suffixes, or None for a value with only a repr."""
         module, optimizer = _get_torch_class("nn", "Module"), _get_torch_class("optim", "Optimizer")
         children: Children | None = None
         if module and isinstance(value, module):
@@ -200,7 +200,7 @@ class Value:
         return children
 
     def _name_key(self, key: Any, at: int) -> str:
-        if tensors.is_array(key):  # the state of an optimizer has its parameters as keys
+        if tensors.is_array(key):  # an optimizer's state has parameters as keys
             return f"[{self._names.get(id(key), f'#{at}')}]"
         return f"[{_ADDRESS.sub('0x..', repr(key))}]"
 
@@ -219,7 +219,7 @@ def _shard(leaf: Leaf) -> Description | None:
 
 
 def _make_leaf(path: str, value: Any, caveat: str) -> Leaf:
-    # Addresses differ from process to process and say nothing.
+    # Addresses differ between processes and carry no information.
     text = _ADDRESS.sub("0x..", repr(value))
     key = hashlib.sha256(f"{type(value).__qualname__}:{text}".encode("utf-8", "backslashreplace"))
     return Leaf(path, text, key.hexdigest(), caveat)
@@ -280,13 +280,13 @@ def _divide_array(value: Any) -> Children | None:
 
 
 def _name_parameters() -> dict[int, str]:
-    """Return the longest qualified name of each parameter in any living module, by the parameter's id."""
+    """Return the longest qualified name of each parameter in any live module, by the parameter's id."""
     import gc
 
     module = _get_torch_class("nn", "Module")
     names: dict[int, str] = {}
     for found in gc.get_objects():
-        if module and issubclass(type(found), module):  # isinstance asks lazy objects
+        if module and issubclass(type(found), module):  # isinstance would evaluate lazy objects
             for name, parameter in found.named_parameters():
                 if len(name) > len(names.get(id(parameter), "")):
                     names[id(parameter)] = name

@@ -1,4 +1,4 @@
-"""The variables of a frame of a stopped thread, as an editor shows them: opened one level at a time."""
+"""The variables of a stopped thread's frame, for an editor that expands them level by level."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _REPR.maxstring = _REPR.maxother = _MOST_CHARACTERS
 def find_names(debugger: Any, index: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the global and local names of one frame of the debugger's stack.
 
-    Of the current frame these are the locals with what was assigned at the prompt.
+    For the current frame, the locals include assignments at the prompt.
+
     Raises IndexError when there is no such frame.
     """
     if not 0 <= index < len(debugger.stack):
@@ -32,15 +33,15 @@ def find_names(debugger: Any, index: int) -> tuple[Mapping[str, Any], Mapping[st
 
 
 def evaluate_in(debugger: Any, index: int, text: str) -> Any:
-    """Return the value of an expression in one frame; whatever it raises is raised."""
+    """Return the value of an expression in one frame. Exceptions of the expression propagate."""
     return evaluate(compile_expression(text, "<editor>"), *find_names(debugger, index))
 
 
 def describe(name: str, text: str, value: object) -> Frame:
-    """Return what an editor shows of one value. `text` is the expression that leads to it, "" where none does."""
+    """Return the fields of one value. `text` is the expression for it, or "" if there is none."""
     try:
         shown = _REPR.repr(value)
-    except Exception as error:  # a repr of the user's own
+    except Exception as error:  # repr defined by the user
         shown = f"<repr raises {type(error).__name__}: {error}>"
     return {
         "name": name,
@@ -52,18 +53,18 @@ def describe(name: str, text: str, value: object) -> Frame:
 
 
 def describe_names(names: Mapping[str, Any]) -> list[Frame]:
-    """Return the variables of a scope, by name; private ones of Python itself are left out."""
+    """Return the variables of a scope, by name, without names that start with two underscores."""
     shown = sorted(name for name in names if not name.startswith("__"))
     return [describe(name, name, names[name]) for name in shown[:_MOST_CHILDREN]]
 
 
 def describe_children(text: str, value: object) -> list[Frame]:
-    """Return what a value that `text` leads to consists of: items of containers, attributes of other objects."""
+    """Return the children of the value of `text`: items of containers, attributes of other objects."""
     return [describe(*child) for child in islice(_list_children(text, value), _MOST_CHILDREN)]
 
 
 def _list_children(text: str, value: object) -> Iterator[tuple[str, str, object]]:
-    """Yield name, expression and value. Only what Python holds already is looked at: no property is called."""
+    """Yield name, expression and value of stored children only: no property is evaluated."""
     if isinstance(value, dict):
         for key, item in value.items():
             if isinstance(key, str | int | bool | None):

@@ -1,1 +1,1 @@
-"""An adapter between stopped ranks and editors that speak the Debug Adapter Protocol."""
+"""Adapter between stopped ranks and editors that use the Debug Adapter Protocol."""

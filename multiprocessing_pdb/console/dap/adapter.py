@@ -1,4 +1,4 @@
-"""The adapter: an editor's requests about threads, frames and variables, asked of the ranks."""
+"""The adapter: forwards an editor's requests about threads, frames and variables to the ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from multiprocessing_pdb.console.registry import JobError, RankRegistry
 from multiprocessing_pdb.console.target import clean, read_text
 from multiprocessing_pdb.wire.framing import Frame
 
-_LOOK_SECONDS = 0.2  # how often ranks are looked for that have stopped by themselves
-_MOST_FRAMES = 1000  # of one rank; a frame's number is its thread's times this, plus its index
+_LOOK_SECONDS = 0.2  # interval of the search for newly stopped ranks
+_MOST_FRAMES = 1000  # per rank; a frame's id is its thread's id times this, plus its index
 _CAPABILITIES = {"supportsConfigurationDoneRequest": True, "supportsConditionalBreakpoints": True}
 _STEPS = {word for word, name in STEPS.items() if "watch" not in name}
 
 
 class RequestError(ValueError):
-    """A request that cannot be done; the editor shows why."""
+    """A request that failed. The editor shows the message."""
 
 
 class Adapter:
-    """One editor's session. It steps each rank alone, and leaves all ranks as they are when it ends."""
+    """One editor's session. It steps ranks individually, and leaves them unchanged when it ends."""
 
     def __init__(self, editor: EditorStream, registry: RankRegistry, deadline: float) -> None:
         self._editor = editor
@@ -37,7 +37,8 @@ class Adapter:
         self._threads = RankThreads(registry)
         self._breakpoints = Breakpoints(deadline)
         self._is_attached = self._is_over = False
-        self._opened: list[tuple[int, int, dict[str, str]]] = []  # what variablesReference - 1 stands for
+        # variablesReference is the index in this list plus 1
+        self._opened: list[tuple[int, int, dict[str, str]]] = []
         self._handlers: dict[str, Callable[[Message], Message]] = {
             "initialize": lambda arguments: dict(_CAPABILITIES),
             "attach": self._attach,
@@ -58,7 +59,7 @@ class Adapter:
         }
 
     def serve(self) -> None:
-        """Serve until the editor disconnects or is gone."""
+        """Serve until the editor disconnects."""
         try:
             while not self._is_over:
                 readable, _, _ = select.select([self._editor], [], [], _LOOK_SECONDS)
@@ -95,7 +96,7 @@ class Adapter:
             self._editor.send_event("initialized", {})
 
     def _look(self) -> None:
-        """Tell the editor which ranks have stopped, gone on or ended since it was last told."""
+        """Notify the editor of ranks that have stopped, continued or ended since the last call."""
         for thread in list(self._threads):
             came_to = thread.follow()
             if came_to == "gone":
@@ -114,14 +115,14 @@ class Adapter:
         body: Message = {"threadId": thread.id, "allThreadsStopped": False}
         if thread.why:
             return {**body, "reason": thread.why}
-        # It has stopped by itself: at a Tra(), which says why, or at a breakpoint that it got while it ran.
+        # It stopped on its own: at a Tra(), with its reason, or at a breakpoint that was set while it ran.
         return {**body, "reason": "breakpoint" if why.startswith("break ") else "pause", "description": why}
 
     def _tell_continued(self, thread: RankThread) -> None:
         self._editor.send_event("continued", {"threadId": thread.id, "allThreadsContinued": False})
 
     def _ask(self, number: object, request: Frame) -> Frame:
-        """Return a stopped rank's answer. Raises RequestError, also when it runs or is too slow."""
+        """Return a stopped rank's answer. Raises RequestError, also if the rank runs or is too slow."""
         thread = self._threads.get(number)
         if not thread.is_stopped:
             raise RequestError(f"{thread.name} runs")
@@ -130,7 +131,7 @@ class Adapter:
             raise RequestError(answer.failure)
         return {**answer.frame, "out": answer.out}
 
-    # The requests, by their names in the protocol.
+    # Request handlers, named after the protocol's requests.
 
     def _attach(self, arguments: Message) -> Message:
         self._threads.refresh()
@@ -201,7 +202,7 @@ class Adapter:
         }
 
     def _evaluate(self, arguments: Message) -> Message:
-        """Run what is typed into the editor's console as a line of the prompt; anything else only look at."""
+        """Run input of the editor's console as a line of the prompt. Other expressions are only inspected."""
         text = str(arguments["expression"])
         if "frameId" not in arguments:
             raise RequestError("choose a rank's frame first: an expression is evaluated in one")

@@ -1,4 +1,4 @@
-"""The breakpoints of an editor, given to each rank as soon as it can take them, and taken away at the end."""
+"""Breakpoints of an editor, set in each rank as soon as possible, and removed at the end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from multiprocessing_pdb.console.broadcast import ask
 from multiprocessing_pdb.console.dap.threads import RankThread
 
-Lines = dict[int, str]  # the lines of a file, each with its condition or ""
+Lines = dict[int, str]  # lines of a file, each with its condition or ""
 
 
 class Breakpoints:
-    """What the editor wants, and what each process has of it."""
+    """The breakpoints that the editor requested, and those set in each process."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -19,7 +19,7 @@ class Breakpoints:
         self._given: dict[tuple[int, float | None], dict[str, Lines]] = {}
 
     def replace(self, path: str, wanted: Lines, threads: Iterable[RankThread]) -> dict[int, str]:
-        """Have these breakpoints in a file and no others. Return by line why one is not set anywhere yet."""
+        """Replace the breakpoints of a file. Return, by line, why a breakpoint is not set anywhere yet."""
         self._wanted[path] = wanted
         problems = dict.fromkeys(wanted, "set in a rank when it next stops")
         for thread in threads:
@@ -32,7 +32,7 @@ class Breakpoints:
         return {line: problem for line, problem in problems.items() if problem}
 
     def give(self, thread: RankThread) -> dict[str, dict[int, str]]:
-        """Let a rank have what is wanted, if it can take it now. Return by file and line what was wrong."""
+        """Synchronize the breakpoints of a rank, if possible now. Return problems by file and line."""
         problems: dict[str, dict[int, str]] = {}
         given = self._given.setdefault(thread.process, {})
         for path, wanted in self._wanted.items():
@@ -49,14 +49,14 @@ class Breakpoints:
         return problems
 
     def clear(self, threads: Iterable[RankThread]) -> None:
-        """Take all of them away from the ranks that are stopped: they may outlive the editor."""
+        """Remove all breakpoints from the stopped ranks, which may outlive the editor."""
         self._wanted = {path: {} for path in self._wanted}
         for thread in threads:
             if thread.is_stopped:
                 self.give(thread)
 
     def _set(self, thread: RankThread, path: str, line: int, condition: str) -> str:
-        """Return what was wrong, "" if nothing."""
+        """Return the problem, or "" if there is none."""
         if thread.target.state == "armed":
             request = {"do": "break", "place": f"{path}:{line}", "condition": condition}
             (answer,) = ask([thread.target], request, self._deadline)

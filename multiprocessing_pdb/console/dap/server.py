@@ -1,4 +1,4 @@
-"""python -m multiprocessing_pdb --dap PORT: editors one after another, until it is interrupted."""
+"""`python -m multiprocessing_pdb --dap PORT`: serves editors one after another, until interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _report(text: str) -> None:
 
 
 def serve_editors(registry: RankRegistry, port: int, deadline: float) -> int:
-    """Serve, and return the exit code: 0 when interrupted, 2 where the port cannot be used."""
+    """Serve editors. Return the exit code: 0 when interrupted, 2 if the port is unusable."""
     try:
         listener = listen(port)
     except (OSError, OverflowError) as error:

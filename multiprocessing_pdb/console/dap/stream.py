@@ -1,4 +1,4 @@
-"""The editor's end: messages of the Debug Adapter Protocol over a connection of this user on this machine.
+"""Editor connection: Debug Adapter Protocol messages from a process of this user on this machine.
 
 Source: https://microsoft.github.io/debug-adapter-protocol/overview#base-protocol
 """
@@ -23,11 +23,11 @@ _HEADER = re.compile(rb"Content-Length: *([0-9]{1,9})(?:\r\n[A-Za-z-]+: *[ -~]*)
 
 
 class StreamError(ConnectionError):
-    """The editor has gone, or what has connected is none."""
+    """The editor has disconnected, or the peer is not an editor."""
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket that listens on this machine only. Raises OSError where the port is taken."""
+    """Return a socket that listens on this machine only. Raises OSError when the port is taken."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,16 +40,17 @@ def listen(port: int) -> socket.socket:
 
 
 def check_user(connection: socket.socket, table: Path = Path("/proc/net/tcp")) -> None:
-    """Let in what a process of this user has connected, and nobody else: an editor's console runs any code.
+    """Accept only connections from processes of this user, since an editor's console can run any code.
 
-    The kernel's table of TCP sockets names the user of the other end, which is on this machine too.
-    Raises StreamError for another user, and where the kernel does not say.
+    The kernel's table of TCP sockets contains the user of the other end, which is on the same machine.
+
+    Raises StreamError for another user, and when the kernel does not name the user.
     """
     peer, own = connection.getpeername(), connection.getsockname()
     wanted = [_format_address(peer), _format_address(own)]
     for line in table.read_text().splitlines()[1:]:
         fields = line.split()
-        # A connection that its process has closed has no inode, and is root's to the kernel.
+        # A connection closed by its process has no inode, and the kernel reports root as its user.
         if len(fields) > 9 and fields[1:4] == [*wanted, _ESTABLISHED] and fields[9] != "0":
             if fields[7] == str(os.geteuid()):
                 return
@@ -58,7 +59,7 @@ def check_user(connection: socket.socket, table: Path = Path("/proc/net/tcp")) -
 
 
 def _format_address(address: tuple[str, int]) -> str:
-    # The table has the four bytes in this machine's order, as one number.
+    # The table holds the four bytes in native byte order, as one number.
     number = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
     return f"{number:08X}:{address[1]:04X}"
 
@@ -76,9 +77,11 @@ class EditorStream:
         return self._connection.fileno()
 
     def receive(self) -> list[Message]:
-        """Read what is there, waiting if nothing is. Raises StreamError at its end and for anything malformed.
+        """Read the available messages, waiting for data.
 
-        A web page in the user's browser can connect here too; what it sends begins with a line of HTTP.
+        Raises StreamError at the end and for malformed data.
+
+        A web page in the user's browser can also connect, but its data begins with an HTTP request line.
         """
         try:
             received = self._connection.recv(1 << 16)
@@ -115,7 +118,7 @@ class EditorStream:
             yield message
 
     def send(self, message: Message) -> None:
-        """Send a message under the next number. Raises StreamError when the editor is gone."""
+        """Send a message with the next sequence number. Raises StreamError when the editor is gone."""
         self._sent += 1
         payload = json.dumps({"seq": self._sent, **message}).encode()
         try:
@@ -124,9 +127,7 @@ class EditorStream:
             raise StreamError(str(error)) from None
 
     def send_event(self, event: str, body: Message) -> None:
-        """Send an event."""
         self.send({"type": "event", "event": event, "body": body})
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
