@@ -97,7 +97,7 @@ class Expected:
         return make_batch(recipe.data, recipe.model.vocab_size, recipe.seed, step, share, device).targets
 
     def find_source(self, what: Batch, actual: Tensor, rank: int, step: int, micro_batch: int) -> ReadSource:
-        """Return the source of `actual` (M, s), read for a micro-batch. `what` must not be a mask."""
+        """Return the source of `actual` (M, s), read for a micro-batch. Masks are not supported."""
         if what is Batch.POSITIONS and bool((actual == torch.arange(actual.shape[1])).all()):
             return ReadSource(kind=SourceKind.LOCAL)
         return (

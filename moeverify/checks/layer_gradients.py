@@ -39,9 +39,7 @@ class Sample:
         return cls(rows, _spread(shape[-1], MOST_COLUMNS))
 
     def find_in(self, region: Region) -> tuple[list[int], list[int]]:
-        """Return the sampled elements within a region: indices in the sample, and positions in the local
-        part.
-        """
+        """Return the sampled elements within a region: indices in the sample, and local positions."""
         dims = region.dims if len(region.dims) == 2 else (range(1), *region.dims)
         width = region.shape[-1]
         inside, local = [], []

@@ -35,9 +35,7 @@ class Loaded(GoldenTensors):
         ]
 
     def judge(self, shown: Compared, reports: Sequence[list[str]]) -> Outcome | None:
-        """Return whether every value is equal, with findings for equal values of different bits; see
-        `Check`.
-        """
+        """Return the verdict on all values, with findings for equal values of different bits; see `Check`."""
         assert isinstance(shown, Shown)  # a load is part of a case
         outcome = super().judge(shown, reports)
         if outcome is None:

@@ -62,9 +62,7 @@ class RouterSums:
 
 @dataclass
 class StepSums:
-    """One rank's step: the sum of token losses per region, the sums of its routers, and its reported
-    losses.
-    """
+    """One rank's step: sums of token losses per region, sums of its routers, and its reported losses."""
 
     token_losses: dict[str, tuple[float, int]] = field(default_factory=dict)
     routers: dict[str, RouterSums] = field(default_factory=dict)
@@ -194,9 +192,7 @@ def _sum_pass(
 
 
 class Objective(Check[dict[int, StepSums]]):
-    """Losses of each step on every rank, for the reference model only: other models define their own
-    divisors.
-    """
+    """Losses of each step on every rank, for the reference model only: other models divide differently."""
 
     name = CheckName.OBJECTIVE
     role = Role.ORIGIN

@@ -464,9 +464,7 @@ def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> Recom
 
 
 def _add_number(facts: RecomputedFacts, row: Row, recipe: Recipe) -> RecomputedFacts:
-    """Return the facts with a single number that explains a moment: another decay, or a share of the
-    addend.
-    """
+    """Return the facts with a single number that explains a moment: another decay, or another share."""
     spec = recipe.optimizer
     corrected = find_corrected(row, spec)
     if corrected is not None:

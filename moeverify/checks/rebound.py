@@ -17,9 +17,7 @@ from moeverify.train.program import Program
 
 @dataclass(frozen=True)
 class BoundAnew:
-    """A parameter or buffer that a module rebound to another tensor in a step, and the holders of the old
-    one.
-    """
+    """A parameter or buffer that a module rebound to another tensor, and the holders of the old one."""
 
     step: int
     kind: Kind

@@ -436,8 +436,7 @@ def _list_coefficients(row: Row) -> Sequence[Coefficient]:
 
 
 def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:
-    """Return the terms of an update whose learning rate is wrong by a factor; None if that does not explain
-    it.
+    """Return the terms of an update whose rate is wrong by a factor; None if that does not explain it.
 
     The factor explains the update if the remainder is within the rounding of each element.
     """

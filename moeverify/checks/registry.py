@@ -38,9 +38,7 @@ def check_of(kind: str) -> Check[Any]:
 
 
 def choose_checks(*, also: Collection[str] = (), skip: Collection[str] = ()) -> Sequence[Check[Any]]:
-    """Return the checks to run: all required ones, and the optional ones in `also`, without those in
-    `skip`.
-    """
+    """Return the checks to run: the default ones, and the optional ones in `also`, without `skip`."""
     return [
         check
         for check in CHECKS
