@@ -2,9 +2,9 @@
 
 `calibrated`: k times the difference between one device at the recipe's precision and the float64 golden.
 The difference is measured for each logical tensor over several perturbed runs. The measurement of one
-tensor is a small sample, so it is raised to the median over all tensors of its kind and step, and to a
-floor. For float64 the floor is 1e-10: four to five orders of magnitude above the noise of reordered sums,
-and four below the smallest real bug known to us. For other precisions the floor is a few units of rounding.
+tensor is a small sample. It is raised to the median over all tensors of its kind and step, and to a floor.
+For float64 the floor is 1e-10: four to five orders of magnitude above the noise of reordered sums, and four
+below the smallest real bug known to us. For other precisions the floor is a few units of rounding.
 
 Units: errors and bounds are relative to the golden's Frobenius norm. For the metric `largest` they have the
 unit of the elements.

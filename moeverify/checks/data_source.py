@@ -77,7 +77,7 @@ class Expected:
         return Cut(torch.tensor(tuple(own)), torch.tensor(tuple(positions)))
 
     def values(self, what: Batch, step: int, cut: Cut) -> Tensor:
-        """Return the data at the given rows and positions, (M, s). Labels include those of padding."""
+        """Return the data at the given rows and positions, (M, s). Labels of padding are included."""
         batch = self.batch(step)
         if what is Batch.POSITIONS:
             return cut.positions.expand(len(cut.rows), -1)
@@ -140,7 +140,7 @@ class Expected:
         """Return the positions that these masks leave out in every row, if nothing else is wrong with them.
 
         Tried before a shift: where rows extend beyond the rank's positions, a shifted mask looks the same.
-        The omitted positions are the observable fact.
+        Only the omitted positions are observable.
         """
         cuts = [self.cut(rank, number) for number, _ in masks]
         read = torch.cat([actual for _, actual in masks])
@@ -203,8 +203,7 @@ class Expected:
     ) -> ReadSource | None:
         """Return the share from which all these micro-batches were read.
 
-        Either only the first micro-batch was replaced by another number, or each was read under its own
-        number.
+        Each was read under its own number, or all were read from a single micro-batch.
         """
         first, _ = read[0]
         for other_step, other, number in self._list_shares(rank, step, first):

@@ -141,7 +141,7 @@ class _Weight:
 class _Looked:
     """Values used in one step: (used, stored) elements and the stored ones (before, now) of each parameter.
 
-    `is_wrong` (1), on the CPU, tells whether anything differs. It is valid once the event `copied` has
+    `is_wrong` (), on the CPU, tells whether anything differs. It is valid once the event `copied` has
     completed; None means it is valid already.
     """
 

@@ -2,8 +2,8 @@
 
 In float8, one differently rounded number changes everything after it, so the golden's noise hides errors in
 the gradients of small tensors. This check uses neither golden nor noise. Each rank recomputes, in float64,
-what each of its passes adds to some elements of a gradient. The inputs are the layer's inputs and output
-gradients, or the operands of a float8 product. The sum over all ranks must be the gradient that the
+the contribution of each of its passes to some elements of a gradient. The inputs are the layer's inputs and
+output gradients, or the operands of a float8 product. The sum over all ranks must be the gradient that the
 optimizer gets, whichever collectives produced it. FSDP packs many gradients into one tensor before the
 reduce-scatter, so single gradients cannot be read there.
 

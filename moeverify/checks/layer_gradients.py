@@ -80,8 +80,8 @@ class Added:
 class Kept:
     """Inputs of a layer, kept until the gradient of its outputs arrives.
 
-    `columns` (N, columns) are columns of the inputs; for a norm, of the normalized inputs. `sizes` are
-    upper bounds of the values they were computed from. `num_added` is the number of terms summed for each
+    `columns` (N, columns) are columns of the inputs; for a norm, of the normalized inputs. `sizes` are the
+    sums of the absolute terms they were computed from. `num_added` is the number of terms summed for each
     of them.
     """
 

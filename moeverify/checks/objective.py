@@ -86,7 +86,7 @@ class ObjectiveWatch(MicroBatchPasses[dict[int, StepSums], _Pass]):
 
     def __init__(self, program: Program, *, by_row: bool, is_whole: bool) -> None:
         super().__init__(program.model)
-        # A layout may define router losses of its own: those of megablocks are means over local tokens.
+        # A layout may define router losses of its own: megablocks' are means over local tokens.
         self._judges_routers = is_whole and program.own_router_losses is None
         self._by_row = by_row
         self._token_losses: dict[int, dict[str, tuple[Tensor, int]]] = {}
@@ -335,7 +335,7 @@ def _compute_z(moe: MoE, routers: dict[str, RouterSums], num_valid: float) -> tu
 def _compute_balance(moe: MoE, routers: dict[str, RouterSums], lengths: Tensor) -> tuple[float, float] | None:
     """Return the balance loss over all layers, as `moeverify.train.objective` defines it.
 
-    Shape: lengths (B). All terms have one sign, so the relative error of the loss is at most that of a
+    Shape: lengths (B). All terms have one sign, so the loss has no larger relative error than a
     probability.
     """
     wanted = list_scopes(moe, lengths)

@@ -359,9 +359,9 @@ def _is_known(row: Row) -> bool:
 def _find_limit(rows: Sequence[Row]) -> float:
     """Return the relative error of a tensor above which some element must exceed its allowed error.
 
-    If the Frobenius norm of the error exceeds that of the allowed errors, some element exceeds its own. The
-    same holds for stored values and spreads: where rounding of a right element leaves only one stored
-    value, any other value is detected, even if half a unit of a 16-bit weight is half of its update.
+    If the error has a larger Frobenius norm than the allowed errors, some element exceeds its own. The same
+    holds for stored values and spreads. Where rounding of a right element leaves only one stored value, any
+    other value is detected. This holds even if half a unit of a 16-bit weight is half of its update.
     """
     shares = (
         (sum(row.sum_allowed2 for row in rows), sum(row.sum_expected2 for row in rows)),

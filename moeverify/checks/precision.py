@@ -57,7 +57,7 @@ def names(pattern: str, parameter: str) -> bool:
 
 
 class Precision(Check[list[Sighting]]):
-    """Dtypes that the ranks observed, against those of the recipe. Only for mixed precision."""
+    """Dtypes that the ranks observed, against the recipe's dtypes. Only for mixed precision."""
 
     name = CheckName.PRECISION
     role = Role.ORIGIN

@@ -31,7 +31,7 @@ EXPLAINED = 0.02
 """Largest share of the squared error that a reported fit may leave. The rest is rounding."""
 
 EXPLAINED_EXACTLY = 1e-6
-"""The same if rounding is at most that of float32. A fit that leaves more is another formula."""
+"""The same if rounding is at most float32's. A fit that leaves more is another formula."""
 
 _IS_NARROW = 1e-10
 """Least share of the expected squares that rounding to 16 bits leaves."""

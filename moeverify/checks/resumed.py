@@ -1,4 +1,4 @@
-"""Check that the steps after a load equal those of the uninterrupted run, bit for bit.
+"""Check that the steps after a load equal the steps of the uninterrupted run, bit for bit.
 
 Applies only if the same layout saved and loaded: another layout reduces in another order.
 """

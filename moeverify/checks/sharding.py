@@ -22,7 +22,7 @@ Regions = Mapping[int, frozenset[str]]
 
 
 class _StepCollectives(Watch[Issued]):
-    """Counts the collectives of the training steps of the first run, without those of the model's setup."""
+    """Counts the collectives of the training steps of the first run, excluding the model's setup."""
 
     def __init__(self, trace: CollectiveTrace) -> None:
         self._trace = trace

@@ -1,8 +1,8 @@
 """Bias corrections that explain an update, restricted to those that all tensors and steps allow.
 
 Corrections are the same for all parameters, and depend only on the step count of a parameter. A correction
-that explains one update therefore explains those of other tensors, and predicts the factor of every other
-step.
+that explains one update therefore explains the updates of other tensors, and predicts the factor of every
+other step.
 """
 
 from __future__ import annotations

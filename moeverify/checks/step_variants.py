@@ -35,7 +35,7 @@ _LEAST = 4
 """Least number of elements for a fitted number: a single element fits any number."""
 
 _EXACT = 2.0**-24
-"""Unit of rounding up to which formulas are distinguishable: that of float32."""
+"""Unit of rounding up to which formulas are distinguishable: float32's."""
 
 _PLAIN = ("corrections", "decay")
 """Parts that are distinguishable in 16 bits. There elements have few values, which many formulas give."""
@@ -44,7 +44,7 @@ _PLAIN_WAYS = ("not-clipped", "clipped-by-value")
 """Distinguishable ways of other parts: a much larger gradient has other values."""
 
 _UNDECAYED: StepChange = "no-decay-in-gradient"
-"""Distinguishable in 16 bits by its own rounding: that of a decay may exceed the whole gradient."""
+"""Distinguishable in 16 bits by its own rounding: a decay's rounding may exceed the whole gradient."""
 
 _ALLOWED = 4.0
 """Allowed multiple of the rounding's squared error in a shard, for another formula."""
