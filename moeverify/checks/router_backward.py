@@ -174,9 +174,7 @@ def _balance(spec: MoE, scores: Tensor, of_probabilities: Tensor) -> tuple[Tenso
 
 
 def _through_scores(spec: MoE, scores: Tensor, gradient: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the logits (N, E) from the gradient of the scores, and its absolute terms
-    summed.
-    """
+    """Return the gradient of the logits (N, E) from the scores' gradient, and its absolute terms summed."""
     if spec.score == "sigmoid":
         slope = scores * (1.0 - scores)
         return gradient * slope, size * scores

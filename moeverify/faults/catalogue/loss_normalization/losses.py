@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def divide_by(patch: Patch, count: Callable[[Program, Batch, Normalizers], Tensor]) -> None:
-    """Divide the losses of each micro-batch by `count` tokens () instead of the tokens of the global batch.
-    """
+    """Divide the losses of each micro-batch by `count` tokens () instead of the global batch's tokens."""
     from moeverify.case.schema import Recipe
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Losses, Normalizers
