@@ -1,1 +1,1 @@
-"""The checks, a file each: what ranks compute against the golden, against themselves and against their layout."""
+"""Checks of a case, one per file: against the golden, against recomputation, or against the layout."""

@@ -1,7 +1,7 @@
-"""Whether the output of every block equals the golden's, forward, with the first block that diverges.
+"""Check that the forward output of every block equals the golden's, and find the first block that differs.
 
-Blocks are those of `moeverify.train.block_ends`. A case asks for it by `checks.also: [activations]`, since the golden
-then contains an output (B, S, H) of each block for each step.
+`moeverify.train.block_ends` defines the blocks. The check is optional (`checks.also: [activations]`),
+because it adds the output of each block, (B, S, H), to the golden at each step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moeverify.train.block_ends import BlockEnds
 
 
 class _BlockOutputs(Watch[None]):
-    """Shows the output of each block, micro-batch by micro-batch, while a rank trains."""
+    """Hooks that show the output of each block, per micro-batch, while a rank trains."""
 
     def __init__(self, training: Training, observer: Observer) -> None:
         self._observer = observer
@@ -50,7 +50,7 @@ class _BlockOutputs(Watch[None]):
 
 
 class Activations(GoldenTensors):
-    """The outputs of all blocks against the golden's; what diverges later follows from what diverges first."""
+    """Comparison of all block outputs with the golden. Findings after the first one follow from it."""
 
     role = Role.ORIGIN
 
@@ -58,11 +58,11 @@ class Activations(GoldenTensors):
         super().__init__(CheckName.ACTIVATIONS, (CheckName.ACTIVATIONS,))
 
     def show(self, training: Training, observer: Observer) -> Watch[None]:
-        """Return what shows the outputs of the blocks; see `Check`."""
+        """Return a watch that shows the block outputs; see `Check`."""
         return _BlockOutputs(training, observer)
 
     def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
-        """Return the verdict, with the first block that diverges and all others following it; see `Check`."""
+        """Return the verdict: the first block that differs, and later ones as consequences; see `Check`."""
         outcome = super().judge(shown, reports)
         if outcome is None or not outcome.findings:
             return outcome
@@ -81,7 +81,7 @@ class Activations(GoldenTensors):
 
 
 def _order(finding: Finding) -> tuple[int, list[tuple[int, str]]]:
-    """Return step and name, with the numbers in the name as numbers."""
+    """Return the step and the name, split at dots, with numeric parts as integers."""
     parts = re.split(r"[.]", finding.tensor)
     return finding.step, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 

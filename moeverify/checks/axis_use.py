@@ -1,7 +1,8 @@
-"""What a user's own code does with the mesh axes: which parameters it divides, and what it sends over them.
+"""Use of the mesh axes by the user's own code: which parameters it shards, which collectives it runs.
 
-moeverify divides rows and positions by itself, so neither says that `parallelize` has done anything. An axis is in
-use if in each of its groups some parameter is divided, or a collective ran in a training step.
+moeverify itself splits rows and positions, so a split batch does not prove that `parallelize` did anything.
+An axis is in use if, in each of its groups, some parameter is sharded or a collective ran in a training
+step.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from moeverify.results.finding import Finding
 from moeverify.results.trace import CollectiveRecord
 
 Issued = Mapping[tuple[str, tuple[int, ...]], int]
-"""How many collectives a rank has issued, by operation and global ranks of the group."""
+"""Number of collectives that a rank issued, by operation and global ranks of the group."""
 
-# The sums of losses and norms, and what completes gradients: moeverify's own, whatever `parallelize` has done.
+# Call sites of moeverify's own collectives: sums of losses and norms, and gradient reductions. They run
+# whether or not `parallelize` does anything.
 _OWN = (
     "moeverify/parallel/collectives.py:",
     "moeverify/parallel/gradients.py:",
@@ -28,7 +30,7 @@ _OWN = (
 
 
 def count_issued(records: Sequence[CollectiveRecord]) -> Issued:
-    """Return the collectives of the user's code among records of a training step."""
+    """Count the collectives that the user's code issued, among the records of a training step."""
     return Counter(
         (record.op, record.group)
         for record in records
@@ -37,7 +39,7 @@ def count_issued(records: Sequence[CollectiveRecord]) -> Issued:
 
 
 def list_uses(shown: Shown, reports: Sequence[Issued]) -> tuple[AxisUse, ...]:
-    """Return what each axis of more than one rank is used for."""
+    """Return the use of each axis with more than one rank."""
     plan = MeshPlan.of(shown.case.layout)
     regions = [
         tensor.list_regions() for (_, kind, _), tensor in shown.tensors.items() if kind == Kind.INITIAL_WEIGHT
@@ -62,7 +64,7 @@ def list_uses(shown: Shown, reports: Sequence[Issued]) -> tuple[AxisUse, ...]:
 
 
 def find_unused(shown: Shown, uses: Sequence[AxisUse]) -> list[Finding]:
-    """Return a finding for each axis that nothing uses and that the case does not declare."""
+    """Return a finding for each unused axis that the case does not list in `allow_replicated`."""
     plan = MeshPlan.of(shown.case.layout)
     return [
         Finding(
@@ -82,12 +84,12 @@ def find_unused(shown: Shown, uses: Sequence[AxisUse]) -> list[Finding]:
 
 
 def _is_divided(regions: Mapping[int, frozenset[str]], group: Sequence[int]) -> bool:
-    """Return whether ranks of a group hold different regions of a parameter, or only some of them hold it."""
+    """Return whether the ranks of a group hold different regions of a parameter, or only some hold it."""
     return len({regions.get(rank) for rank in group}) > 1
 
 
 def _count_between(group: Sequence[int], reports: Sequence[Issued]) -> Counter[str]:
-    """Return by operation how many collectives ran between ranks of a group, as its first rank has issued them."""
+    """Count the collectives between ranks of a group by operation, as recorded by the group's first rank."""
     found: Counter[str] = Counter()
     for (op, ranks), number in reports[group[0]].items() if reports else ():
         if len(set(ranks) & set(group)) > 1:

@@ -1,12 +1,13 @@
-"""The protocol of a check: what it shows and notes on the ranks, how it judges, and what its findings mean.
+"""Protocol of a check: the tensors it shows, the notes it takes on the ranks, and the verdict on rank 0.
 
-One file of this package is one check, or several of one make; `moeverify.checks.registry` finds them. A run calls
+Each file of this package defines one check, or several similar ones; `moeverify.checks.registry` finds
+them. A run calls
 
-- `show` wherever a recipe is trained (for its golden, for the noise of one device, under the layout, and again where
-  the layout is repeated), so that a check can have further logical tensors compared with the golden;
-- `watch` on every rank of the layout's first run, so that it can note what no tensor says;
+- `show` wherever a recipe is trained: for its golden, for the noise of one device, under the layout, and
+  again where the layout is repeated. The check can add logical tensors to the comparison with the golden;
+- `watch` on every rank of the layout's first run, to record facts that no tensor carries;
 - `inspect` on every rank after a checkpoint was loaded;
-- `judge` on rank 0, with what all ranks have shown and reported.
+- `judge` on rank 0, with the tensors and reports of all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ R = TypeVar("R")
 
 
 class Role(Enum):
-    """How the findings of a check relate to each other and to those of other checks."""
+    """Relation between the findings of a check, and to the findings of other checks."""
 
     DIAGNOSED = "a diagnosis says which of them began it; the others follow"
     ORIGIN = "they stand for themselves, whatever else is wrong"
@@ -52,9 +53,10 @@ ALONE = Layout()
 
 @dataclass(frozen=True)
 class Training:
-    """One rank that trains a recipe, alone or under a layout; `coordinates` are its place on every mesh axis.
+    """One rank that trains a recipe, alone or under a layout.
 
-    `golden` is what its tensors are compared with; None where it is recorded.
+    `coordinates` maps each mesh axis to the rank's index on it. `golden` is the reference for its tensors;
+    None while the golden is being recorded.
     """
 
     recipe: Recipe
@@ -68,8 +70,9 @@ class Training:
 class RankRun:
     """One rank of a case that trains under its layout.
 
-    `entries` are the comparisons of its tensors, once the run is over. `train_again` runs the same layout anew, on
-    all ranks, and shows an observer its first steps.
+    `entries` returns the comparisons of its tensors; call it after the run. `train_again(observer,
+    num_steps)` trains the first steps of the same layout again and shows them to an observer. It is
+    collective: all ranks must call it.
     """
 
     case: Case
@@ -80,12 +83,14 @@ class RankRun:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """One rank that has loaded a checkpoint and trained on.
+    """One rank that has loaded a checkpoint and continued training.
 
-    `tensors` are the state right after the load, (name, local values, region), and `saved` is the state that the
-    saving layout had. `entries` are the comparisons of the load and of the steps after it. `uninterrupted` are the
-    bits of these steps in the run that went on after the save, in their order (None: the rank had nothing of it); it
-    is None itself where that was another layout.
+    - `tensors`: the state right after the load, as (name, local values, region).
+    - `saved`: the state of the layout that saved the checkpoint.
+    - `entries`: the comparisons of the load and of the steps after it.
+    - `uninterrupted`: for the steps after the load, the hash of each tensor's bits in the run that
+      continued after the save. A hash is None if the rank did not hold the tensor. The field is None if the
+      saving run had another layout.
     """
 
     case: Case
@@ -97,28 +102,30 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class Compared:
-    """Logical tensors of all ranks against the expected ones, and how far each may be from its own."""
+    """Logical tensors of all ranks compared with the expected ones, and the allowed errors."""
 
     coordinates: Coordinates
     tensors: Mapping[Key, Assembled]
     bounds: Bounds
 
     def of_kinds(self, kinds: Sequence[str]) -> list[Assembled]:
-        """Return the tensors of some kinds, step after step."""
+        """Return the tensors of the given kinds, ordered by step."""
         return [tensor for key, tensor in self.tensors.items() if key[1] in kinds]
 
     def place(self, rank: int) -> dict[str, int]:
-        """Return where a rank is on every mesh axis."""
+        """Return the coordinates of a rank on every mesh axis."""
         return dict(self.coordinates.get(rank, {}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown(Compared):
-    """A case as all ranks have shown it, put together on rank 0.
+    """The tensors that all ranks of a case have shown, assembled on rank 0.
 
-    `golden_names` has, for each step, the (kind, name) that the golden holds and the run must show. `saved` is what
-    a checkpoint was made of, in a run that loads one. `load` is that of the experts, where it was counted.
-    `own_results` are (check, kind, name) of what one device's own step makes otherwise than the recipe says.
+    - `golden_names`: for each step, the (kind, name) pairs that the golden holds and the run must show.
+    - `saved`: the state that the checkpoint was made from, in a run that loads one.
+    - `load`: the load of the experts, if it was counted.
+    - `own_results`: (check, kind, name) of each result of a user's own step that already differs from the
+      recipe on one device.
     """
 
     case: Case
@@ -128,21 +135,21 @@ class Shown(Compared):
     own_results: frozenset[OwnResult] = frozenset()
 
     def list_own(self, check: CheckName) -> set[tuple[str, str]]:
-        """Return the (kind, name) of which a check that computes again what the recipe says knows nothing."""
+        """Return the (kind, name) pairs that a check must skip, because the user's own step defines them."""
         return {(kind, name) for of, kind, name in self.own_results if of == check}
 
     def describe_own(self, names: Collection[str]) -> OwnStep | None:
-        """Return facts about such results; None where there are none."""
+        """Return facts about the skipped results; None if there are none."""
         step = self.case.recipe.step
         return OwnStep(step=step, num_tensors=len(names), first=min(names)) if step and names else None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict of one check, and everything that it found.
+    """Verdict and findings of one check.
 
-    `limits` are the relative errors from which on it would have found something, for each logical tensor that it
-    measures by a relative error. What one check leaves inconclusive, another may decide.
+    `limits` holds, for each logical tensor that the check measures by a relative error, the smallest error
+    that it would report. Another check may decide a tensor that this one leaves inconclusive.
     """
 
     result: CheckResult
@@ -152,42 +159,42 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts of all checks of a case, and everything that they found, step after step."""
+    """Verdicts of all checks of a case, and their findings ordered by step."""
 
     checks: tuple[CheckResult, ...]
     findings: tuple[Finding, ...]
 
 
 class Watch(Generic[R]):
-    """An observer of one run on one rank, with something to report at the end; by itself it notes nothing.
+    """Observer of one run on one rank, with a report at the end. The base class records nothing.
 
-    It sees what is shown before the comparison does.
+    A watch receives each tensor before the comparison does.
     """
 
     def begin_step(self, step: int) -> None:
-        """Hear that a step begins."""
+        """Handle the start of a step."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """See one shard; see `moeverify.layout.observer.Observer`."""
+        """Handle one shard; see `moeverify.layout.observer.Observer`."""
 
     def close(self) -> None:
-        """Let go of the model: the run is over, or was broken off."""
+        """Release the model. Called when the run is over or was aborted."""
 
     def report(self) -> R:
-        """Return what rank 0 is to judge, picklable and small; called after all runs.
+        """Return this rank's report for rank 0, small and picklable. Called after all runs.
 
-        Collective: all ranks, check after check in the order of their names.
+        Collective: all ranks call it, for one check after another in the order of their names.
         """
         raise NotImplementedError
 
 
 class Check(ABC, Generic[R]):
-    """One check. `kinds` are those of the logical tensors that it compares with the golden.
+    """One check. `kinds` are the kinds of logical tensors that it compares with the golden.
 
-    A kind of its own, shown by `show`, has the name of the check. One that `sees_inside` watches by hooks on modules,
-    and is not made where passes are launched as graphs: hooks see no such pass. One that `recomputes_step` holds what
-    a step makes to what the recipe says of it, which a user's own step may mean otherwise: see
-    `moeverify.recording.own_step`.
+    A kind that only this check shows, in `show`, is named after the check. A check that `sees_inside` uses
+    module hooks. It is skipped where passes are launched as graphs, because hooks do not run there. A check
+    that `recomputes_step` recomputes the results of a step as the recipe defines them. A user's own step
+    may define them differently; see `moeverify.recording.own_step`.
     """
 
     name: CheckName
@@ -197,33 +204,33 @@ class Check(ABC, Generic[R]):
     recomputes_step: bool = False
 
     def show(self, training: Training, observer: Observer) -> Watch[Any] | None:
-        """Return what shows `observer` further logical tensors of a run; None for a check that needs none.
+        """Return a watch that shows additional logical tensors to `observer`; None if the check has none.
 
-        Only optional checks may: what they show becomes a part of the full golden.
+        Only optional checks may do this, because these tensors become part of the full golden.
         """
         return None
 
     def watch(self, run: RankRun, program: Program) -> Watch[R] | None:
-        """Return what notes and reports on this rank; None where there is nothing to note.
+        """Return a watch that takes notes and reports them on this rank; None if there is nothing to note.
 
-        It must let go of the program when it is closed: a second run would else find two models in memory.
+        `Watch.close` must release the program. Otherwise a second run would hold two models in memory.
         """
         return None
 
     def inspect(self, load: RankLoad) -> R | None:
-        """Return what this rank reports of a load; None where there is nothing to say."""
+        """Return this rank's report about a load; None if there is nothing to report."""
         return None
 
     @abstractmethod
     def judge(self, shown: Shown, reports: Sequence[R]) -> Outcome | None:
-        """Return the verdict, on rank 0; None where the check has nothing to look at.
+        """Return the verdict, on rank 0; None if the check does not apply.
 
-        `reports` are those of all ranks in their order, or empty where none had anything to note.
+        `reports` has one entry per rank, ordered by rank. It is empty if no rank took notes.
         """
 
 
 def make_outcome(name: str, findings: Sequence[Finding], num_tensors: int, **rest: Any) -> Outcome:
-    """Return the outcome of a check that allows no difference: its worst finding has the largest error."""
+    """Return the outcome of a check with bound 0. The finding with the largest error is the worst."""
     worst = max(findings, key=lambda finding: comparable(finding.error), default=None)
     result = CheckResult(
         name=name,
@@ -236,5 +243,5 @@ def make_outcome(name: str, findings: Sequence[Finding], num_tensors: int, **res
 
 
 def rate_error(error: float) -> float:
-    """Return an error as it counts: what is no number is the largest."""
+    """Return an error for ranking: NaN becomes infinity."""
     return math.inf if math.isnan(error) else error

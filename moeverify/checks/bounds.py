@@ -1,13 +1,13 @@
-"""How much a logical tensor may differ from its golden.
+"""Bounds on the difference between a logical tensor and its golden.
 
-`calibrated`: k times what one device at the recipe's precision differs from the float64 golden, measured for
-each logical tensor over several perturbed runs. One tensor's measurement is a small sample, so it is raised to
-the median over all tensors of its kind and step, and to a floor: for float64 1e-10, four to five orders above
-the noise of reordered sums and four below the smallest real bug known to us; for the rest a few units of
-rounding.
+`calibrated`: k times the difference between one device at the recipe's precision and the float64 golden.
+The difference is measured for each logical tensor over several perturbed runs. The measurement of one
+tensor is a small sample. It is raised to the median over all tensors of its kind and step, and to a floor.
+For float64 the floor is 1e-10: four to five orders of magnitude above the noise of reordered sums, and four
+below the smallest real bug known to us. For other precisions the floor is a few units of rounding.
 
-Units: errors and bounds are relative to the golden's Frobenius norm, or for the metric `largest` in the unit of the
-elements.
+Units: errors and bounds are relative to the golden's Frobenius norm. For the metric `largest` they have the
+unit of the elements.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moeverify.case.schema import Precision, Tolerance
 from moeverify.golden.noise import EPSILON, noise_key, sign_flip_key, update_drift_key
 from moeverify.results.checks import Kind
 
-# No result of bfloat16's arithmetic is nearer than a unit of it, so the floors of `mixed` are those of `bfloat16`.
+# A bfloat16 result is rounded to about one unit, so `mixed` uses the floors of `bfloat16`.
 FLOOR: Mapping[Precision, float] = {
     "float64": 1e-10,
     "float32": 4 * 2.0**-23,
     "bfloat16": 2.0**-7,
     "mixed": 2.0**-7,
 }
-# Scores of experts lie in [0, 1], so these are absolute: so near to each other, two scores are the same number.
+# Expert scores lie in [0, 1], so these floors are absolute. Two scores closer than this count as equal.
 FLIP_FLOOR: Mapping[Precision, float] = {
     "float64": 0.0,
     "float32": 16 * 2.0**-23,
@@ -42,10 +42,10 @@ Metric = Literal["relative", "largest"]
 
 @dataclass(frozen=True)
 class Criterion:
-    """How the tensors of a check are measured.
+    """Measure of the tensors of a check.
 
-    `exact` ones must agree bit for bit whatever the tolerance. The metric is the relative error in the Frobenius
-    norm, or the largest absolute difference of an element.
+    `exact` tensors must match bit for bit, whatever the tolerance. `metric` is the relative error in the
+    Frobenius norm, or the largest absolute difference of an element.
     """
 
     exact: bool = False
@@ -54,7 +54,11 @@ class Criterion:
 
 @dataclass
 class Bounds:
-    """The bounds of one case. `noise` is what calibration measured, by `noise_key`; `forced` says of which steps."""
+    """Bounds of one case.
+
+    `noise` is the calibration measurement by `noise_key`. `forced` selects the measurements of forced
+    steps.
+    """
 
     tolerance: Tolerance
     precision: Precision
@@ -72,11 +76,11 @@ class Bounds:
         expected_norm: float,
         kind_norm: float,
     ) -> float:
-        """Return the largest error that is allowed, in the unit of the criterion's metric.
+        """Return the largest allowed error, in the unit of the criterion's metric.
 
-        `expected_norm` is the golden's, `kind_norm` that of all tensors of this kind and step together: what lies
-        below its rounding is noise even where the tensor itself is smaller still. Below float64 that holds only for
-        a tensor whose own noise was not measured.
+        `expected_norm` is the norm of the golden tensor. `kind_norm` is the norm of all tensors of this
+        kind and step together. A difference below the rounding of `kind_norm` is noise, even if the tensor
+        itself is smaller. Below float64 this rule applies only to tensors whose own noise was not measured.
         """
         if criterion.exact or self.tolerance.kind == "exact":
             return 0.0
@@ -89,30 +93,35 @@ class Bounds:
         if kind in (Kind.UPDATE, Kind.OPTIMIZER_STATE):
             measured = self._add_gradient_noise(step, name, own, measured)
         if not math.isfinite(measured):
-            measured = 0.0  # an unusable measurement allows nothing
+            measured = 0.0  # An infinite or NaN measurement allows nothing.
         if criterion.metric == "largest":
             return max(self.tolerance.factor * measured, FLIP_FLOOR[self.precision])
-        # One unit of the norm of the whole kind: a tensor far below it is the small difference of large numbers.
+        # One rounding unit of the norm of the whole kind: a tensor far below it is a small difference of
+        # large numbers.
         rounding = EPSILON[self.precision] * kind_norm / expected_norm if expected_norm > 0 else 0.0
         if self.precision != "float64" and own > 0.0:
-            # It was measured: below float64 one unit of the whole kind would hide small tensors.
+            # The noise was measured. Below float64 one unit of the whole kind would hide errors of small
+            # tensors.
             rounding = 0.0
         return max(self.tolerance.factor * measured, FLOOR[self.precision], rounding)
 
     def _fixed(self, expected_norm: float) -> float:
-        """Return |actual - expected| <= atol + rtol * |expected|, divided by |expected|."""
+        """Return the bound of |actual - expected| <= atol + rtol * |expected|, divided by |expected|."""
         assert self.tolerance.rtol is not None
         assert self.tolerance.atol is not None
         slack = self.tolerance.atol / expected_norm if expected_norm > 0 else self.tolerance.atol
         return self.tolerance.rtol + slack
 
     def _add_gradient_noise(self, step: int, name: str, own: float, measured: float) -> float:
-        """Return the noise of an update or a moment: what was measured, and what the noise of gradients does to it.
+        """Return the noise of an update or a moment, including the effect of the noise of the gradients.
 
-        A few runs of calibration miss most of the elements whose update may change its sign, so what sign flips do is
-        added to what the runs showed. Nor is more allowed than what all of the gradients' noise does: that drift is
-        known of each tensor, so the median over all tensors is no help. The caller multiplies by the factor k; drift
-        and flips are the effects of k times the noise, divided by k, and `own` is added once: own / k.
+        A few calibration runs miss most elements whose update may change sign, so the effect of sign flips
+        is added to the measured noise. The result is capped by the drift, which is the effect of all
+        gradient noise on this tensor. The drift is known per tensor, so the cap also applies to the median
+        over all tensors.
+
+        The caller multiplies by the factor k. Drift and flips are the effects of k times the noise, divided
+        by k. `own` is added once, as own / k.
         """
         drift = self.noise.get(update_drift_key(step, name, forced=self.forced))
         if drift is None:
@@ -122,14 +131,14 @@ class Bounds:
         return min(max(measured, flips + shown), drift + shown)
 
     def zero_bound(self) -> float:
-        """Return what a tensor that should be zero may be, relative to all tensors of its kind and step."""
+        """Return the bound for a tensor that should be zero, relative to all tensors of its kind and step."""
         return EPSILON[self.precision] if self.tolerance.kind != "exact" else 0.0
 
     def _typical_noise(self, step: int, kind: str, metric: Metric) -> float:
-        """Return the median of the noise of all tensors of a kind and step, for `largest` the maximum.
+        """Return the median noise over the tensors of a kind and step; for `largest`, the maximum.
 
-        A tensor's own measurement is the largest of three or four runs, which by chance may be all alike: the median
-        of its kind says what they would have shown another time.
+        A tensor's own measurement is the largest of three or four runs, which may agree by chance. The
+        median of its kind estimates the noise of further runs.
         """
         key = (step, kind)
         if key not in self._typical:
@@ -142,5 +151,5 @@ class Bounds:
 
 
 def _is_counter(kind: str, name: str) -> bool:
-    """Return whether a tensor counts the optimizer's steps: a whole number, which no precision rounds."""
+    """Return whether a tensor counts the optimizer's steps: an integer, exact at every precision."""
     return kind == Kind.OPTIMIZER_STATE and name.endswith(".step")

@@ -1,7 +1,8 @@
-"""Whether a user's own step calls zero_grad, clip and scheduler at the right places among its backward passes.
+"""Check that a user's own step calls zero_grad, clip and scheduler at the right points of a step.
 
-Only under `recipe.step`, and on every rank: what is in a wrong order there may be in no order at all on one device,
-whose step has one micro-batch. No number is compared, so the finding has the line of the call and no error.
+Applies only to a case with `recipe.step`, on every rank. One device runs a single micro-batch, so a wrong
+order among the backward passes may not show there. No numbers are compared: a finding has the line of the
+call and no error.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _STAGES = {
 
 @dataclass(frozen=True)
 class RankCalls:
-    """What one rank called in each step, and in how many micro-batches."""
+    """The calls of one rank in each step, and its number of micro-batches."""
 
     steps: Steps
     num_micro_batches: int
 
 
 class CallWatch(Watch[RankCalls]):
-    """Reports the calls that a user's step has made."""
+    """Reports the calls that a user's step made."""
 
     def __init__(self, step: CustomStep, num_micro_batches: int) -> None:
         self._step = step
@@ -51,23 +52,23 @@ class CallWatch(Watch[RankCalls]):
 
 
 class Calls(Check[RankCalls]):
-    """The order of the calls of a user's own step."""
+    """Order of the calls in a user's own step."""
 
     name = CheckName.CALLS
     role = Role.ORIGIN
 
     def watch(self, run: RankRun, program: Program) -> Watch[RankCalls] | None:
-        """Return what reports the calls, where a user's step runs; see `Check`."""
+        """Return a watch that reports the calls; None without a user's own step; see `Check`."""
         step = program.custom_step
         return None if step is None else CallWatch(step, program.num_micro_batches)
 
     def judge(self, shown: Shown, reports: Sequence[RankCalls]) -> Outcome | None:
-        """Return whether every rank keeps the rules in every step; see `Check`."""
+        """Return whether every rank follows the rules in every step; see `Check`."""
         return judge_calls(shown, reports) if reports else None
 
 
 def judge_calls(shown: Shown, reports: Sequence[RankCalls]) -> Outcome:
-    """Return the verdict, with one finding for each rule that is broken, at the first step that breaks it."""
+    """Return the verdict, with one finding per broken rule, at the first step that breaks it."""
     broken: dict[CallRule, tuple[int, CallFacts, list[int]]] = {}
     for rank, report in enumerate(reports):
         for step, calls in sorted(report.steps.items()):
@@ -83,8 +84,8 @@ def judge_calls(shown: Shown, reports: Sequence[RankCalls]) -> Outcome:
 def _list_broken(calls: Sequence[Call], num_micro_batches: int) -> list[CallFacts]:
     """Return the rules that the calls of a step break.
 
-    Two backward passes for each micro-batch are another algorithm (sharpness-aware minimization throws the
-    gradients of the first ones away on purpose): no rule is for that.
+    The rules assume one backward pass per micro-batch. Algorithms with two, such as sharpness-aware
+    minimization, discard the first gradients on purpose; no rule applies to them.
     """
     if sum(call.name == "backward" for call in calls) != num_micro_batches:
         return []

@@ -1,9 +1,9 @@
-"""Whether the gradient norm is that of the ranks' own gradients, and the clip coefficient that of the norm.
+"""Check that the gradient norm matches the ranks' gradients, and the clip coefficient matches the norm.
 
-Every rank adds up the squares of the gradients that it has, in float64. Rank 0 counts each region of each logical
-tensor once, so neither the groups nor the order of the layout's own reductions play a part. Where the replicas of a
-region differ, which is for another check to find, a norm may count any of them: one rank's on all ranks, or on each
-rank its own.
+Every rank sums the squares of its local gradients in float64. Rank 0 counts each region of each logical
+tensor once, so the groups and the reduction order of the layout do not matter. If the replicas of a region
+differ, any of them may be counted: one rank's replica on all ranks, or each rank's own. Another check
+reports the differing replicas.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from moeverify.train.program import Program
 TOTAL = "total"
 COEFFICIENT = "clip_coefficient"
 _ORDERS = (2.0, 1.0, math.inf)
-_CHUNK = 1 << 20  # elements that are in float64 at once on a CPU: what fits its cache
+_CHUNK = 1 << 20  # elements converted to float64 at once on a CPU, to fit its cache
 
 
 @dataclass
 class StepGradients:
-    """What one rank has of one step: the sum of squares of each shard by (tensor, region), and its norms.
+    """Gradients of one rank in one step.
 
-    `sizes` are the sum and the largest of the absolute values of each, and how many there are.
-    `eps` are the machine epsilons of the norms, and of the gradients where norms may be rounded as these are.
+    - `squares`: the sum of squares of each shard, by (tensor, region).
+    - `sizes`: for each shard, the sum and the maximum of the absolute values, and the number of elements.
+    - `norms`: the gradient norm and the clip coefficient, by name.
+    - `eps`: the machine epsilon of each norm, and of the gradients if norms may be rounded to their dtype.
+    - `num_elements`: the number of elements of the largest shard.
     """
 
     squares: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -50,9 +53,10 @@ class StepGradients:
 
 
 class GradientWatch(Watch[dict[int, StepGradients]]):
-    """Adds up squares of gradients as they are shown; nothing is read from a GPU before the run is over.
+    """Sums the squares of gradients as they are shown. It reads nothing from a GPU before the run is over.
 
-    `norms_are_wide` says that a norm is taken in its own dtype, and not tensor by tensor in that of the gradients.
+    `norms_are_wide` means that norms are computed in their own dtype, not per tensor in the dtype of the
+    gradients.
     """
 
     def __init__(self, *, norms_are_wide: bool) -> None:
@@ -64,11 +68,11 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
         self._sizes: dict[int, int] = {}
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Note a gradient, a norm or a coefficient; see `Watch`."""
+        """Record a gradient, a norm or a coefficient; see `Watch`."""
         self.observe_all(step, kind, [(name, local, region)])
 
     def observe_all(self, step: int, kind: str, shown: Sequence[Named]) -> None:
-        """Note gradients, norms or coefficients; see `moeverify.layout.observer.BulkObserver`."""
+        """Record gradients, norms or coefficients; see `moeverify.layout.observer.BulkObserver`."""
         found = [
             (name, local, region)
             for name, local, region in shown
@@ -111,10 +115,11 @@ class GradientWatch(Watch[dict[int, StepGradients]]):
 
 
 def _measure_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return of each the sum of squares, and the sum and largest of absolute values, (3) float64.
+    """Return the sum of squares, the sum and the maximum of absolute values of each tensor: (3) float64.
 
-    Never with copies of whole gradients in float64, which are large. On a GPU torch's kernel for many norms adds up
-    in float64 what it reads in the gradients' dtype, many in one launch. On a CPU that would copy: there, in chunks.
+    Avoids float64 copies of whole gradients, which are large. On a GPU `torch._foreach_norm` reads the
+    gradients in their own dtype and accumulates in float64, with one launch for many tensors. On a CPU it
+    would copy them, so the CPU path works in chunks.
     """
     if tensors and all(tensor.is_cuda for tensor in tensors):
         plain = [tensor.detach() for tensor in tensors]
@@ -133,29 +138,31 @@ def _measure_in_chunks(flat: Tensor) -> Tensor:
 
 
 class Clip(Check[dict[int, StepGradients]]):
-    """The norm of each step and the coefficient of the clip, on every rank."""
+    """Gradient norm and clip coefficient of each step, on every rank."""
 
     name = CheckName.CLIP
     role = Role.ORIGIN
     recomputes_step = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[dict[int, StepGradients]]:
-        """Return what adds up the squares; see `Check`."""
-        # Ours are float32 at least, whatever the gradients are; a framework may keep each tensor's norm in bfloat16.
+        """Return a watch that sums the squares; see `Check`."""
+        # moeverify's norms are at least float32, whatever the dtype of the gradients. A framework may keep
+        # the norm of each tensor in bfloat16.
         is_ours = program.custom_step is None and type(program.engine).norm is PlainEngine.norm
         return GradientWatch(norms_are_wide=is_ours)
 
     def judge(self, shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Outcome | None:
-        """Return whether norm and coefficient follow from the gradients, on every rank; see `Check`."""
+        """Return whether norm and coefficient follow from the gradients on every rank; see `Check`."""
         return judge_norms(shown, reports) if any(reports) else None
 
 
 def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Outcome:
-    """Return the verdict, with a finding for each norm and coefficient that is wrong on some rank."""
+    """Return the verdict, with a finding for each norm or coefficient that is wrong on some rank."""
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
     worst: Worst | None = None
-    # A user's own step may clip by a limit of its own: there the coefficient is compared with the golden's alone.
+    # A user's own step may clip by a limit of its own. Then only the comparison with the golden covers the
+    # coefficient.
     recipe = shown.case.recipe
     max_norm = recipe.optimizer.clip_norm if recipe.step is None else None
     own = {name for _, name in shown.list_own(CheckName.CLIP)}
@@ -188,7 +195,10 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
 
 
 def _find_extremes(of_step: Sequence[StepGradients]) -> tuple[float, float]:
-    """Return the smallest and the largest norm of one replica of each region; they differ where replicas do."""
+    """Return the smallest and the largest norm over all choices of one replica per region.
+
+    They are equal unless replicas differ.
+    """
     found: dict[tuple[str, str], tuple[float, float]] = {}
     for each in of_step:
         for region, square in each.squares.items():
@@ -201,33 +211,33 @@ def _find_extremes(of_step: Sequence[StepGradients]) -> tuple[float, float]:
 def _measure(
     name: str, each: StepGradients, extremes: tuple[float, float], max_norm: float | None, num_ranks: int
 ) -> tuple[float, float, float] | None:
-    """Return (expected, actual, relative bound) of a norm or coefficient of one rank, None where it has none."""
+    """Return (expected, actual, relative bound) of a norm or coefficient on one rank; None if it has none."""
     if name not in each.norms or (name == COEFFICIENT and max_norm is None):
         return None
     eps = max(each.eps.get(Kind.GRADIENT, 0.0), each.eps[name])
     if name == TOTAL:
         low, high = extremes
         if not math.isfinite(high):
-            return None  # gradients that are no numbers have a norm that is none
+            return None  # non-finite gradients have a non-finite norm
         actual = each.norms[name]
-        # Of what is no number neither holds, and it is compared with the largest.
+        # A NaN norm fails both comparisons, so it is compared with `high`.
         nearest = actual if low <= actual <= high else low if actual < low else high
         return nearest, actual, _norm_bound(eps, each.num_elements, num_ranks)
     assert max_norm is not None
     if math.isnan(each.norms[TOTAL]):
         return None
-    # As torch's clip_grads_with_norm_ has it, from the norm that this rank has: three roundings.
+    # As in torch's clip_grads_with_norm_, from this rank's own norm: three roundings.
     expected = min(1.0, max_norm / (each.norms[TOTAL] + GUARD))
     return expected, each.norms[name], 4.0 * 0.5 * max(each.eps[name], each.eps[TOTAL])
 
 
 def _norm_bound(eps: float, num_elements: int, num_ranks: int) -> float:
-    """Return the largest relative error of a norm by its own rounding.
+    """Return the largest relative error that rounding may cause in a norm.
 
-    torch rounds the norm of each tensor, its square, each sum over the ranks of a mesh, the root, and the norm of the
-    norms to one dtype, of machine epsilon `eps`: all relative, so the total is off by no more than one tensor's.
-    Inside a tensor it sums in float32 at least, in vectors and blocks, where the errors of n sums grow like the root
-    of n.
+    torch rounds to one dtype of machine epsilon `eps`: the norm of each tensor, its square, each sum over
+    the ranks of a mesh, the root, and the norm of the norms. All these errors are relative, so the total
+    has no larger relative error than one tensor. Inside a tensor torch sums in float32 at least, in vectors
+    and blocks. There the error of n sums grows like sqrt(n).
     """
     inner = 2.0**-24 if eps > 2.0**-40 else 2.0**-53
     return 0.5 * eps * (8.0 + num_ranks) + 4.0 * inner * math.sqrt(num_elements)
@@ -243,11 +253,14 @@ def _share(expected: float, actual: float, bound: float) -> float:
 
 
 def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
-    """Return what a diagnosis needs to tell which squares a norm counts; nothing where a rank has no norm."""
+    """Return the facts that a diagnosis needs to tell which squares a norm counts.
+
+    Without the details for a coefficient, or if some rank has no norm.
+    """
     if name == COEFFICIENT or not all(name in each.norms for each in of_step):
         return ClipFacts(is_coefficient=name == COEFFICIENT)
     of_region: dict[tuple[str, str], float] = {}
-    for each in reversed(of_step):  # of replicas that differ, the lowest rank's
+    for each in reversed(of_step):  # where replicas differ, keep the lowest rank's
         of_region.update(each.squares)
     regions: dict[str, dict[str, float]] = {}
     for (parameter, region), square in of_region.items():
@@ -272,7 +285,7 @@ def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
             square = regions[parameter][region]
             held.setdefault(parameter, {}).setdefault(rank, {})[region] = square
             known = parts.setdefault(parameter, {})
-            # A rank may have several regions of one parameter: rows of experts that were moved.
+            # A rank may hold several regions of one parameter, such as rows of experts that were moved.
             known[rank] = f"{known[rank]};{region}" if rank in known else region
     norms = tuple(each.norms[name] for each in of_step)
     eps = max(each.eps[name] for each in of_step)

@@ -1,4 +1,4 @@
-"""Whether the ranks together hold every element of every logical tensor of the golden, and none twice."""
+"""Check that the ranks together hold every element of every logical tensor of the golden exactly once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moeverify.results.finding import Finding
 
 
 class Coverage(Check[Any]):
-    """The sizes of distinct regions against that of the tensor, and the golden's names against those shown."""
+    """Sizes of distinct regions against the tensor's size, and shown names against the golden's names."""
 
     name = CheckName.COVERAGE
     role = Role.ORIGIN
 
     def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome:
-        """Return the verdict, with a finding for each tensor that has not each element once; see `Check`."""
+        """Return the verdict, with a finding for each tensor with missing or repeated elements."""
         findings: list[Finding] = []
         for key, tensor in shown.tensors.items():
             num_held = int(sum(entry.difference.count for _, entry in tensor.distinct.values()))

@@ -1,9 +1,10 @@
-"""Whether the loss that each rank shows of a token is the cross entropy of the logits that its own head gave.
+"""Check that each token loss a rank shows is the cross entropy of its own logits.
 
-The golden allows a token loss what rounding does to it on the way through the model, a hundredth in bfloat16. Between
-the head and the loss there is one softmax, in float32 at least, so a token loss is known to a few units of float32 in
-any precision: a softmax in bfloat16, one over a part of the vocabulary, a label that is another token's are all far
-beyond that. The labels are those of the case (`moeverify.checks.data` says where a rank has read others).
+The golden allows a token loss the rounding of the whole model, about 1e-2 in bfloat16. Between the head and
+the loss there is only one softmax, at least in float32. The loss is therefore known to a few units of
+float32 in any precision. A softmax in bfloat16, a softmax over part of the vocabulary, or the label of
+another token exceed that by far. Labels are taken from the case. `moeverify.checks.data` finds ranks that
+read other labels.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ from moeverify.train.reference_subject import ReferenceSubject
 HEAD, LM = "lm_head", "lm"
 
 MOST_TOKENS = 1 << 10
-"""Of a micro-batch, so many tokens in equal distances are computed again: a wrong loss is wrong at most of them."""
+"""Maximum number of evenly spaced tokens recomputed per micro-batch. A wrong loss is wrong at most tokens."""
 
-_LEAST_NUMBERS = 8  # fewer are representable in a narrower dtype by chance
+_LEAST_NUMBERS = 8  # fewer numbers may fit a narrower dtype by chance
 
 
 @dataclass(frozen=True)
 class Passed:
-    """Sampled tokens (n) of one pass of the head: which, their losses in float64, and by how much each may be off."""
+    """Sampled tokens (n) of one pass of the head.
+
+    `tokens` are their indices, `losses` their losses in float64, and `allowed` the allowed absolute errors.
+    """
 
     tokens: Tensor
     losses: Tensor
@@ -56,9 +60,10 @@ class Passed:
 
 @dataclass(frozen=True)
 class Compared:
-    """A micro-batch of `step`: `actual` losses (n) in float64, and each error (n) as a multiple of what is allowed.
+    """Comparison of one micro-batch of `step`.
 
-    `fits` says by the name of a narrower dtype whether it can represent all of them.
+    `actual` are the losses (n) in float64. `ratio` (n) is each error divided by the allowed error. `fits`
+    maps each narrower dtype's name to whether that dtype represents all losses exactly.
     """
 
     step: int
@@ -70,9 +75,9 @@ class Compared:
 
 @dataclass(frozen=True)
 class Row:
-    """One micro-batch of a step on one rank: the worst of its tokens, as a multiple of what is allowed.
+    """One micro-batch of a step on one rank. `worst` is its largest error, divided by the allowed error.
 
-    `dtypes` are the narrower ones that can represent all of its losses, the narrowest first.
+    `dtypes` are the narrower dtypes that represent all of its losses exactly, narrowest first.
     """
 
     step: int
@@ -86,7 +91,7 @@ class Row:
 
 
 class CrossEntropyWatch(Watch[list[Row]]):
-    """Computes the losses of a few tokens again whenever the head was called, and compares what is shown of them."""
+    """Recomputes losses of sampled tokens after each call of the head, and compares the shown losses."""
 
     def __init__(self, case: Case, program: Program, rank: int) -> None:
         self._rank = rank
@@ -102,18 +107,18 @@ class CrossEntropyWatch(Watch[list[Row]]):
         ]
 
     def begin_step(self, step: int) -> None:
-        """Count the passes of a step from 0; see `Watch`."""
+        """Restart the count of passes at 0; see `Watch`."""
         self._step, self._num_passes, self._passed = step, 0, []
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Compare the losses of a micro-batch with those of the pass that it came from; see `Watch`."""
+        """Compare the losses of a micro-batch with the pass they came from; see `Watch`."""
         if kind != Kind.TOKEN_LOSS or local is None or not self._passed:
             return
         passed = self._passed.pop(0)
         self._compared.append(compare(step, passed, local.detach().reshape(-1)[passed.tokens]))
 
     def close(self) -> None:
-        """Take the hooks away; see `Watch`."""
+        """Remove the hooks; see `Watch`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -129,7 +134,7 @@ class CrossEntropyWatch(Watch[list[Row]]):
             return
         cut = self._expected.cut(self._rank, self._num_passes)
         self._num_passes += 1
-        # Logits that stay divided over the vocabulary would have to be gathered.
+        # Logits sharded over the vocabulary would need a gather.
         if isinstance(logits, DTensor) or not isinstance(logits, Tensor):
             return
         labels = self._expected.make_labels(self._step, cut, logits.device)
@@ -143,24 +148,28 @@ class CrossEntropyWatch(Watch[list[Row]]):
 
 
 def compute(logits: Tensor, labels: Tensor, tokens: Tensor) -> Passed:
-    """Return the cross entropy of some tokens in float64. Shapes: logits (n, V), labels and tokens (n) int64."""
+    """Return the cross entropy of some tokens in float64.
+
+    Shapes: logits (n, V), labels and tokens (n) int64.
+    """
     unit = 0.5 * torch.finfo(widen(logits.dtype)).eps
     wide, counts = logits.to(torch.float64), labels != IGNORED
     sizes = wide.logsumexp(dim=-1)
     of_label = wide.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     losses = torch.where(counts, sizes - of_label, 0.0)
-    # The largest logit is taken off first; then V exponentials of numbers up to the range of the logits are summed,
-    # which moves their logarithm as much as it moves their sum; float64 rounds what it is compared with as well.
+    # The softmax subtracts the largest logit, then sums V exponentials of numbers within the range of the
+    # logits. A relative error of this sum is an absolute error of its logarithm. The float64 reference is
+    # rounded as well.
     top = wide.abs().amax(dim=-1)
     allowed = 2.0 * unit * (8.0 + 4.0 * math.sqrt(wide.shape[-1]) + 4.0 * top + 2.0 * sizes.abs())
     return Passed(tokens, losses, allowed)
 
 
 def compare(step: int, passed: Passed, shown: Tensor) -> Compared:
-    """Return how far the losses (n) that were shown of some tokens are from those computed again."""
+    """Return the differences between shown losses (n) of some tokens and the recomputed ones."""
     actual = shown.to(torch.float64)
     ratio = (actual - passed.losses).abs() / passed.allowed
-    # Where logits are no numbers, that leads the report by itself.
+    # Non-finite logits have findings of their own, so they are skipped here.
     ratio = torch.where(passed.losses.isfinite(), ratio, 0.0)
     fits = {
         name_dtype(dtype): (shown.to(dtype).to(shown.dtype) == shown).all()
@@ -170,7 +179,7 @@ def compare(step: int, passed: Passed, shown: Tensor) -> Compared:
 
 
 def _read(compared: Compared) -> Row:
-    """Return the row of a micro-batch; waits for the device."""
+    """Return the row of a micro-batch. Synchronizes with the device."""
     ratio, passed = compared.ratio, compared.passed
     place = int(ratio.nan_to_num(torch.inf).argmax())
     is_enough = int((compared.actual != 0.0).sum()) >= _LEAST_NUMBERS
@@ -187,25 +196,25 @@ def _read(compared: Compared) -> Row:
 
 
 class CrossEntropy(Check[list[Row]]):
-    """The loss of each token on every rank, of the reference model; a user's own loss is for the user to say."""
+    """Loss of each token on every rank, for the reference model only: a user's model defines its own loss."""
 
     name = CheckName.CROSS_ENTROPY
     role = Role.ORIGIN
     sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[list[Row]] | None:
-        """Return what computes the losses again; see `Check`."""
+        """Return a watch that recomputes the losses; None for a user's model; see `Check`."""
         if not isinstance(program.subject, ReferenceSubject):
             return None
         return CrossEntropyWatch(run.case, program, torch.distributed.get_rank())
 
     def judge(self, shown: Shown, reports: Sequence[list[Row]]) -> Outcome | None:
-        """Return whether each token has the loss that its logits give, up to rounding; see `Check`."""
+        """Return whether each token loss follows from its logits, up to rounding; see `Check`."""
         return judge_rows(shown, reports) if any(reports) else None
 
 
 def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
-    """Return the verdict, with a finding for each step."""
+    """Return the verdict, with one finding per wrong step."""
     by_step: dict[int, list[tuple[int, Row]]] = {}
     for rank, rows in enumerate(reports):
         for row in rows:

@@ -1,11 +1,11 @@
-"""Whether every rank read its own tokens, labels, positions and masks, in every micro-batch of every step.
+"""Check that every rank read its own tokens, labels, positions and masks in every micro-batch.
 
-A batch is a function of seed, step, row and position, so what a rank has to read is known without asking it. What it
-did read is seen where it is used (`moeverify.checks.data_reads`), and compared with the case, not with what the
-program under test believes to be its share.
+A batch is a function of seed, step, row and position, so the case alone determines the data each rank has
+to read. `moeverify.checks.data_reads` records the data where it is used. It is compared with the case, not
+with the share that the program under test computes.
 
-Nothing is known of what a model or a step of a user's own may do with its batch. There a reading is wrong only where
-it is what somebody else should have read.
+A user's own model or step may use its batch in unknown ways. There a reading is wrong only if it belongs to
+another rank, step or micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moeverify.train.data import IGNORED
 from moeverify.train.program import Program
 
 MOST_EXPLAINED = 16
-"""Micro-batches of a rank whose source is looked for; where one is wrong, mostly all are."""
+"""Maximum number of wrong micro-batches per rank whose source is searched. Usually all of them are alike."""
 MOST_REPORTED = 8
 
 _CERTAIN = frozenset(
@@ -44,7 +44,7 @@ _CERTAIN = frozenset(
 
 
 class DataReport:
-    """What one rank read: how many micro-batches were compared, and those that were wrong."""
+    """Readings of one rank: the number of compared micro-batches, and the wrong ones."""
 
     def __init__(self, num_compared: int, misread: Sequence[Misread]) -> None:
         self.num_compared = num_compared
@@ -52,7 +52,7 @@ class DataReport:
 
 
 class DataWatch(Watch[DataReport]):
-    """Keeps what this rank's model and loss read, and compares it when the run is over."""
+    """Keeps the data that this rank's model and loss read, and compares it after the run."""
 
     def __init__(self, case: Case, program: Program, rank: int) -> None:
         self._case = case
@@ -65,25 +65,26 @@ class DataWatch(Watch[DataReport]):
         self._reads = DataReads(program.model, case.recipe.model.vocab_size, *sizes)
 
     def begin_step(self, step: int) -> None:
-        """Note the number of the step; see `Watch`."""
+        """Record the number of the step; see `Watch`."""
         self._reads.step = step
 
     def close(self) -> None:
-        """Take the hooks away; see `Watch`."""
+        """Remove the hooks; see `Watch`."""
         self._reads.remove()
 
     def report(self) -> DataReport:
-        """Return what was read wrong; see `Watch`."""
+        """Return the wrong readings; see `Watch`."""
         misread: list[Misread] = []
         num_compared = 0
-        # What a rank reads at all it reads in every step: a stage of a pipeline has no tokens, or no labels.
+        # A module that reads a kind of data reads it in every step. A pipeline stage may have no tokens or
+        # no labels.
         readers = {(what, name) for (_, what), by_name in self._reads.reads.items() for name in by_name}
         steps = sorted({step for step, _ in self._reads.reads})
         for step in steps:
             for what in Batch:
                 names = sorted(name for each, name in readers if each is what)
                 if what is Batch.TOKENS and len(names) > 1:
-                    names = [name for name in names if name != MODEL]  # nearer to what is computed
+                    names = [name for name in names if name != MODEL]  # modules are closer to the computation
                 by_name = self._reads.reads.get((step, what), {})
                 read = [[_widen(each) for each in by_name.get(name, ())] for name in names]
                 num_compared += sum(map(len, read))
@@ -94,7 +95,10 @@ class DataWatch(Watch[DataReport]):
     def _compare(
         self, step: int, what: Batch, by_reader: Sequence[list[Tensor]], *, explain: bool
     ) -> list[Misread]:
-        """Return what is wrong of one kind in one step, by the reader that is wrong first, or right most."""
+        """Return the wrong readings of one kind in one step, taken from the first reader with any.
+
+        For a user's own code, one correct reader is enough to return none.
+        """
         found: list[list[Misread]] = []
         for read in by_reader:
             misread = list(self._compare_one(step, what, read, explain=explain))
@@ -109,9 +113,9 @@ class DataWatch(Watch[DataReport]):
         return wrong[0]
 
     def _may_be_own(self, step: int, what: Batch, read: Sequence[Tensor]) -> bool:
-        """Return whether code of a user's own may read this: other passes, or its rows once in another order.
+        """Return whether a user's own code may read this: another number of passes, or its rows reordered.
 
-        Labels may be in another order only where tokens are.
+        Labels may be reordered only in steps whose tokens are.
         """
         if len(read) != self._case.layout.micro_batches:
             return True
@@ -121,7 +125,7 @@ class DataWatch(Watch[DataReport]):
         return step in self._reordered and self._has_all(step, what, read)
 
     def _has_all(self, step: int, what: Batch, read: Sequence[Tensor]) -> bool:
-        """Return whether all rows of a step were read once, in whatever order."""
+        """Return whether all rows of a step were read exactly once, in any order."""
         numbers = range(self._case.layout.micro_batches)
         cuts = [self._expected.cut(self._rank, number) for number in numbers]
         if what is Batch.LABELS:
@@ -153,20 +157,23 @@ class DataWatch(Watch[DataReport]):
                 found = self._make(step, what, number, actual, num_wrong, explain=explain)
                 yield found
                 if what is not Batch.LABELS or found.source.kind is not SourceKind.UNKNOWN:
-                    continue  # labels of another batch have its padding too
+                    continue  # labels of another batch also have its padding
             masks.append((number, counts))
         if what in (Batch.LABELS, Batch.MASK):
             yield from self._list_masks(step, Batch.LOSS_MASK if what is Batch.LABELS else what, masks)
 
     def _list_masks(self, step: int, what: Batch, masks: Sequence[tuple[int, Tensor]]) -> Iterator[Misread]:
-        """Yield masks that are wrong. A few lengths may be equal by chance: their source is looked for together."""
+        """Yield the wrong masks.
+
+        Single lengths may be equal by chance, so the source is searched for all masks together.
+        """
         wrong = []
         for number, actual in masks:
             wanted = self._expected.values(what, step, self._expected.cut(self._rank, number))
             if not torch.equal(actual, wanted):
                 wrong.append((number, actual, count_wrong(actual, wanted)))
         if not wrong or (what is Batch.LOSS_MASK and all(bool(actual.all()) for _, actual in masks)):
-            return  # labels of all tokens are what a loss is given that is masked after it, token by token
+            return  # a loss that is masked afterwards, per token, receives the labels of all tokens
         pairs = [(number, actual) for number, actual, _ in wrong]
         find = self._expected.find_mask_source
         source = find(what, masks, self._rank, step) or find(what, pairs, self._rank, step)
@@ -198,7 +205,7 @@ class DataWatch(Watch[DataReport]):
         )
 
     def _list_unread(self, step: int, what: Batch, read: Sequence[Tensor]) -> Iterator[Misread]:
-        """Yield the micro-batches that were not read, where there were more or fewer passes than micro-batches."""
+        """Yield the micro-batches that were not read, if passes and micro-batches differ in number."""
         for number in range(self._case.layout.micro_batches):
             wanted = self._expected.values(what, step, self._expected.cut(self._rank, number))
             if not any(is_same(what, each, wanted) for each in read):
@@ -207,7 +214,7 @@ class DataWatch(Watch[DataReport]):
 
 
 def _widen(read: Tensor) -> Tensor:
-    """Return what was kept, on the CPU and in the dtype in which it was read."""
+    """Return a stored reading on the CPU, in its original dtype."""
     return read.cpu() if read.dtype is torch.bool else read.to("cpu", torch.int64)
 
 
@@ -219,11 +226,11 @@ class DataCheck(Check[DataReport]):
     sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[DataReport] | None:
-        """Return what keeps the readings; see `Check`."""
+        """Return a watch that keeps the readings; see `Check`."""
         return DataWatch(run.case, program, torch.distributed.get_rank())
 
     def judge(self, shown: Shown, reports: Sequence[DataReport]) -> Outcome | None:
-        """Return the verdict, with a finding for each step in which something else was read; see `Check`."""
+        """Return the verdict, with a finding for each step with wrong readings; see `Check`."""
         num_compared = sum(report.num_compared for report in reports)
         if num_compared == 0:
             return None
@@ -237,7 +244,7 @@ class DataCheck(Check[DataReport]):
 
 def _make_finding(shown: Shown, step: int, read: Sequence[MisreadOnRank]) -> Finding:
     order: Mapping[Batch, int] = {what: number for number, what in enumerate(Batch)}
-    # What is known of its source says more than what comes first.
+    # Readings with a known source come first: they explain more than the earliest ones.
     ordered = sorted(
         read,
         key=lambda each: (

@@ -1,7 +1,7 @@
-"""What a rank's model and loss read of the batch, kept where it is used and not where it was made.
+"""Batch data that a rank's model and loss read, recorded where it is used, not where it is made.
 
-Tokens are what the embedding looks up, labels what the cross entropy of torch is given, positions and padding masks
-what blocks of the reference model are called with. Recomputed passes are none of them.
+Tokens are the embedding's indices, and labels are the targets of torch's cross entropy. Positions and
+padding masks are arguments of the reference model's blocks. Recomputed passes are ignored.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from moeverify.model.transformer import Block
 from moeverify.results.data import Batch
 
 Reads = dict[tuple[int, Batch], dict[str, list[Tensor]]]
-"""By step and what was read: by the module that read it, the micro-batches (M, s) in the order of their passes."""
+"""Micro-batches (M, s) in the order of their passes, by (step, kind of data) and reading module."""
 
 MODEL = ""  # the name of the model itself, and of the loss
 
 
 class DataReads:
-    """Hooks on one rank's model and on torch's cross entropy, until they are removed.
+    """Hooks on one rank's model and on torch's cross entropy, active until `remove` is called.
 
-    A reading is of a micro-batch of `num_tokens` tokens in rows of `length`; what has another size is none. A table
-    with fewer than `vocab_size` rows is one of positions, or a part of one, whose ids mean something else.
+    A tensor counts as a micro-batch if it has `num_tokens` elements; it is stored in rows of `length`. An
+    embedding with fewer than `vocab_size` rows is a position table, or a shard of a table. Its ids mean
+    something else, so it is ignored.
     """
 
     def __init__(self, model: nn.Module, vocab_size: int, num_tokens: int, length: int) -> None:
@@ -50,14 +51,14 @@ class DataReads:
             if isinstance(module, nn.Embedding) and module.num_embeddings >= vocab_size:
                 self._add(module, name, Batch.TOKENS, 0, "input")
             elif isinstance(module, Block) and stage not in firsts:
-                firsts.add(stage)  # its other blocks are called with the same
+                firsts.add(stage)  # all blocks of a stage receive the same arguments
                 self._add(module, name, Batch.POSITIONS, 1, "positions")
                 self._add(module, name, Batch.MASK, 2, "valid")
         self._original: Callable[..., Any] = functional.cross_entropy
         functional.cross_entropy = self._wrap_loss(self._original)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -91,7 +92,8 @@ class DataReads:
             return
         local = local_part(value)
         if local.numel() == self._num_tokens:
-            # A copy, since a loop may fill one buffer with each micro-batch, and a small one: it is kept to the end.
+            # A copy, since a loop may refill one buffer for each micro-batch. It is stored in a small dtype
+            # because it is kept until the end.
             small = torch.bool if local.dtype is torch.bool else torch.int32
             read = local.detach().reshape(-1, self._length).to(small, copy=True)
             self.reads.setdefault((self.step, what), {}).setdefault(name, []).append(read)

@@ -1,8 +1,8 @@
-"""Whose tokens, labels, positions or masks a rank has read, where they are not its own.
+"""Source of tokens, labels, positions or masks that a rank read in place of its own.
 
-Tokens are hashes of seed, step, row and position, so what was read is found by comparing it with what other
-micro-batches, ranks and steps have. Shapes: B rows and S positions of the global batch; M rows and s positions of
-one micro-batch on one rank.
+Tokens are hashes of seed, step, row and position. The source of a reading is found by comparison with the
+data of other micro-batches, ranks and steps. Shapes: B rows and S positions of the global batch; M rows and
+s positions of one micro-batch on one rank.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from moeverify.parallel.context_parallel import split_positions
 from moeverify.results.data import Batch, ReadSource, SourceKind
 from moeverify.train.data import IGNORED, Share, make_batch, whole_share
 
-MOST_STEPS = 16  # that are searched, the nearest ones
-MOST_ROWS = 4  # that are named
-CHANCE = 0.01  # that masks are equal to those of some other share, above which none is named
+MOST_STEPS = 16  # nearest steps that are searched
+MOST_ROWS = 4  # rows that a source lists
+CHANCE = 0.01  # largest probability of a chance match at which a share is named as the source of masks
 MASKS = (Batch.MASK, Batch.LOSS_MASK)
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The batch of one step: `text` (B, S + 1), of which the last token is a label alone, and lengths (B)."""
+    """The batch of one step: `text` (B, S + 1), whose last token is only a label, and valid `lengths` (B)."""
 
     text: Tensor
     lengths: Tensor
@@ -37,14 +37,14 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which rows (M) and positions (s) a rank has in a micro-batch, both int64."""
+    """Rows (M) and positions (s) of one micro-batch on one rank, both int64."""
 
     rows: Tensor
     positions: Tensor
 
 
 class Expected:
-    """What every rank of a case has to read, by the case alone: nothing of the program under test is asked."""
+    """Data that every rank of a case has to read, derived from the case and not from the tested program."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -57,14 +57,14 @@ class Expected:
             recipe, cpu = self.case.recipe, torch.device("cpu")
             whole, size = whole_share(recipe.data), recipe.model.vocab_size
             made = make_batch(recipe.data, size, recipe.seed, step, whole, cpu)
-            # Without padding the last label is known too: text does not depend on the lengths.
+            # Without padding the last label is known too. The text does not depend on the lengths.
             full = recipe.data.model_copy(update={"min_valid": 1.0})
             labels = make_batch(full, size, recipe.seed, step, whole, cpu).targets
             self._batches[step] = GlobalBatch(torch.cat([made.tokens, labels[:, -1:]], dim=1), made.row_valid)
         return self._batches[step]
 
     def cut(self, rank: int, micro_batch: int) -> Cut:
-        """Return what a rank has in a micro-batch."""
+        """Return the rows and positions of a rank in a micro-batch."""
         layout, data = self.case.layout, self.case.recipe.data
         place, share = self.plan.data.coordinates(rank), 0
         for axis in DEGREES:
@@ -77,7 +77,7 @@ class Expected:
         return Cut(torch.tensor(tuple(own)), torch.tensor(tuple(positions)))
 
     def values(self, what: Batch, step: int, cut: Cut) -> Tensor:
-        """Return what is read at these rows and positions, (M, s); of labels those of padding too."""
+        """Return the data at the given rows and positions, (M, s). Labels of padding are included."""
         batch = self.batch(step)
         if what is Batch.POSITIONS:
             return cut.positions.expand(len(cut.rows), -1)
@@ -86,18 +86,18 @@ class Expected:
         return batch.text[cut.rows[:, None], cut.positions + (what is Batch.LABELS)]
 
     def labels(self, step: int, cut: Cut) -> Tensor:
-        """Return the labels (M, s) with padding ignored."""
+        """Return the labels (M, s), with padding set to `IGNORED`."""
         counts = self.values(Batch.LOSS_MASK, step, cut)
         return self.values(Batch.LABELS, step, cut).masked_fill(~counts, IGNORED)
 
     def make_labels(self, step: int, cut: Cut, device: torch.device) -> Tensor:
-        """Return the same as `labels` on a device, for a rank that needs no rows but these."""
+        """Return the same as `labels` on a device, without building the global batch."""
         recipe = self.case.recipe
         share = Share(tuple(cut.rows.tolist()), tuple(cut.positions.tolist()))
         return make_batch(recipe.data, recipe.model.vocab_size, recipe.seed, step, share, device).targets
 
     def find_source(self, what: Batch, actual: Tensor, rank: int, step: int, micro_batch: int) -> ReadSource:
-        """Return where a rank has read `actual` (M, s), which is no mask, in the place of its micro-batch."""
+        """Return the source of `actual` (M, s), read for a micro-batch. Masks are not supported."""
         if what is Batch.POSITIONS and bool((actual == torch.arange(actual.shape[1])).all()):
             return ReadSource(kind=SourceKind.LOCAL)
         return (
@@ -111,7 +111,10 @@ class Expected:
     def find_mask_source(
         self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
     ) -> ReadSource | None:
-        """Return where a rank has read all of these masks (M, s) of a step, each with its micro-batch."""
+        """Return the common source of all these masks (M, s) of a step, each with its micro-batch.
+
+        Return None if no source is found, or if a match may be chance.
+        """
         if all(bool(actual.all()) for _, actual in masks):
             return ReadSource(kind=SourceKind.ALL)
         left_out = self._find_left_out(what, masks, rank, step)
@@ -134,10 +137,10 @@ class Expected:
     def _find_left_out(
         self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
     ) -> ReadSource | None:
-        """Return which positions these masks leave out in every row, where that is all that is wrong with them.
+        """Return the positions that these masks leave out in every row, if nothing else is wrong with them.
 
-        Asked before a shift: one of rows that go on beyond the rank's positions looks the same, and what is left out
-        is what there is to see.
+        Tried before a shift: where rows extend beyond the rank's positions, a shifted mask looks the same.
+        Only the omitted positions are observable.
         """
         cuts = [self.cut(rank, number) for number, _ in masks]
         read = torch.cat([actual for _, actual in masks])
@@ -152,10 +155,10 @@ class Expected:
     def _find_label(
         self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
     ) -> int | None:
-        """Return the label whose tokens, and no others, these masks leave out of those that count; None for none.
+        """Return the one label whose tokens these masks leave out of the valid ones; None if there is none.
 
-        So it is where padding is told by its token, which is that of the end of a text too. One token alone would
-        have one label by chance.
+        This happens where padding is recognized by its token id, which may also end a text. A single
+        left-out token would have a single label by chance, so at least two are required.
         """
         cuts = [self.cut(rank, number) for number, _ in masks]
         read = torch.cat([actual for _, actual in masks])
@@ -167,7 +170,7 @@ class Expected:
         return int(left_out[0]) if torch.equal(read, own & (labels != left_out[0])) else None
 
     def _find_next(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
-        """Look for the rank's own tokens, each one further on: labels that were shifted after the rows were cut."""
+        """Match labels with the rank's own tokens, one position later: shifted after the batch was split."""
         if what is not Batch.LABELS or len(cut.positions) == 1:
             return None
         following = self.values(Batch.TOKENS, step, cut)[:, 1:]
@@ -179,7 +182,7 @@ class Expected:
         return others[:MOST_STEPS]
 
     def _list_shares(self, rank: int, step: int, micro_batch: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (step, rank, micro-batch) of all other shares, the nearest first."""
+        """Yield (step, rank, micro-batch) of all other shares, nearest first."""
         plan, layout = self.plan, self.case.layout
         own = plan.coordinates(rank)
 
@@ -198,7 +201,10 @@ class Expected:
     def _find_share(
         self, what: Batch, read: Sequence[tuple[int, Tensor]], rank: int, step: int
     ) -> ReadSource | None:
-        """Return the share that all of these micro-batches were read from, each by its own number or by one."""
+        """Return the share from which all these micro-batches were read.
+
+        Each was read under its own number, or all were read from a single micro-batch.
+        """
         first, _ = read[0]
         for other_step, other, number in self._list_shares(rank, step, first):
             cuts = [self.cut(other, own if number == first else number) for own, _ in read]
@@ -246,7 +252,7 @@ class Expected:
         return rows
 
     def _find_shift(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
-        """Look for values of positions so many further on, in the row or in what the rank has of it."""
+        """Match the values of positions shifted by a constant, in the row or within the rank's part of it."""
         length = self.case.recipe.data.seq_len
         own = self.values(what, step, cut)
         for shift in sorted(range(-(length // 2), length // 2 + 1), key=abs):
@@ -263,7 +269,7 @@ class Expected:
 
 
 def is_same(what: Batch, actual: Tensor, wanted: Tensor) -> bool:
-    """Return whether values of one shape are equal; of labels all that count, and there must be some."""
+    """Return whether values are equal. For labels, ignored ones are skipped and at least one must count."""
     if actual.shape != wanted.shape:
         return False
     if what is not Batch.LABELS:
@@ -273,7 +279,10 @@ def is_same(what: Batch, actual: Tensor, wanted: Tensor) -> bool:
 
 
 def _is_rolled(what: Batch, actual: Tensor, own: Tensor, shift: int) -> bool:
-    """Return whether (M, s) has at each position the rank's own value so many positions on, if there is one."""
+    """Return whether `actual` (M, s) is `own` shifted by `shift` positions.
+
+    At least half of the positions must overlap.
+    """
     size = actual.shape[1] - abs(shift)
     if size < max(1, actual.shape[1] // 2):
         return False
@@ -286,10 +295,10 @@ def _mostly(inside: Tensor) -> bool:
 
 
 def count_wrong(actual: Tensor, wanted: Tensor) -> int:
-    """Return how many elements differ."""
+    """Return the number of elements that differ."""
     return int((actual != wanted).sum())
 
 
 def list_sequences(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Return the rows of some micro-batches (M, s), sorted: equal lists have the same rows, in whatever order."""
+    """Return the rows of some micro-batches (M, s), sorted: equal lists hold the same rows in any order."""
     return sorted(tuple(row) for tensor in tensors for row in tensor.tolist())

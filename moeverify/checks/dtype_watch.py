@@ -1,10 +1,12 @@
-"""In which dtypes the first step of a run computes, reduces and keeps: seen on this rank, whatever a policy says.
+"""Dtypes in which the first step of a run computes, reduces and stores, as observed on this rank.
 
-What a module computes with is its parameter at the moment when its forward pass begins: FSDP has gathered it then.
-One that is wide there may still be narrowed in the forward pass, by the module itself or by autocast; so its casts
-are watched. Inside of what is compiled nothing is watched, since that would compile something else. What a gradient
-was reduced in is the dtype of the collectives that FSDP2 issued last when it hands over the reduced gradient; DDP and
-FSDP1 hand over theirs at other times, so of those nothing is said.
+The compute dtype of a parameter is its dtype when the forward pass of its module begins: FSDP has gathered
+it then. If that dtype is wide, the module or autocast may still narrow it in the forward pass, so casts are
+watched too. Compiled code is not watched, because watching would change the compiled code.
+
+The reduction dtype of a gradient is the dtype of the last collectives that FSDP2 issued before it handed
+over the reduced gradient. DDP and FSDP1 hand over gradients at other times, so no reduction dtype is
+reported for them.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ _KEPT: Mapping[str, Use] = {
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)  # their own forward pass is never called
 
 Issued = Callable[[int], Sequence[CollectiveRecord]]
-"""From a number of a collective to the records of those that this rank has issued since, oldest first."""
+"""Map the number of a collective to the records of those that this rank issued since, oldest first."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The dtype in which a rank saw a parameter used; `how` names the collective or the moment, or is empty."""
+    """The dtype in which a rank used a parameter. `how` names the collective or the moment, or is empty."""
 
     use: Use
     parameter: str
@@ -50,7 +52,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter stands, its logical name, and what is stored there between passes."""
+    """Location of a parameter (module and attribute), its logical name, and the tensor stored there."""
 
     owner: nn.Module
     attribute: str
@@ -59,14 +61,14 @@ class Slot:
 
 
 class DtypeWatch(Watch[list[Sighting]]):
-    """Watches the dtypes of the first step, and reports each use of each parameter once, by collective and moment.
+    """Watches the dtypes of the first step, and reports each use of a parameter by collective or moment.
 
-    `compute` is the dtype that is hoped for: a parameter that already has it is not watched further.
+    `compute` is the intended compute dtype. A parameter that already has it is not watched for casts.
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype, issued: Issued) -> None:
         self._model: nn.Module | None = (
-            model  # until its hooks are set: nothing here may keep it alive for longer
+            model  # dropped once the hooks are set, so that the watch does not keep the model alive
         )
         self._compute = compute
         self._issued = issued
@@ -78,25 +80,25 @@ class DtypeWatch(Watch[list[Sighting]]):
         self._awaited: set[int] = set()
 
     def report(self) -> list[Sighting]:
-        """Return what was seen; see `Watch`."""
+        """Return the sightings; see `Watch`."""
         return list(self._sightings.values())
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Note what is kept; see `Watch`."""
+        """Record the dtype of stored values; see `Watch`."""
         use = _KEPT.get(kind)
         if use is not None and step == 0 and local is not None and local.is_floating_point():
             parameter, _, key = name.rpartition(".") if kind == Kind.OPTIMIZER_STATE else (name, "", "")
             self._note(use, parameter, local.dtype, key)
 
     def begin_step(self, step: int) -> None:
-        """Watch the first step, and no other; see `Watch`."""
+        """Watch the first step only; see `Watch`."""
         self.close()
         if self._model is not None:
             self._open(self._model)
             self._model = None
 
     def close(self) -> None:
-        """Watch no longer; see `Watch`."""
+        """Stop watching; see `Watch`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -111,7 +113,7 @@ class DtypeWatch(Watch[list[Sighting]]):
     def _make_pre_hook(self, slots: Sequence[Slot]) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # what is compiled with the module must be as it is when nobody watches
+                return  # the compiled code must be the same as without a watch
             wide: dict[int, str] = {}
             for slot in slots:
                 if (Use.COMPUTES, slot.name, "") in self._sightings:
@@ -140,21 +142,21 @@ class DtypeWatch(Watch[list[Sighting]]):
             self._note(Use.COMPUTES, name, dtype)
 
     def _await_reduction(self, slot: Slot, used: Tensor) -> None:
-        """Look at the collectives when FSDP2 hands over the gradient of what it has gathered."""
+        """Record the collectives when FSDP2 hands over the gradient of a gathered parameter."""
         if not (isinstance(slot.stored, DTensor) and slot.stored.requires_grad):
             return
         if id(slot.stored) in self._awaited:
             return
         inner, shape = _list_groups(used), tuple(local_part(used).shape)
         outer = _list_groups(slot.stored) - inner
-        partial: set[str] = set()  # the groups over which its gradient is a partial sum
+        partial: set[str] = set()  # groups over which its gradient is a partial sum
 
         def look(gradient: Tensor) -> None:
             partial.update(_list_partial(gradient, slot.stored))
 
         def hook(_: Tensor) -> None:
             new = self._issued(self._number)
-            if new:  # else it came with the parameter before
+            if new:  # else it was reduced together with the previous parameter
                 self._number = new[-1].number
                 self._issued_last = new
             for record in _find_reductions(self._issued_last, outer, inner, partial, shape):
@@ -172,7 +174,7 @@ class DtypeWatch(Watch[list[Sighting]]):
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches for casts of some tensors, by the address of their values; `on_cast` gets name and new dtype."""
+    """Watches for casts of tensors, given by their data pointers. `on_cast` gets the name and new dtype."""
 
     def __init__(self, names: Mapping[int, str], on_cast: Callable[[str, torch.dtype], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -189,7 +191,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def list_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
-    """Yield the parameters that a module computes with itself."""
+    """Yield the parameters that a module itself computes with."""
     if isinstance(module, _CONTAINERS):
         return
     owners = [("", module)]
@@ -203,7 +205,7 @@ def list_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
 
 
 def _list_groups(tensor: Tensor) -> set[str]:
-    """Return the names of the groups over which a tensor is divided or replicated."""
+    """Return the names of the groups over which a tensor is sharded or replicated."""
     if not isinstance(tensor, DTensor):
         return set()
     mesh = tensor.device_mesh
@@ -211,7 +213,7 @@ def _list_groups(tensor: Tensor) -> set[str]:
 
 
 def _list_partial(gradient: Tensor, stored: Tensor) -> set[str]:
-    """Return the names of the groups over which a gradient is a partial sum, and its parameter not divided."""
+    """Return the names of the groups over which a gradient is partial and its parameter is replicated."""
     if not (isinstance(gradient, DTensor) and isinstance(stored, DTensor)):
         return set()
     meshes = gradient.device_mesh, stored.device_mesh
@@ -227,12 +229,12 @@ def _find_reductions(
     partial: set[str],
     shape: tuple[int, ...],
 ) -> Iterator[CollectiveRecord]:
-    """Yield the collectives that have reduced the gradient of a parameter, the newest first.
+    """Yield the collectives that reduced the gradient of a parameter, newest first.
 
-    FSDP2 sums each gradient of the group over `inner`, the mesh of tensor parallelism, where it is `partial` there;
-    then it scatters all of them at once over `outer`, and in HSDP sums the shards. Before that come the collectives
-    of the backward pass, over other groups or the same ones: one for activations may have the shape of a parameter,
-    as that of as many tokens as it has rows.
+    FSDP2 all-reduces each gradient over `inner`, the tensor-parallel mesh, if it is `partial` there. Then
+    it reduce-scatters all gradients at once over `outer`; in HSDP it also all-reduces the shards. Earlier
+    records are collectives of the backward pass, over other groups or the same ones. An activation may have
+    the shape of a parameter, if there are as many tokens as the parameter has rows.
     """
     left = list(records)
     for label in ("all_reduce", "reduce_scatter"):

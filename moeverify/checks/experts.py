@@ -1,8 +1,8 @@
-"""The identity of each expert after a load: a hash of its values that does not depend on how they are divided.
+"""Check of the identity of each expert after a load, by a hash that does not depend on the sharding.
 
-Every element gives a hash of its bits and its place in the expert; the hash of an expert is their sum modulo
-2**64. So ranks add up what they hold, whatever the layout, and an expert that was lost, copied or exchanged
-is seen by its global number.
+Every element yields a hash of its bits and its place in the expert. The hash of an expert is their sum
+modulo 2**64. Ranks can therefore add their shares under any layout. A lost, copied or exchanged expert
+shows under its global number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shares = Sequence[tuple[str, str, list[int]]]  # (tensor, key of the region, a s
 
 
 class Experts(Check[Shares]):
-    """The hash of each expert of each tensor, against what was saved."""
+    """Hash of each expert of each tensor, compared with the saved hash."""
 
     name = CheckName.EXPERTS
 
@@ -38,14 +38,14 @@ class Experts(Check[Shares]):
         return hash_state(load.case, load.tensors)
 
     def judge(self, shown: Shown, reports: Sequence[Shares]) -> Outcome | None:
-        """Return whether every expert has the values of the expert of its number; see `Check`."""
+        """Return whether every expert has the saved values of its number; see `Check`."""
         if shown.saved is None:
             return None
         return judge_experts(shown.saved.summary[CheckName.EXPERTS], merge_hashes(reports))
 
 
 def hash_state(case: Case, tensors: Iterable[tuple[str, Tensor, Region]]) -> Shares:
-    """Return this rank's share of the hash of each expert, of weights and moments."""
+    """Return this rank's share of the hash of each expert, for weights and moments."""
     subject = subject_of(case.recipe)
     return [
         (name, region.key, hash_experts(local, region).tolist())
@@ -74,7 +74,7 @@ def _bits(local: Tensor) -> Tensor:
 
 
 def merge_hashes(by_rank: Sequence[Shares]) -> dict[str, list[int]]:
-    """Return the hash of each expert of each tensor from the shares of all ranks, each region once."""
+    """Return the hash of each expert of each tensor, from all ranks' shares. Each region counts once."""
     merged: dict[str, dict[str, list[int]]] = {}
     for shares in by_rank:
         for name, region, share in shares:
@@ -86,7 +86,7 @@ def merge_hashes(by_rank: Sequence[Shares]) -> dict[str, list[int]]:
 
 
 def judge_experts(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]]) -> Outcome:
-    """Return whether every expert has the values of the expert of its number, and no two have the same."""
+    """Return the verdict: every expert has the saved values of its number, and no two experts are equal."""
     findings = []
     for name, wanted in expected.items():
         found = actual.get(name, [])
@@ -113,7 +113,7 @@ def judge_experts(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Se
 
 
 def _find_twin(number: int, found: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """Return the expert whose values an expert has, None where it has nobody's."""
+    """Return the saved expert whose values this expert has; None if there is none."""
     if number < len(found) and found[number] in wanted:
         return list(wanted).index(found[number])
     return None

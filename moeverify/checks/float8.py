@@ -1,12 +1,12 @@
-"""Whether products in float8 are those of their operands, with the scales that the largest elements ask for.
+"""Check of the scales and numbers of float8 operands and products.
 
-A wrong scale is no wrong factor: it is divided by again. What it does is to round otherwise, or to cut off what is
-too large, and in the comparison with the golden that is lost in the rounding of float8 itself. Here neither golden
-nor noise plays a part: where torchao has rounded an operand, its largest elements are looked for again. Some of its
-numbers are rounded again too, and some elements of each product computed (`float8_products`).
+A wrong scale is divided out again, so it is no wrong factor. It changes the rounding or cuts off large
+values, and the comparison with the golden loses that in the rounding of float8 itself. This check uses
+neither golden nor noise. Where torchao rounded an operand, the check recomputes its largest elements,
+rounds some of its numbers again, and recomputes some elements of each product (`float8_products`).
 
-An operand that is cut over tp along what has one scale has that of the largest element on all ranks of tp. What other
-data-parallel ranks have plays no part.
+If an operand is sharded over tp along the dims that share a scale, that scale belongs to the largest
+element on all tp ranks. Operands of other data-parallel ranks do not matter.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from moeverify.results.place import Place
 from moeverify.train.program import Program
 
 MOST_SCALES = 16
-"""Of an operand with more scales, so many in equal distances are computed again."""
+"""Maximum number of evenly spaced scales recomputed per operand."""
 
 BOUND = 2.0**-20
-"""Relative: scales are computed in float64 and kept in float32."""
+"""Relative tolerance of a scale: scales are computed in float64 and stored in float32."""
 
 _CODES: Mapping[ScaleSource, Cause] = {
     "own-rank": Cause.MISSING_REDUCTION,
@@ -59,15 +59,15 @@ _CODES: Mapping[ScaleSource, Cause] = {
 }
 
 _ByLayer = dict[str, dict[int, list[Float8Facts]]]  # by layer and rank
-Key = tuple[str, str, int]  # the layer, which operand, and how many of its kind came before it in the step
+Key = tuple[str, str, int]  # layer, operand, and number of earlier uses of this operand in the step
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Scales of an operand as they were `used`, and the largest elements that they are of, on one rank.
+    """Scales of an operand as `used`, and the `largest` elements they should derive from, on one rank.
 
-    Where it is cut over `axis`, `ranks` have the other parts. `before` are the largest elements of the same operand
-    in the step before, and `other` is an operand of this rank that has the scales that were used.
+    If the operand is sharded over `axis`, `ranks` hold its parts. `before` are the largest elements of the
+    same operand in the previous step. `other` names another operand of this rank whose scales were used.
     """
 
     step: int
@@ -83,10 +83,13 @@ class Operand:
 
 @dataclass(frozen=True)
 class Float8Report:
-    """The layers of a rank that are to be in float8, those that were, and the operands that rank 0 must judge.
+    """Float8 layers of a rank, and the operands that rank 0 must judge.
 
-    These are all that are cut, and of the others those with a wrong scale. `wrong` are operands and products that
-    hold other numbers than they should, each with its step; `num_products` is how many products there were.
+    - `layers`: the layers that should be in float8.
+    - `seen`: the layers that were.
+    - `operands`: all sharded operands, and the others with a wrong scale.
+    - `wrong`: operands and products with wrong numbers, each with its step.
+    - `num_operands`, `num_products`: the numbers of operands and products in all steps.
     """
 
     layers: tuple[str, ...]
@@ -98,7 +101,7 @@ class Float8Report:
 
 
 class Float8Watch(Watch[Float8Report]):
-    """Looks at every operand that torchao rounds to float8; a step is judged when it is over."""
+    """Records every operand that torchao rounds to float8, and judges a step when it is over."""
 
     def __init__(self, model: nn.Module, *, power_of_two: bool) -> None:
         from torchao.float8 import float8_scaling_utils as library
@@ -121,19 +124,19 @@ class Float8Watch(Watch[Float8Report]):
         self._found: list[Operand] = []
 
     def begin_step(self, step: int) -> None:
-        """Judge the step before; see `Watch`."""
+        """Judge the previous step; see `Watch`."""
         self._finish()
         self._step = step
 
     def close(self) -> None:
-        """Judge the last step, and look no longer; see `Watch`."""
+        """Judge the last step and restore torchao; see `Watch`."""
         self._finish()
         if self._library.hp_tensor_and_scale_to_float8 == self._round:
             self._library.hp_tensor_and_scale_to_float8 = self._original
         self._tap.close()
 
     def report(self) -> Float8Report:
-        """Return what was seen; see `Watch`."""
+        """Return the report of all steps; see `Watch`."""
         return Float8Report(
             self._names,
             frozenset(self._seen),
@@ -148,7 +151,7 @@ class Float8Watch(Watch[Float8Report]):
         given = self._signature.bind(*arguments, **named)
         given.apply_defaults()
         with torch.no_grad():
-            local: Any = local_part(rounded)  # a tensor of torchao's
+            local: Any = local_part(rounded)  # a torchao tensor subclass
             self._look(given.arguments, local)
         return rounded
 
@@ -167,7 +170,8 @@ class Float8Watch(Watch[Float8Report]):
         self._compared.append(look_at_operand(layer, role, local, rounded))
         largest, used = find_largest(local, dim), _choose(rounded._scale.reshape(-1))
         ranks, axis = _list_ranks(operand, dim)
-        # One scale in all, or one for each row or column: these are operands of their own.
+        # An operand may be rounded with one scale, and again with one scale per row or column. These count
+        # separately.
         name = f"{role}{'' if dim is None else f' along dim {dim % 2}'}"
         key = (layer, name, self._visits[layer, name])
         self._visits[layer, name] += 1
@@ -198,7 +202,7 @@ class Float8Watch(Watch[Float8Report]):
         self._before = {key: operand.largest for key, operand in operands.items()}
 
     def _find_other(self, operand: Operand, operands: Collection[Operand]) -> str:
-        """Return the name of the one other operand whose scales were used, or nothing."""
+        """Return the name of the one other operand whose scales were used, or an empty string."""
         names = {
             f"{other.key[0]} {other.key[1]}"
             for other in operands
@@ -210,9 +214,9 @@ class Float8Watch(Watch[Float8Report]):
 
 
 def name_layers(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Return the names of the layers that float8 is for, and those of torchao's by the id of their options.
+    """Return the names of the float8 layers, and the names of torchao's layers by the id of their options.
 
-    Every layer has options of its own, which come with each of its products.
+    Every layer has an options object of its own, which torchao passes with each of its products.
     """
     names, by_options = [], {}
     for name, parent, attribute in list_layers(model):
@@ -224,7 +228,7 @@ def name_layers(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
 
 
 def find_largest(operand: Tensor, dim: int | None) -> Tensor:
-    """Return the largest elements of an operand that some of its scales are of: of slices along `dim`, or of all.
+    """Return the largest elements for some scales of an operand: per slice along `dim`, or overall.
 
     Shape: (at most `MOST_SCALES`,).
     """
@@ -234,12 +238,12 @@ def find_largest(operand: Tensor, dim: int | None) -> Tensor:
 
 
 def _choose(rows: Tensor) -> Tensor:
-    """Return at most `MOST_SCALES` rows in equal distances."""
+    """Return at most `MOST_SCALES` evenly spaced rows."""
     return rows[:: max(1, -(-len(rows) // MOST_SCALES))]
 
 
 def _list_ranks(operand: Tensor, dim: int | None) -> tuple[tuple[int, ...], str]:
-    """Return the ranks, and the axis, over which an operand is cut along what has one scale; else nothing."""
+    """Return the ranks and the axis over which an operand is sharded within one scale; else nothing."""
     if not isinstance(operand, DTensor):
         return (), ""
     is_cut = any(
@@ -255,34 +259,34 @@ def _find_dtype(name: str) -> torch.dtype:
 
 
 def find_wrong(largest: Sequence[float], operand: Operand, *, power_of_two: bool) -> list[int]:
-    """Return which of the scales of an operand are not those of these largest elements."""
+    """Return the indices of an operand's scales that do not derive from these largest elements."""
     dtype = _find_dtype(operand.dtype)
     sizes = torch.tensor(largest, dtype=torch.float64)
     used = torch.tensor(operand.used, dtype=torch.float64)
-    # A scale that is nearly a power of two may be rounded to it, or down to the next.
+    # A scale close to a power of two may be rounded to it, or down to the next one.
     wanted = [
         scale_of(sizes * (1.0 + step), dtype, power_of_two=power_of_two) for step in (-BOUND, 0.0, BOUND)
     ]
     right = torch.stack([(used / each - 1.0).abs() <= BOUND for each in wanted]).any(dim=0)
-    # Of an operand that is not finite no scale is right, and others say so.
+    # No scale is right for a non-finite operand. Other checks report it.
     return (~right & sizes.isfinite()).nonzero().flatten().tolist()
 
 
 class Float8(Check[Float8Report]):
-    """Scales of operands in float8, against those that their own largest elements ask for."""
+    """Scales of float8 operands, against the scales that their largest elements require."""
 
     name = CheckName.FLOAT8
     role = Role.ORIGIN
 
     def watch(self, run: RankRun, program: Program) -> Watch[Float8Report] | None:
-        """Return what looks at the operands; see `Check`."""
+        """Return a watch of the operands; None if the recipe has no float8; see `Check`."""
         scaling = run.case.recipe.float8
         if scaling == "none":
             return None
         return Float8Watch(program.model, power_of_two=FLOAT8.find(scaling).power_of_two)
 
     def judge(self, shown: Shown, reports: Sequence[Float8Report]) -> Outcome | None:
-        """Return whether all scales were right, with a finding for each largest part of the model; see `Check`."""
+        """Return the verdict, with a finding for each largest wrong part of the model; see `Check`."""
         if not reports:
             return None
         power_of_two = FLOAT8.find(shown.case.recipe.float8).power_of_two
@@ -306,7 +310,7 @@ class Float8(Check[Float8Report]):
 def _list_wrong(
     reports: Sequence[Float8Report], *, power_of_two: bool
 ) -> Iterator[tuple[int, int, Float8Facts]]:
-    """Yield (rank, step, what is wrong) of each operand with a wrong scale, step after step."""
+    """Yield (rank, step, facts) of each layer without float8 and each wrong operand or product."""
     cut: dict[tuple[int, Key, tuple[int, ...]], list[Operand]] = {}
     for report in reports:
         for operand in report.operands:
@@ -358,10 +362,11 @@ def _describe(
 
 
 def _join(source: ScaleSource, by_layer: _ByLayer, known: Sequence[str]) -> Iterator[tuple[str, _ByLayer]]:
-    """Yield the layers that are wrong in one way, with the module around them.
+    """Yield the wrong layers of one source, with the smallest module around them.
 
-    A layer without float8 is one wherever it is. A wrong scale may be the right one by luck, of a rank that has the
-    largest element for example: what is right between wrong ones says nothing of where the bug is.
+    Layers without float8 are reported where they are. A wrong scale may match by luck, for example on the
+    rank with the largest element. Correct layers between wrong ones therefore do not narrow down the
+    location of the bug.
     """
     if source == "none":
         yield from join_by_module(by_layer, known).items()
@@ -369,18 +374,18 @@ def _join(source: ScaleSource, by_layer: _ByLayer, known: Sequence[str]) -> Iter
     parts = zip(*(layer.split(".") for layer in by_layer), strict=False)
     common = (names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts))
     module = ".".join(common)
-    # A list of blocks is no module that computes anything.
+    # A list of blocks computes nothing itself.
     yield ("" if module == "layers" else module), by_layer
 
 
 def _measure(facts: Float8Facts) -> float:
-    """Return how far a scale is off, relative to the right one; 1 where there is none that could be compared."""
+    """Return the relative error of a scale; 1 if none could be compared."""
     error = abs(facts.used / facts.wanted - 1.0) if facts.wanted else math.inf
     return error if math.isfinite(error) and facts.source != "none" else 1.0
 
 
 def _find_bound(facts: Float8Facts) -> float:
-    """Return how far what was used may be off, relative to what was wanted; numbers in float8 are exact."""
+    """Return the allowed relative error of a value. Numbers in float8 are exact."""
     if facts.source in ("none", "numbers"):
         return 0.0
     return facts.allowed / abs(facts.wanted) if facts.source == "product" and facts.wanted else BOUND

@@ -1,8 +1,8 @@
-"""Products of operands in float8 computed again: the numbers of the operands, and the sums of their products.
+"""Recomputation of float8 products: the numbers of the operands, and the sums of their products.
 
-An operand has the numbers that are nearest to its elements times their scales, bit for bit. A product is the sum of
-what the operands stand for, up to the rounding of that sum. Both are told from the rank's own tensors: neither the
-golden nor what came before plays a part.
+An operand must hold its elements times their scales, rounded to nearest, bit for bit. A product must be the
+sum of the products of the dequantized operands, up to the rounding of that sum. Both use only the rank's
+own tensors, neither the golden nor earlier steps.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from moeverify.model.precision import widen
 from moeverify.results.facts import Float8Facts
 
 MOST_ROWS, MOST_COLUMNS = 8, 64
-"""Of a larger product, so many rows and columns in equal distances are computed again; of an operand, rows alone."""
+"""Maximum number of evenly spaced rows and columns recomputed per product; for an operand, only rows."""
 
 _UNIT = 2.0**-13
-"""What a kernel cuts off of an addend, relative to the largest of those that it adds at once and of the sum so far.
+"""Truncation of an addend in a kernel, relative to the largest value added at once, or to the sum so far.
 
-Tensor cores of Hopper align them at the largest and keep 13 bits behind its leading one (measured by others,
-section 3.3.2 of arXiv 2412.19437); later ones keep more.
+Hopper tensor cores align addends to the largest one and keep 13 bits below its leading bit (section 3.3.2
+of arXiv 2412.19437). Later ones keep more.
 """
 
 _DEVIATIONS = 6.0
-"""Of a normal variable, seldom exceeded: once in 5e8 elements."""
+"""Deviations of a normal variable that are exceeded once in 5e8 elements."""
 
 _PARTS = 16
-"""In so many parts of equal length partial sums are looked at."""
+"""Number of parts of equal length after which partial sums are examined."""
 
 _PRODUCT = torch.ops.aten.mm.default
 
@@ -45,9 +45,10 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What was compared of one operand or product, not yet read from the device; `numbers` is (5,).
+    """Comparison of one operand or product, not yet read from the device.
 
-    How many elements are wrong, how many were compared; actual and expected of the worst one, and its allowed error.
+    `numbers` (5,) holds the number of wrong elements, the number of compared ones, and the actual value,
+    expected value and allowed error of the worst element.
     """
 
     layer: str
@@ -56,7 +57,7 @@ class Seen:
     numbers: Tensor
 
     def find_wrong(self) -> Float8Facts | None:
-        """Return what is wrong, or None; waits for the device."""
+        """Return facts about the wrong elements; None if there are none. Synchronizes with the device."""
         num_wrong, num_compared, actual, expected, allowed = self.numbers.tolist()
         if not num_wrong:
             return None
@@ -73,7 +74,7 @@ class Seen:
 
 
 def look_at_operand(layer: str, role: str, x: Tensor, rounded: Any) -> Seen:
-    """Compare some rows of an operand, as torchao has it, with x (..., n) times its scales, rounded again."""
+    """Compare some rows of a torchao operand with x (..., n) times its scales, rounded again."""
     flat, data = x.reshape(-1, x.shape[-1]), rounded._data.reshape(-1, x.shape[-1])
     scale = rounded._scale.expand(x.shape).reshape(flat.shape)
     rows = _choose(len(flat), MOST_ROWS, x.device)
@@ -84,9 +85,10 @@ def look_at_operand(layer: str, role: str, x: Tensor, rounded: Any) -> Seen:
 
 @dataclass(frozen=True)
 class Product:
-    """Some elements of a product in float8 and what its operands say of them; all (rows, columns), float64.
+    """Some elements of a float8 product, and their values recomputed from the operands.
 
-    `sizes` are the sums of absolute products, `allowed` is what the rounding of the sums can do.
+    All tensors are (rows, columns), float64. `sizes` are sums of absolute products. `allowed` bounds the
+    rounding error of the sums.
     """
 
     what: str
@@ -97,9 +99,10 @@ class Product:
 
 
 class ProductTap:
-    """Hears of every product of torchao's layers on this rank until it is closed; several close in reverse order.
+    """Hook on every product of torchao's layers on this rank, active until closed.
 
-    `layers` has the names of layers by the id of the options of their products, of which each has its own.
+    Close several taps in reverse order. `layers` maps the id of a layer's options to its name: every layer
+    has an options object of its own.
     """
 
     def __init__(self, layers: Mapping[int, str], hear: Callable[[str, Product], None]) -> None:
@@ -111,7 +114,7 @@ class ProductTap:
         self._operators[_PRODUCT] = self._multiply
 
     def close(self) -> None:
-        """Hear no longer."""
+        """Remove the hook."""
         if self._operators[_PRODUCT] == self._multiply:
             self._operators[_PRODUCT] = self._original
 
@@ -128,9 +131,9 @@ class ProductTap:
 
 
 def read_product(left: Any, right: Any, product: Tensor) -> Product | None:
-    """Return some elements of a product (m, n) of torchao's operands (m, k) and (k, n), and what these say of them.
+    """Return some elements of a product (m, n) of operands (m, k) and (k, n), with recomputed values.
 
-    None where the operands are none of a linear layer.
+    Return None if the operands do not belong to a linear layer.
     """
     what = _ROLES.get((left._gemm_input_role.value, right._gemm_input_role.value))
     if what is None or not product.numel():
@@ -142,7 +145,8 @@ def read_product(left: Any, right: Any, product: Tensor) -> Product | None:
     other = other.t()
     partial = _add_up(one, other)
     expected, sizes = partial[-1], one.abs() @ other.abs()
-    # Operands are divided by their scales, multiplied and added up: a rounding for each, in what the sum is taken.
+    # Operands are divided by their scales, multiplied and summed, with one rounding each in the
+    # accumulation dtype.
     unit = (len(other) + 4) * 0.5 * torch.finfo(widen(product.dtype)).eps
     last = torch.finfo(product.dtype)
     allowed = unit * sizes + last.eps / 2.0 * expected.abs() + last.tiny
@@ -152,11 +156,11 @@ def read_product(left: Any, right: Any, product: Tensor) -> Product | None:
 
 
 def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
-    """Return what a tensor core can lose of the sums of products of (m, k) and (k, n), in float64 as all here.
+    """Return a bound on the error of a tensor core in sums of products of (m, k) and (k, n). All float64.
 
-    `most` (m, n) is the largest partial sum. Each of the k addends, and each sum that is carried on, loses between
-    nothing and a unit toward zero: on average half a unit of its sign, and beside that as a sum of independent
-    uniform variables does.
+    `most` (m, n) is the largest partial sum. Each of the k addends and each carried sum loses between 0 and
+    1 unit toward zero. The mean loss is half a unit with the sign of the addend. The rest behaves like a
+    sum of independent uniform variables.
     """
     num_addends = len(other) + len(other) // 16
     largest = torch.maximum(most, (one.square() @ other.square()).sqrt())
@@ -166,12 +170,12 @@ def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
 
 
 def look_at_product(layer: str, product: Product) -> Seen:
-    """Compare some elements of a product with what its operands stand for."""
+    """Compare some elements of a product with the values recomputed from its operands."""
     return Seen(layer, product.what, True, _measure(product.actual, product.expected, product.allowed))
 
 
 def list_wrong(seen: list[Seen]) -> Iterator[Float8Facts]:
-    """Yield what is wrong of all that was compared; waits for the device."""
+    """Yield facts about each wrong operand or product. Synchronizes with the device."""
     for each in seen:
         facts = each.find_wrong()
         if facts is not None:
@@ -183,14 +187,14 @@ def _choose(length: int, most: int, device: torch.device) -> Tensor:
 
 
 def _add_up(one: Tensor, other: Tensor) -> Tensor:
-    """Return partial sums (parts, m, n) of products of (m, k) and (k, n) in the order of k, the whole as the last."""
+    """Return cumulative sums (parts, m, n) of products of (m, k) and (k, n) along k; the last is whole."""
     length = -(-len(other) // _PARTS)
     parts = [one[:, at : at + length] @ other[at : at + length] for at in range(0, len(other), length)]
     return torch.stack(parts).cumsum(0)
 
 
 def _pick(data: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of numbers in float8, whose dtype cannot be indexed everywhere."""
+    """Return rows of float8 numbers, widened. Float8 dtypes cannot be indexed on all devices."""
     return _widen(data.view(torch.uint8)[rows].view(data.dtype))
 
 
@@ -199,7 +203,7 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _measure(actual: Tensor, expected: Tensor, allowed: Tensor) -> Tensor:
-    """Return the numbers of `Seen`; two that are no number are equal."""
+    """Return the `numbers` of `Seen`. Two NaNs count as equal."""
     allowed = allowed.to(actual).expand(actual.shape)
     error = (actual - expected).abs()
     is_right = (error <= allowed) | (actual.isnan() & expected.isnan()) | (actual == expected)

@@ -1,13 +1,13 @@
-"""Whether each block computes and passes back what one device does, on the golden's own input and output gradient.
+"""Check each block's forward and backward pass on the golden's own inputs and output gradients.
 
-Rounding grows from block to block, and with it the bounds of all that comes later. Here what one block hands on to
-the next is compared and then replaced by the golden's, and so is the gradient that the next one passes back. What is
-left in an output, and in the gradient of a parameter, is the rounding of one block. The noise is measured in the same
-way, so all bounds of the case become those of a single block.
+Rounding grows from block to block, and the bounds of later blocks grow with it. This check compares the
+output of each block and then replaces it by the golden's. The same holds for the gradient of each block's
+input. The remaining error of an output, or of a parameter's gradient, is the rounding of one block. The
+noise is measured in the same way, so all bounds of the case become bounds of a single block.
 
-A case asks for it by `checks.also: [forced_blocks]`: the golden then has an output (B, S, H) of each block and its
-gradient for each step. An error does not reach another block than its own, so a run that is not forced stands beside
-it, in float64, where rounding hides nothing.
+The check is optional (`checks.also: [forced_blocks]`), because it adds the output (B, S, H) of each block
+and its gradient to the golden, at each step. An error does not propagate to other blocks. A second run in
+float64 is therefore not forced; rounding hides nothing there.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from moeverify.train.block_ends import EMBEDDING, BlockEnds
 KIND = CheckName.FORCED_BLOCKS
 OUTPUT, GRADIENT = "output", "gradient of its input"
 HEAD = "head"
-"""What takes the last block's output."""
+"""Name of the module that takes the last block's output."""
 
 
 class _ForcedBlocks(Watch[None]):
-    """Shows what goes from block to block, and its gradient; where there is a golden, the golden's goes on."""
+    """Shows values between blocks and their gradients, and replaces them by the golden's if there is one."""
 
     def __init__(self, training: Training, observer: Observer) -> None:
         self._training = training
@@ -73,10 +73,11 @@ class _ForcedBlocks(Watch[None]):
         return passed
 
     def _replace(self, values: Tensor, step: int, name: str, region: Region, scale: float = 1.0) -> Tensor:
-        """Return a copy that has the golden's values in the dtype of these, with the same place in the graph."""
+        """Return a copy with the golden's values in the same dtype, and the same place in the graph."""
         golden = self._training.golden
         known = None if golden is None else golden.read(step, KIND, name, region)
-        # A node that torch knows: pipelines that split a backward pass look at the graph.
+        # Cloned, so that the graph has a standard node: pipelines that split a backward pass inspect the
+        # graph.
         copy = values.clone()
         if known is not None:
             with torch.no_grad():
@@ -85,7 +86,7 @@ class _ForcedBlocks(Watch[None]):
         return copy
 
     def _name_next(self, end: str) -> str:
-        """Return what takes the values at an end, and passes their gradient back."""
+        """Return the name of the module that takes the values at an end and passes their gradient back."""
         model = self._training.recipe.model.reference
         assert model is not None
         number = 0 if end == EMBEDDING else int(end.rpartition(".")[2]) + 1
@@ -97,7 +98,7 @@ def _name_block(number: int) -> str:
 
 
 class ForcedBlocks(GoldenTensors):
-    """Each block's output and the gradient of its input; an error in one is not in the next."""
+    """Output and input gradient of each block. An error in one block does not affect the next."""
 
     role = Role.ORIGIN
 
@@ -105,11 +106,11 @@ class ForcedBlocks(GoldenTensors):
         super().__init__(KIND, (KIND,))
 
     def show(self, training: Training, observer: Observer) -> Watch[None]:
-        """Return what shows the ends of the blocks, and forces them; see `Check`."""
+        """Return a watch that shows the ends of the blocks and forces them; see `Check`."""
         return _ForcedBlocks(training, observer)
 
     def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
-        """Return the verdict; every block that is wrong is so by itself; see `Check`."""
+        """Return the verdict. Each wrong block is a finding of its own; see `Check`."""
         outcome = super().judge(shown, reports)
         if outcome is None:
             return None
@@ -117,17 +118,17 @@ class ForcedBlocks(GoldenTensors):
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the block of a tensor, and which of its ends it is."""
+    """Return the block and the end that a tensor's name refers to."""
     block, _, end = name.partition(" ")
     return block, end
 
 
 def _place(finding: Finding) -> Finding:
-    """Return the finding with the block that made it wrong."""
+    """Return the finding with the block that caused it."""
     block, end = _split(finding.tensor)
     is_forward = end == OUTPUT
     place = Place(module=block, ranks=finding.ranks, stage=Stage.FORWARD if is_forward else Stage.BACKWARD)
-    # A module's gradient is told of the module: the tensors that it may have are names of losses.
+    # The gradient belongs to the module. `Subject.tensors` would be names of losses.
     subject = (
         Subject(quantity=Quantity.OUTPUT, tensors=(block,), module=block)
         if is_forward
@@ -139,7 +140,7 @@ def _place(finding: Finding) -> Finding:
 
 
 def _order(finding: Finding) -> tuple[int, bool, list[tuple[int, str]]]:
-    """Return step, direction and block, in the order of a step: forward from the first, backward from the last."""
+    """Return step, direction and block as a sort key: forward passes first to last, then backward passes."""
     block, end = _split(finding.tensor)
     is_forward = end == OUTPUT
     numbers = [int(part) for part in re.split(r"[.]", block) if part.isdigit()]

@@ -1,13 +1,14 @@
-"""Whether modules compute with the weights that the ranks store: what FSDP has gathered is what it gathered from.
+"""Check that modules compute with the weights that the ranks store, after FSDP gathers them.
 
-The comparison with the golden sees a stale weight by its effect alone, which the rounding of a narrow dtype hides.
-Here neither golden nor noise plays a part: when the forward pass of a module begins, the elements of the gathered
-weight that this rank stores itself must be the stored ones, in the dtype in which they are used, bit for bit.
+The comparison with the golden sees a stale weight only by its effect, which rounding to a narrow dtype may
+hide. This check uses neither golden nor noise. When the forward pass of a module begins, the rank compares
+the gathered weight with its own shard. The elements it stores must be equal bit for bit, in the dtype of
+use.
 
-Whether what other ranks store came from them is theirs to say: each compares its own shard, and a gathered tensor is
-the same on all of them. Weights that are used as they are stored (DDP, tensor and expert parallelism alone) are not
-gathered, and nothing is said of them; neither are tensors of classes that compute otherwise, such as those of float8,
-and what is compiled.
+Each rank compares only its own shard. Together the ranks cover the gathered tensor, which is the same on
+all of them. Weights that are used as they are stored (DDP, tensor and expert parallelism alone) are not
+gathered and not checked. Compiled modules and tensor subclasses with their own arithmetic, such as float8,
+are not checked either.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from moeverify.results.place import Place
 from moeverify.train.program import Program
 
 MOST_ELEMENTS = 1 << 10
-"""Of a larger shard, so many elements in equal distances are compared: stale or misplaced ones are so in many."""
+"""Maximum number of evenly spaced elements compared per shard. Stale or misplaced weights differ in many."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A parameter that a rank used with other values than it stores, for the first time.
+    """First use of a parameter with values other than the stored ones.
 
-    `num_wrong` of `num_compared` elements differ, the first at `index`. `is_stale` says that all are those of the
-    step before. `used` and `stored` are hashes of the compared elements, as they are used and as this rank stores
-    them.
+    `num_wrong` of `num_compared` elements differ, the first at `index`. `is_stale` means that all used
+    values are from the previous step. `used` and `stored` are hashes of the compared elements, as used and
+    as stored on this rank.
     """
 
     step: int
@@ -70,10 +71,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class GatheredReport:
-    """The parameters that a rank saw gathered, and where they differed.
+    """Parameters that a rank saw gathered, and their differences.
 
-    `unmoved` are those which the steps before the differences left as they were, in the dtype in which they are used:
-    of them nobody can say whether they were gathered anew.
+    `unmoved` are parameters that the step before a difference did not change in the dtype of use. For these
+    a stale weight cannot be told from a new one.
     """
 
     names: tuple[str, ...]
@@ -83,9 +84,9 @@ class GatheredReport:
 
 @dataclass
 class _Place:
-    """Where compared elements are in a tensor: their coordinates, a tensor (elements) for every dim.
+    """Location of the compared elements in a tensor: one coordinate tensor (elements) per dim.
 
-    `run` are their places in row-major order, where these have equal distances: then they are a view.
+    `run` are their row-major positions, if these are evenly spaced. Then a view can select them.
     """
 
     coordinates: tuple[Tensor, ...]
@@ -93,7 +94,7 @@ class _Place:
 
     @classmethod
     def of(cls, coordinates: tuple[Tensor, ...], shape: Sequence[int]) -> _Place:
-        """Return the place of coordinates on the CPU in a tensor of that shape."""
+        """Return the place of CPU coordinates in a tensor of the given shape."""
         flat = torch.zeros_like(coordinates[0])
         for size, along in zip(shape, coordinates, strict=True):
             flat = flat * size + along
@@ -104,21 +105,23 @@ class _Place:
         return cls(coordinates, run)
 
     def pick(self, tensor: Tensor) -> Tensor:
-        """Return the elements: a view where there is one, else a copy. Shape: (elements)."""
+        """Return the elements: a view if possible, else a copy. Shape: (elements)."""
         if self.run is not None and tensor.is_contiguous():
             first = tensor.storage_offset() + self.run.start
             return tensor.as_strided((len(self.run),), (self.run.step,), first)
-        # Coordinates stay on the device: to send them there makes the host wait for all that the device has to do.
+        # Keep the coordinates on the device. A transfer in each step would make the host wait for the
+        # device.
         self.coordinates = tuple(each.to(tensor.device) for each in self.coordinates)
         return tensor[self.coordinates]
 
 
 @dataclass
 class _Weight:
-    """A sharded parameter: how its stored values are read, and which of them are compared.
+    """A sharded parameter, with access to its stored values and the elements to compare.
 
-    `stored_at` says where they are in what is stored, `logical_at` are their coordinates in the logical tensor: a
-    tensor (elements) for every dim. `now` and `before` are their values when this step and the one before began.
+    `stored_at` locates the elements in the stored tensor. `logical_at` are their coordinates in the logical
+    tensor, one tensor (elements) per dim. `now` and `before` are their values at the start of this step and
+    of the previous one.
     """
 
     name: str
@@ -130,15 +133,16 @@ class _Weight:
     before: Tensor | None = None
 
     def pick(self) -> Tensor:
-        """Return the compared elements as they are stored now: a view or a copy. Shape: (elements)."""
+        """Return the compared elements as stored now: a view or a copy. Shape: (elements)."""
         return self.stored_at.pick(self.read().detach())
 
 
 @dataclass(frozen=True)
 class _Looked:
-    """What a step has used: (used, stored) elements of each parameter, and what was stored before and when it began.
+    """Values used in one step: (used, stored) elements and the stored ones (before, now) of each parameter.
 
-    `is_wrong` (1), on the CPU, is whether anything differs, once the device has passed `copied` (None: it is).
+    `is_wrong` (), on the CPU, tells whether anything differs. It is valid once the event `copied` has
+    completed; None means it is valid already.
     """
 
     step: int
@@ -154,9 +158,10 @@ class _Looked:
 
 
 class GatheredWatch(Watch[GatheredReport]):
-    """Compares, whenever the forward pass of a module begins, its gathered parameters with what the rank stores.
+    """Compares gathered parameters with the stored shards whenever the forward pass of a module begins.
 
-    What a step has used is compared when it is over, and read when the device has come so far: nothing waits for it.
+    The values of a step are compared when the step is over. The result is read later, so that nothing waits
+    for the device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -178,7 +183,7 @@ class GatheredWatch(Watch[GatheredReport]):
         self._step = -1
 
     def begin_step(self, step: int) -> None:
-        """Compare what the step before has used, and keep what is stored now; see `Watch`."""
+        """Compare the values of the previous step, and keep the values stored now; see `Watch`."""
         self._compare()
         while self._unread and self._unread[0].is_known:
             self._judge(self._unread.popleft())
@@ -189,7 +194,7 @@ class GatheredWatch(Watch[GatheredReport]):
             weight.before, weight.now = weight.now, copy
 
     def close(self) -> None:
-        """Judge the last steps, and let go of the model; see `Watch`."""
+        """Judge the last steps and release the model; see `Watch`."""
         self._compare()
         while self._unread:
             self._judge(self._unread.popleft())
@@ -198,17 +203,17 @@ class GatheredWatch(Watch[GatheredReport]):
         self._handles, self._slots, self._weights = [], {}, {}
 
     def report(self) -> GatheredReport:
-        """Return what was seen; see `Watch`."""
+        """Return the parameters seen and their differences; see `Watch`."""
         found = tuple(self._differences.values())
         return GatheredReport(tuple(sorted(self._seen)), found, frozenset(self._unmoved))
 
     @torch.no_grad()
     def _look(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # what is compiled with the module must be as it is when nobody watches
+            return  # the compiled code must be the same as without a watch
         names, used_now, stored_now = list[str](), list[Tensor](), list[Tensor]()
         for slot in self._slots.get(module, ()):
-            # Not `getattr`: a parametrization gathers when it is asked, and that would be one collective more.
+            # Not `getattr`: a parametrization would gather again, with one more collective.
             used = slot.owner._parameters.get(slot.attribute, slot.owner.__dict__.get(slot.attribute))
             weight = self._weights[id(slot.stored)]
             if used is None or used is slot.stored or weight.name in self._differences:
@@ -219,14 +224,14 @@ class GatheredWatch(Watch[GatheredReport]):
                 names.append(weight.name)
                 used_now.append(place.pick(local.detach()))
                 stored_now.append(weight.pick())
-        # In the dtype in which they are used.
+        # Stored values are cast to the dtype of use.
         wanted = [*((each, each) for each in used_now), *zip(stored_now, used_now, strict=True)]
         copies = _copy_together(wanted)
         for name, actual, expected in zip(names, copies, copies[len(names) :], strict=False):
             self._keep(name, actual, expected)
 
     def _find_place(self, weight: _Weight, used: Tensor) -> _Place | None:
-        """Return where the compared elements are in what is used; None where it is no such part of it."""
+        """Return the place of the compared elements in the used tensor; None if it does not contain them."""
         layout = (used.device_mesh, used.placements) if isinstance(used, DTensor) else None
         key = (weight.name, used.shape, layout)
         if key not in self._places:
@@ -236,7 +241,7 @@ class GatheredWatch(Watch[GatheredReport]):
         return self._places[key]
 
     def _keep(self, name: str, actual: Tensor, expected: Tensor) -> None:
-        """Keep what is compared; of the passes of a step the first in which anything differs."""
+        """Keep the values to compare. Of several passes in a step, keep the first that differs."""
         self._seen.add(name)
         if name in self._looked and self._looked[name][0].dtype == actual.dtype:
             before = self._looked[name]
@@ -247,7 +252,7 @@ class GatheredWatch(Watch[GatheredReport]):
         self._looked[name] = (actual, expected)
 
     def _compare(self) -> None:
-        """Compare what this step has used, on the device, and let the result come to the CPU."""
+        """Compare the values of this step on the device, and start the copy of the result to the CPU."""
         looked, self._looked = self._looked, {}
         if not looked:
             return
@@ -283,7 +288,7 @@ class GatheredWatch(Watch[GatheredReport]):
 
 
 def _copy_together(views: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return copies (elements) of vectors, each with the dtype and device of the other, in few launches for all."""
+    """Return copies (elements) of the first vectors, with dtype and device of the second, in few launches."""
     if len({(each.dtype, each.device) for pair in views for each in pair}) == 1:  # nearly always
         some = [view for view, _ in views]
         return list(torch.split_with_sizes(torch.cat(some), [len(each) for each in some]))
@@ -301,7 +306,7 @@ def _copy_together(views: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _find_any_wrong(values: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return whether the bits of any pair differ, (), in few launches for all pairs of one dtype and device."""
+    """Return whether the bits of any pair differ, (), in few launches per dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
     for pair in values:
         groups.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
@@ -315,7 +320,7 @@ def _find_any_wrong(values: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def _describe(
     weight: _Weight, step: int, before: Tensor | None, values: tuple[Tensor, Tensor], wrong: Tensor
 ) -> Difference:
-    """Return what a weight was used with, and where that was wrong: `values` are (used, stored)."""
+    """Return the difference between the values (used, stored) of a weight."""
     actual, expected = values
     stale = None if before is None else before.to(actual.device, actual.dtype)
     first = int(wrong.nonzero()[0])
@@ -335,19 +340,19 @@ def _describe(
 
 
 def _is_unmoved(before: Tensor | None, now: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether a step changed nothing of a weight that is left of it in a dtype."""
+    """Return whether a step left a weight unchanged in the given dtype."""
     if now is None or before is None:
         return False
     return torch.equal(_bits(now.to(dtype)), _bits(before.to(dtype)))
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the bits of floating-point numbers as integers: -0.0 is not 0.0, and NaN is itself."""
+    """Return the bits of floating-point numbers as integers: -0.0 differs from 0.0, and NaN equals itself."""
     return values.contiguous().view(_BITS[values.element_size()])
 
 
 def _list_weights(model: nn.Module) -> Iterator[tuple[int, _Weight]]:
-    """Yield (id, weight) of the parameters that FSDP2 and FSDP1 shard and this rank stores something of."""
+    """Yield (id, weight) of each parameter that FSDP1 or FSDP2 shards, if this rank stores a part of it."""
     flat = {id(each.parameter): each for each in flat_shards(model)}
     is_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
     for name, parameter in model.named_parameters():
@@ -359,7 +364,7 @@ def _list_weights(model: nn.Module) -> Iterator[tuple[int, _Weight]]:
             continue
         if not parameter.is_floating_point() or not region.shape or not region.numel:
             continue
-        # An odd distance does not stay in one column of a matrix.
+        # An odd stride does not stay in one column of a matrix.
         positions = torch.arange(0, region.numel, -(-region.numel // MOST_ELEMENTS) | 1)
         stored_at = _Place.of(torch.unravel_index(positions, region.local_shape), region.local_shape)
         yield (
@@ -369,7 +374,7 @@ def _list_weights(model: nn.Module) -> Iterator[tuple[int, _Weight]]:
 
 
 def _name_logical(region: Region, positions: Tensor) -> tuple[Tensor, ...]:
-    """Return the coordinates in the logical tensor of some elements of a region, which are counted row by row."""
+    """Return the logical coordinates of elements of a region, given by their row-major positions."""
     if region.flat is not None:
         return torch.unravel_index(positions + region.flat.start, region.shape)
     inside = torch.unravel_index(positions, region.local_shape)
@@ -377,7 +382,7 @@ def _name_logical(region: Region, positions: Tensor) -> tuple[Tensor, ...]:
 
 
 def _locate(logical_at: Sequence[Tensor], region: Region) -> tuple[Tensor, ...] | None:
-    """Return where elements of the logical tensor are in a region; None where it lacks some."""
+    """Return the coordinates of logical elements within a region; None if it lacks some."""
     found = []
     for at, dim in zip(logical_at, region.dims, strict=True):
         values, order = torch.sort(torch.tensor(tuple(dim)))
@@ -389,18 +394,18 @@ def _locate(logical_at: Sequence[Tensor], region: Region) -> tuple[Tensor, ...] 
 
 
 class GatheredWeights(Check[GatheredReport]):
-    """Gathered weights, at the begin of every forward pass, against the shards that the ranks store."""
+    """Gathered weights at the start of every forward pass, against the stored shards."""
 
     name = CheckName.GATHERED_WEIGHTS
     role = Role.ORIGIN
     sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[GatheredReport] | None:
-        """Return what compares the weights of each forward pass; see `Check`."""
+        """Return a watch that compares the weights of each forward pass; see `Check`."""
         return GatheredWatch(program.model)
 
     def judge(self, shown: Shown, reports: Sequence[GatheredReport]) -> Outcome | None:
-        """Return whether all were as stored, with a finding for each largest part that was not; see `Check`."""
+        """Return the verdict, with a finding for each largest wrong part of the model; see `Check`."""
         known = sorted({name for report in reports for name in report.names})
         if not known:
             return None
@@ -455,9 +460,10 @@ def _make_finding(
 
 
 def _find_sources(members: Mapping[str, Mapping[int, Difference]]) -> tuple[tuple[int, int], ...]:
-    """Return the (rank, other rank) where all parts of a rank are used with what that other one stores; else nothing.
+    """Return (rank, other rank) pairs: the rank used the values that the other one stores; else nothing.
 
-    Of ranks whose parts have one size alone: what they compare lies at the same places of each.
+    Only ranks with parts of equal size can match: they compare elements at the same positions of their
+    parts.
     """
     found: dict[int, set[int]] = {}
     for by_rank in members.values():

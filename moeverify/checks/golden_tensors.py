@@ -1,4 +1,4 @@
-"""Every logical tensor that the training loop shows, against the golden."""
+"""Comparison of every logical tensor that the training loop shows with the golden."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Unit = tuple[int, str, str]  # step, kind, moment of the optimizer
 
 
 class GoldenTensors(Check[Any]):
-    """The comparison of some kinds of logical tensors with the golden, each by its own bound."""
+    """Comparison of some kinds of logical tensors with the golden, each within its own bound."""
 
     def __init__(
         self, name: CheckName, kinds: tuple[str, ...], *, exact: bool = False, metric: Metric = "relative"
@@ -34,7 +34,7 @@ class GoldenTensors(Check[Any]):
         return self.compare(shown)
 
     def compare(self, shown: Compared) -> Outcome | None:
-        """Return whether every tensor is within its bound, whatever the expected ones were made of."""
+        """Return whether every tensor is within its bound, for any source of the expected tensors."""
         tensors = shown.of_kinds(self.kinds)
         if not tensors:
             return None
@@ -45,7 +45,7 @@ class GoldenTensors(Check[Any]):
         findings = tuple(
             _make_finding(shown, self.name, tensor, error, bound)
             for tensor, error, bound in measured
-            if not error <= bound  # an error that is no number is one too many
+            if not error <= bound  # also true if the error is NaN
         )
         tensor, error, bound = max(measured, key=lambda entry: comparable(_share(*entry[1:])))
         step, _, name = tensor.key
@@ -65,7 +65,7 @@ class GoldenTensors(Check[Any]):
         difference = tensor.difference
         norm = math.sqrt(difference.sum_expected2)
         if norm == 0.0 and kind_norm > 0.0 and self._is_off_zero(tensor):
-            # Nothing can be relative to a golden of zeros: the whole kind is the unit then.
+            # An error relative to an all-zero golden is undefined. The norm of the whole kind is the unit.
             return math.sqrt(difference.sum_error2) / kind_norm, bounds.zero_bound()
         bound = bounds.bound(*tensor.key, self.criterion, expected_norm=norm, kind_norm=kind_norm)
         if difference.num_nonfinite:
@@ -81,7 +81,7 @@ class GoldenTensors(Check[Any]):
 
 
 def _measure_norms(tensors: Sequence[Assembled]) -> Mapping[Unit, float]:
-    """Return the golden's norm of all tensors of a unit together."""
+    """Return the golden's norm over all tensors of each unit."""
     squares: dict[Unit, float] = {}
     for tensor in tensors:
         unit = find_unit(tensor.key)
@@ -90,17 +90,17 @@ def _measure_norms(tensors: Sequence[Assembled]) -> Mapping[Unit, float]:
 
 
 def find_unit(key: Key) -> Unit:
-    """Return what is equal for tensors of one step and kind that are measured in one unit.
+    """Return the group of tensors whose norm is the unit of a tensor's error.
 
-    A step counter, a first and a second moment of the optimizer differ by ten orders of magnitude: beside the
-    counters, all second moments would be rounding.
+    A step counter, a first and a second moment of the optimizer differ by ten orders of magnitude. Measured
+    together with the counters, all second moments would be below rounding.
     """
     step, kind, name = key
     return step, kind, name.rpartition(".")[2] if kind == Kind.OPTIMIZER_STATE else ""
 
 
 def _share(error: float, bound: float) -> float:
-    """Return which share of its bound an error uses."""
+    """Return the error as a fraction of its bound."""
     if bound > 0.0:
         return error / bound
     return math.inf if error > 0.0 else 0.0
@@ -140,7 +140,7 @@ def _make_finding(
 
 
 def _find_source(shown: Compared) -> InitialSource | None:
-    """Return where initial values come from; of a recorded script it is not known."""
+    """Return the source of the initial values; None for a recorded script, where it is unknown."""
     return find_source(shown.case.recipe) if isinstance(shown, Shown) else None
 
 

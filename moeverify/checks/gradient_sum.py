@@ -1,13 +1,13 @@
-"""Whether the gradient of a parameter is the sum of what its layer had on all ranks.
+"""Check that the gradient of a parameter is the sum of its layer's contributions on all ranks.
 
-In float8 one number that is rounded otherwise moves all that comes after it, so the gradients of small tensors are
-lost in the noise of the golden. Here neither golden nor noise plays a part. Each rank computes again, in float64,
-what each of its passes adds to some elements of a gradient: from the inputs of the layer and the gradients of its
-outputs, or from the operands of a product in float8. The sum over all ranks must be the gradient that the optimizer
-gets, whatever collectives made it: FSDP puts many gradients into one tensor and scatters that, and none can be read
-there by itself.
+In float8, one differently rounded number changes everything after it, so the golden's noise hides errors in
+the gradients of small tensors. This check uses neither golden nor noise. Each rank recomputes, in float64,
+the contribution of each of its passes to some elements of a gradient. The inputs are the layer's inputs and
+output gradients, or the operands of a float8 product. The sum over all ranks must be the gradient that the
+optimizer gets, whichever collectives produced it. FSDP packs many gradients into one tensor before the
+reduce-scatter, so single gradients cannot be read there.
 
-Only rounding may be left: that of each product to the dtype in which the layer computes, and those of the sums.
+The remaining difference is rounding: of each product to the layer's compute dtype, and of the sums.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
 
 _ROUNDINGS = 4.0  # besides the sums: the divisors before and after them, and the gradient's own dtype
-_FITTED = 1e-6  # of the sums of squares: what several ranks added is not alike
+_FITTED = 1e-6  # least eigenvalue of the Gram matrix, relative to its diagonal, of independent parts
 
 
 @dataclass(frozen=True)
 class Summed:
-    """What one rank added to the sample of a gradient in a step, and the elements of it that it has in the end.
+    """Contributions of one rank to a gradient's sample in one step, and its elements after the reduction.
 
-    Shapes: values, sizes and allowed (elements of the sample), float64; `places` are the numbers of the elements of
-    which `held` has the values. `unit` is half the machine epsilon in which ranks add up.
+    Shapes: values, sizes and allowed (elements of the sample), float64. `places` are the indices in the
+    sample of the values in `held`. `unit` is half the machine epsilon of the reduction dtype.
     """
 
     values: Tensor
@@ -65,7 +65,7 @@ Reports = dict[int, dict[str, Summed]]  # by step and parameter
 
 
 class GradientSumWatch(Watch[Reports]):
-    """Computes again what each pass of a layer adds to the gradients of its parameters."""
+    """Recomputes the contribution of each pass of a layer to the gradients of its parameters."""
 
     def __init__(self, model: nn.Module, float8: str) -> None:
         self._step = -1
@@ -86,11 +86,11 @@ class GradientSumWatch(Watch[Reports]):
                 self._handles.append(module.register_forward_hook(unseen(self._make_hook(prefix))))
 
     def begin_step(self, step: int) -> None:
-        """Note the number of the step; see `Watch`."""
+        """Record the number of the step; see `Watch`."""
         self._step = step
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Keep the sample of a gradient that layers have added to; see `Watch`."""
+        """Keep the sample of a gradient that layers have contributed to; see `Watch`."""
         if kind != Kind.GRADIENT or local is None or (step, name) not in self._added:
             return
         places, positions = Sample.of(*region.shape).find_in(region)
@@ -100,7 +100,7 @@ class GradientSumWatch(Watch[Reports]):
         self._held[step, name] = tuple(places), values
 
     def close(self) -> None:
-        """Let go of the model; see `Watch`."""
+        """Release the model; see `Watch`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -108,7 +108,7 @@ class GradientSumWatch(Watch[Reports]):
             self._tap.close()
 
     def report(self) -> Reports:
-        """Return what was added in each step; see `Watch`."""
+        """Return the contributions of each step; see `Watch`."""
         found: Reports = {}
         for (step, name), added in self._added.items():
             places, held = self._held.get((step, name), ((), torch.zeros(0)))
@@ -157,20 +157,21 @@ class GradientSumWatch(Watch[Reports]):
 
 
 class GradientSum(Check[Reports]):
-    """Gradients of linear layers and norms, against the sums of what all ranks had."""
+    """Gradients of linear layers and norms, against the sums of all ranks' contributions."""
 
     name = CheckName.GRADIENT_SUM
     role = Role.ORIGIN
     sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
-        """Return what computes again; see `Check`."""
+        """Return a watch that recomputes contributions; None where the check does not apply; see `Check`."""
         recipe, layout = run.case.recipe, run.case.layout
-        # In float64 the golden sees more, and in other precisions its noise leaves most gradients conclusive.
+        # In float64 the golden has tighter bounds. In other precisions its noise leaves most gradients
+        # conclusive.
         is_lost = recipe.float8 != "none" and recipe.precision != "float64"
         if not is_lost and self.name not in run.case.checks.also:
             return None
-        # Under these axes ranks hold parts of a layer, or share its tokens with others.
+        # Under these axes ranks hold parts of a layer, or share its tokens with other ranks.
         if layout.tp > 1 or layout.pp > 1:
             return None
         if not isinstance(program.subject, ReferenceSubject):
@@ -178,15 +179,15 @@ class GradientSum(Check[Reports]):
         return GradientSumWatch(program.model, recipe.float8)
 
     def judge(self, shown: Shown, reports: Sequence[Reports]) -> Outcome | None:
-        """Return whether each gradient is the sum, with a finding for each that is not; see `Check`."""
+        """Return the verdict, with a finding for each gradient that is not the sum; see `Check`."""
         return judge_sums(shown, reports) if any(reports) else None
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """A gradient beside the sum. Shapes: (held elements of all ranks); `ranks` says whose they are.
+    """A gradient and its recomputed sum. Shapes: (held elements of all ranks); `ranks` are their holders.
 
-    `parts` (elements, R) are what each rank added, divided as the sum is.
+    `parts` (elements, R) are the contributions of each rank, divided like the sum.
     """
 
     actual: Tensor
@@ -203,7 +204,7 @@ class _Judged:
         return ((self.actual - self.expected).abs() / self.allowed).nan_to_num(math.inf)
 
     def is_made_of(self, values: Tensor, times: float = 1.0) -> bool:
-        """Return whether the gradient is these values, but for so many times the rounding of the right ones."""
+        """Return whether the gradient equals these values, within `times` the allowed rounding."""
         return bool(((self.actual - values).abs() <= times * self.allowed).all())
 
     @property
@@ -213,7 +214,7 @@ class _Judged:
 
 
 def judge_sums(shown: Shown, reports: Sequence[Reports]) -> Outcome:
-    """Return the verdict, and from which relative error of a gradient on something would have been found."""
+    """Return the verdict, and for each gradient the relative error from which on it would be found."""
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
     worst: tuple[float, Worst] | None = None
@@ -247,7 +248,7 @@ def judge_sums(shown: Shown, reports: Sequence[Reports]) -> Outcome:
 
 
 def _lay_beside(of_ranks: Sequence[Summed | None]) -> _Judged | None:
-    """Return what the ranks have of a gradient beside what they added; None where none has any of it."""
+    """Return the held elements of a gradient and the contributions to them; None if no rank holds any."""
     known = [each for each in of_ranks if each is not None]
     num_ranks = len(of_ranks)
     if not any(each.places for each in known):
@@ -269,13 +270,14 @@ def _lay_beside(of_ranks: Sequence[Summed | None]) -> _Judged | None:
 
 
 def _read(judged: _Judged) -> GradientSumFacts:
-    """Return by which coefficients the gradient is made of what the ranks added, where only rounding is left then.
+    """Return the coefficients with which the ranks' contributions make up the gradient, up to rounding.
 
-    The simplest ones come first: what rounding leaves of a small part tells its coefficient to few digits.
+    Simple coefficients are tried first: with rounding, a small part determines its coefficient only to a
+    few digits.
     """
     num_ranks = judged.parts.shape[1]
     own = judged.parts[torch.arange(len(judged.ranks)), judged.ranks] * num_ranks
-    # Where one rank holds all of it, its own part is what is left without the others.
+    # If one rank holds all elements, its own part equals the case in which all other parts are missing.
     are_several = len(set(judged.ranks.tolist())) > 1
     if are_several and any(judged.is_made_of(factor * own) for factor in (1.0, 1.0 / num_ranks)):
         return GradientSumFacts(is_own=True)
@@ -288,7 +290,7 @@ def _read(judged: _Judged) -> GradientSumFacts:
 
 
 def _list_coefficients(judged: _Judged) -> Iterator[Tensor]:
-    """Yield how often the parts of the ranks (R) may be there: all but one, all alike, or each as it fits best."""
+    """Yield candidate coefficients (R): all ranks but one, one common factor, or the least-squares fit."""
     num_ranks = judged.parts.shape[1]
     for rank in range(num_ranks):
         yield (torch.arange(num_ranks) != rank).to(torch.float64)

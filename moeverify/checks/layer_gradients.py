@@ -1,10 +1,10 @@
-"""What linear layers and norms add to the gradients of their parameters, computed again in float64.
+"""Contributions of linear layers and norms to their parameters' gradients, recomputed in float64.
 
-A layer's parameters get their gradients from its inputs and from the gradients of its outputs alone:
+The gradients follow from the inputs of a layer and the gradients of its outputs alone:
 
     dW = dY^T X, (M, K)      db = sum of dY, (M)      of a norm: sum of dY * normalized X, (K)
 
-Some elements in equal distances are computed, from the few columns of X and dY that they are made of. Letters: N
+Only evenly spaced elements are computed, from the few columns of X and dY that they need. Letters: N
 tokens, K width of the inputs, M width of the outputs.
 """
 
@@ -27,7 +27,7 @@ from moeverify.model.precision import widen
 
 @dataclass(frozen=True)
 class Sample:
-    """Elements of a parameter in equal distances: those of some rows and columns; a vector has one row."""
+    """Evenly spaced elements of a parameter, given by rows and columns. A vector has one row."""
 
     rows: range
     columns: range
@@ -39,7 +39,7 @@ class Sample:
         return cls(rows, _spread(shape[-1], MOST_COLUMNS))
 
     def find_in(self, region: Region) -> tuple[list[int], list[int]]:
-        """Return which elements a rank has that holds a region: their places in the sample and in its local part."""
+        """Return the sampled elements within a region: indices in the sample, and local positions."""
         dims = region.dims if len(region.dims) == 2 else (range(1), *region.dims)
         width = region.shape[-1]
         inside, local = [], []
@@ -57,10 +57,10 @@ class Sample:
 
 @dataclass
 class Added:
-    """What passes of one rank have added to the sample of a parameter. Shapes: (rows, columns), float64.
+    """Contributions of some passes on one rank to the sample of a parameter.
 
-    `values` is what they should have, `sizes` the sum of their absolute values, and `allowed` what is lost where a
-    layer computes and rounds them; of `count` passes.
+    Shapes: (rows, columns), float64. `values` are the expected contributions, and `sizes` the sums of their
+    absolute values. `allowed` bounds the rounding errors of the layer. `count` is the number of passes.
     """
 
     values: Tensor
@@ -69,7 +69,7 @@ class Added:
     count: int = 1
 
     def add(self, other: Added) -> None:
-        """Add what one more pass adds."""
+        """Add the contributions of another pass."""
         self.values = self.values + other.values
         self.sizes = self.sizes + other.sizes
         self.allowed = self.allowed + other.allowed
@@ -78,10 +78,11 @@ class Added:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a layer's inputs until the gradient of its outputs comes.
+    """Inputs of a layer, kept until the gradient of its outputs arrives.
 
-    `columns` (N, columns) are those of the inputs, or of the normalized ones; `sizes` are as large as what they were
-    computed from. `num_added` is how many numbers were added up for each of them.
+    `columns` (N, columns) are columns of the inputs; for a norm, of the normalized inputs. `sizes` are the
+    sums of the absolute terms they were computed from. `num_added` is the number of terms summed for each
+    of them.
     """
 
     columns: Tensor
@@ -90,7 +91,7 @@ class Kept:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return whether a module's parameters get their gradients by the formulas above."""
+    """Return whether the formulas of this module apply to a layer's parameters."""
     if isinstance(module, RMSNorm):
         return module.view is identity and module.average is identity
     if isinstance(module, LayerNorm):
@@ -99,7 +100,7 @@ def is_known(module: nn.Module) -> bool:
 
 
 def keep_inputs(module: nn.Module, x: Tensor) -> Kept:
-    """Return what is kept of a layer's inputs (..., K)."""
+    """Return the part of a layer's inputs (..., K) that its gradients need."""
     flat = x.detach().reshape(-1, x.shape[-1])
     columns = _as_slice(Sample.of(flat.shape[1]).columns)
     if isinstance(module, nn.Linear):
@@ -120,7 +121,10 @@ def keep_inputs(module: nn.Module, x: Tensor) -> Kept:
 
 
 def list_added(module: nn.Module, kept: Kept, of_outputs: Tensor) -> Iterator[tuple[str, Added]]:
-    """Yield what a pass adds to the sample of each parameter, by attribute. Shape: of_outputs (..., M)."""
+    """Yield the contribution of a pass to the sample of each parameter, with its attribute name.
+
+    Shape: of_outputs (..., M).
+    """
     flat = of_outputs.detach().reshape(-1, of_outputs.shape[-1])
     across = flat[:, _as_slice(Sample.of(flat.shape[1]).columns)].to(torch.float64)
     inner = (len(flat) + kept.num_added + 16.0) * 0.5 * torch.finfo(widen(flat.dtype)).eps
@@ -129,7 +133,7 @@ def list_added(module: nn.Module, kept: Kept, of_outputs: Tensor) -> Iterator[tu
     if isinstance(module, nn.Linear):
         rows = flat[:, _as_slice(_spread(flat.shape[1], MOST_ROWS))].to(torch.float64).T
         if flat.device.type != "cpu":
-            # Kernels may add up parts of a product in its own dtype.
+            # Kernels may accumulate parts of a product in its own dtype.
             inner += torch.finfo(flat.dtype).eps
         columns, sizes = kept.columns.to(torch.float64), kept.sizes.to(torch.float64)
         yield "weight", _round(rows @ columns, rows.abs() @ sizes.abs(), inner, flat.dtype)
@@ -146,7 +150,7 @@ def _round(values: Tensor, sizes: Tensor, inner: float, dtype: torch.dtype) -> A
 
 
 def _spread(length: int, most: int) -> range:
-    """Return at most `most` numbers below `length` in equal distances."""
+    """Return at most `most` evenly spaced numbers below `length`."""
     return range(0, length, max(1, -(-length // most)))
 
 

@@ -1,4 +1,4 @@
-"""What a pass means: from which error on a comparison would have failed, over all checks that look at a tensor."""
+"""Detection limits: the smallest error that would have failed a comparison, over all checks of a tensor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, DetectionLimi
 def apply_limits(outcomes: Sequence[tuple[Check[Any], Outcome]]) -> tuple[CheckResult, ...]:
     """Return the results of the checks, each with its detection limits.
 
-    A tensor is inconclusive where its comparison with the golden allows any error, and no other check computes it
-    again to within less. Such a tensor counts for the check that compares it with the golden, and for no other.
+    A tensor is inconclusive if its comparison with the golden allows any error, and no other check
+    recomputes it with a tighter bound. It counts only for the check that compares it with the golden.
     """
     best: dict[Key, float] = {}
     for _, outcome in outcomes:

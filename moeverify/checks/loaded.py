@@ -1,4 +1,4 @@
-"""A loaded state against the one that was saved: every value, and every bit."""
+"""Check of a loaded state against the saved one: every value, and every bit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from moeverify.results.finding import Finding
 
 
 class Loaded(GoldenTensors):
-    """The comparison of everything that a checkpoint restores with what the saving layout had.
+    """Comparison of everything that a checkpoint restores with the state of the saving layout.
 
-    A report is the names of a rank's tensors whose bits or dtype are not those that were saved.
+    A report lists the names of a rank's tensors whose bits or dtype differ from the saved ones.
     """
 
     def __init__(self) -> None:
         super().__init__(CheckName.LOADED, (Kind.LOADED,), exact=True)
 
     def inspect(self, load: RankLoad) -> list[str]:
-        """Return the names of what has other bits on this rank; see `Check`."""
+        """Return the names of tensors with different bits on this rank; see `Check`."""
         step = load.case.checkpoint.after - 1
         return [
             name
@@ -35,7 +35,7 @@ class Loaded(GoldenTensors):
         ]
 
     def judge(self, shown: Compared, reports: Sequence[list[str]]) -> Outcome | None:
-        """Return whether every value is equal, and what is equal as a number alone; see `Check`."""
+        """Return the verdict on all values, with findings for equal values of different bits; see `Check`."""
         assert isinstance(shown, Shown)  # a load is part of a case
         outcome = super().judge(shown, reports)
         if outcome is None:

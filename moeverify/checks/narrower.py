@@ -1,4 +1,4 @@
-"""Dtypes that values may have been rounded to on the way, and how a report names them."""
+"""Narrower dtypes that values may have been rounded to, and their names in reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def list_narrower(*dtypes: torch.dtype) -> list[torch.dtype]:
-    """Return the dtypes that are narrower than each of these, the narrowest first."""
+    """Return the dtypes that are narrower than each of these, narrowest first."""
     least = min(dtype.itemsize for dtype in dtypes)
     return [dtype for dtype in _DTYPES if dtype.itemsize < least]
 

@@ -1,14 +1,15 @@
-"""Whether the losses that each rank reports are those of the ranks' own token losses, router inputs and choices.
+"""Check each rank's reported losses against its own token losses, router inputs and choices.
 
-The comparison with the golden allows a loss what the rounding of the whole forward pass does to it, 2^-7 in bfloat16
-and more. A wrong divisor, a weighted micro-batch or a balance loss of other counts is often less. Here the forward
-pass plays no part: the token losses are added up again in float64, the z and balance losses are computed again from
-what each router saw and chose, and they are divided by the tokens that the recipe's data says are valid. So only the
-rounding of the losses themselves is left, which are computed in float32 at least.
+The comparison with the golden allows a loss the rounding of the whole forward pass, 2^-7 or more in
+bfloat16. A wrong divisor, a weighted micro-batch or a balance loss of other counts often changes less. This
+check does not depend on the forward pass. It sums the token losses again in float64. It recomputes the z
+and balance losses from each router's inputs and choices, and divides by the number of valid tokens in the
+recipe's data. The remaining difference is the rounding of the losses, which are computed in float32 or
+wider.
 
-A rank does not know which other ranks see the same tokens (tp), or that it sees them twice (recomputation). Of each
-router and row, the valid tokens that all ranks have seen must be a whole multiple m of those of the row, and sums are
-divided by m.
+A rank does not know which other ranks see the same tokens (tp), or that it sees them twice (recomputation).
+For each router and row, the number of valid tokens over all ranks must be an integer multiple m of the
+row's. Sums are divided by m.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ LM, BALANCE, Z, TOTAL = "lm", "balance", "z", "total"
 
 @dataclass
 class RouterSums:
-    """What one router of a rank has seen in a step, in float64.
+    """Inputs and choices of one router on a rank in a step, summed in float64.
 
-    `z` has how many valid tokens there were, the sum of their squared logsumexp, and the largest error of that sum.
-    `rows` has, for each row of the global batch (or for 0, where the balance loss is one of the whole batch), the
-    valid tokens (1), summed probabilities (E) and counts (E), one after the other. `relative` is the largest relative
-    error of a probability, `eps` the machine epsilon in which the router computes.
+    - `z`: the number of valid tokens, the sum of their squared logsumexp, and the largest error of that
+      sum.
+    - `rows`: for each row of the global batch, the valid tokens (1), summed probabilities (E) and counts
+      (E), concatenated. If the balance loss covers the whole batch, the only row is 0.
+    - `relative`: the largest relative error of a probability.
+    - `eps`: the machine epsilon of the router's compute dtype.
     """
 
     z: Tensor
@@ -59,7 +62,7 @@ class RouterSums:
 
 @dataclass
 class StepSums:
-    """One rank's step: the sum of the token losses of each region, sums of its routers, and the losses it reports."""
+    """One rank's step: sums of token losses per region, sums of its routers, and its reported losses."""
 
     token_losses: dict[str, tuple[float, int]] = field(default_factory=dict)
     routers: dict[str, RouterSums] = field(default_factory=dict)
@@ -79,11 +82,11 @@ class _Pass:
 
 
 class ObjectiveWatch(MicroBatchPasses[dict[int, StepSums], _Pass]):
-    """Adds up token losses, and what the balance and z losses need, without a word to the CPU before the end."""
+    """Sums token losses and the inputs of the balance and z losses, without device synchronization."""
 
     def __init__(self, program: Program, *, by_row: bool, is_whole: bool) -> None:
         super().__init__(program.model)
-        # A layout with router losses of its own defines them itself: megablocks' are means over local tokens.
+        # A layout may define router losses of its own: megablocks' are means over local tokens.
         self._judges_routers = is_whole and program.own_router_losses is None
         self._by_row = by_row
         self._token_losses: dict[int, dict[str, tuple[Tensor, int]]] = {}
@@ -104,7 +107,7 @@ class ObjectiveWatch(MicroBatchPasses[dict[int, StepSums], _Pass]):
         self.keep(_Pass(name, z, rows, relative, eps))
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Note token losses and reported losses; see `Watch`."""
+        """Record token losses and reported losses; see `Watch`."""
         super().observe(step, kind, name, local, region)
         if local is None:
             return
@@ -163,10 +166,12 @@ def _sum_pass(
     rows = []
     for part, chosen, kept in split_passes(num_experts * num_tokens, x, ids, valid):
         scored = Scored.compute(spec, part.flatten(0, 1), weight, bias)
-        # Padding is kept and counts nothing: to leave it out, a GPU would have to tell the host how many are left.
+        # Padding is masked, not removed: to remove it, a GPU would have to report the number of valid
+        # tokens.
         is_valid = kept.flatten()
         sizes = scored.logits.logsumexp(dim=-1)
-        # A logsumexp moves no more than the logit that moves most, and is rounded itself: E exponentials, their sum.
+        # A logsumexp changes by at most the largest change of a logit. Its own rounding covers E
+        # exponentials and their sum.
         error = scored.error.squeeze(-1) + unit * (8.0 + num_experts + 2.0 * sizes.abs())
         of_tokens = [
             torch.ones_like(sizes),
@@ -180,36 +185,36 @@ def _sum_pass(
         counts.scatter_add_(1, picked, torch.ones_like(picked, dtype=torch.float64))
         seen = torch.cat([torch.ones_like(probabilities[:, :1]), probabilities, counts], dim=1)
         rows.append(torch.where(is_valid.unsqueeze(1), seen, 0.0).view(*kept.shape, -1).sum(dim=1))
-        # Sigmoid scores are divided by their sum, which is off by as much.
+        # Sigmoid scores are divided by their sum, which has the same relative error.
         worst = torch.where(is_valid.unsqueeze(1), scored.relative, 0.0).amax()
         relative = torch.maximum(relative, 2.0 * worst)
     return z, torch.cat(rows), relative
 
 
 class Objective(Check[dict[int, StepSums]]):
-    """The losses of each step on every rank, of the reference model; other models divide as they like."""
+    """Losses of each step on every rank, for the reference model only: other models divide differently."""
 
     name = CheckName.OBJECTIVE
     role = Role.ORIGIN
 
     def watch(self, run: RankRun, program: Program) -> Watch[dict[int, StepSums]] | None:
-        """Return what adds up; see `Check`."""
+        """Return a watch that sums the losses; None for a user's model; see `Check`."""
         if not isinstance(program.subject, ReferenceSubject):
             return None
         moe = run.case.recipe.model.moe
         by_row = moe is not None and moe.balance_scope == "sequence"
-        # A stage of a pipeline has a part of the routers and several micro-batches under way, and only the last one
-        # shows losses; what routers get inside a graph nobody sees. There lm alone is judged.
+        # A pipeline stage has only some of the routers and several micro-batches in flight, and only the
+        # last stage shows losses. Hooks do not see routers inside a graph. In both cases only lm is judged.
         is_whole = run.case.layout.pp == 1 and program.run_captured is None
         return ObjectiveWatch(program, by_row=by_row, is_whole=is_whole)
 
     def judge(self, shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcome | None:
-        """Return whether each loss is what the ranks' own values add up to; see `Check`."""
+        """Return whether each loss follows from the ranks' own values; see `Check`."""
         return judge_losses(shown, reports) if any(reports) else None
 
 
 def judge_losses(shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcome:
-    """Return the verdict, with a finding for each loss of a step that some rank reports otherwise."""
+    """Return the verdict, with a finding for each loss of a step that some rank reports wrongly."""
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
     worst: Worst | None = None
@@ -226,7 +231,7 @@ def judge_losses(shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcom
             if worst is None or errors[rank] / bound > worst.error / worst.bound:
                 worst = Worst(tensor=name, error=errors[rank], bound=bound, step=step)
             wrong = tuple(each for each, error in errors.items() if not error <= bound)
-            # A total of wrong terms is wrong too, and says nothing more.
+            # A total of wrong terms is wrong too and adds no information.
             if wrong and not (name == TOTAL and any(finding.step == step for finding in findings)):
                 values = (expected, dict(rows)[rank], bound)
                 findings.append(_make_finding(shown, key, (rank, *wrong), values))
@@ -240,7 +245,7 @@ def judge_losses(shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcom
 
 
 def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dict[str, tuple[float, float]]:
-    """Return (expected, relative bound) of each loss that what the ranks have noted is enough for."""
+    """Return (expected, relative bound) of each loss that the ranks' notes determine."""
     recipe = shown.case.recipe
     model, data = recipe.model, recipe.data
     lengths = find_lengths(recipe, step)
@@ -261,10 +266,10 @@ def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dic
 
 
 def _compute_lm(of_step: Sequence[StepSums], num_valid: float, num_tokens: int) -> tuple[float, float] | None:
-    """Return the mean of the token losses over valid tokens; None where they are not all there, or no numbers.
+    """Return the mean of the token losses over valid tokens; None if some are missing or not finite.
 
-    Every rank adds up n losses of one sign in blocks, whose roundings add up like a random walk, divides, and adds
-    its micro-batches.
+    Every rank sums n losses of one sign in blocks, divides, and adds its micro-batches. The rounding errors
+    of the blocks add up like a random walk.
     """
     regions = {key: value for each in of_step for key, value in each.token_losses.items()}
     whole = sum(total for total, _ in regions.values())
@@ -278,9 +283,9 @@ def _compute_lm(of_step: Sequence[StepSums], num_valid: float, num_tokens: int) 
 
 
 def _copies_agree(of_step: Sequence[StepSums], num_valid: float) -> bool:
-    """Return whether ranks that have seen the same tokens made the same of them, up to rounding.
+    """Return whether ranks that saw the same tokens computed the same router sums, up to rounding.
 
-    Where the copies of a router have drifted apart, there is no one loss that the ranks should report.
+    If the replicas of a router have diverged, there is no single loss that the ranks should report.
     """
     groups: dict[frozenset[str], list[StepSums]] = {}
     for each in of_step:
@@ -321,16 +326,17 @@ def _compute_z(moe: MoE, routers: dict[str, RouterSums], num_valid: float) -> tu
         if times is None:
             return None
         value, error, eps = value + squares / times, error + largest / times, max(eps, sums.eps)
-    if not value or not math.isfinite(value):  # of what is no number nothing else follows
+    if not value or not math.isfinite(value):  # a non-finite loss determines nothing else
         return None
     rounding = 0.5 * eps * (4.0 * math.sqrt(num_valid) + 8.0 + len(routers))
     return moe.z_coef * value / num_valid, error / value + rounding
 
 
 def _compute_balance(moe: MoE, routers: dict[str, RouterSums], lengths: Tensor) -> tuple[float, float] | None:
-    """Return the balance loss over all layers, as `moeverify.train.objective` defines it. Shape: lengths (B).
+    """Return the balance loss over all layers, as `moeverify.train.objective` defines it.
 
-    All its terms are of one sign, so it is off by no more than the probability that is off most.
+    Shape: lengths (B). All terms have one sign, so the loss has no larger relative error than a
+    probability.
     """
     wanted = list_scopes(moe, lengths)
     value, relative, eps = 0.0, 0.0, 0.0
@@ -359,7 +365,7 @@ def _relative(expected: float, actual: float) -> float:
 def _make_finding(
     shown: Shown, key: Key, ranks: tuple[int, ...], values: tuple[float, float, float]
 ) -> Finding:
-    """Return the finding of a loss, without a cause; `ranks` has the worst one first, and then all wrong ones."""
+    """Return the finding of a loss, without a cause. `ranks` is the worst rank, then all wrong ranks."""
     step, kind, name = key
     rank, *wrong = ranks
     expected, actual, bound = values

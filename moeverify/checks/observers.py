@@ -1,4 +1,4 @@
-"""What checks see of a run: their own observers, beside the one that compares or records."""
+"""Observers of the checks, combined with the observer that compares or records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.layout.region import Region
 
 
 class _Together:
-    """An observer that hands everything to several, one after the other."""
+    """An observer that forwards everything to several others, in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -39,7 +39,10 @@ def open_observers(
     checks: Sequence[Check[Any]],
     watches: Sequence[Watch[Any]] = (),
 ) -> Iterator[Observer]:
-    """Give the observer to train with: `observer`, to which the checks show more, and these watches before it."""
+    """Yield the observer to train with: the watches first, then the checks' own, then `observer`.
+
+    The checks may show further tensors to `observer`.
+    """
     shows = [show for check in checks if (show := check.show(training, observer)) is not None]
     with ExitStack() as stack:
         for each in (*shows, *watches):

@@ -1,8 +1,8 @@
-"""Whether each rank's optimizer made of its own gradient, moments and weights what the recipe's optimizer makes.
+"""Check each rank's optimizer step, recomputed from its own gradient, moments and weights.
 
-The comparison with the golden says little of an update below float64: the first step of Adam is nearly a sign, which
-noise of the gradient turns. Here the noise plays no part: the step is computed again in float64 from the very values
-that the rank had, so all that may differ is the rounding of the step itself.
+Below float64 the comparison with the golden has loose bounds for updates: the first step of Adam is nearly
+a sign, and noise of the gradient may flip it. This check is independent of that noise. It recomputes the
+step in float64 from the rank's own values, so that the only difference is the rounding of the step itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from moeverify.train.program import Program
 from moeverify.train.schedule import find_factor, list_rates
 
 MOST_ELEMENTS = 1 << 14
-"""Of a larger shard, so many elements in equal distances are recomputed: a wrong step is wrong in many of them."""
+"""Maximum number of evenly spaced elements recomputed per shard. A wrong step is wrong in many of them."""
 
 
 Whole = tuple[str, Tensor, Region]
@@ -56,7 +56,7 @@ class _State:
 
 
 class OptimizerWatch(Watch[list[Row]]):
-    """Samples what goes into each step and what comes out of it, and recomputes it when the step is over."""
+    """Samples the inputs and results of each step, and recomputes the step when it is over."""
 
     def __init__(self, recipe: Recipe, program: Program) -> None:
         self._recipe = recipe
@@ -66,31 +66,31 @@ class OptimizerWatch(Watch[list[Row]]):
         self._sampled: dict[tuple[str, str], Sampled] = {}
         self._clip: Tensor | None = None
         self._early: dict[tuple[str, str], _State] = {}
-        # How many steps each shard has taken: those in which it has a gradient. The optimizer's own counters are not
-        # read, since a wrong one would then count as right.
+        # Number of steps each shard has taken, which are those with a gradient. The optimizer's own
+        # counters are not read: a wrong counter would then go unnoticed.
         self._num_taken: dict[tuple[str, str], int] = {}
         self._stepped: set[tuple[str, str]] = set()
         self._step = -1
         self._batches: list[Batch] = []
 
     def begin_step(self, step: int) -> None:
-        """Recompute the step before; see `Watch`."""
+        """Recompute the previous step; see `Watch`."""
         self._finish()
         self._step = step
-        # A rank may have several shards of one parameter, those of experts that different ranks hold, and others in
-        # the next step.
+        # A rank may have several shards of one parameter, for experts held by different ranks. They may
+        # change from step to step.
         shards = [] if self._program is None else self._program.live_shards()
         self._shards = {(shard.name, shard.region.key): shard for shard in shards}
         self._count_new_shards(step)
         if self._program is not None and self._program.custom_step is not None:
-            self._early = self._read_state(self._shards)  # it shows its gradients when the step is over
+            self._early = self._read_state(self._shards)  # it shows its gradients after the step
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Sample what belongs to the step of the optimizer; see `Watch`."""
+        """Sample a tensor of the optimizer step; see `Watch`."""
         self.observe_all(step, kind, [(name, local, region)])
 
     def observe_all(self, step: int, kind: str, shown: Sequence[Named]) -> None:
-        """Sample what belongs to the step of the optimizer; see `moeverify.layout.observer.BulkObserver`."""
+        """Sample tensors of the optimizer step; see `moeverify.layout.observer.BulkObserver`."""
         found = [(name, local, region) for name, local, region in shown if local is not None]
         if kind == Kind.GRADIENT:
             self._keep_gradients(found)
@@ -106,7 +106,7 @@ class OptimizerWatch(Watch[list[Row]]):
             self._keep_moments(found)
 
     def close(self) -> None:
-        """Recompute the last step, and let go of the model; see `Watch`."""
+        """Recompute the last step and release the model; see `Watch`."""
         self._finish()
         self._program = None
         self._shards = {}
@@ -116,7 +116,7 @@ class OptimizerWatch(Watch[list[Row]]):
         return [row for batch in self._batches for row in read_batch(batch)]
 
     def _sample_state(self) -> None:
-        """Keep weights and moments as they are before the step."""
+        """Keep weights and moments from before the step."""
         if self._early:
             return
         states = self._read_state({key: each.shard for key, each in self._sampled.items()})
@@ -125,7 +125,7 @@ class OptimizerWatch(Watch[list[Row]]):
         self._note_rates()
 
     def _note_rates(self) -> None:
-        """Keep the learning rates that the optimizer has; those of a framework's own optimizer are not known."""
+        """Keep the optimizer's learning rates. A framework's own optimizer does not expose them."""
         assert self._program is not None
         engine = self._program.engine
         if isinstance(engine, PlainEngine):
@@ -134,7 +134,7 @@ class OptimizerWatch(Watch[list[Row]]):
                 sampled.rate = rates.get(id(sampled.shard.tensor))
 
     def _read_state(self, shards: Mapping[tuple[str, str], LocalShard]) -> dict[tuple[str, str], _State]:
-        """Return samples of the weights and the moments of these shards as they are now."""
+        """Return samples of the current weights and moments of these shards."""
         assert self._program is not None
         chosen = [(key, shard) for key, shard in shards.items() if shard.region.numel]
         moments = []
@@ -158,7 +158,7 @@ class OptimizerWatch(Watch[list[Row]]):
         sampled.dtypes |= state.dtypes
 
     def _keep_gradients(self, shown: Sequence[Whole]) -> None:
-        """Begin with the gradients of a step; that of a user's own is over then, and knows its rates."""
+        """Keep the gradients of a step. A user's own step is over by then, and its rates are known."""
         custom = None if self._program is None else self._program.custom_step
         keys = [(name, region.key) for name, _, region in shown]
         self._stepped.update(key for key in keys if key in self._shards)
@@ -178,9 +178,9 @@ class OptimizerWatch(Watch[list[Row]]):
                 self._sampled[key].rate = custom.rates.get(id(self._shards[key].tensor))
 
     def _count_new_shards(self, step: int) -> None:
-        """Begin to count the steps of shards that this rank did not have: experts that were exchanged.
+        """Start the step counts of shards that are new on this rank, such as moved experts.
 
-        They keep the counter of their parameter.
+        They continue the count of their parameter.
         """
         known = dict(self._num_taken)
         for key in self._shards:
@@ -189,7 +189,7 @@ class OptimizerWatch(Watch[list[Row]]):
                 self._num_taken[key] = max(of_name, default=step)
 
     def _keep_changes(self, shown: Sequence[Whole]) -> None:
-        """Keep by how much the weights have changed since they were sampled before the step."""
+        """Keep the changes of the weights since they were sampled before the step."""
         chosen = [(self._sampled.get((name, region.key)), local) for name, local, region in shown]
         changed = [(each, each.weight, local) for each, local in chosen if each and each.weight is not None]
         if not changed:
@@ -201,7 +201,7 @@ class OptimizerWatch(Watch[list[Row]]):
             each.dtypes.add(local.dtype)
 
     def _keep_moments(self, shown: Sequence[Whole]) -> None:
-        """Keep the moments as they are after the step."""
+        """Keep the moments after the step."""
         chosen = []
         for name, local, region in shown:
             parameter, _, moment = name.rpartition(".")
@@ -237,7 +237,7 @@ class OptimizerWatch(Watch[list[Row]]):
             clip=self._clip,
         )
         for members, _ in groups:
-            for each in members:  # the rows need the shards' names and places alone
+            for each in members:  # the rows need only the names and places of the shards
                 each.weight = each.change = None
                 each.before, each.after = {}, {}
 
@@ -247,39 +247,39 @@ def _stride_of(region: Region) -> int:
 
 
 def _decay_of(spec: Optimizer, shard: LocalShard) -> float:
-    """Return the weight decay of a parameter: that of the recipe for matrices, none for vectors."""
+    """Return the weight decay of a parameter: the recipe's for matrices, zero for vectors."""
     return spec.weight_decay if len(shard.region.shape) > 1 else 0.0
 
 
 def _group_key(sampled: Sampled) -> object:
-    """Return what is equal for shards that can be recomputed together."""
+    """Return the group key of shards that can be recomputed together."""
     decays = len(sampled.shard.region.shape) > 1
     names = (frozenset(sampled.before), frozenset(sampled.after))
     return decays, names, sampled.number, frozenset(sampled.dtypes), sampled.gradient.device
 
 
 class OptimizerStep(Check[list[Row]]):
-    """Moments and updates of every step, against the step computed again in float64."""
+    """Moments and updates of every step, against the step recomputed in float64."""
 
     name = CheckName.OPTIMIZER_STEP
     role = Role.ORIGIN
     recomputes_step = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[list[Row]]:
-        """Return what samples and recomputes each step of the optimizer; see `Check`."""
+        """Return a watch that samples and recomputes each optimizer step; see `Check`."""
         return OptimizerWatch(run.case.recipe, program)
 
     def judge(self, shown: Shown, reports: Sequence[list[Row]]) -> Outcome | None:
-        """Return whether each element is as the step gives it, up to rounding; see `Check`."""
+        """Return whether each element matches the recomputed step, up to rounding; see `Check`."""
         recipe = shown.case.recipe
         rates = list_rates(recipe.optimizer, recipe.steps)
         return judge_rows(shown, reports, rates) if any(reports) else None
 
 
 def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[float] = ()) -> Outcome:
-    """Return the verdict, with a finding for each logical tensor that is off, and what each could have shown.
+    """Return the verdict, with a finding for each wrong logical tensor, and the detection limits.
 
-    `rates` are the learning rates that the recipe gives the steps.
+    `rates` are the recipe's learning rates, by step.
     """
     own = shown.list_own(CheckName.OPTIMIZER_STEP)
     by_key = _sort_rows(reports, own)
@@ -311,7 +311,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
 def _sort_rows(
     reports: Sequence[Sequence[Row]], own: Collection[tuple[str, str]]
 ) -> dict[Key, list[tuple[int, Row]]]:
-    """Return the rows of each logical tensor with their ranks, step after step, but those of `own` results."""
+    """Return the rows of each logical tensor with their ranks, ordered by step, without `own` results."""
     by_key: dict[Key, list[tuple[int, Row]]] = {}
     for rank, rows in enumerate(reports):
         for row in rows:
@@ -321,7 +321,7 @@ def _sort_rows(
 
 
 def _find_worst(rows: Sequence[Row]) -> Worst | None:
-    """Return the element that is off most, None where none is known."""
+    """Return the element with the largest error; None if no expected value is finite."""
     worst = max(filter(_is_known, rows), key=_rate, default=None)
     if worst is None:
         return None
@@ -332,9 +332,9 @@ def _find_worst(rows: Sequence[Row]) -> Worst | None:
 def _list_steps(
     shown: Shown, by_key: Mapping[Key, Sequence[tuple[int, Row]]], limits: Mapping[Key, float]
 ) -> CorrectedSteps:
-    """Return what other bias corrections would make of each step, and which errors of updates are surely seen.
+    """Return each step's alternative bias corrections, and the detectable errors of its updates.
 
-    They are not known where ranks count the steps of one tensor differently.
+    The corrections are unknown where ranks count the steps of one tensor differently.
     """
     spec = shown.case.recipe.optimizer
     kind = OPTIMIZER.find(spec.name)
@@ -348,7 +348,7 @@ def _list_steps(
 
 
 def _rate(row: Row) -> float:
-    """Return how many times more than is allowed an element is off; 0 where it follows from what is no number."""
+    """Return the ratio of the largest error to the allowed one; 0 if the expected value is not finite."""
     return rate_error(row.worst) if _is_known(row) else 0.0
 
 
@@ -357,12 +357,11 @@ def _is_known(row: Row) -> bool:
 
 
 def _find_limit(rows: Sequence[Row]) -> float:
-    """Return the relative error of a tensor from which on some element must be off by more than is allowed.
+    """Return the relative error of a tensor above which some element must exceed its allowed error.
 
-    An error larger than the allowed errors together, in the Frobenius norm, cannot be within them in each element.
-    Nor can one of what is stored, beside what a right step stores, that is larger than the spreads together: where a
-    right element can be rounded to one number alone, any other is seen, although half a unit of a weight in 16 bits
-    may be half of its update.
+    If the error has a larger Frobenius norm than the allowed errors, some element exceeds its own. The same
+    holds for stored values and spreads. Where rounding of a right element leaves only one stored value, any
+    other value is detected. This holds even if half a unit of a 16-bit weight is half of its update.
     """
     shares = (
         (sum(row.sum_allowed2 for row in rows), sum(row.sum_expected2 for row in rows)),
@@ -372,7 +371,7 @@ def _find_limit(rows: Sequence[Row]) -> float:
 
 
 def _scale_of(rows: Sequence[Row]) -> float:
-    """Return the root mean square of what was expected, the unit of errors; 1 where all of it is zero."""
+    """Return the root mean square of the expected values, the unit of errors; 1 if all are zero."""
     total = sum(row.sum_expected2 for row in rows)
     count = sum(row.num_elements for row in rows)
     return math.sqrt(total / count) if total > 0.0 else 1.0
@@ -383,7 +382,7 @@ def _rows_of_all(by_key: Mapping[Key, Sequence[tuple[int, Row]]]) -> list[tuple[
 
 
 def _count(shown: Shown, num_ranks: int) -> Mapping[ScheduleCount, int]:
-    """Return the counts of a layout that a rate may be multiplied by, each number once."""
+    """Return the counts of a layout that may multiply a rate, each number once."""
     layout = shown.case.layout
     counts: Mapping[ScheduleCount, int] = {
         "micro-batches": layout.micro_batches,
@@ -447,7 +446,7 @@ def _choose_cause(facts: RecomputedFacts) -> Cause:
 
 
 def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> RecomputedFacts:
-    """Return the facts with the learning rate that the optimizer had, where that explains what is wrong."""
+    """Return the facts with the optimizer's learning rate, if it explains the error."""
     step, kind, _ = row.key
     if row.rate is None or kind != Kind.UPDATE or step >= len(rates) or _is_rate(row.rate, rates[step]):
         return facts
@@ -465,7 +464,7 @@ def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> Recom
 
 
 def _add_number(facts: RecomputedFacts, row: Row, recipe: Recipe) -> RecomputedFacts:
-    """Return the facts with the one number that explains a moment: another decay, or a share of what is added."""
+    """Return the facts with a single number that explains a moment: another decay, or another share."""
     spec = recipe.optimizer
     corrected = find_corrected(row, spec)
     if corrected is not None:

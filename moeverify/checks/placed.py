@@ -1,6 +1,7 @@
-"""Whether experts are where the placement of each step has them, of which a layout that never moves any says nothing.
+"""Check that each rank stores the experts that the placement of the step assigns to it.
 
-Values that stayed where they were are right too, under the numbers that they had: only the regions tell.
+Does not apply to a layout that never moves experts. Experts that were not moved still have the right values
+under their old numbers, so only the regions reveal them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from moeverify.results.finding import Finding
 
 
 def find_misplaced(shown: Shown) -> Iterator[Finding]:
-    """Yield a finding for each stacked weight of which a rank stores other experts than the placement gives it.
+    """Yield a finding for each stacked weight of which a rank stores experts not assigned to it.
 
-    Weights after a step are not compared, so they are not shown; updates have their regions.
+    Weights after a step are not compared and therefore not shown. Updates carry the same regions.
     """
     model, layout = shown.case.recipe.model.reference, shown.case.layout
     first = None if model is None else find_placement(layout, model)
@@ -34,7 +35,7 @@ def find_misplaced(shown: Shown) -> Iterator[Finding]:
     if layout.rebalance is not None:
         if shown.load is None:
             return
-        # Solved again from what was counted apart from the run's own trace: that is part of what is judged.
+        # Solved again from separately collected counts, since the run's own trace is under test.
         exchanges = list_solved(np.array(shown.load.copies), first, Policy(**layout.rebalance.model_dump()))
     view = MeshPlan.of(layout).sparse
     for (step, kind, name), tensor in shown.tensors.items():
@@ -63,13 +64,13 @@ def find_misplaced(shown: Shown) -> Iterator[Finding]:
 
 
 def find_current(first: Placement, exchanges: Mapping[int, Placement], step: int) -> Placement:
-    """Return the placement in force in a step: `step` steps have been trained before it."""
+    """Return the placement in force after `step` trained steps."""
     done = [after for after in exchanges if after <= step]
     return exchanges[max(done)] if done else first
 
 
 def list_keys(shape: tuple[int, ...], buckets: tuple[Bucket, ...], coordinate: int) -> frozenset[str]:
-    """Return the keys of the regions that the rank at a coordinate of ep has of a stacked weight."""
+    """Return the keys of a stacked weight's regions on the rank at an ep coordinate."""
     return frozenset(
         Region.box(shape, [bucket.experts, *map(range, shape[1:])]).key
         for bucket in buckets
@@ -78,6 +79,6 @@ def list_keys(shape: tuple[int, ...], buckets: tuple[Bucket, ...], coordinate: i
 
 
 def _find_matrix(placement: Placement, name: str) -> tuple[tuple[int, ...], ...]:
-    """Return the matrix of the block that a tensor is in: `layers.3.moe.experts.up` is in block 3."""
+    """Return the placement matrix of a tensor's block: `layers.3.moe.experts.up` is in block 3."""
     number = int(name.split("layers.")[1].split(".", maxsplit=1)[0])
     return placement.matrices[placement.layers.index(number)]

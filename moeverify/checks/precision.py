@@ -1,7 +1,8 @@
-"""Whether a run in mixed precision computed, reduced and kept in the dtypes of its recipe.
+"""Check that a mixed-precision run computes, reduces and stores in the dtypes of its recipe.
 
-Bounds cannot say it: arithmetic that stayed in the wide dtype is nearer to the golden, and a reduction in the narrow
-one adds less than the arithmetic before it. So the ranks say what they saw (`moeverify.checks.dtype_watch`).
+Bounds cannot detect this. Computation in the wide dtype is closer to the golden, and a reduction in the
+narrow one adds less error than the computation before it. The ranks report the dtypes that they observe
+(`moeverify.checks.dtype_watch`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Wanted:
-    """The dtypes of a recipe; parameters of the modules that `wide` names compute as they are kept.
+    """Dtypes of a recipe. Parameters of the modules that `wide` names compute in the stored dtype.
 
-    A pattern of `wide` is about a module, and everything in it: `layers.*.norm`.
+    A pattern of `wide` matches a module and everything in it: `layers.*.norm`.
     """
 
     compute: str
@@ -39,43 +40,43 @@ class Wanted:
 
     @classmethod
     def of_case(cls, case: Case) -> Wanted:
-        """Return what the case asks for."""
+        """Return the dtypes that the case requires."""
         compute, kept = (name_dtype(dtype(case.recipe.precision)) for dtype in (compute_dtype_of, dtype_of))
         return cls(compute, kept, case.layout.in_float32)
 
     def of(self, sighting: Sighting) -> str:
-        """Return the dtype in which it should have been."""
+        """Return the required dtype of a sighting."""
         wide = any(names(pattern, sighting.parameter) for pattern in self.wide)
         return self.compute if sighting.use is Use.COMPUTES and not wide else self.kept
 
 
 def names(pattern: str, parameter: str) -> bool:
-    """Return whether a pattern names one of the modules around a parameter."""
+    """Return whether a pattern matches one of the modules around a parameter."""
     parts = parameter.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts)))
 
 
 class Precision(Check[list[Sighting]]):
-    """The dtypes that the ranks saw, against those of the recipe; made only where it has more than one."""
+    """Dtypes that the ranks observed, against the recipe's dtypes. Only for mixed precision."""
 
     name = CheckName.PRECISION
     role = Role.ORIGIN
     sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[list[Sighting]] | None:
-        """Return what watches the dtypes of the first step; see `Check`."""
+        """Return a watch of the dtypes of the first step; None without mixed precision; see `Check`."""
         if run.case.recipe.precision != "mixed":
             return None
         return DtypeWatch(program.model, compute_dtype_of(run.case.recipe.precision), run.trace.since)
 
     def judge(self, shown: Shown, reports: Sequence[list[Sighting]]) -> Outcome | None:
-        """Return whether everything was in its dtype; see `Check`."""
+        """Return whether every use had its required dtype; see `Check`."""
         return judge_dtypes(shown, reports, Wanted.of_case(shown.case)) if reports else None
 
 
 @dataclass(frozen=True)
 class _Wrong:
-    """One use of parameters in one wrong dtype: what each rank saw, by parameter."""
+    """One kind of use in one wrong dtype: the sightings by parameter and rank."""
 
     use: Use
     dtype: str
@@ -84,7 +85,7 @@ class _Wrong:
 
 
 def judge_dtypes(shown: Shown, by_rank: Sequence[Sequence[Sighting]], wanted: Wanted) -> Outcome:
-    """Return whether everything was in its dtype, with a finding for each largest part of the model that was not."""
+    """Return the verdict, with a finding for each largest part of the model in a wrong dtype."""
     places: dict[Use, set[str]] = {}
     wrong: dict[tuple[Use, str, str], dict[str, dict[int, Sighting]]] = {}
     for rank, sightings in enumerate(by_rank):
@@ -113,7 +114,7 @@ def judge_dtypes(shown: Shown, by_rank: Sequence[Sequence[Sighting]], wanted: Wa
 
 
 def join_by_module(wrong: Mapping[str, _T], known: Collection[str]) -> dict[str, dict[str, _T]]:
-    """Return the wrong parameters by the largest part of the model all of which is wrong."""
+    """Group wrong parameters by the largest module that contains only wrong ones."""
     sound = [name for name in known if name not in wrong]
     joined: dict[str, dict[str, _T]] = {}
     for name, found in wrong.items():
@@ -157,7 +158,7 @@ def _make_finding(shown: Shown, wrong: _Wrong, module: str, num_known: int, kept
 
 
 def _find_unmatched(patterns: Sequence[str], computing: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding for each pattern that names no module which was seen to compute."""
+    """Yield a finding for each pattern that matches no module observed to compute."""
     for pattern in patterns:
         if not any(names(pattern, parameter) for parameter in computing):
             yield Finding(

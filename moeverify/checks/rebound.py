@@ -1,4 +1,4 @@
-"""Whether the parameters of the model are the tensors that the optimizer has, and what a checkpoint saves is live."""
+"""Check that the model's parameters are the optimizer's tensors, and that checkpoints save live tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeverify.train.program import Program
 
 @dataclass(frozen=True)
 class BoundAnew:
-    """A parameter or buffer that a module has bound to another tensor in a step, and what keeps the old one."""
+    """A parameter or buffer that a module rebound to another tensor, and the holders of the old one."""
 
     step: int
     kind: Kind
@@ -27,9 +27,9 @@ class BoundAnew:
 
 
 class ReboundWatch(Watch[list[BoundAnew]]):
-    """Notes after each step what was bound to another tensor in it.
+    """Records, after each step, the tensors that were rebound in it.
 
-    A buffer is noted where a checkpoint `saves`: else nothing keeps the old one.
+    Buffers are recorded only if a checkpoint `saves` them: otherwise nothing holds the old tensor.
     """
 
     def __init__(self, program: Program, *, saves: bool = False) -> None:
@@ -39,17 +39,17 @@ class ReboundWatch(Watch[list[BoundAnew]]):
         self._found: dict[tuple[Kind, str], BoundAnew] = {}
 
     def begin_step(self, step: int) -> None:
-        """Look at what the step before has left; see `Watch`."""
+        """Check the result of the previous step; see `Watch`."""
         self._look()
         self._step = step
 
     def close(self) -> None:
-        """Look at what the last step has left, and let go of the model; see `Watch`."""
+        """Check the result of the last step and release the model; see `Watch`."""
         self._look()
         self._program = None
 
     def report(self) -> list[BoundAnew]:
-        """Return what was noted, each tensor once; see `Watch`."""
+        """Return the rebound tensors, each once; see `Watch`."""
         return list(self._found.values())
 
     def _look(self) -> None:
@@ -70,20 +70,21 @@ class ReboundWatch(Watch[list[BoundAnew]]):
 
 
 class ReboundTensors(Check[list[BoundAnew]]):
-    """Every parameter, and in a save every buffer, is the tensor that it was before the first step.
+    """Identity of every parameter, and in a save of every buffer, with the tensor before the first step.
 
-    Values are compared with the golden as the modules have them: this says that another tensor is trained, or saved.
+    The comparison with the golden uses the modules' tensors. This check finds that another tensor is
+    trained or saved.
     """
 
     name = CheckName.REBOUND
     role = Role.ORIGIN
 
     def watch(self, run: RankRun, program: Program) -> Watch[list[BoundAnew]]:
-        """Return what notes parameters that are bound to another tensor; see `Check`."""
+        """Return a watch that records rebound parameters; see `Check`."""
         return ReboundWatch(program)
 
     def judge(self, shown: Shown, reports: Sequence[list[BoundAnew]]) -> Outcome | None:
-        """Return a finding for each tensor, and None where there is none; see `Check`."""
+        """Return a finding for each rebound tensor; None if there are none; see `Check`."""
         by_name: dict[tuple[Kind, str], dict[int, BoundAnew]] = {}
         for rank, report in enumerate(reports):
             for each in report:

@@ -1,4 +1,4 @@
-"""The step of an optimizer computed again in float64, from what a rank had and for samples of its elements."""
+"""Recomputation of an optimizer step in float64, from a rank's own values, for samples of its elements."""
 
 from __future__ import annotations
 
@@ -23,34 +23,39 @@ from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues
 
 _TOGETHER = 1 << 21
-"""So many elements are measured in one, whose vectors take 16 MiB each then; one result that has more is, too."""
+"""Maximum number of elements measured together: 16 MiB per float64 vector. A single result may exceed it."""
 
-_SUMS = 1e-12  # of sums of squares, by which differences of them may be off
+_SUMS = 1e-12  # relative error of sums of squares, and of differences between them
 
 EXPLAINED = 0.02
-"""The share of a squared error that a fit may leave to be reported; what is left besides is rounding."""
+"""Largest share of the squared error that a reported fit may leave. The rest is rounding."""
 
 EXPLAINED_EXACTLY = 1e-6
-"""The same where rounding is no more than float32's: what leaves more is another formula."""
+"""The same if rounding is at most float32's. A fit that leaves more is another formula."""
 
 _IS_NARROW = 1e-10
-"""Of the squares of what was expected: what rounding to 16 bits leaves at least."""
+"""Least share of the expected squares that rounding to 16 bits leaves."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One recomputed tensor of one rank: `key` is its logical tensor, `terms` are (name, coefficient).
+    """One recomputed tensor of one rank.
 
-    `worst` is by how many times the allowed error one element is off, at most; `index` is its global index there.
-    `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
-    that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
-    `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
-    `rate` is the learning rate that the optimizer had, where that is known. `variants` are, of a wrong result,
-    the formulas that give each element of a smaller sample, up to rounding, with the number of each that was solved
-    for one. `rounded_to` is the narrower dtype in
-    which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
-    `is_linear` says whether the best coefficients of the terms leave no more of a wrong result than rounding does.
-    `number` counts the steps of the parameter from 1: those in which it had a gradient.
+    - `key`: its logical tensor.
+    - `terms`: (name, coefficient) of each term of the formula.
+    - `worst`: the largest ratio of an element's error to its allowed error; `index` is its global index.
+    - `gram`: (T + 1, T + 1), the products of the terms' values and, last, of the result. Least squares
+      yields the coefficients that the rank used.
+    - `sum_allowed2`, `sum_expected2`: sums of squares of the allowed errors and the expected values.
+    - `sum_spread2`, `sum_stored2`: sums of squares of the distance between two results that may both be
+      stored, and of the value that should be stored.
+    - `rate`: the optimizer's learning rate, if known.
+    - `variants`: for a wrong result, the formulas that reproduce a smaller sample up to rounding, each with
+      the number it was solved for, if any.
+    - `rounded_to`: the narrower dtype to which the right result is rounded in all elements, if any.
+    - `is_changed`: whether any element changed.
+    - `is_linear`: whether the best coefficients leave no more than rounding of a wrong result.
+    - `number`: the steps of the parameter, counted from 1; only steps with a gradient count.
     """
 
     key: Key
@@ -78,10 +83,10 @@ class Row:
 
 @dataclass
 class Sampled:
-    """What one step has of one parameter's shard, sampled and in float64; `dtypes` are those that it was in.
+    """Float64 samples of one parameter's shard in one step. `dtypes` are the original dtypes.
 
-    `rate` is the learning rate of its group in the optimizer, where that is known. `number` counts the steps of the
-    parameter from 1.
+    `rate` is the learning rate of its optimizer group, if known. `number` counts the steps of the parameter
+    from 1.
     """
 
     shard: LocalShard
@@ -98,9 +103,10 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Batch:
-    """Recomputed values of several shards in one, not yet read from the device.
+    """Recomputed values of several shards, not yet read from the device.
 
-    Shapes: `numbers` (N, 10 + D + (T + 1)**2) for N shards, T terms and D `narrower` dtypes: see `_measure`.
+    Shapes: `numbers` (N, 10 + D + (T + 1)**2) for N shards, T terms and D `narrower` dtypes; see
+    `_measure`.
     """
 
     step: int
@@ -114,7 +120,7 @@ class Batch:
 
 
 def sizes_of(members: Sequence[Sampled]) -> list[int]:
-    """Return how many elements of each shard are recomputed."""
+    """Return the number of recomputed elements of each shard."""
     return [len(each.gradient) for each in members]
 
 
@@ -127,11 +133,11 @@ def recompute(
     lr: float,
     clip: Tensor | None = None,
 ) -> Iterator[Batch]:
-    """Yield the moments and the update of shards, beside what the step should make.
+    """Yield the moments and updates of shards, compared with recomputed ones.
 
-    `groups` are shards that share options, dtypes and the `number` of their step, with their weight decay; `clip` is
-    a coefficient that the sampled gradients lack. What is alike of several groups is measured together, so that more
-    of them cost no more launches.
+    `groups` are pairs of (shards, weight decay). The shards of a group share options, dtypes and the
+    `number` of their step. `clip` is a coefficient not yet applied to the sampled gradients. Equal results
+    of several groups are measured together, so that more groups do not cost more launches.
     """
     results: list[_Result] = []
     for members, weight_decay in groups:
@@ -155,7 +161,7 @@ def recompute(
 
 @dataclass(frozen=True)
 class _Result:
-    """What a step has made of some shards, and what it should have made. Shape: actual (N,)."""
+    """Actual and recomputed result of a step for some shards. Shape: actual (N,)."""
 
     members: Sequence[Sampled]
     recomputed: Recomputed
@@ -165,14 +171,14 @@ class _Result:
 
     @property
     def alike(self) -> object:
-        """Return what is equal for results that can be measured together."""
+        """Return the group key of results that can be measured together."""
         return frozenset(self.members[0].dtypes), self.actual.device, len(self.recomputed.terms)
 
 
 def _list_results(
     kind: OptimizerKind, spec: Optimizer, values: StepValues, members: Sequence[Sampled]
 ) -> list[_Result]:
-    """Return what a step has made of shards that share options and dtypes."""
+    """Return the results of a step for shards that share options and dtypes."""
     change = torch.cat([each.change for each in members if each.change is not None])
     zeros = torch.zeros_like(change)
     dtypes = members[0].dtypes
@@ -191,7 +197,7 @@ def _list_results(
 
 
 def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> Iterator[Batch]:
-    """Yield a batch of each result, in their order."""
+    """Yield a batch for each result, in order."""
     measured: dict[int, Tensor] = {}
     for together in _join_alike(results):
         some = [results[place] for place in together]
@@ -205,7 +211,7 @@ def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> 
 
 
 def _join_alike(results: Sequence[_Result]) -> Iterator[list[int]]:
-    """Yield the places of results that are measured together: alike, and no more elements than `_TOGETHER`."""
+    """Yield the indices of results to measure together: equal in kind, at most `_TOGETHER` elements."""
     places: dict[object, list[int]] = {}
     for place, each in enumerate(results):
         places.setdefault(each.alike, []).append(place)
@@ -224,10 +230,10 @@ def _join_alike(results: Sequence[_Result]) -> Iterator[list[int]]:
 def _count_others(
     start: Tensor, expected: Tensor, actual: Tensor, allowed: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return 1 for each element (N,) that is not what the right result is rounded to in a narrower dtype, else 0."""
+    """Return 1 for each element (N,) that is not the right result rounded to a narrower dtype, else 0."""
     result, wanted = start + actual, start + expected
     unit = torch.finfo(dtype).eps * torch.maximum(wanted.abs(), result.abs()) + torch.finfo(dtype).tiny
-    # The result is a sum again of what was taken apart: float64 rounds both.
+    # The result is a sum of parts that were separated before; float64 rounds both operations.
     own = 2.0 * OWN * torch.maximum(start.abs(), result.abs())
     is_representable = (result.to(dtype).to(result.dtype) - result).abs() <= own
     is_rounded = is_representable & ((result - wanted).abs() <= allowed + unit)
@@ -235,12 +241,17 @@ def _count_others(
 
 
 def _measure(results: Sequence[_Result]) -> Tensor:
-    """Return (N, 10 + D + (T + 1)**2) for N shards of results alike, T terms and D narrower dtypes, on their device.
+    """Return (N, 10 + D + (T + 1)**2) for N shards, T terms and D narrower dtypes, on their device.
 
-    Columns: place of the worst element in its shard, expected and actual there, its allowed error, its ratio of error
-    to allowed error; then the sums of products of terms and actual values with each other, and of the squares of the
-    allowed errors, of what was expected, and of the spread of what may be stored and of the nearest of it; then how
-    many elements have changed, and how many are not what each narrower dtype gives.
+    Columns, in order:
+
+    - of the worst element: its place in its shard, expected and actual value, allowed error, and ratio of
+      error to allowed error;
+    - (T + 1)**2 sums of products of the terms and the actual values with each other;
+    - sums of squares of the allowed errors, the expected values, the spreads of storable values, and the
+      nearest ones;
+    - the number of changed elements;
+    - for each narrower dtype, the number of elements that are not the result rounded to it.
     """
     dtypes = results[0].members[0].dtypes
     made = Inexact.join([each.made for each in results])
@@ -260,7 +271,7 @@ def _measure(results: Sequence[_Result]) -> Tensor:
     ]
     of_term = zip(*(each.recomputed.terms for each in results), strict=True)
     values = [*(_cat([term.values for term in terms]) for terms in of_term), actual]
-    # A product of two is that of the two the other way round, to the bit.
+    # The matrix is symmetric to the bit, so each product is computed once.
     pairs = [(one, other) for one in range(len(values)) for other in range(one, len(values))]
     products = [values[one] * values[other] for one, other in pairs]
     products += [each * each for each in (allowed, expected, stored.spread, stored.nearest)]
@@ -268,7 +279,7 @@ def _measure(results: Sequence[_Result]) -> Tensor:
     products += [
         _count_others(made.start, expected, actual, allowed, dtype) for dtype in list_narrower(*dtypes)
     ]
-    # One long vector: of a matrix, torch reduces each segment of a column in one thread of a GPU.
+    # One long vector: for a matrix, torch reduces each segment of a column in a single GPU thread.
     lengths = sizes.repeat(len(products))
     sums = torch.segment_reduce(torch.cat(products), "sum", lengths=lengths, unsafe=True)
     rows = sums.view(len(products), -1).unbind()
@@ -283,7 +294,7 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 @lru_cache(maxsize=64)  # each step has shards of the same sizes
 def _find_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return how many elements each shard has and which is its first one, on the device, without a wait for it."""
+    """Return each shard's size and start on the device, without synchronization."""
     lengths = torch.tensor(sizes)
     starts = lengths.cumsum(0) - lengths
     both = torch.stack([lengths, starts]).to(device, non_blocking=True)
@@ -291,7 +302,7 @@ def _find_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
 
 
 def read_batch(batch: Batch) -> Iterator[Row]:
-    """Yield the rows of a batch; waits for the device."""
+    """Yield the rows of a batch. Synchronizes with the device."""
     rows = list(_list_rows(batch))
     wrong = [not row.worst <= 1.0 for row in rows]
     if any(wrong):
@@ -304,7 +315,7 @@ def read_batch(batch: Batch) -> Iterator[Row]:
 
 
 def _list_rows(batch: Batch) -> Iterator[Row]:
-    """Yield the rows of a batch, of which it is not yet known whether coefficients explain them."""
+    """Yield the rows of a batch, before testing whether coefficients explain them."""
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)
     rows = batch.numbers.tolist()
@@ -346,7 +357,7 @@ def _list_rows(batch: Batch) -> Iterator[Row]:
 
 
 def fit(row: Row) -> RecomputedFacts:
-    """Return the coefficients that explain what the rank computed, or none where no coefficients do."""
+    """Return the coefficients that explain a rank's result; none if no coefficients do."""
     terms = tuple(TermFacts(name=name, expected=coefficient) for name, coefficient in row.terms)
     unexplained = RecomputedFacts(terms=terms, clip=row.clip)
     solved = _solve(row) if row.is_linear else None
@@ -355,17 +366,18 @@ def fit(row: Row) -> RecomputedFacts:
     expected = torch.tensor([row.terms[number][1] for number in solved.known], dtype=torch.float64)
     wrong = expected - solved.found
     error2 = _quadratic(solved.products, wrong)
-    # What is left may be rounding, uniform between its limits; but most of the error must be explained.
+    # The remainder may be rounding, uniform between its limits. But most of the error must be explained.
     share = EXPLAINED if row.sum_allowed2 > _IS_NARROW * row.sum_expected2 else EXPLAINED_EXACTLY
     if not solved.left2 <= min(share * error2 + row.sum_allowed2 / 3.0, 0.25 * error2):
         return unexplained
-    # A term of little size takes up what the others leave: only what makes much of the error is off. Nor is it a term
-    # whose whole error may be rounding: a weight in 16 bits is mostly what it was before its decay.
+    # A small term absorbs the remainder of the others, so only terms with a large part of the error are
+    # wrong. A term whose whole error may be rounding is not wrong either: a 16-bit weight is mostly its
+    # value before decay.
     effects = wrong.abs() * solved.products.diagonal().sqrt()
     is_off = (effects >= 0.1 * effects.max()) & (effects.square() > row.sum_allowed2)
     found = torch.where(is_off | (effects == effects.max()), solved.found, expected)
     values: Mapping[int, float] = dict(zip(solved.known, found.tolist(), strict=True))
-    # What rounding leaves is as large in each element as in the others, on average.
+    # The remaining rounding error is equally large in each element, on average.
     spread = max(solved.left2, 0.0) / max(row.num_elements - len(solved.known), 1)
     variances = (spread * solved.inverse).clamp(min=0.0)
     errors = dict(zip(solved.known, variances.sqrt().tolist(), strict=True))
@@ -378,9 +390,10 @@ def fit(row: Row) -> RecomputedFacts:
 
 @dataclass(frozen=True)
 class _Solved:
-    """Coefficients by least squares of the terms `known` (K): `found` (K), and what they leave of the squares.
+    """Least-squares coefficients `found` (K) of the terms `known` (K), and the remaining squares.
 
-    `products` (K, K) are those of the terms; `inverse` (K) times the variance of an element is that of a coefficient.
+    `products` (K, K) are the products of the terms. `inverse` (K) times the variance of an element is the
+    variance of a coefficient.
     """
 
     known: Sequence[int]
@@ -392,12 +405,12 @@ class _Solved:
 
 
 def _solve(row: Row) -> _Solved | None:
-    """Return the coefficients that leave the least of what the rank computed; None where no term has any values."""
+    """Return the least-squares coefficients of the rank's result; None if all terms are zero."""
     size = len(row.terms)
     gram = torch.tensor(row.gram, dtype=torch.float64)
     if not bool(torch.isfinite(gram).all()):
         return None
-    # Terms without any values (the moments of the first step) have no coefficient that could be known.
+    # Zero terms (the moments of the first step) have no determinable coefficient.
     known = [number for number in range(size) if float(gram[number, number]) > 0.0]
     if not known:
         return None
@@ -412,7 +425,7 @@ def _solve(row: Row) -> _Solved | None:
 
 
 def _list_coefficients(row: Row) -> Sequence[Coefficient]:
-    """Return the coefficients that explain the result best, and by how much sums in float64 put them off."""
+    """Return the best coefficients of the result, with their errors from float64 sums."""
     solved = _solve(row)
     if solved is None:
         return [Coefficient(value) for _, value in row.terms]
@@ -423,9 +436,9 @@ def _list_coefficients(row: Row) -> Sequence[Coefficient]:
 
 
 def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:
-    """Return the terms of an update with a learning rate that is so many times the right one, where these explain it.
+    """Return the terms of an update whose rate is wrong by a factor; None if that does not explain it.
 
-    They do where no more is left than rounding may leave in each element.
+    The factor explains the update if the remainder is within the rounding of each element.
     """
     gram = torch.tensor(row.gram, dtype=torch.float64)
     if not bool(torch.isfinite(gram).all()):
@@ -434,7 +447,7 @@ def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:
     products, result, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
     tried2 = _quadratic(products, used)
     left2 = total - 2.0 * float(used @ result) + tried2
-    # What is left is a difference of sums of many squares, which float64 rounds as well.
+    # The remainder is a difference of sums of many squares, which float64 rounds as well.
     if not left2 <= allow(row, tried2) + _SUMS * total:
         return None
     return tuple(
@@ -444,9 +457,10 @@ def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:
 
 
 def allow(row: Row, tried2: float) -> float:
-    """Return the squares that rounding may leave of a result whose squares, by the formula tried, sum to `tried2`.
+    """Return the squared error that rounding may leave of a result with squared sum `tried2`.
 
-    What is so many times the right result is rounded as often; of a smaller one the terms may be as large.
+    A multiple of the right result has multiplied rounding errors. A smaller result may have terms as large
+    as before.
     """
     return row.sum_allowed2 * max(1.0, tried2 / row.sum_expected2 if row.sum_expected2 > 0.0 else 1.0)
 

@@ -1,4 +1,4 @@
-"""All checks, found in the files of this package and put into the order of their names."""
+"""All checks, discovered in the files of this package, in the order of `CheckName`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.checks import CheckName
 
 
 def _find_checks() -> tuple[Check[Any], ...]:
-    """Return what the files of this folder list as `CHECKS`."""
+    """Return the checks that the modules of this package list in `CHECKS`."""
     found: dict[str, Check[Any]] = {}
     package = __name__.rpartition(".")[0]
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
@@ -29,7 +29,7 @@ CHECKS = _find_checks()
 KIND_ORDER: Mapping[str, int] = {
     kind: number for number, kind in enumerate(kind for check in CHECKS for kind in check.kinds)
 }
-"""Where a kind comes in a training step."""
+"""Position of each kind in a training step."""
 
 
 def check_of(kind: str) -> Check[Any]:
@@ -38,7 +38,7 @@ def check_of(kind: str) -> Check[Any]:
 
 
 def choose_checks(*, also: Collection[str] = (), skip: Collection[str] = ()) -> Sequence[Check[Any]]:
-    """Return the checks to make: all but the optional ones, of these what `also` names, and nothing of `skip`."""
+    """Return the checks to run: the default ones, and the optional ones in `also`, without `skip`."""
     return [
         check
         for check in CHECKS

@@ -1,4 +1,4 @@
-"""Whether a second run of the same layout gives the same bits."""
+"""Check that a second run of the same layout gives the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BitRecorder:
         self._bits = Fingerprints()
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: what is observed says its step."""
+        """Do nothing: each observation carries its step."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Hash one shard; see `moeverify.layout.observer.Observer`."""
@@ -37,14 +37,14 @@ class BitRecorder:
             self._bits.add(local)  # type: ignore[arg-type]
 
     def hashes(self) -> Iterator[tuple[Key, int | None]]:
-        """Yield what was observed, in its order, with the hash of its bits; None where there was nothing."""
+        """Yield the observations in order, with the hash of their bits; None for an empty shard."""
         values = iter(self._bits.values().tolist())
         for key, empty in self._keys:
             yield key, None if empty else next(values)
 
 
 def find_other_bits(entries: Sequence[Entry], bits: Sequence[tuple[Key, int | None]]) -> list[Key]:
-    """Return what one rank has observed with other bits in another run, whose order is the same."""
+    """Return the keys of one rank's tensors whose bits differ in another run with the same order."""
     return [
         key
         for entry, (key, other) in zip(entries, bits, strict=True)
@@ -53,7 +53,7 @@ def find_other_bits(entries: Sequence[Entry], bits: Sequence[tuple[Key, int | No
 
 
 def make_findings(check: CheckName, shown: Shown, by_rank: Sequence[Sequence[Key]]) -> list[Finding]:
-    """Return a finding for each tensor that has other bits on some rank, in the order of the runs."""
+    """Return a finding for each tensor whose bits differ on some rank, in the order of the runs."""
     ranks_of: dict[Key, list[int]] = {}
     for rank, keys in enumerate(by_rank):
         for key in keys:
@@ -75,7 +75,7 @@ def make_findings(check: CheckName, shown: Shown, by_rank: Sequence[Sequence[Key
 
 
 class _SecondRun(Watch[list[Key]]):
-    """Runs the layout once more when the first run is over, and reports what came out with other bits."""
+    """Runs the layout again after the first run, and reports tensors whose bits differ."""
 
     def __init__(self, run: RankRun, num_steps: int) -> None:
         self._run = run
@@ -89,18 +89,18 @@ class _SecondRun(Watch[list[Key]]):
 
 
 class Repeat(Check[list[Key]]):
-    """The bits of a first and a second run; how many steps the second one has is for the case to say."""
+    """Bits of a first and a second run. The case sets the number of steps of the second run."""
 
     name = CheckName.REPEAT
     role = Role.CONSEQUENCE
 
     def watch(self, run: RankRun, program: Program) -> Watch[list[Key]] | None:
-        """Return what runs the layout again; see `Check`."""
+        """Return a watch that runs the layout again; None if the case does not repeat; see `Check`."""
         num_steps = _count_repeated(run.case.checks.repeat, run.case.recipe.steps)
         return _SecondRun(run, num_steps) if num_steps else None
 
     def judge(self, shown: Shown, reports: Sequence[list[Key]]) -> Outcome | None:
-        """Return the verdict, with a finding for each tensor that has other bits somewhere; see `Check`."""
+        """Return the verdict, with a finding for each tensor whose bits differ; see `Check`."""
         if not reports:
             return None
         num_steps = _count_repeated(shown.case.checks.repeat, shown.case.recipe.steps)

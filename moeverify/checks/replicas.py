@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same part of a logical tensor hold the same bits."""
+"""Check that ranks with the same part of a logical tensor hold the same bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moeverify.results.place import Place
 
 
 class Replicas(Check[Any]):
-    """Every kind of tensor, whatever its bound allows: replicas come from one computation or one collective.
+    """Bitwise comparison of replicas, for every kind of tensor and regardless of its bound.
 
-    Kinds whose own check a case skips are left out here too: whoever knows that a gradient norm is each rank's own
-    has said so once.
+    Replicas come from one computation or one collective, so they must be equal. Kinds whose own check the
+    case skips are skipped here too, for example a gradient norm that each rank computes on its own.
     """
 
     name = CheckName.REPLICAS
@@ -30,7 +30,7 @@ class Replicas(Check[Any]):
         return self.compare(shown, skipped)
 
     def compare(self, shown: Compared, skipped: Collection[str] = ()) -> Outcome:
-        """Return the verdict on all kinds but those that are skipped."""
+        """Return the verdict on all kinds except the skipped ones."""
         findings: list[Finding] = []
         num_compared = 0
         for tensor in shown.tensors.values():
@@ -84,7 +84,7 @@ def _make_finding(
 
 
 def _find_axes_between(groups: Sequence[Sequence[int]], coordinates: Coordinates) -> tuple[str, ...]:
-    """Return the axes on which the ranks of different groups differ while those of one group agree."""
+    """Return the axes on which ranks of one group agree and ranks of different groups differ."""
     return tuple(
         axis
         for axis in coordinates.get(groups[0][0], {})

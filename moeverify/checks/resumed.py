@@ -1,6 +1,6 @@
-"""Whether the steps after a load are those of the run that was not interrupted, bit for bit.
+"""Check that the steps after a load equal the steps of the uninterrupted run, bit for bit.
 
-Asked only where the same layout saved and loaded: another one adds in another order.
+Applies only if the same layout saved and loaded: another layout reduces in another order.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from moeverify.results.checks import CheckName, Kind
 
 
 class Resumed(Check[list[Key]]):
-    """The bits of the steps after the load against those of the steps after the save."""
+    """Bits of the steps after the load, against the steps after the save."""
 
     name = CheckName.RESUMED
 
     def inspect(self, load: RankLoad) -> list[Key] | None:
-        """Return what has other bits on this rank; see `Check`."""
+        """Return the keys of tensors whose bits differ on this rank; see `Check`."""
         if load.uninterrupted is None:
             return None
         after = [entry for entry in load.entries if entry.kind != Kind.LOADED]
@@ -28,7 +28,7 @@ class Resumed(Check[list[Key]]):
         return find_other_bits(after, load.uninterrupted)
 
     def judge(self, shown: Shown, reports: Sequence[list[Key]]) -> Outcome | None:
-        """Return the verdict, with a finding for each tensor that has other bits somewhere; see `Check`."""
+        """Return the verdict, with a finding for each tensor whose bits differ; see `Check`."""
         if not reports:
             return None
         return make_outcome(self.name, make_findings(self.name, shown, reports), len(shown.tensors))

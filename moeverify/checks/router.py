@@ -1,9 +1,9 @@
-"""Whether each router of the reference model chose, weighed and counted as its own input and weights say.
+"""Check each reference router's choices, weights and counts against its own inputs and parameters.
 
-The comparison with the golden forgives a token that chooses other experts where its scores are nearly equal, by as
-much as the noise of everything before the router may have moved them. Here that noise plays no part: the scores are
-computed again in float64 from the very input that the router had, so only the rounding of the router itself is left,
-which computes in float32 at least.
+Where scores are nearly equal, the comparison with the golden accepts other chosen experts, within the noise
+of everything before the router. This check is independent of that noise. It recomputes the scores in
+float64 from the router's own input. The remaining difference is the rounding of the router, which computes
+in float32 or wider.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from moeverify.results.place import Place, Stage
 from moeverify.train.program import Program
 
 MOST_TOKENS = 1 << 12
-"""Of more tokens in a pass, so many in equal distances are scored again; counts are of all of them."""
+"""Maximum number of evenly spaced tokens scored again per pass. Counts cover all tokens."""
 
 _QUANTITIES = ("choice", "weights", "counts")
 _ROUNDED: tuple[Literal["scores"], Literal["logits"]] = ("scores", "logits")
@@ -52,11 +52,11 @@ _KINDS: Mapping[str, Kind] = {
 
 
 MOST_SAMPLED = 1 << 8
-"""So many of the tokens of a step are kept, to compare other rules with where something is wrong."""
+"""Maximum number of tokens kept per step, for comparison with other rules if something is wrong."""
 
 
 class Rounded(NamedTuple):
-    """What of a router is rounded before its weights are made, and to which dtype."""
+    """The values that a router rounds before it computes its weights, and the dtype they are rounded to."""
 
     what: Literal["scores", "logits"]
     dtype: str
@@ -64,9 +64,9 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Scored:
-    """Logits and scores (N, E) of tokens in float64, and the largest errors (N, 1) of the router's own.
+    """Logits and scores (N, E) of tokens in float64, and bounds (N, 1) on the router's own errors.
 
-    `error` is that of the logits, `relative` that of the scores relative to them.
+    `error` bounds the absolute error of the logits, `relative` the relative error of the scores.
     """
 
     logits: Tensor
@@ -76,7 +76,7 @@ class Scored:
 
     @classmethod
     def compute(cls, spec: MoE, x: Tensor, weight: Tensor, bias: Tensor | None) -> Scored:
-        """Return the scores of x (N, H), whose dtype says in which one the router computes."""
+        """Return the scores of x (N, H). The router's compute dtype follows from the dtype of x."""
         unit = 0.5 * torch.finfo(widen(x.dtype)).eps
         logits, error = compute_logits(x, weight, bias)
         if spec.score == "sigmoid":
@@ -87,7 +87,7 @@ class Scored:
 
 
 def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the logits (N, E) of x (N, H) in float64, and the largest error (N, 1) of the router's own."""
+    """Return the logits (N, E) of x (N, H) in float64, and a bound (N, 1) on the router's error."""
     unit = 0.5 * torch.finfo(widen(x.dtype)).eps
     logits = torch.empty(len(x), len(weight), dtype=torch.float64, device=x.device)
     sizes, weight_sizes = torch.empty_like(logits), weight.abs()
@@ -96,14 +96,17 @@ def compute_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
         torch.mm(wide.abs(), weight_sizes.T, out=sizes[tokens])
     if bias is not None:
         logits, sizes = logits + bias, sizes + bias.abs()
-    # A product sums in vectors and blocks, whose roundings add up like a random walk.
+    # A product is summed in vectors and blocks, whose rounding errors add up like a random walk.
     return logits, unit * (4.0 * x.shape[-1] ** 0.5 + 8.0) * sizes.amax(dim=-1, keepdim=True)
 
 
 def choose_experts(spec: MoE, selection: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which experts are chosen (N, E), and by how much the selection scores (N, E) would have to change (N).
+    """Return the chosen experts (N, E) and the smallest change of scores (N) that would alter the choice.
 
-    Source: DeepSeek-V2, section 2.1.2 (groups by their best expert); DeepSeek-V3 (by the sum of their best two).
+    `selection` (N, E) are the scores that the choice compares.
+
+    Source: DeepSeek-V2, section 2.1.2 (groups by their best expert); DeepSeek-V3 (by the sum of their best
+    two).
     """
     margin = torch.full_like(selection[:, 0], torch.inf)
     if spec.top_groups < spec.num_groups:
@@ -111,7 +114,7 @@ def choose_experts(spec: MoE, selection: Tensor) -> tuple[Tensor, Tensor]:
         width = 1 if spec.group_score == "max" else min(2, groups.shape[-1])
         rated = groups.topk(width, dim=-1).values.sum(dim=-1)
         best = rated.topk(spec.top_groups + 1, dim=-1)
-        # Two groups of two scores each may be off by twice as much as two scores.
+        # Group scores are sums of `width` scores, so their error is `width` times as large.
         margin = (best.values[:, -2] - best.values[:, -1]) / width
         kept = torch.zeros_like(rated, dtype=torch.bool).scatter(-1, best.indices[:, :-1], True)
         selection = groups.where(kept.unsqueeze(-1), -torch.inf).flatten(-2)
@@ -125,12 +128,12 @@ def choose_experts(spec: MoE, selection: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_dtypes(wide: torch.dtype) -> list[torch.dtype]:
-    """Return the narrower dtypes that training computes in without a scale of the loss."""
+    """Return the narrower dtypes in which training computes without loss scaling."""
     return [dtype for dtype in list_narrower(wide) if dtype != torch.float16]
 
 
 def list_ways(wide: torch.dtype) -> list[Rounded]:
-    """Return what `list_rounded` yields weights for, in its order."""
+    """Return the descriptions of the weights that `list_rounded` yields, in its order."""
     return [
         Rounded(what, name_dtype(dtype))
         for dtype in _list_dtypes(wide)
@@ -140,9 +143,9 @@ def list_ways(wide: torch.dtype) -> list[Rounded]:
 
 
 def list_rounded(spec: MoE, scored: Scored, used: Tensor, wide: torch.dtype) -> Iterator[Tensor]:
-    """Yield the weights (N, k) of the experts `used` (N, k) with scores or logits that are rounded on the way.
+    """Yield the weights (N, k) of the experts `used` (N, k), with rounded scores or logits.
 
-    What is rounded is then computed with in the narrower dtype, or in the router's own, `wide`.
+    Later operations run in the narrower dtype, or in the router's own dtype `wide`.
     """
     for dtype in _list_dtypes(wide):
         logits = scored.logits.to(dtype).to(wide)
@@ -162,11 +165,12 @@ def list_rounded(spec: MoE, scored: Scored, used: Tensor, wide: torch.dtype) -> 
 def count_wrong(
     router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing, record: RouterRecord
 ) -> tuple[Tensor, RouterSample]:
-    """Return how much of one forward pass is wrong, as float64 on the router's device, and a few of its tokens.
+    """Return the number and size of errors in one forward pass, and a sample of its tokens.
 
-    Shapes: x (B, S, H); the result (2, 3 + R) has for choice, weights and counts how many tokens (or experts)
-    are wrong, and the largest ratio of a difference to what rounding can do; then how many tokens have other weights
-    than each of R ways to round gives (`list_rounded`).
+    Shapes: x (B, S, H); the result (2, 3 + R) is float64 on the router's device. Columns 0 to 2 are choice,
+    weights and counts: the number of wrong tokens (or experts), and the largest ratio of a difference to
+    its rounding bound. The other columns count the tokens whose weights differ from each of R ways to round
+    (`list_rounded`).
     """
     spec = router.spec
     flat = x.flatten(0, -2)
@@ -178,8 +182,8 @@ def count_wrong(
     if router.selection_bias is not None:
         selection = selection + router.selection_bias.to(torch.float64)
     chosen, margin = choose_experts(spec, selection)
-    # Two scores that change places are each off by no more than the error of the largest; the sum with the selection
-    # bias is rounded too, which `relative` has room for.
+    # Two exchanged scores are each off by at most the error of the largest. `relative` also covers the
+    # rounding of the sum with the selection bias.
     largest_size = torch.maximum(scored.scores.amax(dim=-1), selection.abs().amax(dim=-1))
     room = 2.0 * scored.relative.squeeze(-1) * largest_size
     ids = record.ids.flatten(0, -2)[::stride]
@@ -201,8 +205,8 @@ def count_wrong(
     )
 
     miscounted = (record.counts - _count(routing.ids, valid, len(weight))).abs().to(torch.float64)
-    # What is no number is wrong, as none of these comparisons holds for it. But of logits that are none by right
-    # nothing is wrong: what makes them so came before the router.
+    # NaN counts as wrong, since no comparison holds for it. But tokens whose recomputed logits are not
+    # finite are skipped: their error arose before the router.
     known = scored.logits.isfinite().all(dim=-1)
     ratios = [torch.where(known, each.nan_to_num(torch.inf), 0.0) for each in (excess, deviation)]
     numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike.unbind()]
@@ -223,8 +227,8 @@ def _weigh(spec: MoE, scored: Scored, used: Tensor) -> Tensor:
 
 
 def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
-    """Return how many valid tokens each expert gets, (E)."""
-    # Each choice counts 1, or 0 for a token of padding: to leave it out, a GPU would have to be waited for.
+    """Return the number of valid tokens of each expert, (E)."""
+    # Each choice counts 1, or 0 for padding: removing padding would synchronize with the GPU.
     times = torch.ones_like(ids) if valid is None else valid.unsqueeze(-1).expand_as(ids)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=times.device)
     return counts.index_add_(0, ids.flatten(), times.flatten().to(torch.int64))
@@ -232,10 +236,10 @@ def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RouterStep:
-    """What one rank's router did wrong in a step: of choice, weights and counts the number and the largest ratio.
+    """Errors of one rank's router in a step: for choice, weights and counts the number and largest ratio.
 
-    `rounded` is what must be rounded on the way to give its weights; `rules` are those by which it may have chosen
-    and weighed, by the quantity.
+    `rounded` is the rounding that reproduces its weights, if any. `rules` are the rules that reproduce its
+    choices and weights, by quantity.
     """
 
     num_tokens: int
@@ -250,7 +254,7 @@ Reports = dict[tuple[int, str], RouterStep]  # by step and router
 
 
 class RouterWatch(RouterPasses[Reports]):
-    """Scores the tokens of each forward pass again, on the router's device, and keeps a few numbers and tokens."""
+    """Scores the tokens of each forward pass again on the router's device, and keeps a few of them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -261,7 +265,7 @@ class RouterWatch(RouterPasses[Reports]):
         self._routers: dict[str, tuple[MoE, bool]] = {}
 
     def report(self) -> Reports:
-        """Return what was wrong in each step; see `Watch`."""
+        """Return the errors of each step; see `Watch`."""
         return {
             key: _join(seen, self._sizes[key], self._ways[key], self._samples[key], *self._routers[key[1]])
             for key, seen in self._seen.items()
@@ -270,7 +274,7 @@ class RouterWatch(RouterPasses[Reports]):
     def see(
         self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
     ) -> None:
-        """Count what is wrong of one pass; see `RouterPasses`."""
+        """Count the errors of one pass; see `RouterPasses`."""
         assert router.record is not None
         key = (self.step, name)
         found, sample = count_wrong(router, weight, x, valid, routing, router.record)
@@ -311,25 +315,25 @@ def _join(
 
 
 class RouterChoice(Check[Reports]):
-    """The routers of the reference model, on every rank; other routers keep no input that could be scored again."""
+    """Routers of the reference model, on every rank. Other routers do not expose their inputs."""
 
     name = CheckName.ROUTER
     role = Role.ORIGIN
     sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
-        """Return what scores again; see `Check`."""
+        """Return a watch that scores tokens again; see `Check`."""
         routers = any(isinstance(module, Router) for module in program.model.modules())
-        # Every rank of the layout must report: a stage of a pipeline may have no router.
+        # Every rank of the layout must report, also a pipeline stage without routers.
         return RouterWatch(program.model) if routers or run.case.layout.pp > 1 else None
 
     def judge(self, shown: Shown, reports: Sequence[Reports]) -> Outcome | None:
-        """Return whether each router did what its scores say; see `Check`."""
+        """Return whether each router follows from its scores; see `Check`."""
         return judge_routers(shown, reports) if any(reports) else None
 
 
 def judge_routers(shown: Shown, reports: Sequence[Reports]) -> Outcome:
-    """Return the verdict, with a finding for each quantity of a router that is wrong in a step."""
+    """Return the verdict, with a finding for each wrong quantity of a router in a step."""
     findings: list[Finding] = []
     worst: Worst | None = None
     keys = sorted(set().union(*reports))
@@ -347,9 +351,9 @@ def judge_routers(shown: Shown, reports: Sequence[Reports]) -> Outcome:
 
 
 def _add_bias(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings; where weights of a later step have the bias besides, those of the steps before may, too.
+    """Yield the findings. If weights of a later step include the selection bias, assume it for earlier ones.
 
-    Before the first step the selection bias is zero.
+    Before the first step the selection bias is zero, so both rules give the same weights.
     """
     later: dict[str, set[str]] = {}
     for finding in findings:
@@ -392,7 +396,7 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
             coordinates=shown.place(rank),
             error=largest,
             bound=0.0 if quantity == "counts" else 1.0,
-            # As a diagnosis names what differs from the golden: weights are computed, a choice is made.
+            # As in a diagnosis of a difference from the golden: weights are computed, a choice is made.
             code=Cause.FORWARD if quantity == "weights" else Cause.ROUTING,
             facts=RouterFacts(
                 quantity=quantity,  # type: ignore[arg-type]
@@ -410,7 +414,7 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
 
 
 def _find_common(named: Sequence[Named]) -> Mapping[str, float | None]:
-    """Return the rules that give what each rank's router did, with a rank's number of each."""
+    """Return the rules that explain every rank's router, with the number of one rank for each."""
     first, *rest = (each.rules for each in named)
     return {name: value for name, value in first.items() if all(name in rules for rules in rest)}
 

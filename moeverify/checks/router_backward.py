@@ -1,16 +1,17 @@
-"""The backward pass of one router, computed again in float64 from what it saw, and laid beside what it made of it.
+"""Recomputation of one router's backward pass in float64, compared with its actual gradient.
 
-A router's weight gets its gradient from three sides: from the combine weights, through which the loss of the tokens
-acts, and from the two sums that the balance and z losses are made of. With the gradients that arrived there, and the
-router's own input, each of the three parts is known; what the weight got must be their sum, up to rounding:
+The gradient of a router's weight has three parts: through the combine weights, on which the token losses
+depend, and through the two sums of the balance and z losses. The gradients at these points and the router's
+own input determine each part. The actual gradient must be their sum, up to rounding:
 
     dW = combine + balance + z,   each (E, H)
 
-Tokens of padding take no part in the two losses; what they would add is a part too, which must not be there.
-Rounding to a narrow dtype moves an element by half a unit of it at most, up as often as down, so a coefficient of a
-part has a standard error that falls with the number of elements. What the router computes in float32 counts in full.
+Padding tokens do not contribute to the two losses. Their would-be contributions are fitted as parts that
+must be absent.
 
-Letters: N tokens, E experts, k choices, H hidden.
+Rounding to a narrow dtype changes an element by at most half a unit, up as often as down. The standard
+error of a part's coefficient therefore decreases with the number of elements. Rounding in the router's
+float32 arithmetic is counted in full. Letters: N tokens, E experts, k choices, H hidden.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ PARTS: tuple[tuple[Term, float], ...] = (
     ("balance padding", 0.0),
     ("z padding", 0.0),
 )
-"""What a gradient may be made of, and how often the right one has it."""
-_SUMMED = 2.0**-40  # what is left of a sum of squares where it cancels, in float64
+"""Possible parts of a gradient, with their coefficients in the right one."""
+_SUMMED = 2.0**-40  # remainder of a cancelling sum of squares in float64
 
 
 @dataclass(frozen=True)
 class RouterInputs:
-    """What a router had in a pass, and the gradients that came back to it.
+    """Inputs of a router in a pass, and the gradients that it received.
 
-    Shapes: weight (E, H) and bias (E) float64, x (N, H), valid (N), ids (N, k); of_weights (N, k), of_probabilities
-    (N, E) and of_z () are the gradients of the combine weights, of each token's probabilities and of the sum of z.
+    Shapes: weight (E, H) and bias (E) float64, x (N, H), valid (N), ids (N, k). `of_weights` (N, k),
+    `of_probabilities` (N, E) and `of_z` () are the gradients of the combine weights, of each token's
+    probabilities and of the sum of z.
     """
 
     spec: MoE
@@ -57,9 +59,9 @@ class RouterInputs:
 
 
 def measure_backward(inputs: RouterInputs, actual: Tensor) -> Tensor:
-    """Return in one tensor (P + 1, 2P + 1) for P parts what `RouterFit.of` takes; nothing is read from the device.
+    """Return the input of `RouterFit.of` as one tensor (P + 1, 2P + 1) for P parts, without synchronization.
 
-    Shape: actual (E, H), what the weight got, in its own dtype.
+    Shape: actual (E, H), the gradient of the weight in its own dtype.
     """
     parts, allowed = _recompute(inputs)
     wide = actual.to(torch.float64)
@@ -79,10 +81,11 @@ def measure_backward(inputs: RouterInputs, actual: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RouterFit:
-    """How often each part is in the gradient of a router's weight, with its standard error.
+    """Coefficient of each part in the gradient of a router's weight, with its standard error.
 
-    A coefficient is None where it cannot be told. `ratio` is the largest error of an element over what rounding can
-    cause, with all parts once; `is_whole` says that with these coefficients only rounding is left.
+    A coefficient is None if it cannot be determined. `ratio` is the largest error of an element over its
+    rounding bound, relative to the right coefficients. `is_whole` means that the fitted coefficients leave
+    only rounding.
     """
 
     coefficients: tuple[tuple[float, float] | None, ...]
@@ -91,11 +94,11 @@ class RouterFit:
 
     @classmethod
     def of(cls, numbers: Tensor) -> RouterFit:
-        """Return the fit of what `measure_backward` has measured."""
+        """Return the fit of the numbers from `measure_backward`."""
         num_parts = len(PARTS)
         ratio, total, allowed = numbers[num_parts, :3].tolist()
         if not bool(torch.isfinite(numbers[:num_parts]).all()):
-            # Of parts that are no numbers by right none can be missed; else the weight got what is none.
+            # Non-finite parts cannot be fitted. If the parts are finite, the actual gradient is not.
             is_known = bool(torch.isfinite(numbers[:num_parts, :num_parts]).all())
             return cls((None,) * num_parts, ratio if is_known else 0.0)
         gram, noise = numbers[:num_parts, :num_parts], numbers[:num_parts, num_parts:-1]
@@ -118,7 +121,7 @@ class RouterFit:
 
 
 def _recompute(inputs: RouterInputs) -> tuple[Tensor, Tensor]:
-    """Return the parts (3, E, H) in float64 and the largest error (E, H) of the router's own arithmetic."""
+    """Return the parts (P, E, H) in float64, and a bound (E, H) on the router's arithmetic error."""
     weight = inputs.weight
     parts = torch.zeros(len(PARTS), *weight.shape, dtype=torch.float64, device=weight.device)
     allowed = torch.zeros_like(parts[0])
@@ -148,7 +151,7 @@ def _recompute(inputs: RouterInputs) -> tuple[Tensor, Tensor]:
 
 
 def _combine(spec: MoE, scores: Tensor, ids: Tensor, of_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the scores (N, E) through the combine weights, and the sizes of what it is a sum of."""
+    """Return the gradient of the scores (N, E) through the combine weights, and its absolute terms summed."""
     chosen, scaled = scores.gather(-1, ids), of_weights * spec.route_scale
     gradient, size = scaled, scaled.abs()
     if spec.renormalize:
@@ -160,7 +163,7 @@ def _combine(spec: MoE, scores: Tensor, ids: Tensor, of_weights: Tensor) -> tupl
 
 
 def _balance(spec: MoE, scores: Tensor, of_probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the scores (N, E) through the probabilities, and the sizes of what it is a sum of."""
+    """Return the gradient of the scores (N, E) through the probabilities, and its absolute terms summed."""
     if spec.score != "sigmoid":
         return of_probabilities, of_probabilities.abs()
     total = scores.sum(dim=-1, keepdim=True)
@@ -171,7 +174,7 @@ def _balance(spec: MoE, scores: Tensor, of_probabilities: Tensor) -> tuple[Tenso
 
 
 def _through_scores(spec: MoE, scores: Tensor, gradient: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the logits (N, E) from that of the scores, and the sizes of what it is a sum of."""
+    """Return the gradient of the logits (N, E) from the scores' gradient, and its absolute terms summed."""
     if spec.score == "sigmoid":
         slope = scores * (1.0 - scores)
         return gradient * slope, size * scores

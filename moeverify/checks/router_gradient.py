@@ -1,11 +1,11 @@
-"""Whether the balance and z losses send into each router what they should, and its weight gets what follows from it.
+"""Check the gradients of the balance and z losses at each router, and of the router's weight.
 
-Both losses are linear in what a router hands over: a sum of probabilities for each row, and a sum of squares. So
-their gradient there is a number of the recipe times the counts of the choices, whatever precision the model has and
-however small the loss is beside the cross entropy, in whose rounding a wrong one is lost. From there on to the
-router's weight `moeverify.checks.router_backward` computes the way again.
+Both losses are linear in values that the router returns: a sum of probabilities for each row, and a sum of
+squares. Their gradients there are a number from the recipe times the counts of the choices. This holds at
+any precision, however small the loss is compared with the rounding of the cross entropy.
+`moeverify.checks.router_backward` recomputes the path from there to the router's weight.
 
-A rank knows its own counts alone; those of all ranks are added up afterwards, where the gradients are judged.
+A rank knows only its own counts. They are summed over all ranks when the gradients are judged.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from moeverify.results.place import Place, Stage
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
 
-_MOST_DEVIATIONS = 10.0  # standard errors by which a coefficient may be off
-_STEADY = 3.0 / _MOST_DEVIATIONS  # the share of these within which two coefficients are one number
-_KNOWN = 0.02  # relative: a factor that is known less exactly is confirmed by none that is near it
+_MOST_DEVIATIONS = 10.0  # allowed error of a coefficient, in standard errors
+_STEADY = 3.0 / _MOST_DEVIATIONS  # share of these within which two coefficients count as equal
+_KNOWN = 0.02  # relative error up to which a factor counts as known
 _TERMS = tuple(
     sorted((term for term, _ in PARTS), key=lambda term: term == "combine")
-)  # the losses come first
-_ROUNDINGS = 16.0  # a few products and quotients, in at least float32
+)  # losses first, combine last
+_ROUNDINGS = 16.0  # a few products and quotients, in float32 or wider
 
 
 @dataclass
 class RouterStep:
-    """What one router of a rank has counted and got back in a step.
+    """Counts and gradients of one router on a rank in a step.
 
-    `counts` (2, E) are those of each row of the global batch, of valid tokens and of all; where the balance loss is
-    one of the whole batch, they are all under 0. `balance` (E) is the gradient of each row's sum of probabilities, z
-    those of the sums of z. `fits` are of the weight's gradient, with one for each step. `unit` is half the machine
-    epsilon in which the router computes.
+    `counts` (2, E) are, for each row of the global batch, the choices of valid tokens and of all tokens.
+    All rows are under key 0 if the balance loss covers the whole batch. `balance` (E) is the gradient of
+    each row's sum of probabilities. `z` are the gradients of the sums of z. `fits` are fits of the weight's
+    gradient, one per step. `unit` is half the machine epsilon of the router's compute dtype.
     """
 
     counts: dict[int, Tensor] = field(default_factory=dict)
@@ -66,7 +66,7 @@ Reports = dict[int, dict[str, RouterStep]]  # by step and router
 
 @dataclass
 class _Pass:
-    """One forward pass; the gradients come later, and to one that recomputes activations never."""
+    """One forward pass. Its gradients arrive later; a recomputation of activations never receives any."""
 
     name: str
     counts: Tensor  # (B, 2, E)
@@ -79,10 +79,10 @@ class _Pass:
 
 @dataclass
 class _Awaited:
-    """The gradient of one router's weight in the first micro-batch of a step.
+    """Pending gradient of one router's weight, in the first micro-batch of a step.
 
-    `is_known` says that a pass has been seen whose gradient it will be; a second one recomputes activations, or is of
-    another micro-batch.
+    `is_known` means that its forward pass was seen. A second pass is a recomputation, or another
+    micro-batch.
     """
 
     handle: RemovableHandle | None = None
@@ -91,16 +91,17 @@ class _Awaited:
 
     @torch.no_grad()
     def hear(self, gradient: Tensor) -> None:
-        """Measure it; what comes later in the step is of other micro-batches."""
+        """Measure the gradient. Later ones in the step belong to other micro-batches."""
         if self.measure is not None:
             self.measure(local_part(gradient))
             self.measure = None
 
 
 class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
-    """Notes what comes back to each router, and computes its backward pass again in one micro-batch of a step.
+    """Records gradients at each router, and recomputes its backward pass in one micro-batch per step.
 
-    `scale` is what the layout multiplies the losses by before it differentiates them, because it averages gradients.
+    `scale` is the factor by which the layout multiplies the losses before the backward pass, because it
+    averages gradients.
     """
 
     def __init__(self, model: nn.Module, *, by_row: bool, scale: float) -> None:
@@ -110,19 +111,19 @@ class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
         self._awaited: dict[nn.Module, _Awaited] = {}
 
     def begin_step(self, step: int) -> None:
-        """Await nothing more of the step before; see `Watch`."""
+        """Drop pending gradients of the previous step; see `Watch`."""
         self._forget()
         super().begin_step(step)
 
     def close(self) -> None:
-        """Take the hooks away; see `Watch`."""
+        """Remove the hooks; see `Watch`."""
         self._forget()
         super().close()
 
     def see(
         self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
     ) -> None:
-        """Note one pass that something will come back to; see `RouterPasses`."""
+        """Record one pass with a backward pass; see `RouterPasses`."""
         if not routing.weights.requires_grad:
             return
         if valid is None:
@@ -144,7 +145,7 @@ class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
                 value.register_hook(_make_keeper(seen, field_name))  # type: ignore[no-untyped-call]
 
     def report(self) -> Reports:
-        """Return what came back in each step; see `Watch`."""
+        """Return the gradients of each step; see `Watch`."""
         found: Reports = {}
         for step, passes in self.passes.items():
             for seen, rows in passes:
@@ -195,11 +196,14 @@ def _make_keeper(seen: _Pass, name: str) -> Callable[[Tensor], None]:
 def _make_measure(
     seen: _Pass, spec: MoE, weight: Tensor, bias: Tensor | None, x: Tensor, valid: Tensor, ids: Tensor
 ) -> Callable[[Tensor], None]:
-    """Return what takes the gradient (E, H) that the weight got. Shapes: x (B, S, H), valid (B, S), ids (B, S, k)."""
+    """Return a callback that takes the gradient (E, H) of the weight.
+
+    Shapes: x (B, S, H), valid (B, S), ids (B, S, k).
+    """
 
     def measure(actual: Tensor) -> None:
         if actual.shape != weight.shape:
-            return  # what each rank has of it is a part, or was summed already
+            return  # each rank has only a shard, or it was reduced already
         of_weights = torch.zeros_like(ids, dtype=torch.float64) if seen.weights is None else seen.weights
         rows = (
             torch.zeros_like(seen.counts[:, 0], dtype=torch.float64) if seen.balance is None else seen.balance
@@ -216,31 +220,31 @@ def _make_measure(
 
 
 class RouterGradient(Check[Reports]):
-    """What comes back to the routers of the reference model, on every rank."""
+    """Gradients at the routers of the reference model, on every rank."""
 
     name = CheckName.ROUTER_GRADIENT
     role = Role.ORIGIN
     sees_inside = True
 
     def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
-        """Return what notes gradients; see `Check`."""
+        """Return a watch that records gradients; None where the check does not apply; see `Check`."""
         moe = run.case.recipe.model.moe
-        # A stage of a pipeline has several micro-batches under way, whose rows it does not show.
+        # A pipeline stage has several micro-batches in flight and does not show their rows.
         if not isinstance(program.subject, ReferenceSubject) or moe is None or run.case.layout.pp > 1:
             return None
-        # A layout with router losses of its own defines them itself.
+        # A layout may define router losses of its own.
         if program.own_router_losses is not None:
             return None
         return RouterGradientWatch(program.model, by_row=moe.balance_scope == "sequence", scale=program.scale)
 
     def judge(self, shown: Shown, reports: Sequence[Reports]) -> Outcome | None:
-        """Return whether all that came back is right; see `Check`."""
+        """Return whether all gradients at the routers are right; see `Check`."""
         return judge_gradients(shown, reports) if any(reports) else None
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """How a term's gradient stands at one router of a rank: error over bound, and by which factor it is off."""
+    """Error, bound and factor of a term's gradient at one router of a rank."""
 
     rank: int
     router: str
@@ -252,12 +256,12 @@ class _Measured:
 
     @property
     def ratio(self) -> float:
-        """Return the error over its bound; a rank that has padding alone may be allowed nothing, and has no error."""
+        """Return the error over its bound. Bound and error may both be 0 on a rank with only padding."""
         return self.error / self.bound if self.bound > 0.0 else math.inf if self.error > 0.0 else 0.0
 
 
 def judge_gradients(shown: Shown, reports: Sequence[Reports]) -> Outcome:
-    """Return the verdict, with a finding for each term of a step that some rank's routers get otherwise."""
+    """Return the verdict, with a finding for each term of a step that is wrong on some rank."""
     moe = shown.case.recipe.model.moe
     assert moe is not None
     findings: list[Finding] = []
@@ -291,7 +295,7 @@ def judge_gradients(shown: Shown, reports: Sequence[Reports]) -> Outcome:
 def _measure_losses(
     shown: Shown, moe: MoE, step: int, of_step: Sequence[Mapping[str, RouterStep]]
 ) -> Iterator[tuple[Term, _Measured]]:
-    """Yield what the losses send into each router, beside what they should."""
+    """Yield the measured gradients of the losses at each router."""
     lengths = find_lengths(shown.case.recipe, step)
     num_valid, wanted = float(lengths.sum()), list_scopes(moe, lengths)
     merged = {name: _merge_counts(of_step, name) for name in sorted({n for each in of_step for n in each})}
@@ -333,9 +337,9 @@ def _merge_counts(of_step: Sequence[Mapping[str, RouterStep]], name: str) -> dic
 def _shares(
     counts: Mapping[int, Tensor], wanted: Mapping[int, float], top_k: int
 ) -> dict[int, Tensor] | None:
-    """Return which share of the valid tokens chose each expert, (E) for each row, as all ranks saw it.
+    """Return the share of valid tokens that chose each expert, (E) for each row, over all ranks.
 
-    None where the ranks did not see every valid token equally often.
+    Return None if the ranks did not see every valid token equally often.
     """
     if counts.keys() != wanted.keys():
         return None
@@ -356,7 +360,7 @@ def _list_forms(
     wanted: Mapping[int, float],
     of_layers: Sequence[Mapping[int, Tensor]],
 ) -> dict[Form, dict[int, Tensor]]:
-    """Return the shares (E) of each row by what an implementation may have taken for them, the right ones first."""
+    """Return the right shares (E) of each row, and the ones that known wrong implementations use."""
     own = {row: counts[0].to(torch.float64) / wanted[row] for row, counts in seen.counts.items()}
     padded = {row: counts[1].to(torch.float64) / wanted[row] for row, counts in seen.counts.items()}
     alike = {row: torch.full_like(each, moe.top_k / moe.num_experts) for row, each in share.items()}
@@ -365,7 +369,7 @@ def _list_forms(
 
 
 def _fit_form(actual: Tensor, forms: Mapping[Form, Tensor]) -> tuple[float | None, Form]:
-    """Return by which factor a gradient (E) is that of a form, and the form; None where it is a multiple of none."""
+    """Return the factor and form of which a gradient (E) is a multiple; None for no form."""
     size = float(actual.norm())
     if size == 0.0:
         return 0.0, ""
@@ -377,13 +381,13 @@ def _fit_form(actual: Tensor, forms: Mapping[Form, Tensor]) -> tuple[float | Non
 
 
 def _measure_backward(of_step: Sequence[Mapping[str, RouterStep]]) -> Iterator[tuple[Term, _Measured]]:
-    """Yield what each router makes of what it gets, beside what it should."""
+    """Yield the measured coefficients of each router's weight gradient."""
     for rank, each in enumerate(of_step):
         for name, seen in each.items():
             for fit in seen.fits:
                 is_off = False
                 for (term, times), found in zip(PARTS, fit.coefficients, strict=True):
-                    # What is left besides these parts may look like any of them.
+                    # A remainder besides these parts may resemble any of them.
                     if found is not None and (fit.is_whole or not fit.ratio > 1.0):
                         value, deviation = found
                         error, bound = abs(value - times), _MOST_DEVIATIONS * deviation
@@ -394,13 +398,14 @@ def _measure_backward(of_step: Sequence[Mapping[str, RouterStep]]) -> Iterator[t
 
 
 def _is_steady(wrong: Sequence[_Measured]) -> bool:
-    """Return whether each rank has one factor in all of its routers, as far as can be told."""
+    """Return whether each rank has one factor in all of its routers, within the errors."""
     first: dict[int, _Measured] = {}
     for each in wrong:
         other = first.setdefault(each.rank, each)
         if each.factor is None or other.factor is None:
             return False
-        # Fitted coefficients alarm at ten deviations. That they are one number is a claim, and made within three.
+        # A fitted coefficient is wrong beyond ten deviations. Two coefficients count as equal only within
+        # three.
         share = _STEADY if each.in_router else 1.0
         if not abs(each.factor - other.factor) <= share * (each.bound + other.bound):
             return False
@@ -412,26 +417,26 @@ def _find_code(term: Term, worst: _Measured, wrong: Sequence[_Measured]) -> Caus
         return Cause.PADDING
     if worst.form == "own":
         return Cause.MISSING_REDUCTION
-    # The gradient of a sum of probabilities, which is always 1, is none.
+    # A sum of probabilities is always 1, so its gradient is zero.
     if not _is_steady(wrong) or worst.form not in ("", "uniform"):
         return Cause.FORWARD
     others = [each for each in wrong if each.router == worst.router]
     is_known = not worst.in_router or all(_is_known(each) for each in wrong)
     if is_known and _is_steady([replace(each, rank=0) for each in others]):
         return Cause.TERM_SCALE
-    # Each rank has a factor of its own, which only other routers can confirm.
+    # Each rank has its own factor, which only other routers can confirm.
     is_confirmed = len(others) < len(wrong) and is_known
     return Cause.SHARE_WEIGHTS if is_confirmed or not worst.in_router else Cause.FORWARD
 
 
 def _is_known(each: _Measured) -> bool:
-    """Return whether a fitted factor is known to some percent: another function's part along the right one varies."""
+    """Return whether a fitted factor is known to a few percent. The projection of another function varies."""
     factor = abs(each.factor or 0.0)
     return _STEADY * each.bound <= _KNOWN * factor or factor <= each.bound
 
 
 def _make_finding(shown: Shown, step: int, term: Term, wrong: Sequence[_Measured]) -> Finding:
-    # Where what a router gets is wrong, what it makes of it says nothing more.
+    # If the gradient at a router's outputs is wrong, its effect on the weight adds no information.
     wrong = [each for each in wrong if not each.in_router] or wrong
     ranks = tuple(sorted({each.rank for each in wrong}))
     worst = max(wrong, key=lambda each: each.ratio)
@@ -439,7 +444,7 @@ def _make_finding(shown: Shown, step: int, term: Term, wrong: Sequence[_Measured
     factors = {each.rank: each.factor for each in reversed(wrong) if each.router == worst.router}
     code = _find_code(term, worst, wrong)
     if code == Cause.FORWARD and worst.in_router:
-        # The part of another function along the right one: no number of times that somebody multiplied by.
+        # The projection of another function on the right one, not a factor that the code applied.
         factors = dict.fromkeys(factors)
     form = worst.form if all(each.form == worst.form for each in wrong) else ""
     return Finding(

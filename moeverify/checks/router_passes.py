@@ -1,4 +1,4 @@
-"""What checks of the reference model's routers see of forward passes, and the tokens they should have seen."""
+"""Observation of the reference routers' forward passes, and the tokens that they should receive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P = TypeVar("P")
 
 
 class RouterPasses(Watch[R]):
-    """Sees every forward pass of the reference model's routers on this rank, with the weight that it used."""
+    """Hooks on every forward pass of the reference routers on this rank, with the weight that was used."""
 
     def __init__(self, model: nn.Module) -> None:
         self.step = -1
@@ -39,11 +39,11 @@ class RouterPasses(Watch[R]):
                 )
 
     def begin_step(self, step: int) -> None:
-        """Note the number of the step; see `Watch`."""
+        """Record the number of the step; see `Watch`."""
         self.step = step
 
     def close(self) -> None:
-        """Take the hooks away; see `Watch`."""
+        """Remove the hooks; see `Watch`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -52,12 +52,12 @@ class RouterPasses(Watch[R]):
     def see(
         self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
     ) -> None:
-        """See one pass. Shapes: weight (E, H) float64, x (B, S, H), valid (B, S); this rank's own tokens."""
+        """Handle one pass. Shapes: weight (E, H) float64, x (B, S, H), valid (B, S); local tokens only."""
         raise NotImplementedError
 
     @torch.no_grad()
     def _keep_weight(self, module: nn.Module, _: Any) -> None:
-        # Before the forward pass: a layout may give back what it has gathered before other hooks run.
+        # Before the forward pass: a layout may free gathered weights before other hooks run.
         if not torch.compiler.is_compiling():
             assert isinstance(module, Router)
             self._weights[module] = local_part(module.view(module.weight)).to(torch.float64, copy=True)
@@ -76,10 +76,10 @@ class RouterPasses(Watch[R]):
 
 
 class MicroBatchPasses(RouterPasses[R], Generic[R, P]):
-    """Files what is kept of each pass under its step, with the rows of the global batch that its micro-batch has.
+    """Values kept of each pass, filed by step with the rows of the pass's micro-batch.
 
-    A pass is of the micro-batch whose token losses are shown next; one that recomputes activations comes later, in
-    the backward pass, and is of the next one or, with None for its rows, of none.
+    A pass belongs to the micro-batch whose token losses are shown next. A recomputation of activations
+    happens later, in the backward pass. It is filed under the next micro-batch, or with rows None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,11 +88,11 @@ class MicroBatchPasses(RouterPasses[R], Generic[R, P]):
         self._pending: list[P] = []
 
     def keep(self, seen: P) -> None:
-        """Keep what was seen of a pass."""
+        """Keep the values of a pass."""
         self._pending.append(seen)
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """File what was kept since the last micro-batch was shown; see `Watch`."""
+        """File the values kept since the last micro-batch was shown; see `Watch`."""
         if local is not None and kind in (Kind.TOKEN_LOSS, Kind.LOSS):
             rows = region.dims[0] if kind == Kind.TOKEN_LOSS else None
             self.passes.setdefault(step, []).extend((each, rows) for each in self._pending)
@@ -100,18 +100,18 @@ class MicroBatchPasses(RouterPasses[R], Generic[R, P]):
 
 
 def find_lengths(recipe: Recipe, step: int) -> Tensor:
-    """Return the valid tokens (B) float64 of each row of the global batch of a step, as the recipe's data says."""
+    """Return the number of valid tokens (B) of each row of a step's global batch, as float64."""
     whole = whole_share(recipe.data)
     batch = make_batch(recipe.data, recipe.model.vocab_size, recipe.seed, step, whole, torch.device("cpu"))
     return batch.row_valid.to(torch.float64)
 
 
 def list_scopes(moe: MoE, lengths: Tensor) -> dict[int, float]:
-    """Return the valid tokens of each scope of the balance loss: of each row (B), or under 0 of the whole batch."""
+    """Return the valid tokens of each scope of the balance loss: each row, or key 0 for the whole batch."""
     return dict(enumerate(lengths.tolist())) if moe.balance_scope == "sequence" else {0: float(lengths.sum())}
 
 
 def count_times(num_seen: float, num_valid: float) -> float | None:
-    """Return how often each valid token was seen, None where they were not all seen equally often."""
+    """Return how often each valid token was seen; None if not an integer of at least 1."""
     times = num_seen / num_valid
     return times if times >= 1.0 and times == round(times) else None

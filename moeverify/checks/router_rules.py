@@ -1,7 +1,8 @@
-"""Other rules by which routers choose and weigh experts, made of parts that may each be another one.
+"""Alternative rules by which a router may choose and weigh experts, built from variants of parts.
 
-A rule is a way of one part, or of two or three. Each is compared with what a router did, on its own input; none is
-looked at where the router is right. Letters: N tokens, E experts, G groups, k choices.
+A rule replaces one, two or three parts of the right rule by variants (`ways` in the code). Each rule is
+compared with the router's results on its own input, and only if these are wrong. Letters: N tokens, E
+experts, G groups, k choices.
 """
 
 from __future__ import annotations
@@ -17,34 +18,37 @@ from torch import Tensor
 from moeverify.case.schema import MoE
 
 MOST_UNLIKE = 0.02
-"""The share of tokens that may be otherwise: float32 arithmetic moves a score over the edge of a rounding."""
+"""Largest share of tokens that may deviate from a rule: float32 may move a score past a rounding boundary."""
 
 _MOST_ALIKE = 3
-"""More rules that give the same say nothing."""
+"""If more rules give the same result, none is reported."""
 
 _MOST_WAYS = 3
-"""Parts that may be otherwise at once."""
+"""Maximum number of parts that a rule replaces."""
 
-_TRIED, _ROUNDS = 41, 12  # of a temperature: numbers to begin with, and steps from the best one on
+_TRIED, _ROUNDS = 41, 12  # of a temperature: candidates, and iterations from the best one
 
 _WITH_BIAS = "with-bias"
 
 _EXACT = 1e-9
-"""Relative: scores of float64 are known better than this."""
+"""Relative error below which scores count as float64."""
 
 BEST = "best-"
-"""Begins the name of a choice of other numbers: `best-5` experts, `best-1-in-2` choices, `best-1-to-5` by token."""
+"""Prefix of choices with other numbers: `best-5` experts, `best-1-in-2` choices, `best-1-to-5` per token."""
 
-_SMALL = 1e-20  # what a router adds to the sum that it divides weights by
+_SMALL = 1e-20  # a router adds this to the sum by which it divides weights
 
 
 @dataclass(frozen=True)
 class RouterSample:
-    """Some tokens of a router: what it computed by right, and what it chose and weighed.
+    """Some tokens of a router: the recomputed scores, and its choices and weights.
 
-    Shapes: logits, scores, `selection` (the scores with the selection bias), `chosen` (N, E), how many times each
-    expert is; `relative` (N, 1), the largest error of a score; `used` and `weights` (N, k); `is_chosen_wrong`,
-    `is_weighed_wrong` (N). `unit` is the rounding of the weights.
+    - `logits`, `scores`, `selection` (the scores plus the selection bias): (N, E).
+    - `chosen`: (N, E), how often each expert was chosen.
+    - `relative`: (N, 1), the largest relative error of a score.
+    - `used`, `weights`: (N, k).
+    - `is_chosen_wrong`, `is_weighed_wrong`: (N).
+    - `unit`: the rounding of the weights.
     """
 
     logits: Tensor
@@ -59,12 +63,12 @@ class RouterSample:
     unit: float
 
     def take(self, most: int) -> RouterSample:
-        """Return so many tokens at most, in equal distances."""
+        """Return at most `most` evenly spaced tokens."""
         every = slice(None, None, -(-len(self.logits) // most))
         return RouterSample(**{name: each[every] for name, each in self._list().items()}, unit=self.unit)
 
     def join(self, other: RouterSample) -> RouterSample:
-        """Return both in one."""
+        """Return the tokens of both samples."""
         parts = other._list()
         joined = {name: torch.cat([each, parts[name]]) for name, each in self._list().items()}
         return RouterSample(**joined, unit=max(self.unit, other.unit))
@@ -75,13 +79,13 @@ class RouterSample:
 
 @dataclass(frozen=True)
 class Named:
-    """The rules that give what a router did, with the number that each was solved for, if any."""
+    """Rules that explain a router's results, each with the number it was solved for, if any."""
 
     rules: Mapping[str, float | None]
 
 
 def name_choices(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
-    """Return by which rules the experts were chosen: all wrong tokens must have them, and nearly all others."""
+    """Return the rules that explain the choices: of all wrong tokens, and of nearly all others."""
     if not bool(sample.is_chosen_wrong.any()):
         return Named({})
     counted = name_numbers(spec, sample)
@@ -97,9 +101,10 @@ def name_choices(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
 
 
 def name_numbers(spec: MoE, sample: RouterSample) -> str | None:
-    """Return how many of its best experts each token has, and in how many choices, where it is not what it should be.
+    """Return the name of a choice with a wrong number of experts or choices per token.
 
-    None where each token has as many different experts as it should, nothing where they are not the best ones.
+    Return None if each token has the right number of different experts. Return an empty string if they are
+    not the best.
     """
     experts, choices = (sample.chosen > 0.0).sum(dim=-1), sample.chosen.sum(dim=-1).round().long()
     if bool((experts == spec.top_k).all()) and bool((choices == spec.top_k).all()):
@@ -121,7 +126,7 @@ def name_numbers(spec: MoE, sample: RouterSample) -> str | None:
 
 
 def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
-    """Return by which rules the experts were weighed."""
+    """Return the rules that explain the weights."""
     if _are_few(sample.is_weighed_wrong, sample):
         return Named({})
 
@@ -139,21 +144,21 @@ def name_weights(spec: MoE, sample: RouterSample, *, has_bias: bool) -> Named:
 
 
 def leave_out_bias(rule: str) -> str:
-    """Return a rule of weights as it looks where the selection bias is zero."""
+    """Return a rule of weights as it appears while the selection bias is zero."""
     return "+".join(way for way in rule.split("+") if way != _WITH_BIAS)
 
 
 def _find(
     parts: Mapping[str, Sequence[str]], fit: Callable[[Collection[str]], float | None]
 ) -> dict[str, float]:
-    """Return the rules with one way that fit, else those with two, else with three; none where too many do."""
+    """Return the rules with one way that fit, else with two, else with three; none if too many fit."""
     for count in (1, 2, _MOST_WAYS):
         found = {
             "+".join(ways): number
             for ways in _list_ways(parts, count)
             if (number := fit(frozenset(ways))) is not None
         }
-        # A number that explains it says less than a rule without one that does so too.
+        # Prefer rules without a fitted number.
         found = {rule: number for rule, number in found.items() if not number} or found
         if found:
             return found if len(found) <= _MOST_ALIKE else {}
@@ -166,32 +171,32 @@ def _list_ways(parts: Mapping[str, Sequence[str]], count: int) -> Iterator[tuple
 
 
 def _are_few(tokens: Tensor, sample: RouterSample) -> bool:
-    """Return whether no more tokens (N) are otherwise than float32 leaves so; in float64 none may be."""
+    """Return whether few enough tokens (N) deviate: up to a small share in float32, none in float64."""
     is_exact = float(sample.relative.amax()) < _EXACT
     return float(tokens.sum()) <= (0.0 if is_exact else MOST_UNLIKE * len(tokens))
 
 
 def list_choice_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str]]:
-    """Return the parts of a choice with the ways that are other ones here."""
+    """Return the parts of a choice, with the variants that differ for this recipe."""
     parts: dict[str, list[str]] = {"order": ["worst"], "tokens": ["of-token-before", "of-token-after"]}
     if spec.top_groups < spec.num_groups:
         rated = ["groups-by-two" if spec.group_score == "max" else "groups-by-best"]
         parts["rate"] = [*rated, "sum-of-group", "groups-by-worst"]
         parts["mask"] = ["masked-by-zero", "without-groups"]
-        # The k best experts are in no more than k groups: those of more are those of all.
+        # The k best experts are in at most k groups, so more groups give the same choice.
         most = min(spec.num_groups - 1, spec.top_k - 1)
         parts["count"] = [f"groups-{count}" for count in range(1, most + 1) if count != spec.top_groups]
     if has_bias:
         parts["bias"] = ["without-bias", "opposite-bias", "bias-twice", "bias-on-logits"]
         if spec.top_groups < spec.num_groups:
             parts["bias"] += ["groups-without-bias", "experts-without-bias"]
-    if has_bias or spec.top_groups < spec.num_groups:  # else the order of scores is that of logits
+    if has_bias or spec.top_groups < spec.num_groups:  # else scores have the order of logits
         parts["score"] = ["chosen-by-logits", "chosen-by-other-score"]
     return parts
 
 
 def choose_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> Tensor:
-    """Return which experts (N, E) are chosen by a rule with these ways."""
+    """Return the experts (N, E) chosen by a rule with these ways."""
     bias = sample.selection - sample.scores
     scores = sample.scores
     if "chosen-by-logits" in ways:
@@ -209,7 +214,7 @@ def choose_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> Tensor:
         chosen = chosen.where(allowed, 0.0 if "masked-by-zero" in ways else -torch.inf)
         if "worst" in ways:
             chosen = chosen.where(allowed, torch.inf)
-    # Of equal ones, such as zeros, the first, as a stable sort has it.
+    # Among equal scores, such as zeros, the first one, as in a stable sort.
     ids = chosen.sort(dim=-1, descending="worst" not in ways, stable=True).indices[:, : spec.top_k]
     found = torch.zeros_like(chosen, dtype=torch.bool).scatter(-1, ids, True)
     shift = 1 if "of-token-before" in ways else -1 if "of-token-after" in ways else 0
@@ -217,7 +222,7 @@ def choose_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> Tensor:
 
 
 def _allow(ways: Collection[str], spec: MoE, rated: Tensor) -> Tensor:
-    """Return the experts (N, E) of the groups that are taken."""
+    """Return a mask (N, E) of the experts in the selected groups."""
     groups = rated.reshape(len(rated), spec.num_groups, -1)
     is_max = (spec.group_score == "max") != bool({"groups-by-two", "groups-by-best"} & set(ways))
     width = 1 if is_max else min(2, groups.shape[-1])
@@ -231,7 +236,7 @@ def _allow(ways: Collection[str], spec: MoE, rated: Tensor) -> Tensor:
 
 
 def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str]]:
-    """Return the parts of the weights with the ways that are other ones here."""
+    """Return the parts of the weights, with the variants that differ for this recipe."""
     is_softmax, has_groups = spec.score == "softmax", spec.top_groups < spec.num_groups
     score = ["sigmoid-scores" if is_softmax else "softmax-scores", "scores-again", "logits-as-weights"]
     score += ["other-temperature", *(["bias-in-logits"] if has_bias else [])]
@@ -239,9 +244,9 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
     divide: list[str] = []
     if has_groups and is_softmax and not spec.renormalize:
         score.append("of-allowed")
-    if spec.top_k > 1:  # the one weight of a token is 1 by several rules
+    if spec.top_k > 1:  # with k = 1 several rules give a weight of 1
         score += ["equal-weights", "softmax-of-chosen-scores"]
-        # A softmax of the chosen logits is what their softmax scores are, divided by their sum.
+        # A softmax of the chosen logits equals their softmax scores divided by their sum.
         divide.append("not-normalized" if spec.renormalize else "of-chosen" if is_softmax else "normalized")
         divide += ["divided-by-root-of-squares", "divided-by-best", "divided-by-one-more"]
         if not is_softmax:
@@ -258,7 +263,7 @@ def list_weight_parts(spec: MoE, *, has_bias: bool) -> Mapping[str, Sequence[str
 
 
 def weigh_by(ways: Collection[str], spec: MoE, sample: RouterSample) -> tuple[Tensor, float | None]:
-    """Return the weights (N, k) of the experts used by a rule with these ways, and the number it was solved for."""
+    """Return the weights (N, k) by a rule with these ways, and the number it was solved for."""
     number = None
     if "other-temperature" in ways:
         number = _find_temperature(spec, sample)
@@ -300,7 +305,7 @@ def _list_scores(ways: Collection[str], spec: MoE, sample: RouterSample, tempera
 
 
 def _divide(ways: Collection[str], spec: MoE, sample: RouterSample, weights: Tensor) -> Tensor:
-    """Return what weights (N, k) are divided by, (N, 1)."""
+    """Return the divisors (N, 1) of the weights (N, k)."""
     if "divided-by-root-of-squares" in ways:
         return weights.square().sum(dim=-1, keepdim=True).sqrt()
     if "divided-by-best" in ways:
@@ -317,16 +322,16 @@ def _divide(ways: Collection[str], spec: MoE, sample: RouterSample, weights: Ten
 
 
 def _order(ways: Collection[str], weights: Tensor, used: Tensor) -> Tensor:
-    """Return the weights (N, k) as they are given to other choices than their own."""
+    """Return the weights (N, k), reassigned to other choices if the rule does so."""
     if "weights-reversed" in ways:
         return weights.flip(-1)
-    if "weights-by-id" in ways:  # in the order of the experts' numbers, for choices from the best on
+    if "weights-by-id" in ways:  # sorted by expert index instead of by score
         return weights.gather(-1, used.argsort(dim=-1))
     return weights.roll(1, dims=0) if "weights-of-token-before" in ways else weights
 
 
 def _find_temperature(spec: MoE, sample: RouterSample) -> float:
-    """Return by what logits were multiplied before they became scores, as the weights tell it, by least squares."""
+    """Return the least-squares factor of the logits, fitted to the weights; NaN if out of range."""
 
     def measure(number: float) -> Tensor:
         chosen = _score(spec, number * sample.logits).gather(-1, sample.used)
@@ -341,7 +346,7 @@ def _find_temperature(spec: MoE, sample: RouterSample) -> float:
         slope = (measure(number + near) - left) / near
         size = float(slope.square().sum())
         number -= float((left * slope).sum()) / size if size else 0.0
-    # Beyond these a softmax has one score that is not zero, or scores that are all alike, by any number.
+    # Outside this range a softmax has one nonzero score or equal scores, for any number.
     return number if numbers[0] < number < numbers[-1] else math.nan
 
 

@@ -1,4 +1,4 @@
-"""Samples of shards in float64: every so many elements, of many shards in a few operations."""
+"""Float64 samples of shards at a constant stride, for many shards in a few operations."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def sample(local: Tensor, stride: int) -> Tensor:
 
 
 def sample_all(shards: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-    """Return copies of every `stride`-th element of (local, stride), in float64, in few operations for all of them.
+    """Return float64 copies of every `stride`-th element of each (local, stride), in few operations.
 
-    All of them are on one device.
+    All tensors must be on one device.
     """
     views = [_skip(local, stride) for local, stride in shards]
     if not views:
         return []
-    # The common dtype of floating-point numbers holds each of them exactly.
+    # The common floating-point dtype represents each value exactly.
     together = torch.cat(views).to(torch.float64)
     return list(torch.split_with_sizes(together, [len(view) for view in views]))
 
 
 def _skip(local: Tensor, stride: int) -> Tensor:
-    """Return every `stride`-th element as a view, where there is one."""
+    """Return every `stride`-th element, as a view if possible."""
     if local.is_contiguous() and not local.requires_grad:
         return local.as_strided((-(-local.numel() // stride),), (stride,))
     return local.detach().reshape(-1)[::stride]

@@ -1,4 +1,4 @@
-"""Whether the layout is real: in every group of every axis, something of what it is there to divide is divided."""
+"""Check that the layout takes effect: each axis shards some of its tensors in each of its groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Regions = Mapping[int, frozenset[str]]
 
 
 class _StepCollectives(Watch[Issued]):
-    """Counts the collectives of the training steps of the first run; setting up the model issues others."""
+    """Counts the collectives of the training steps of the first run, excluding the model's setup."""
 
     def __init__(self, trace: CollectiveTrace) -> None:
         self._trace = trace
@@ -30,39 +30,40 @@ class _StepCollectives(Watch[Issued]):
         self._issued: Issued = {}
 
     def begin_step(self, step: int) -> None:
-        """Count from the first step on."""
+        """Start counting at the first step."""
         if self._before is None:
             self._before = self._trace.num_collectives
 
     def close(self) -> None:
-        """Keep what was issued: the same trace goes on with the runs after this one."""
+        """Keep the count, since later runs continue the same trace."""
         if self._before is not None:
             self._issued = count_issued(self._trace.since(self._before))
 
     def report(self) -> Issued:
-        """Return what this rank has issued."""
+        """Return the collectives that this rank issued."""
         return self._issued
 
 
 class Sharding(Check[Issued]):
-    """What each axis claims to divide, against the regions that the ranks of its groups hold.
+    """Tensors that each axis claims to shard, against the regions that the ranks of its groups hold.
 
-    A layout that silently replicates everything would pass every other check. A group none of whose ranks holds such
-    a tensor, as a pipeline stage without experts, is left out if another holds one. What a user's own `parallelize`
-    divides is not ours to say: there every axis must be used for something (`moeverify.checks.axis_use`).
+    A layout that silently replicates everything would pass every other check. A group without any such
+    tensor, such as a pipeline stage without experts, is skipped if another group holds one. A user's own
+    `parallelize` makes no claims; there every axis must be used for something
+    (`moeverify.checks.axis_use`).
     """
 
     name = CheckName.SHARDING
     role = Role.ORIGIN
 
     def watch(self, run: RankRun, program: Program) -> Watch[Issued] | None:
-        """Return what counts collectives, under a user's own `parallelize`; see `Check`."""
+        """Return a watch that counts collectives, under a user's own `parallelize`; see `Check`."""
         return _StepCollectives(run.trace) if run.case.layout.parallelize is not None else None
 
     def judge(self, shown: Shown, reports: Sequence[Issued]) -> Outcome | None:
-        """Return the verdict, with a finding for each axis over which nothing differs; see `Check`."""
+        """Return the verdict, with a finding for each axis without effect; see `Check`."""
         if all(step != INITIAL for step, _, _ in shown.tensors):
-            return None  # a run that begins with a load does not show what its layout begins with
+            return None  # a run that starts with a load does not show its initial state
         claims = axis_claims(shown.case, MeshPlan.of(shown.case.layout))
         outcome = judge_claims(shown, claims)
         misplaced = [*find_elsewhere(shown), *find_misplaced(shown)]
@@ -77,7 +78,7 @@ class Sharding(Check[Issued]):
 
 
 def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
-    """Return whether each axis divides what it claims, in each of its groups."""
+    """Return whether each axis shards the tensors it claims, in each of its groups."""
     findings: list[Finding] = []
     for axis, claim in claims.items():
         covered = {key: tensor.list_regions() for key, tensor in shown.tensors.items() if claim.covers(key)}
@@ -115,9 +116,10 @@ def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
 
 
 def _list_whole(covered: Mapping[Key, Regions], claim: Claim) -> list[str]:
-    """Return the modules of which some group holds tensors, and none that differs, though some of each should.
+    """Return the modules that some group should shard but holds whole.
 
-    Where each is on one rank of a group alone, these are the modules of which several ranks hold a tensor.
+    For a claim of `once` (each tensor on one rank of a group), these are modules with a tensor on several
+    ranks.
     """
     by_module: dict[str, list[Regions]] = {}
     for (_, _, name), regions in covered.items():

@@ -1,6 +1,7 @@
-"""Whether each layer is on the rank of the pipeline that has its stage: layers that trade places compute as well.
+"""Check that each layer is on the pipeline rank of its stage.
 
-Each may be on one stage, each stage may have as many as it should, and the model is another one all the same.
+If two layers trade places, each stage still has the right number of layers and each layer is on one stage.
+The model is wrong all the same.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from moeverify.results.finding import Finding
 
 
 def find_elsewhere(shown: Shown) -> Iterator[Finding]:
-    """Yield one finding for the layers that some pipeline has, though not on the rank that has their stage.
+    """Yield one finding for the layers that are on a wrong rank of some pipeline.
 
-    What no rank of a pipeline has is for `coverage` to say, and what its rank and others have is repeated.
+    Layers on no rank of a pipeline are reported by `coverage`. Layers on their own rank and on others are
+    repeated, not misplaced.
     """
     model, layout = shown.case.recipe.model.reference, shown.case.layout
     if model is None or layout.pp == 1:
@@ -49,14 +51,14 @@ def find_elsewhere(shown: Shown) -> Iterator[Finding]:
 
 
 def list_owners(layout: Layout, num_layers: int) -> Sequence[int]:
-    """Return for each layer the rank of the pp axis that has its stage."""
+    """Return for each layer the pp coordinate of the rank with its stage."""
     by_stage = {stage: rank for rank in range(layout.pp) for stage in stages_of(layout, rank)}
     sizes = map(len, split_layers(layout, num_layers))
     return [by_stage[stage] for stage, size in enumerate(sizes) for _ in range(size)]
 
 
 def _list_holders(shown: Shown, num_layers: int) -> list[set[int]]:
-    """Return for each layer the ranks that began with a part of it."""
+    """Return for each layer the ranks whose initial state contains a part of it."""
     holders: list[set[int]] = [set() for _ in range(num_layers)]
     by_name = {_name(layer): ranks for layer, ranks in enumerate(holders)}
     for (step, kind, name), tensor in shown.tensors.items():

@@ -1,4 +1,4 @@
-"""Numbers of an optimizer's formula are options, which all parameters share: what each tensor tells must agree."""
+"""Agreement between tensors on fitted numbers: all parameters share the options of an optimizer's formula."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from moeverify.results.finding import Finding
 from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
 
 _AGREE = 1e-3
-"""How far, relatively, the numbers of two tensors may be apart: what float32 leaves of a number in a few elements."""
+"""Largest relative difference between the numbers of two tensors, fitted to a few float32 elements."""
 
 
 _OF_PARAMETER = frozenset({"constant-in-gradient", "constant-for-decay"})
-"""Ways whose number is no option: it may be another one in each parameter, and is one in all of its steps."""
+"""Variants whose number is not an option. It may differ between parameters, but not between steps."""
 
 _NOISE = 4.0
-"""Standard errors by which two coefficients of one option may be apart besides."""
+"""Additional allowed difference of two coefficients of one option, in standard errors."""
 
 
 def keep_agreeing(findings: Sequence[Finding], steps: CorrectedSteps = NO_STEPS) -> list[Finding]:
-    """Return the findings without formulas whose number is another one in each tensor: these fit by chance.
+    """Return the findings without formulas that fit by chance.
 
-    So does a coefficient of a moment's value before the step, which is a beta, where it is another one in each. And
-    so do bias corrections that not most tensors of a step have, or that other `steps` speak against.
+    These are formulas whose number differs between tensors, and coefficients of a moment's previous value
+    (a beta) that differ. Bias corrections are dropped if most tensors of a step do not have them, or if
+    other `steps` contradict them.
     """
     return _keep_agreeing_betas(keep_common_corrections(_keep_agreeing_formulas(findings), steps))
 
@@ -58,7 +59,7 @@ def _drop(finding: Finding, scattered: set[tuple[str, Changes]]) -> Finding:
 
 
 def _name_scope(finding: Finding, changes: Changes) -> str:
-    """Return what has one number of a formula: a result of all parameters, or both moments of one."""
+    """Return the scope of a formula's number: a result over all parameters, or both moments of one."""
     if _OF_PARAMETER.isdisjoint(changes):
         return result_of(finding)
     return f"moments of {finding.tensor.rpartition('.')[0]}"
@@ -82,7 +83,7 @@ def _keep_agreeing_betas(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _find_beta(finding: Finding) -> TermFacts | None:
-    """Return the term of a moment's own value before the step where that alone explains what is wrong."""
+    """Return the term of a moment's previous value, if it alone explains the error; else None."""
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts) or facts.forms or finding.kind == Kind.UPDATE:
         return None

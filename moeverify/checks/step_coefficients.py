@@ -1,7 +1,7 @@
-"""One number that makes all coefficients of a moment other ones: its decay, or the share of what a step adds to it.
+"""Single numbers that change all coefficients of a moment: its decay, or the share of the step's addend.
 
-A free fit of each term's coefficient tells less: a decay that is rounded to 16 bits is off by less than such a fit
-may be, and of two terms one may look wrong alone, where both are there by one factor.
+A separate fit of each coefficient is less precise. A decay rounded to 16 bits is off by less than the error
+of such a fit. If one factor applies to two terms, only one of them may look wrong.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from moeverify.checks.recomputed_step import Row, allow
 from moeverify.results.checks import Kind
 from moeverify.results.step_facts import NEAR, DecayFacts, DecayMeaning, ShareFacts
 
-_SUMS = 1e-12  # of sums of squares, by which differences of them may be off
+_SUMS = 1e-12  # relative error of sums of squares, and of differences between them
 
 _SURE = 8.0
-"""By how many standard errors a number is another one, and within how many it is one that is known."""
+"""Standard errors beyond which two numbers differ, and within which a number equals a known one."""
 
 _EXACT = 1e-9
 
 _OF_16_BITS = 2.0**-11
-"""An eighth of a unit of bfloat16: 1 - decay is known no better from kernels of 16 bits."""
+"""An eighth of a bfloat16 unit: the precision of 1 - decay in 16-bit kernels."""
 
 _OWN = {"momentum_buffer": "momentum"}
-"""The name of the term that is a moment's own value of the step before, where that is not the moment's."""
+"""Name of the term with a moment's previous value, where it differs from the moment's name."""
 
 
 class _Fitted(NamedTuple):
-    """A number by least squares, with its standard error."""
+    """A least-squares number with its standard error."""
 
     value: float
     error: float
 
 
 def find_decay(row: Row, spec: Optimizer, precision: str = "float64") -> DecayFacts | None:
-    """Return the decay with which a moment is its own value and 1 - decay of what a step adds, or None.
+    """Return the wrong decay of a moment, where moment = decay * previous value + (1 - decay) * addend.
 
-    Only where it is not the recipe's, and leaves no more than rounding may in each element. In the first step, which
-    has no value before, a decay looks like a factor of the gradient, and none is named. Kernels of 16 bits round
-    the options themselves and each product, so that what is measured there is off by more than its standard error.
+    Return None if the decay is the recipe's, or leaves more than rounding in some element. In the first
+    step there is no previous value, so a decay is indistinguishable from a factor of the gradient. 16-bit
+    kernels round options and products. The error of a fitted number there exceeds its standard error.
     """
     own, added = _split(row)
     if own is None or not added or not row.gram[own][own] > 0.0:
@@ -52,7 +52,7 @@ def find_decay(row: Row, spec: Optimizer, precision: str = "float64") -> DecayFa
     expected = row.terms[own][1]
     if not 0.0 < expected < 1.0 or not math.isclose(row.terms[added[0]][1], 1.0 - expected, rel_tol=1e-9):
         return None
-    # result - new = decay * (old - new), of what the step adds with a coefficient of 1 in all.
+    # result - new = decay * (old - new), where the addend `new` has a total coefficient of 1.
     new = torch.zeros(len(row.terms) + 1, dtype=torch.float64)
     for number in added:
         new[number] = row.terms[number][1] / (1.0 - expected)
@@ -63,7 +63,7 @@ def find_decay(row: Row, spec: Optimizer, precision: str = "float64") -> DecayFa
         return None
     kept = expected * old
     if _fit(row, offset=kept, direction=(1.0 - expected) * new) is not None:
-        return None  # a factor of what is added alone explains it as well
+        return None  # a factor of the addend alone explains it as well
     if precision == "bfloat16":
         found = found._replace(error=max(found.error, _OF_16_BITS * (1.0 - expected)))
     if not _is_other(found, expected):
@@ -72,7 +72,7 @@ def find_decay(row: Row, spec: Optimizer, precision: str = "float64") -> DecayFa
 
 
 def find_share(row: Row) -> ShareFacts | None:
-    """Return which share of what a step adds to a moment is there, where the value before is right, or None."""
+    """Return the share of the step's addend in a moment, if its previous value is right; else None."""
     own, added = _split(row)
     moving = [number for number in added if row.terms[number][1]]
     if not moving or row.key[1] != Kind.OPTIMIZER_STATE or row.key[2].rpartition(".")[2] not in _OWN:
@@ -90,9 +90,9 @@ def find_share(row: Row) -> ShareFacts | None:
 
 
 def find_corrected(row: Row, spec: Optimizer) -> ShareFacts | None:
-    """Return by which factor all of a moment is there, where that is its bias correction or one over it, or None.
+    """Return the factor of a whole moment, if it is its bias correction or the inverse; else None.
 
-    In the first step, which has no value before, it looks like a factor of the gradient, and none is named.
+    In the first step there is no previous value, so it is indistinguishable from a factor of the gradient.
     """
     own, added = _split(row)
     if own is None or not added or not row.gram[own][own] > 0.0:
@@ -114,13 +114,13 @@ def find_corrected(row: Row, spec: Optimizer) -> ShareFacts | None:
 
 
 def name_share(share: ShareFacts, spec: Optimizer) -> ShareFacts:
-    """Return the share with whether it is what a dampening by the momentum leaves."""
+    """Return the share, marked if it equals dampening by the momentum."""
     is_dampened = math.isclose(share.found, 1.0 - spec.momentum, rel_tol=1e-2)
     return share.model_copy(update={"is_dampened": is_dampened})
 
 
 def _split(row: Row) -> tuple[int | None, Sequence[int]]:
-    """Return the number of the term that is the moment before the step, None where it has none, and the others."""
+    """Return the index of the term with the moment's previous value (None if absent), and the others."""
     if row.key[1] != Kind.OPTIMIZER_STATE:
         return None, ()
     moment = row.key[2].rpartition(".")[2]
@@ -131,9 +131,10 @@ def _split(row: Row) -> tuple[int | None, Sequence[int]]:
 
 
 def _fit(row: Row, *, offset: Tensor, direction: Tensor) -> _Fitted | None:
-    """Return the number x of `result = offset + x * direction`, or None where more is left than rounding leaves.
+    """Return x of `result = offset + x * direction`; None if it leaves more than rounding.
 
-    `offset` and `direction` (T + 1) are coefficients of the row's terms; the last place is the result's.
+    `offset` and `direction` (T + 1) are coefficients of the row's terms. The last element belongs to the
+    result.
     """
     gram = torch.tensor(row.gram, dtype=torch.float64)
     if not bool(torch.isfinite(gram).all()):
@@ -160,7 +161,7 @@ def _is_other(found: _Fitted, expected: float) -> bool:
 
 
 def _name_decay(found: _Fitted, expected: float, spec: Optimizer) -> DecayMeaning:
-    """Return what a decay is that is not the recipe's, where one number that is known fits alone."""
+    """Return the meaning of a wrong decay, if exactly one known number fits."""
     known: dict[DecayMeaning, float] = {"complement": 1.0 - expected}
     for dtype in (torch.bfloat16, torch.float16):
         rounded = float(torch.tensor(expected, dtype=dtype))

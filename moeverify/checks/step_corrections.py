@@ -1,7 +1,8 @@
-"""Bias corrections that give an update: which of them all tensors of a step, and all steps, allow.
+"""Bias corrections that explain an update, restricted to those that all tensors and steps allow.
 
-Corrections are the same for all parameters, and follow from the number of a parameter's step alone. One that gives an
-update therefore gives those of other tensors, and says by which number every other step is off.
+Corrections are the same for all parameters, and depend only on the step count of a parameter. A correction
+that explains one update therefore explains the updates of other tensors, and predicts the factor of every
+other step.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ from moeverify.results.finding import Finding
 from moeverify.results.step_facts import NEAR, RIGHT, Changes, RecomputedFacts, StepChange, TermFacts
 
 _ALIKE = 0.25
-"""How far, relatively, the factors of two steps may be apart that are one rate: what 16 bits leave of an update."""
+"""Relative difference up to which the factors of two steps count as one rate in 16-bit updates."""
 
 _NOISE = 4.0
-"""Standard errors by which the factor of a step may be off besides."""
+"""Additional allowed error of a step's factor, in standard errors."""
 
 _SEEN = 2.0
-"""How many times what is surely seen of a right update a correction must make of it, to be missed there."""
+"""Multiple of the detection limit above which a correction's effect on a right update cannot be missed."""
 
 _STEP = "step"
-"""The term of an update that is no decay."""
+"""The term of an update other than the decay."""
 
 
 @dataclass(frozen=True)
 class CorrectedSteps:
-    """The steps of a run that were computed again, and what other bias corrections make of each.
+    """Recomputed steps of a run, and the effect of other bias corrections on each.
 
-    `factors` has by step, tensor and way how many times as large its update is, and `limits` by step and tensor the
-    relative error from which on one is surely seen.
+    `factors` maps (step, tensor) and variant to the factor of the update. `limits` maps (step, tensor) to
+    the relative error above which an update is certainly detected.
     """
 
     factors: Mapping[tuple[int, str], Mapping[StepChange, float]] = field(default_factory=dict)
     limits: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
     def find_factor(self, changes: Changes, step: int, tensor: str) -> float | None:
-        """Return by what a correction multiplies a step of a tensor, None where that is not known."""
+        """Return the factor of a correction for a tensor's step; None if unknown."""
         return self.factors.get((step, tensor), {}).get(changes[0])
 
 
@@ -47,11 +48,12 @@ NO_STEPS = CorrectedSteps()
 
 
 def keep_common_corrections(findings: Sequence[Finding], steps: CorrectedSteps) -> list[Finding]:
-    """Return the findings without corrections of moments that most tensors of a step, or other steps, do not have.
+    """Return the findings without corrections that most tensors of a step, or other steps, do not support.
 
-    A correction multiplies all of a step by one number. In 16 bits one of a dozen is near to many a number, so that a
-    rate of its own in each layer looks like another correction in each. And two are one number in one step: what is
-    left must explain all that was seen, or nothing of it is said.
+    A correction multiplies a whole step by one number. In 16 bits one of a dozen corrections is close to
+    many numbers. A separate rate per layer may therefore look like a separate correction per layer. Two
+    corrections may also have the same number in one step. The remaining ones must explain all observations;
+    otherwise none is reported.
     """
     updates = [finding for finding in findings if finding.kind == Kind.UPDATE]
     kept = {step: _list_kept(step, updates, steps) for step in {finding.step for finding in updates}}
@@ -64,7 +66,7 @@ def keep_common_corrections(findings: Sequence[Finding], steps: CorrectedSteps) 
 
 
 def _list_kept(step: int, updates: Sequence[Finding], steps: CorrectedSteps) -> set[Changes]:
-    """Return the corrections that less than half of a step's updates speak against."""
+    """Return the corrections contradicted by fewer than half of a step's updates."""
     of_step = [finding for finding in updates if finding.step == step and _tells(finding)]
     by_tensor: dict[str, dict[int, Finding]] = {}
     for finding in updates:
@@ -83,7 +85,7 @@ def _list_kept(step: int, updates: Sequence[Finding], steps: CorrectedSteps) -> 
 
 
 def _is_so(changes: Changes, finding: Finding, steps: CorrectedSteps) -> bool:
-    """Return whether a correction gives an update, with other changes or alone, or the number that it is off by."""
+    """Return whether a correction explains an update, alone or with other changes, or matches its factor."""
     return _is_tried(changes, finding) or _has_number(changes, finding, steps) is True
 
 
@@ -93,7 +95,7 @@ def _is_tried(changes: Changes, finding: Finding) -> bool:
 
 
 def _has_number(changes: Changes, finding: Finding, steps: CorrectedSteps) -> bool | None:
-    """Return whether an update is off by the number of a correction, None where one of both is not known."""
+    """Return whether an update has the factor of a correction; None if either is unknown."""
     wanted, term = steps.find_factor(changes, finding.step, finding.tensor), _find_step(finding)
     if wanted is None or term is None or term.factor is None:
         return None
@@ -104,13 +106,13 @@ def _has_number(changes: Changes, finding: Finding, steps: CorrectedSteps) -> bo
 def _is_contradicted(
     changes: Changes, finding: Finding, others: Mapping[int, Finding], steps: CorrectedSteps
 ) -> bool:
-    """Return whether a tensor is off otherwise in another step than by a correction, or right against it."""
+    """Return whether another step of the tensor contradicts a correction."""
     if not _list_corrections(finding):
         return False
     if any(_speaks_against(changes, finding, other, steps) for other in others.values()):
         return True
     if any(other.step != finding.step and _is_tried(changes, other) for other in others.values()):
-        return False  # two numbers are no chance, and a counter may be wrong from some step on
+        return False  # two matching numbers are no chance, and a counter may be wrong from some step on
     for step in {step for step, tensor in steps.factors if tensor == finding.tensor}.difference(others):
         wanted = steps.find_factor(changes, step, finding.tensor)
         limit = steps.limits.get((step, finding.tensor))
@@ -125,7 +127,7 @@ def _speaks_against(changes: Changes, finding: Finding, other: Finding, steps: C
     has_number = _has_number(changes, other, steps)
     if has_number is not None:
         return not has_number
-    # Of a correction whose number is not known: one number in two steps is a rate.
+    # The number of the correction is unknown. One number in two steps is a rate.
     one, two = _find_step(finding), _find_step(other)
     found, number = (None if term is None else term.factor for term in (one, two))
     is_same = found is not None and number is not None and abs(found - number) <= _ALIKE * abs(found)
@@ -133,13 +135,13 @@ def _speaks_against(changes: Changes, finding: Finding, other: Finding, steps: C
 
 
 def _find_step(finding: Finding) -> TermFacts | None:
-    """Return the step of an update, where it is there by another factor than it should be."""
+    """Return the step term of an update, if its factor is wrong."""
     assert isinstance(finding.facts, RecomputedFacts)
     return next((term for term in finding.facts.wrong_terms if term.name == _STEP), None)
 
 
 def _tells(finding: Finding) -> bool:
-    """Return whether an update says something of its corrections: no rate, dtype or rounding explains it."""
+    """Return whether an update is evidence for corrections: no rate, dtype or rounding explains it."""
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts) or RIGHT in facts.tried:
         return False
@@ -147,7 +149,7 @@ def _tells(finding: Finding) -> bool:
 
 
 def _list_corrections(finding: Finding) -> set[Changes]:
-    """Return the formulas of an update, where all that is otherwise in each are corrections."""
+    """Return the formulas of an update, if all their changes are corrections."""
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts) or finding.kind != Kind.UPDATE:
         return set()

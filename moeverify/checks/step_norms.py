@@ -1,7 +1,7 @@
-"""What the factor of a gradient or a step is of norms: a clip by a parameter's own norm, or a trust ratio.
+"""Explanation of a wrong factor by norms: a clip by a parameter's own norm, or a trust ratio.
 
-A factor that differs from parameter to parameter says nothing by itself. Norms of whole parameters are made of the
-sums of squares that the rows of all ranks have, each region once.
+A factor that differs between parameters explains nothing by itself. The norm of a whole parameter is
+computed from the sums of squares of all ranks' rows, with each region counted once.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from moeverify.results.step_facts import FactorMeaning, RecomputedFacts
 from moeverify.train.clipping import GUARD
 
 _NEAR = 1e-5
-"""How near, relatively, a factor must be to what it is."""
+"""Relative difference up to which a factor matches a known value."""
 
 _LEAST = 1e-3
-"""By how much the factor of some tensor must differ from that of another one, to be of norms."""
+"""Relative difference up to which the factors of two terms count as one."""
 
 
 class StepNorms:
-    """The squares of one step, by parameter and by rank."""
+    """Sums of squares of one step, by parameter and by rank."""
 
     def __init__(self, rows: Sequence[tuple[int, Row]], limit: float | None) -> None:
-        """Take the rows of all ranks, with the limit of the clip."""
+        """Collect the rows of all ranks. `limit` is the limit of the clip."""
         self._limit = limit
         self._sizes: dict[str, dict[str, int]] = {}
         self._squares: dict[tuple[str, str], dict[str, float]] = {}
@@ -41,7 +41,7 @@ class StepNorms:
                     self._of_rank[rank] = self._of_rank.get(rank, 0.0) + square
 
     def name_factors(self, rank: int, row: Row, factor: float) -> set[FactorMeaning]:
-        """Return what the factor of a row's gradient, or of its step, is of norms."""
+        """Return the norm-based meanings of the factor of a row's gradient or step."""
         known = self._list_of_step(row) if row.key[1] == Kind.UPDATE else self._list_of_gradient(rank, row)
         return {name for name, value in known.items() if math.isclose(factor, value, rel_tol=_NEAR)}
 
@@ -49,14 +49,14 @@ class StepNorms:
         return math.sqrt(sum(self._squares.get((name, what), {}).values()))
 
     def _measure_all(self, belongs: Callable[[str], bool]) -> float:
-        """Return the norm of the gradients of the parameters that belong together."""
+        """Return the norm of the gradients of all parameters for which `belongs` is true."""
         return math.hypot(*(self._measure(name, "gradient") for name in self._sizes if belongs(name)))
 
     def _is_matrix(self, name: str) -> bool:
         return self._dims[name] > 1
 
     def _list_of_gradient(self, rank: int, row: Row) -> Mapping[FactorMeaning, float]:
-        """Return the factors of a gradient that should have been clipped by the norm of all."""
+        """Return the candidate factors of a gradient that should have been clipped by the total norm."""
         if row.clip is None or self._limit is None or not row.clip > 0.0:
             return {}
         name, limit = name_parameter(row), self._limit
@@ -78,7 +78,7 @@ class StepNorms:
         return {**found, "clipped-again": row.clip}
 
     def _list_of_step(self, row: Row) -> Mapping[FactorMeaning, float]:
-        """Return the factors of a step by the norms of its parameter."""
+        """Return the candidate factors of a step, from the norms of its parameter."""
         name = name_parameter(row)
         weight, size = self._measure(name, "weight"), sum(self._sizes[name].values())
         steps: Mapping[str, float] = {
@@ -99,7 +99,7 @@ class StepNorms:
 def name_factor(
     facts: RecomputedFacts, rows: Sequence[tuple[int, Row]], found: Sequence[float | None], norms: StepNorms
 ) -> RecomputedFacts:
-    """Return the facts with what the factors `found` of all wrong rows of a tensor are of norms, where one fits."""
+    """Return the facts with the meanings that fit the factors `found` of all wrong rows of a tensor."""
     common: set[FactorMeaning] | None = None
     for (rank, row), factor in zip(rows, found, strict=True):
         if factor is None:
@@ -110,7 +110,7 @@ def name_factor(
 
 
 def find_one_factor(facts: RecomputedFacts) -> float | None:
-    """Return by which factor the gradient or the step is there, where nothing else is wrong; None where it is not."""
+    """Return the factor of the gradient or step, if nothing else is wrong; else None."""
     wrong = facts.wrong_terms
     named = [term for term in wrong if term.name in ("step", "gradient", "squared gradient")]
     if len(named) != 1 or named[0].factor is None or named[0].factor <= 0.0:
@@ -127,12 +127,12 @@ def _is_expert(name: str) -> bool:
 
 
 def name_parameter(row: Row) -> str:
-    """Return the parameter that a row is of."""
+    """Return the name of the parameter of a row."""
     return row.key[2] if row.key[1] == Kind.UPDATE else row.key[2].rpartition(".")[0]
 
 
 def _list_squares(row: Row) -> Iterator[tuple[str, float]]:
-    """Yield the sums of squares (of gradient, weight, step and update over the rate) that a row has."""
+    """Yield a row's sums of squares of gradient, weight, step, and update over the rate."""
     terms = dict(row.terms)
     for number, (name, _) in enumerate(row.terms):
         if name == "gradient" and row.key[1] == Kind.OPTIMIZER_STATE:

@@ -1,7 +1,8 @@
-"""What a wrong coefficient of an optimizer's step is of the optimizer's own options: 1, or 1/(1 - beta1).
+"""Names for wrong coefficients of an optimizer step, as products of its own options: 1, or 1/(1 - beta1).
 
-A coefficient has a name where one product of options alone is within its error: of two that are as short, or nearly,
-neither is named. Options are of all parameters and steps: what one tensor, or one step, speaks against is none.
+A coefficient gets a name if exactly one product of options is within its error. If two products have about
+the same length, neither is used. Options apply to all parameters and steps, so any tensor or step can
+contradict a name.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from moeverify.results.step_facts import (
 )
 
 _NOISE, _EXACT, _WORST = 8.0, 1e-5, 1e-4
-"""Standard errors, and relative errors: what float32 leaves of an option, and the largest of what names one.
+"""Standard errors, and relative errors: the precision of an option in float32, and the most for a name.
 
-A tensor that tells less must not speak against it.
+A less precise tensor must not contradict a name.
 """
 
 _POWERS, _PLAIN_POWERS = (1.0, -1.0, 2.0, 0.5, -0.5, -2.0), (1.0, -1.0, 2.0)
@@ -39,7 +40,7 @@ _PLAIN: Collection[Option] = ("rate", "rate-of-options", "decay")
 """Options of which no formula takes a root."""
 
 _LARGEST: Changes = ("largest",)
-"""What the first step, whose moment of before is zero, makes as if it had no share: the next steps tell."""
+"""The maximum of a zero first moment looks like a missing share. Later steps decide."""
 
 _MEAN, _SQUARE = ("exp_avg", "gradient"), ("exp_avg_sq", "squared gradient")
 _MOMENTUM = ("momentum_buffer", "gradient")
@@ -47,20 +48,20 @@ _STARTS: Changes = ("starts-at-number",)
 _CONSTANTS: Sequence[Changes] = (("constant-in-gradient",), ("constant-for-decay",))
 
 _SAME = 1e-3
-"""How far apart, relatively, numbers are that are one."""
+"""Relative difference up to which two numbers count as equal."""
 
 _OWN: Mapping[str, Option] = {
     "exp_avg": "1-beta1",
     "exp_avg_sq": "1-beta2",
     "momentum_buffer": "momentum",
 }
-"""By moment, the option that is meant where several are equal to what its formula has."""
+"""Preferred option of each moment, if several options have the value in its formula."""
 
 Powers = tuple[OptionPower, ...]
 
 
 class _Known(NamedTuple):
-    """A product of options with its length, which counts what must be written down."""
+    """A product of options. `length` counts its written symbols."""
 
     value: float
     length: int
@@ -74,10 +75,10 @@ def name_coefficients(
     rates: Sequence[float],
     precision: str,
 ) -> list[Finding]:
-    """Return the findings, with what wrong coefficients are of the options, without forms that a later step denies.
+    """Return the findings with names for wrong coefficients, and without forms that later steps contradict.
 
-    `seen` are the results that were computed again, `rates` the learning rates of the steps. In 16 bits an option is
-    rounded to three digits, which several products have: none is named.
+    `seen` are the recomputed results, `rates` the learning rates by step. In 16 bits an option has three
+    digits, which several products match, so none is named.
     """
     findings = [_drop_denied(finding, findings, seen) for finding in findings]
     findings = _join_decay(_drop_carried(_choose_starts(findings)))
@@ -103,9 +104,10 @@ def name_coefficients(
 
 
 def _find_scaled_gradients(findings: Sequence[Finding]) -> Collection[tuple[str, str]]:
-    """Return terms that count by a factor of the gradient itself: once in the mean, and squared in the square.
+    """Return the terms explained by a scaled gradient: once in the mean, and squared in the second moment.
 
-    So it is of one moment that has no other one, where the factor or one over it is a whole number, such as of ranks.
+    With a single moment this requires that the factor or its inverse is an integer, such as a number of
+    ranks.
     """
     factors: dict[tuple[str, str], float] = {}
     for finding in findings:
@@ -120,7 +122,7 @@ def _find_scaled_gradients(findings: Sequence[Finding]) -> Collection[tuple[str,
 
 
 def _drop_denied(finding: Finding, findings: Sequence[Finding], seen: Collection[Key]) -> Finding:
-    """Return a finding of a moment's first value without the larger of two, where no later step has taken it."""
+    """Drop the form "larger of two" from a moment's first step, if no later step has it."""
     facts, result = finding.facts, result_of(finding)
     if not isinstance(facts, RecomputedFacts) or _LARGEST not in facts.tried or finding.step:
         return finding
@@ -132,9 +134,10 @@ def _drop_denied(finding: Finding, findings: Sequence[Finding], seen: Collection
 
 
 def _drop_carried(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings without coefficients of a moment that an earlier step has made in no known way.
+    """Drop the coefficients of a moment after an earlier step of it that no known formula explains.
 
-    What that step added is in the moment, and multiples of it may explain what later steps add in the same way.
+    The moment contains the addend of that step. Multiples of it may explain later addends that are wrong in
+    the same way.
     """
     unknown: dict[str, int] = {}
     for finding in sorted(findings, key=lambda each: each.step):
@@ -149,7 +152,7 @@ def _drop_carried(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _choose_starts(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; a constant that a first mean may start from is in later steps too, or is that start."""
+    """Choose between a start value and a constant in a moment's first step: only a constant recurs later."""
     later = {
         (each.tensor, form)
         for each in findings
@@ -171,7 +174,7 @@ def _choose_starts(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _join_decay(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; moments without a decay that their weight has by itself say so too: it is one mistake."""
+    """Mark moments without decay as decayed at the weight, if their weight shows that: it is one mistake."""
     at_weight = {
         (each.step, each.tensor)
         for each in findings
@@ -205,7 +208,7 @@ def _list_wrong(finding: Finding) -> Sequence[TermFacts]:
 def _find_common(
     terms: Sequence[tuple[int, TermFacts]], spec: Optimizer, rates: Sequence[float]
 ) -> Powers | None:
-    """Return the product that is each of these coefficients, of (step, term), where no other is about as short."""
+    """Return the product that equals all these (step, term) coefficients, if no other is about as short."""
     if not any(_find_error(term) <= _WORST * abs(term.found or 0.0) for _, term in terms):
         return None
     fitting: dict[Powers, int] = {}
@@ -220,7 +223,7 @@ def _find_common(
 
 
 def _list_fitting(step: int, term: TermFacts, spec: Optimizer, rates: Sequence[float]) -> Iterator[_Known]:
-    """Yield the products that a coefficient of a step may be."""
+    """Yield the products that a step's coefficient may be."""
     found = term.found or 0.0
     error = _find_error(term)
     if found * term.expected <= 0.0:
@@ -238,7 +241,7 @@ def _find_error(term: TermFacts) -> float:
 def _find_expected(
     result: str, of_step: tuple[int, TermFacts], spec: Optimizer, rates: Sequence[float]
 ) -> Powers:
-    """Return the product that a coefficient should be: the shortest, of these that with the moment's option."""
+    """Return the shortest product that a coefficient should be, preferably with the moment's own option."""
     step, term = of_step
     right = term.model_copy(update={"found": term.expected, "error": 0.0})
     own = _OWN.get(result)
@@ -250,7 +253,7 @@ def _find_expected(
 
 
 def _list_options(spec: Optimizer, rate: float) -> Mapping[Option, float]:
-    """Return the options of an optimizer that are neither 0 nor 1, of those that its kind has."""
+    """Return the optimizer's options, without those that are 0 or 1 or that its kind lacks."""
     is_sgd = bool(spec.momentum) and spec.name == "sgd"
     values = {
         "beta1": 0.0 if is_sgd else spec.betas[0],
@@ -267,7 +270,7 @@ def _list_options(spec: Optimizer, rate: float) -> Mapping[Option, float]:
 
 
 def _list_products(options: Mapping[Option, float]) -> Iterator[_Known]:
-    """Yield products of at most two options, each to a power: 1, an option, its square, one over it, its root."""
+    """Yield products of at most two options: 1, an option, and its square, inverse and root."""
     yield _Known(1.0, 0, ())
     for option, value in options.items():
         for power in _PLAIN_POWERS if option in _PLAIN else _POWERS:

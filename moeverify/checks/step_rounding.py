@@ -1,4 +1,4 @@
-"""What rounding may leave of a recomputed step of an optimizer, and what a dtype may store of it."""
+"""Bounds on the rounding of a recomputed optimizer step, and on the values that a dtype may store of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ OWN = 2.0**-52  # twice the rounding of float64: of each term and of the sum
 
 @dataclass(frozen=True)
 class Inexact:
-    """A result before it is stored, and what was rounded on the way to it.
+    """A result before it is stored, with the sources of its rounding error.
 
-    Shapes: `start` (N,) is what the result is added to before it is stored, zero for a moment; `expected` (N,) what
-    is added to it, and `rounded` and `options` (N,) as `Recomputed` has them; from `least` to `most` (N,) is what
-    rounding adds to what is multiplied before the step is taken. `smallest` is the largest error by results that are
-    too small for the dtype, (N,) or one for all.
+    Shapes: all (N,), except scalars.
+
+    - `start`: the result is added to this before it is stored; zero for a moment.
+    - `expected`: the value added to `start`.
+    - `rounded`, `options`: as in `Recomputed`.
+    - `smallest`: the number of roundings to zero, for results below the smallest normal number; (N,) or a
+      scalar.
+    - `least`, `most`: the interval that rounding adds to a value multiplied before the step.
     """
 
     start: Tensor
@@ -33,7 +37,7 @@ class Inexact:
 
     @classmethod
     def join(cls, results: Sequence[Inexact]) -> Inexact:
-        """Return several as one, behind each other."""
+        """Concatenate several results."""
         if len(results) == 1:
             return results[0]
         return cls(
@@ -48,7 +52,7 @@ class Inexact:
 
 
 def _join_numbers(values: Sequence[tuple[Tensor | float, Tensor]]) -> Tensor | float:
-    """Return numbers of as many elements as what stands beside each, behind each other; one that is that of all."""
+    """Concatenate numbers, each expanded to the shape of its tensor; keep a common scalar."""
     first = values[0][0]
     if isinstance(first, float) and all(isinstance(each, float) and each == first for each, _ in values):
         return first
@@ -59,10 +63,10 @@ def _join_numbers(values: Sequence[tuple[Tensor | float, Tensor]]) -> Tensor | f
 
 @dataclass(frozen=True)
 class Rounding:
-    """The rounding of a dtype: half a unit in the last place of 1, and the smallest normal number.
+    """Rounding of a dtype: half a unit in the last place of 1, and the smallest normal number.
 
-    What is below that may be rounded to zero. `arithmetic` is the unit of what kernels compute in for that dtype, and
-    `dtype` the coarsest one, None where tensors have several.
+    Smaller values may be rounded to zero. `arithmetic` is the unit of the dtype in which kernels compute.
+    `dtype` is the coarsest dtype; None if tensors have several.
     """
 
     unit: float
@@ -72,7 +76,7 @@ class Rounding:
 
     @classmethod
     def of(cls, dtypes: Collection[torch.dtype]) -> Rounding:
-        """Return that of the coarsest dtype."""
+        """Return the rounding of the coarsest dtype."""
         infos = [torch.finfo(dtype) for dtype in dtypes]
         unit = 0.5 * max(info.eps for info in infos)
         arithmetic = min(unit, 0.5 * torch.finfo(torch.float32).eps)
@@ -80,30 +84,31 @@ class Rounding:
         return cls(unit, max(info.tiny for info in infos), arithmetic, dtype)
 
     def bound(self, recomputed: Recomputed, start: Tensor, actual: Tensor) -> tuple[Tensor, Stored]:
-        """Return the largest error (N,) that rounding can cause in each element of a result, and what may be stored.
+        """Return the largest rounding error (N,) of each element of a result, and the storable values.
 
-        Shapes: `start` (N,) is what the result is added to before it is stored, zero for a moment; `actual` (N,).
+        Shapes: `start` (N,), the value to which the result is added before it is stored, zero for a moment;
+        `actual` (N,).
         """
         return self.bound_joined(self.describe(recomputed, recomputed.expected, start), actual)
 
     def describe(self, recomputed: Recomputed, expected: Tensor, start: Tensor) -> Inexact:
-        """Return what the errors of a result come from; `expected` (N,) is what it has computed as that."""
+        """Return the sources of a result's error. `expected` (N,) is its precomputed value."""
         least, most = self._shrink(recomputed, start)
-        # Rounded twice: a product of two numbers that have lost their size.
+        # Rounded twice: a product of two numbers that were rounded in size.
         rounded = recomputed.rounded + self.unit / (1.0 - 16.0 * self.unit) * recomputed.squared
         return Inexact(start, expected, rounded, recomputed.options, recomputed.smallest, least, most)
 
     def bound_joined(self, made: Inexact, actual: Tensor) -> tuple[Tensor, Stored]:
-        """Return what `bound` returns, of one result or of several that were joined."""
+        """Return the same as `bound`, for one result or several joined ones."""
         result, wanted = made.start + actual, made.start + made.expected
-        # Half the distance of two numbers beside the result: frexp has mantissas in [0.5, 1).
+        # Half the spacing of numbers at the result. frexp returns mantissas in [0.5, 1).
         mantissa, exponent = torch.frexp(result)
         last = self.unit * torch.where(result == 0.0, 0.0, torch.ldexp(torch.ones_like(result), exponent - 1))
-        # Below a power of two numbers are twice as dense.
+        # Below a power of two, numbers are twice as dense.
         is_from_below = (mantissa.abs() == 0.5) & (wanted.abs() < result.abs())
         last = torch.where(is_from_below, 0.5 * last, last)
-        # The sums that it is compared with are rounded as well, to float64. Beyond the first order, n roundings
-        # cause at most 1 / (1 - n * unit) times their sum: n is below 16.
+        # The float64 sums used for comparison are rounded as well. Including higher orders, n roundings
+        # cause at most 1 / (1 - n * unit) times their sum; n is below 16.
         own = OWN * (made.rounded + result.abs())
         inner = self.unit / (1.0 - 16.0 * self.unit) * made.rounded
         inner = inner + self.arithmetic / (1.0 - 16.0 * self.arithmetic) * made.options
@@ -112,14 +117,15 @@ class Rounding:
         return last + inner + shrunk, self._store(made.start, wanted, made.least - inner, made.most + inner)
 
     def _shrink(self, recomputed: Recomputed, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the least and the most (N,) that rounding adds to what is multiplied before the step is taken."""
+        """Return the interval (N,) that rounding adds to a value multiplied before the step."""
         least = most = torch.zeros_like(start)
         if recomputed.shrunk_by is None:
             return least, most
         if self.dtype is None or self.unit == self.arithmetic:
             rounded = 2.0 * self.unit / (1.0 - 16.0 * self.unit) * start.abs()
             return -rounded, rounded
-        # Each kernel takes one of these ways, up to its arithmetic: of the factor, the product and the difference.
+        # Each kernel takes one of these paths, up to its arithmetic: rounding of the factor, the product
+        # and the difference.
         right, own = recomputed.shrunk_by * start, 3.0 * self.arithmetic * start.abs()
         for factor in (recomputed.shrunk_by, float(torch.tensor(recomputed.shrunk_by, dtype=self.dtype))):
             product = factor * start
@@ -128,10 +134,10 @@ class Rounding:
         return least - own, most + own
 
     def _store(self, start: Tensor, wanted: Tensor, least: Tensor, most: Tensor) -> Stored:
-        """Return what may be stored of a result that is off by `least` to `most` (N,) before its last rounding.
+        """Return the values that may be stored for a result that is off by `least` to `most` (N,).
 
-        Rounding keeps the order of numbers, so that it is between what the least and the most are rounded to. Where
-        these are one number, an element that is right has it.
+        Rounding preserves order, so the stored value lies between the rounded ends. If these are equal,
+        only one value is right.
         """
         if self.dtype is None:
             return Stored(torch.full_like(wanted, torch.inf), wanted - start)
@@ -142,7 +148,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Stored:
-    """Of each element, how far apart two results are that may both be stored, and the nearest one. Shapes: (N,)."""
+    """For each element, the distance of two results that may both be stored, and the nearest one: (N,)."""
 
     spread: Tensor
     nearest: Tensor

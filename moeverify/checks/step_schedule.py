@@ -1,7 +1,7 @@
-"""By which other schedule the learning rates of all steps were made, of rules with one change.
+"""Alternative schedules, each with one change, that explain the learning rates of all steps.
 
-Rates are options in float64, so a rule must give each to nine digits. A rule says something only where more steps are
-off than it has free choices: of two rates that are off, one number that is chosen leaves one to confirm it.
+Rates are float64 options, so a rule must match each to nine digits. A rule counts only if more steps are
+wrong than it has free choices. With two wrong rates and one fitted number, one rate remains to confirm it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from moeverify.train.schedule import find_factor
 
 _SAME = 1e-9
 _MOST_ALIKE = 3
-"""More rules that give the same rates say nothing."""
+"""If more rules give the same rates, none is reported."""
 
 _FAR, _FAST = 3, 8
-"""Steps by which a schedule may be off, and how many it may take in one."""
+"""Largest shift of a schedule in steps, and its largest pace."""
 
 _SHAPES: Mapping[ScheduleName, Callable[[float], float]] = {
     "quarter-cosine": lambda part: math.cos(0.5 * math.pi * part),
@@ -41,23 +41,23 @@ _SHAPES: Mapping[ScheduleName, Callable[[float], float]] = {
     "square": lambda part: (1.0 - part) ** 2,
     "one-minus-square": lambda part: 1.0 - part * part,
 }
-"""Decays that are no recipe's, by the part of the decay that is over."""
+"""Decays that no recipe has, as functions of the elapsed part of the decay."""
 
 _ENDLESS: Mapping[ScheduleName, Callable[[int], float]] = {
     "inverse-root": lambda past: (1.0 + past) ** -0.5,
     "inverse": lambda past: 1.0 / (1.0 + past),
 }
-"""Decays that have no end, by the steps after the warmup."""
+"""Decays without an end, as functions of the number of steps after the warmup."""
 
 
 class Rates(NamedTuple):
-    """The rates that were `seen` in steps, and the `right` ones (S), of a recipe of `num_steps`."""
+    """The rates `seen` by step, and the `right` ones (S) of a recipe with `num_steps` steps."""
 
     seen: Mapping[int, float]
     right: Sequence[float]
     spec: Optimizer
     counts: Mapping[ScheduleCount, int]
-    """Of the layout, by which a rate may be multiplied."""
+    """Counts of the layout that may multiply a rate."""
 
     @property
     def num_steps(self) -> int:
@@ -65,7 +65,7 @@ class Rates(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """A rule with how many choices were made from the rates themselves, or among many."""
+    """A rule, with the number of free choices: fitted to the rates, or selected among many."""
 
     form: ScheduleForm
     rate: Callable[[int], float]
@@ -73,7 +73,7 @@ class _Rule(NamedTuple):
 
 
 def name_schedule(rates: Rates) -> tuple[ScheduleForm, ...]:
-    """Return the rules by which all rates that were seen are made, none where too many are or too little was seen."""
+    """Return the rules that match all observed rates; none if too many match or too few rates are wrong."""
     off = [step for step, rate in rates.seen.items() if not _is_same(rate, rates.right[step])]
     found: list[ScheduleForm] = []
     for rule in _list_rules(rates):
@@ -91,9 +91,9 @@ def add_schedule(
     spec: Optimizer,
     counts: Mapping[ScheduleCount, int],
 ) -> list[Finding]:
-    """Return the findings, those of another rate with the rule that gives the rates of all steps, where one does.
+    """Return the findings, with the rule that gives the rates of all steps in those about a wrong rate.
 
-    Of groups of parameters with rates of their own none is known.
+    Without effect if parameter groups have different rates.
     """
     by_step: dict[int, set[float]] = {}
     for row in rows:
@@ -127,8 +127,9 @@ def _list_rules(rates: Rates) -> Iterator[_Rule]:
 
 
 def _list_shifts(rates: Rates) -> Iterator[_Rule]:
-    """Yield the schedule some steps late or early, and at another pace."""
-    # Of a constant rate, what is later than the warmup is all of it; what has not begun to move tells nothing.
+    """Yield the schedule shifted by some steps, or at another pace."""
+    # A constant rate is constant after the warmup, so larger shifts are alike. A schedule that has not
+    # started to move determines nothing.
     least = -min(_FAR, max(rates.seen, default=0) - 1)
     most = min(_FAR, rates.spec.warmup_steps - 1) if rates.spec.schedule == "constant" else _FAR
     for shift in (each for each in range(least, most + 1) if each):
@@ -140,7 +141,7 @@ def _list_shifts(rates: Rates) -> Iterator[_Rule]:
 
 
 def _shift(rates: Rates, shift: int, step: int) -> float:
-    # Before the first step a warmup has no rate yet, and what has none begins with its first.
+    # Before step 0 a warmup has rate 0, and a schedule without warmup has its first rate.
     if step + shift < 0:
         return 0.0 if rates.spec.warmup_steps else rates.spec.lr
     return rates.spec.lr * find_factor(rates.spec, rates.num_steps, step + shift)
@@ -162,7 +163,7 @@ def _list_shapes(rates: Rates) -> Iterator[_Rule]:
 
 
 def _decay(rates: Rates, shape: Callable[[float], float], length: int, step: int) -> float:
-    """Return the rate with the recipe's warmup, and a decay over the steps that are left of a length."""
+    """Return the rate of the recipe's warmup, then a decay up to step `length`."""
     warmup = rates.spec.warmup_steps
     if step < warmup:
         return rates.right[step]
@@ -170,13 +171,13 @@ def _decay(rates: Rates, shape: Callable[[float], float], length: int, step: int
 
 
 def _fall(rates: Rates, fall: Callable[[int], float], step: int) -> float:
-    """Return the rate with the recipe's warmup, and a decay that has no end, by the steps after it."""
+    """Return the rate of the recipe's warmup, then a decay without an end."""
     warmup = rates.spec.warmup_steps
     return rates.right[step] if step < warmup else rates.spec.lr * fall(step - warmup)
 
 
 def _list_lengths(rates: Rates) -> Iterator[_Rule]:
-    """Yield the same decay over another number of steps, and from the first step on."""
+    """Yield the same decay over another number of steps, or from the first step on."""
     if rates.spec.schedule == "constant":
         return
     shape, steps = RATE_SCHEDULE.find(rates.spec.schedule).factor, rates.num_steps
@@ -189,13 +190,13 @@ def _list_lengths(rates: Rates) -> Iterator[_Rule]:
 
 
 def _decay_at_once(rates: Rates, shape: Callable[[float], float], step: int) -> float:
-    """Return the rate of a decay that begins with the first step, and is multiplied by the warmup."""
+    """Return the rate of a decay that starts at the first step and is multiplied by the warmup."""
     risen = min(1.0, (step + 1) / (rates.spec.warmup_steps + 1))
     return rates.spec.lr * risen * shape(step / rates.num_steps)
 
 
 def _list_warmups(rates: Rates) -> Iterator[_Rule]:
-    """Yield warmups that count from another step, or divide by another number; (step + start) / over."""
+    """Yield warmups with another start or divisor: (step + start) / over."""
     warmup = rates.spec.warmup_steps
     if not warmup:
         return
@@ -205,7 +206,7 @@ def _list_warmups(rates: Rates) -> Iterator[_Rule]:
         for over in range(max(warmup - 1, 1), warmup + 3):
             changes = (start != 1) + (over != warmup + 1)
             is_late = start == 0 and over == warmup + 1 and rates.spec.schedule == "constant"
-            if changes and start < over and not is_late:  # which is the whole schedule a step late
+            if changes and start < over and not is_late:  # equals the whole schedule one step late
                 form = ScheduleForm(way="warmup", number=float(start), over=over)
                 yield _Rule(form, partial(_rise, rates, start, over), changes)
 
@@ -218,7 +219,7 @@ def _rise(rates: Rates, start: int, over: int, step: int) -> float:
 
 
 def _list_fitted(rates: Rates) -> Iterator[_Rule]:
-    """Yield decays with one number that the rates tell: what is left at the end, or what each step keeps."""
+    """Yield decays with one fitted number: the final fraction, or the factor per step."""
     spec, warmup = rates.spec, rates.spec.warmup_steps
     first = min((step for step in rates.seen if step > warmup), default=None)
     if first is None:
@@ -238,7 +239,7 @@ def _lift(shape: Callable[[float], float], floor: float, part: float) -> float:
 
 
 def _list_scales(rates: Rates) -> Iterator[_Rule]:
-    """Yield the right rates times a count of the layout, its root, or one over these."""
+    """Yield the right rates times a count of the layout, its root, or the inverses."""
     for name, count in rates.counts.items():
         for power in (1.0, -1.0, 0.5, -0.5):
             if count > 1:

@@ -1,4 +1,4 @@
-"""By which other formulas a wrong result of an optimizer is made: those of its grammar, on a sample of elements.
+"""Alternative formulas that explain a wrong optimizer result, from a grammar, on a sample of elements.
 
 Letters: E sampled elements of S shards.
 """
@@ -23,53 +23,53 @@ from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
 from moeverify.train.step_grammar import Grammar
 
 MOST_OF_VARIANTS = 1 << 8
-"""Of a shard's elements so many, in equal distances, are compared with other formulas."""
+"""Maximum number of evenly spaced elements per shard that are compared with other formulas."""
 
 MOST_STEPS = 1 << 10
-"""Bias corrections of so many steps are tried, where an update is wrong."""
+"""Number of steps whose bias corrections are tried for a wrong update."""
 
 _NEAR_STEPS, _FEW = 8, 16
-"""Of these steps so many, the nearest by a few elements, are compared in each element of a shard."""
+"""The nearest steps, selected by a few elements, are compared in each element of a shard."""
 
 _LEAST = 4
-"""A number that is solved for is known of no fewer elements: any number fits one."""
+"""Least number of elements for a fitted number: a single element fits any number."""
 
 _EXACT = 2.0**-24
-"""The unit of rounding up to which formulas are told from each other: that of float32."""
+"""Unit of rounding up to which formulas are distinguishable: float32's."""
 
 _PLAIN = ("corrections", "decay")
-"""The parts that are told from others in 16 bits, where an element has few values, which many formulas give."""
+"""Parts that are distinguishable in 16 bits. There elements have few values, which many formulas give."""
 
 _PLAIN_WAYS = ("not-clipped", "clipped-by-value")
-"""The ways of other parts that are, too: a gradient that is many times as large has other values."""
+"""Distinguishable ways of other parts: a much larger gradient has other values."""
 
 _UNDECAYED: StepChange = "no-decay-in-gradient"
-"""What is told by its own rounding, and so in 16 bits too: that of a decay may be larger than all of the gradient."""
+"""Distinguishable in 16 bits by its own rounding: a decay's rounding may exceed the whole gradient."""
 
 _ALLOWED = 4.0
-"""How many times the squares that rounding may leave of a shard another formula may."""
+"""Allowed multiple of the rounding's squared error in a shard, for another formula."""
 
 _ROOM = 1 << 22
-"""So many numbers are put side by side to take some of them in one launch."""
+"""Maximum number of elements that are stacked to index them in one launch."""
 
 _SAME = 1e-3
-"""Relative: a number that differs by less from the usual one is that."""
+"""Relative difference up to which a number counts as the usual one."""
 
 _MADE = "made"
-"""What the one term of a formula that is compared as a whole is called."""
+"""Name of the only term of a formula that is compared as a whole."""
 
 _MOST_ALIKE = 3
-"""More formulas of as many changes that give the same say nothing."""
+"""If more formulas with the same number of changes fit, none is reported."""
 
 _SURE = 8.0
-"""By how many times its error a coefficient may be off."""
+"""Allowed error of a coefficient, as a multiple of its own error."""
 
 Found = dict[Changes, float | None]
-"""Of one shard, the formulas that give all of its elements, with the number of each that was solved for one."""
+"""For one shard, the formulas that give all of its elements, with the fitted number of each, if any."""
 
 
 class Coefficient(NamedTuple):
-    """A coefficient of a term, and by how much it may be off for being solved for."""
+    """Coefficient of a term, with the error of its fit."""
 
     value: float
     error: float = 0.0
@@ -77,10 +77,10 @@ class Coefficient(NamedTuple):
 
 @dataclass(frozen=True)
 class Formulas:
-    """A smaller sample of a result, to compare it with other formulas than its own where that does not give it.
+    """A smaller sample of a result, for comparison with other formulas if its own does not explain it.
 
-    `right` and `actual` (E,) are what the step should have made of `values` and has made; `start` (E,) is what it is
-    added to, zero for a moment; `sizes` (S) the numbers of the elements of each shard.
+    `right` and `actual` (E,) are the expected and actual results of a step on `values`. The result is added
+    to `start` (E,), which is zero for a moment. `sizes` (S) are the numbers of elements of each shard.
     """
 
     kind: OptimizerKind
@@ -102,9 +102,10 @@ class Formulas:
         dtypes: Collection[torch.dtype],
         sizes: Sequence[int],
     ) -> list[Formulas]:
-        """Return a smaller sample of shards of these `sizes`, of each result, without a wait for the device.
+        """Return a smaller sample of each result, for shards of these `sizes`, without synchronization.
 
-        `results` are what should come of `values`, each with the sum of its terms and what has come, (N,).
+        `results` are triples of the recomputed result of `values`, the sum of its terms, and the actual
+        result, each (N,).
         """
         places, few = _choose(tuple(sizes), values.weight.device)
         sampled = take_few(values, places)
@@ -121,7 +122,7 @@ class Formulas:
             if isinstance(each, Tensor)
         ]
         taken = iter(_take(wanted, places))
-        zeros = torch.zeros_like(sampled.weight)  # what a moment is added to
+        zeros = torch.zeros_like(sampled.weight)  # a moment is added to zero
         found = []
         for right, _, _ in results:
             made = replace(
@@ -138,7 +139,7 @@ class Formulas:
         return found
 
     def take(self, places: Tensor, sizes: Sequence[int]) -> Formulas:
-        """Return the same of some elements."""
+        """Return the same formulas for some elements."""
         options, squared = self.right.options, self.right.squared
         right = replace(
             self.right,
@@ -158,10 +159,10 @@ class Formulas:
         )
 
     def find_fitting(self, wrong: Sequence[bool]) -> list[Found]:
-        """Return of each shard the formulas that give all of its elements, up to rounding; waits for the device.
+        """Return for each shard the formulas that give all of its elements, up to rounding.
 
-        `wrong` (S) are the shards that the right one does not give. Two changes are tried where one is not enough,
-        then three.
+        Synchronizes with the device. `wrong` (S) marks the shards that the right formula does not explain.
+        Formulas with two changes are tried if one is not enough, then with three.
         """
         found: list[Found] = [{} for _ in self.sizes]
         errors = (self.actual - self.right.expected).abs()
@@ -191,11 +192,11 @@ class Formulas:
         return found
 
     def explain(self, coefficients: Sequence[Sequence[Coefficient]]) -> list[bool]:
-        """Return of each shard whether its terms with these coefficients (S, T) leave no more than rounding does.
+        """Return for each shard whether its terms with these coefficients (S, T) leave only rounding.
 
-        What is rounded on the way is as large as the terms are with these coefficients, not as by the right ones: a
-        result that is far below the right one is not explained by nothing. Either each element is within its own
-        rounding, or all of them together.
+        Intermediate roundings are as large as the terms with these coefficients, not with the right ones.
+        Otherwise a result far below the right one would be explained by anything. Either each element is
+        within its own rounding bound, or the whole shard is within the sum of squares.
         """
         recomputed = self.kind.recompute(self.spec, self.values)
         right = next(each for each in recomputed if each.name == self.right.name)
@@ -224,14 +225,14 @@ class Formulas:
         ]
 
     def _leave_out_known(self, grammar: Grammar, left: Sequence[int]) -> list[int]:
-        """Return the shards without those that one coefficient explains, beside which no further change is any."""
+        """Return the shards that no single known coefficient explains. Others need no further changes."""
         known: list[Found] = [{} for _ in self.sizes]
         for changes in grammar.list_known():
             self._try(known, grammar, changes)
         return [number for number in left if not known[number]]
 
     def _find_several(self, grammar: Grammar, left: Sequence[int], count: int) -> Mapping[int, Found]:
-        """Return the formulas with `count` changes of the shards `left`; a few elements of each choose them."""
+        """Return the formulas with `count` changes for the shards `left`, preselected on a few elements."""
         sizes = [min(size, _FEW) for size in self.sizes]
         starts = [end - size for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
         places = [
@@ -255,12 +256,12 @@ class Formulas:
         return self.kind.find_grammar(self.spec, self.values, self.right.name, self.actual, self._solve)
 
     def _try(self, found: list[Found], grammar: Grammar, changes: Changes) -> None:
-        """Note of each shard whether a formula with these changes gives it."""
+        """Record for each shard whether a formula with these changes explains it."""
         made = grammar.make(changes)
         errors = (self.actual - made.values).abs()
-        # What divides by zero is allowed any error.
+        # Division by zero makes the bound infinite, so such elements must not fit.
         errors = errors.where(made.values.isfinite(), torch.nan)
-        # A sum that is squared, or a number that is solved for, is off by what rounding leaves of other elements.
+        # A squared sum or a fitted number depends on the rounding of other elements too.
         bound = self._bound(made.values, made.shrunk_by)
         pairs = zip(self._split(errors.square()), self._split(bound.square()), strict=True)
         if Rounding.of(self.dtypes).unit > _EXACT:
@@ -277,7 +278,7 @@ class Formulas:
                 each[changes] = value
 
     def _bound(self, expected: Tensor, shrunk_by: float | None = None) -> Tensor:
-        # Another formula has other intermediate results, which are as large as its result and the right one.
+        # Another formula has other intermediate values, as large as its result and the right one.
         rounded = self.right.rounded + 4.0 * (expected.abs() + self.right.expected.abs())
         variant = replace(self.right, terms=(Term(_MADE, 1.0, expected),), rounded=rounded)
         variant = variant if shrunk_by is None else replace(variant, shrunk_by=shrunk_by)
@@ -288,7 +289,7 @@ class Formulas:
         return torch.split(values.cpu(), list(self.sizes))
 
     def _solve(self, target: Tensor, direction: Tensor) -> Tensor:
-        """Return x (E) of `target = x * direction` by least squares, one for each shard; NaN of too few elements."""
+        """Return x (E) of `target = x * direction` by least squares, per shard; NaN for too few elements."""
         sizes = torch.tensor(list(self.sizes), device=target.device)
         columns = [target * direction, direction * direction, (direction != 0.0).to(target.dtype)]
         sums = [torch.segment_reduce(column, "sum", lengths=sizes, unsafe=True) for column in columns]
@@ -296,7 +297,7 @@ class Formulas:
         return found.repeat_interleave(sizes)
 
     def _try_undecayed(self, found: list[Found]) -> None:
-        """Note of each shard whether a step without a decay gives all of its elements, up to its own rounding."""
+        """Record for each shard whether a step without decay gives all of its elements, up to rounding."""
         undecayed = self.kind.recompute(self.spec, replace(self.values, weight_decay=0.0))
         made = next(each for each in undecayed if each.name == self.right.name)
         allowed, _ = Rounding.of(self.dtypes).bound(made, self.start, self.actual)
@@ -306,7 +307,7 @@ class Formulas:
                 each[_UNDECAYED,] = None
 
     def _fit_other_steps(self) -> list[bool]:
-        """Return of each shard whether the bias corrections of some other step give all of its elements."""
+        """Return for each shard whether the bias corrections of another step give all of its elements."""
         found = [False] * len(self.sizes)
         if self.right.name != WEIGHT or Rounding.of(self.dtypes).unit > _EXACT:
             return found  # in 16 bits one of so many steps fits by chance
@@ -321,7 +322,7 @@ class Formulas:
         return found
 
     def _find_near_steps(self, sizes: Tensor) -> Iterator[Tensor]:
-        """Yield (S), the other steps by whose corrections a few elements of each shard are nearest."""
+        """Yield (S), the other steps whose corrections come closest on a few elements of each shard."""
         parts = torch.arange(_FEW, device=sizes.device) * sizes.unsqueeze(1) // _FEW
         places = (sizes.cumsum(0) - sizes).unsqueeze(1) + parts
         few = take_few(self.values, places.flatten())
@@ -336,7 +337,7 @@ class Formulas:
 
 @lru_cache(maxsize=64)  # each step has shards of the same sizes
 def _choose(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the places of a smaller sample of shards of these sizes, and how many of each it takes."""
+    """Return the positions of a smaller sample of shards of these sizes, and its size per shard."""
     ends = list(accumulate(sizes))
     bounds = zip([0, *ends], ends, sizes, strict=False)
     places = [torch.arange(start, end, -(-size // MOST_OF_VARIANTS)) for start, end, size in bounds]
@@ -344,7 +345,7 @@ def _choose(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple
 
 
 def _list_plain(parts: Mapping[str, Sequence[StepChange]]) -> Mapping[str, Sequence[StepChange]]:
-    """Return the parts of a formula with the ways that are told from others in 16 bits."""
+    """Return the parts of a formula, with only the ways that are distinguishable in 16 bits."""
     return {
         name: ways if name in _PLAIN else [way for way in ways if way in _PLAIN_WAYS]
         for name, ways in parts.items()
@@ -352,14 +353,14 @@ def _list_plain(parts: Mapping[str, Sequence[StepChange]]) -> Mapping[str, Seque
 
 
 def _is_other(number: float | None, usual: float | None) -> bool:
-    """Return whether a number was found that is another one than the usual."""
+    """Return whether a number was found and differs from the usual one."""
     if number is None or not math.isfinite(number):
         return False
     return usual is None or abs(number - usual) > _SAME * max(abs(usual), abs(number))
 
 
 def take_few(values: StepValues, places: Tensor) -> StepValues:
-    """Return what a step works on at some of its elements."""
+    """Return the inputs of a step at some of its elements."""
     moments = [*values.before.values(), *values.after.values()]
     weight, gradient, *rest = _take([values.weight, values.gradient, *moments], places)
     return replace(
@@ -372,7 +373,7 @@ def take_few(values: StepValues, places: Tensor) -> StepValues:
 
 
 def _take(vectors: Sequence[Tensor], places: Tensor) -> list[Tensor]:
-    """Return some elements of vectors (N,) of one dtype, in a launch for as many of these as `_ROOM` has room for."""
+    """Return some elements of vectors (N,) of one dtype, with one launch per `_ROOM` elements."""
     if not vectors:
         return []
     together = max(_ROOM // max(len(vectors[0]), 1), 1)

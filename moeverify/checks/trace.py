@@ -1,4 +1,4 @@
-"""Whether the ranks of each group have issued the same collectives in the same order, in a run that did not hang."""
+"""Check that the ranks of each group issued the same collectives in the same order, without a hang."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from moeverify.train.program import Program
 
 @dataclass(frozen=True)
 class Pages:
-    """Count and hash of every stream of one rank, and what it has issued on those in which ranks differ."""
+    """Count and hash of every stream of one rank, and its entries on streams in which ranks differ."""
 
     pages: Mapping[Stream, Page]
     entries: Mapping[Stream, Sequence[Entry]]
 
 
 class _TraceReport(Watch[Pages]):
-    """Reports what the trace of this rank has, all runs of the case together."""
+    """Reports the trace of this rank over all runs of the case."""
 
     def __init__(self, trace: CollectiveTrace) -> None:
         self._trace = trace
 
     def report(self) -> Pages:
-        # Counts and hashes first: only where they differ does anybody need to know what was issued.
+        # Exchange counts and hashes first. Entries are needed only where these differ.
         pages = self._trace.ledger.pages()
         by_rank = gather_on_first(pages)
         unequal: list[Any] = [find_unequal(by_rank) if by_rank is not None else None]
@@ -46,17 +46,17 @@ class _TraceReport(Watch[Pages]):
 
 
 class Trace(Check[Pages]):
-    """The ledger of each group, compared between its ranks."""
+    """Ledger of each group, compared between its ranks."""
 
     name = CheckName.TRACE
     role = Role.ORIGIN
 
     def watch(self, run: RankRun, program: Program) -> Watch[Pages]:
-        """Return what reports the trace; see `Check`."""
+        """Return a watch that reports the trace; see `Check`."""
         return _TraceReport(run.trace)
 
     def judge(self, shown: Shown, reports: Sequence[Pages]) -> Outcome | None:
-        """Return whether all groups agree, with a finding for each that does not; see `Check`."""
+        """Return the verdict, with a finding for each group whose ranks disagree; see `Check`."""
         if not reports:
             return None
         by_rank = [report.pages for report in reports]

@@ -1,1 +1,1 @@
-"""The benchmark of real bugs: each a file that breaks the parallel code as the bug did, never the comparison."""
+"""Benchmark of real bugs, one per file. Each breaks the parallel code like the bug, never the comparison."""

@@ -1,4 +1,4 @@
-"""Puts back what a function without a patch has assigned: `plan.parallelize = own` in a fault of an older style."""
+"""Undo of direct assignments by a fault without a patch, such as `plan.parallelize = own`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _ABSENT: Any = object()
 
 @contextmanager
 def assignments_undone(function: Callable[[], object]) -> Iterator[None]:
-    """Call a function, and when the block ends put back what it has assigned to modules and classes.
+    """Call a function, and undo its assignments to modules and classes when the block ends.
 
-    Python tells nobody of an assignment to a module, so all loaded modules and their classes are compared before
-    and after the call (0.1 s with torch loaded). Only the call counts: what training itself sets later stays.
+    Python has no hook for assignments to a module. All loaded modules and their classes are therefore
+    compared before and after the call (0.1 s with torch loaded). Only assignments during the call are
+    undone, not later ones by training.
     """
     before = [(holder, dict(vars(holder))) for holder in _list_holders()]
     changes: list[Change] = []
@@ -43,7 +44,7 @@ def _list_holders() -> Iterator[Holder]:
         if isinstance(module, ModuleType):
             yield module
             for value in list(vars(module).values()):
-                # Not isinstance: torch has values that warn when they are asked for their class.
+                # Not isinstance: some torch objects emit warnings when `__class__` is read.
                 if issubclass(type(value), type) and value.__module__ == module.__name__:
                     yield value
 
@@ -58,7 +59,7 @@ def _find_changes(before: list[tuple[Holder, dict[str, Any]]]) -> Iterator[Chang
 
 
 def _is_assignment(holder: Holder, value: Any) -> bool:
-    """Return whether a fault has set this, and no import on the way: those leave modules, caches and counters."""
+    """Return whether a fault set this value. Imports also set modules, caches and counters."""
     if isinstance(holder, ModuleType):
         is_ours = f"{holder.__name__}.".startswith("moeverify.")
     else:

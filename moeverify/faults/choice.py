@@ -1,4 +1,4 @@
-"""Which faults of the catalogue a user means, by number, by class, or by words."""
+"""Selection of faults of the catalogue by number, class or words."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from moeverify.faults.fault import Fault
 
 
 def choose_faults(words: Sequence[str], pattern: str | None = None) -> list[Fault]:
-    """Return the faults with these numbers, or of these classes, whose description matches; all by default.
+    """Return the faults with these numbers or classes whose description matches; all by default.
 
-    A class is given by its name or its letter. Raises: CaseError with every word that means none, or where nothing
-    is left.
+    A class is given by its name or letter. `pattern` is matched against `describe`.
+
+    Raises: CaseError with every unknown word, or when no fault is left.
     """
     classes = load_classes()
     problems: list[Problem] = []
@@ -47,7 +48,7 @@ def find_class(fault: Fault) -> FaultClass:
 
 
 def describe(fault: Fault) -> str:
-    """Return the line by which a list shows a fault, and that a pattern searches."""
+    """Return the line that lists a fault and that patterns search."""
     width = max(len(each.name) for each in load_classes())
     return f"{fault.number}  {find_class(fault).name:{width}}  {fault.title}  [{fault.source}]"
 

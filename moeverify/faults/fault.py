@@ -1,4 +1,4 @@
-"""What a fault is: a real bug, how to break the code as it did, where it shows, and what should be found."""
+"""Faults: real bugs, with an injection, the smallest case that shows them, and the expected finding."""
 
 from __future__ import annotations
 
@@ -17,29 +17,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a diagnosis should say of a fault: at any of some places, one of the right causes for what it does."""
+    """Acceptable diagnosis of a fault: any of these places, and any of these causes."""
 
     where: tuple[At, ...]
     causes: tuple[Cause, ...]
 
     def locates(self, finding: Finding) -> bool:
-        """Return whether a finding points at what is really at fault."""
+        """Return whether a finding points at the actual fault."""
         return any(place.matches(finding) for place in self.where)
 
     def names(self, finding: Finding) -> bool:
-        """Return whether the cause of a finding is a right one."""
+        """Return whether the cause of a finding is acceptable."""
         return finding.code in self.causes
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One real bug of the catalogue, made again.
+    """One real bug of the catalogue, reproduced.
 
-    `source` names the issue, pull request or commit; `mechanism` says what was computed wrong, `trigger` under
-    which layouts; `case` is the smallest setting under which it shows. `inject` wraps functions or methods of the
-    parallel code in this process by the patch that it is given, which puts them back when its block ends. A bug
-    of checkpoints has a `saver` too: that case saves, and `case` loads and trains on, both with the fault.
-    `precisions` are those of recipes in which it is one: sums in bfloat16 are as a recipe of bfloat16 asks for.
+    - `source`: the issue, pull request or commit.
+    - `mechanism`: the wrong computation.
+    - `trigger`: the layouts in which it occurs.
+    - `case`: the smallest setting that shows it.
+    - `inject`: wraps functions or methods of the parallel code in this process with the given patch, which
+      restores them when its block ends.
+    - `saver`: for a bug of checkpoints, the case that saves. `case` then loads and continues training. Both
+      run with the fault.
+    - `precisions`: the precisions of recipes in which it is a bug. Sums in bfloat16 are no bug in a
+      bfloat16 recipe.
     """
 
     number: str
@@ -57,7 +62,7 @@ class Fault:
 
     @property
     def target(self) -> str:
-        """Return what `--fault` takes to inject this fault."""
+        """Return the `--fault` argument that injects this fault."""
         return f"{self.inject.__module__}:{self.inject.__name__}"
 
     @property

@@ -1,4 +1,4 @@
-"""Injects a fault on this rank for as long as a block lasts."""
+"""Injection of a fault on this rank, for the duration of a block."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ OPTION = "--fault"
 
 @contextmanager
 def injected(target: str | None) -> Iterator[None]:
-    """Call the fault that `package.module:function` names, and undo it when the block ends; do nothing for None.
+    """Call the fault `package.module:function`, and undo it when the block ends; do nothing for None.
 
-    A target that begins with `mutant:` names a mutant (`moeverify.faults.mutation.mutant`).
+    A target with the prefix `mutant:` names a mutant (`moeverify.faults.mutation.mutant`). A function with
+    one argument gets a `Patch`. A function without arguments assigns to modules and classes itself; its
+    assignments are detected and undone.
 
-    A function of one argument is given a `Patch`. One of none assigns to modules and classes itself; what it has
-    assigned is found and put back.
+    Raises: CaseError when the fault or mutant does not exist.
     """
     if target is None:
         yield
@@ -44,7 +45,10 @@ def injected(target: str | None) -> Iterator[None]:
 
 
 def check_fault(target: str) -> None:
-    """Raise CaseError where a fault or a mutant of that name cannot be injected."""
+    """Check that a fault or mutant of that name can be injected.
+
+    Raises: CaseError when it cannot.
+    """
     if target.startswith(PREFIX):
         find_mutant(target)
     else:
@@ -52,9 +56,9 @@ def check_fault(target: str) -> None:
 
 
 def find_fault(target: str) -> Callable[..., object]:
-    """Return the function that a fault's name means.
+    """Return the function of a fault's name.
 
-    Raises: CaseError where there is none, or where it wants more than a patch.
+    Raises: CaseError when there is none, or when it requires more than a patch.
     """
     function = resolve(target, OPTION)
     if _count_required(function) > 1:
@@ -65,7 +69,7 @@ def find_fault(target: str) -> Callable[..., object]:
 
 
 def _count_required(function: Callable[..., Any]) -> int:
-    """Return how many arguments without a default a function has; 0 where Python does not know."""
+    """Return the number of required arguments of a function; 0 if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Null faults: changes that must not change any answer beyond rounding, to see that nothing cries wolf."""
+"""Null faults: changes that alter results only by rounding, as a test for false alarms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moeverify.faults.patch import Patch
 
 
 def reverse_reductions(patch: Patch) -> None:
-    """Sum in our own collectives from the last rank to the first, so that every rounding is another one."""
+    """Sum in moeverify's collectives from the last rank to the first, which changes every rounding."""
     import torch
     import torch.distributed as dist
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Wraps functions of the code under test for as long as a block lasts: how a fault breaks it."""
+"""Patches: wrappers around functions of the code under test, for the duration of a block."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 Original = Callable[..., R]
-"""The type of a wrapper's first argument: `original: Original[Tensor]`."""
+"""Type of a wrapper's first argument: `original: Original[Tensor]`."""
 
 Holder = ModuleType | type
 
 _FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
 
-# What judges a run keeps the originals: a fault breaks the code under test, never the comparison.
+# Modules that judge a run keep the originals: a fault breaks the code under test, never the comparison.
 _JUDGES = ("moeverify.checks.", "moeverify.compare.", "moeverify.diagnose.", "moeverify.golden.")
 
-# Attributes of a stand-in: the function that it stands for at the root, and the patch that has put it there.
+# Attributes of a stand-in: the original function, and the patch that installed it.
 _ROOT, _OWNER = "_patched_function", "_patched_by"
 
 
 class Patch:
-    """Wraps and replaces functions and methods, and puts the originals back when its block ends, errors included.
+    """Wraps and replaces functions and methods, and restores the originals when its block ends.
 
-    A function is replaced under every name by which a loaded module knows it, a method in its class. Two
-    exceptions: what compares and diagnoses keeps the original, and so does the module of the wrapper, which may
-    call it. With `used_by` the one module that is named sees the replacement, which tells apart the call sites of
-    a collective, and is the way to wrap a function of torch for our calls of it alone.
+    Originals are also restored after errors. A function is replaced under every name in every loaded
+    module, a method in its class. There are two exceptions. Modules that compare and diagnose keep the
+    original, and so does the module of the wrapper, which may call it. With `used_by`, only that module
+    sees the replacement. This distinguishes the call sites of a collective. It also wraps a torch function
+    only for moeverify's calls of it.
 
-    Wrappers compose: the last one put on runs first, and its `original` is the one before. So do patches, inner
-    blocks on outer ones.
+    Wrappers compose: the last one runs first, and its `original` is the previous one. Patches of inner
+    blocks wrap those of outer blocks.
 
     Example: drop the sum over tp of the gradients of norms::
 
@@ -61,7 +62,7 @@ class Patch:
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         self._is_open = False
-        # A module that was imported within the block has bound what it found: look everywhere once more.
+        # A module imported within the block may hold stand-ins, so search all modules again.
         for holder, name, value in _list_functions(dict.fromkeys([*_list_modules(), *self._holders])):
             before = value
             while _attribute(before, _OWNER) is self:
@@ -72,10 +73,10 @@ class Patch:
     def wrap(
         self, function: Callable[P, R], *, used_by: ModuleType | None = None
     ) -> Callable[[Callable[Concatenate[Callable[P, R], P], R]], Callable[Concatenate[Callable[P, R], P], R]]:
-        """Return a decorator; what it decorates is called for `function`, with the original as its first argument.
+        """Return a decorator that installs a wrapper around `function`. The original is its first argument.
 
-        Raises: LookupError where no module, or not `used_by`, knows the function; TypeError where the wrapper does
-        not take its arguments; RuntimeError outside of the block.
+        Raises: LookupError when no module, or not `used_by`, has the function; TypeError when the wrapper
+        does not accept its arguments, or `function` is a class; RuntimeError outside of the block.
         """
 
         def decorate(
@@ -89,7 +90,10 @@ class Patch:
     def replace(
         self, function: Callable[P, R], *, used_by: ModuleType | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Return a decorator as `wrap` does, for what does without the original."""
+        """Return a decorator like `wrap`, for a replacement that does not get the original.
+
+        Raises: the same errors as `wrap`.
+        """
 
         def decorate(replacement: Callable[P, R]) -> Callable[P, R]:
             self._put(function, replacement, lambda _, *args, **named: replacement(*args, **named), used_by)
@@ -104,7 +108,7 @@ class Patch:
         call: Callable[..., Any],
         used_by: ModuleType | None,
     ) -> None:
-        """Put stand-ins for `function` everywhere; they run `call`. `written` is what the fault's author wrote."""
+        """Install stand-ins for `function`, which run `call`. `written` is the function of the fault."""
         if not self._is_open:
             raise RuntimeError("a patch wraps functions within its `with` block only")
         if isinstance(function, type):
@@ -140,7 +144,7 @@ class Patch:
 
 
 def find_users(function: Callable[..., Any]) -> list[ModuleType]:
-    """Return the loaded modules that know a function by some name and are not its own: where it can be `used_by`."""
+    """Return the loaded modules, other than its own, that have a function: the possible `used_by`."""
     holders = [
         holder
         for holder, _, value in _list_functions(_list_modules())
@@ -151,7 +155,7 @@ def find_users(function: Callable[..., Any]) -> list[ModuleType]:
 
 
 def _find_holders(function: Callable[..., Any], written: Callable[..., Any]) -> list[Holder]:
-    """Return the class of a method; of a function all modules that may know it, less judges and the fault's own."""
+    """Return the class of a method; for a function, all modules except judges and the fault's own."""
     home = sys.modules.get(str(function.__module__))
     *path, _ = function.__qualname__.split(".")
     if path and "<locals>" not in path:
@@ -168,28 +172,30 @@ def _list_modules() -> Iterator[ModuleType]:
 
 
 def _list_functions(holders: Iterable[Holder]) -> Iterator[tuple[Holder, str, Any]]:
-    """Yield each function that a module or class knows, with its name there."""
+    """Yield each function of a module or class, with its name there."""
     for holder in holders:
         for name, value in list(vars(holder).items()):
-            # By its type alone: torch has values that warn when they are asked for more.
+            # Compare exact types: some torch objects emit warnings when other attributes are read.
             if type(value) in _FUNCTIONS:
                 yield holder, name, value
 
 
 def _attribute(function: Any, name: str) -> Any:
-    """Return an attribute of a stand-in, None of any other function."""
+    """Return an attribute of a stand-in; None for any other function."""
     return vars(function).get(name) if type(function) is FunctionType else None
 
 
 def _check_arguments(function: Callable[..., Any], written: Callable[..., Any], *, given: int) -> None:
-    """Raise TypeError unless `written` takes all arguments in order, and by name what has no default and no place.
+    """Check that `written` accepts all arguments in order, and required keyword-only ones by name.
 
     `given` arguments come before them.
+
+    Raises: TypeError when it does not.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
-        return  # some functions in C have none
+        return  # some C functions have no signature
     in_order = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [each for each in parameters if each.kind in in_order]
     named = {

@@ -1,4 +1,4 @@
-"""The cases under which faults show: small, and with everything on that a bug can hide behind."""
+"""Cases for faults: small, with every feature enabled that a bug can hide behind."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def make_case(
     checks: Mapping[str, Any] | None = None,
     **layout: Any,
 ) -> Case:
-    """Return a case in float64 over two steps; mappings replace single fields, keywords are those of the layout.
+    """Return a float64 case with two steps.
 
-    SGD by default: it shows the scale of a gradient that AdamW hides.
+    Mappings replace single fields; other keywords are layout fields. The default optimizer is SGD, because
+    it exposes the scale of a gradient, which AdamW hides.
     """
     fields: dict[str, Any] = {**PRESETS[preset], **(model or {})}
     if isinstance(fields.get("moe"), Mapping):
@@ -58,9 +59,10 @@ def make_case(
 
 
 def make_saved_case(name: str, **options: Any) -> Case:
-    """Return a case of a fault of checkpoints: AdamW on a falling rate over four steps, of which two are saved.
+    """Return a case for a checkpoint fault: AdamW with a decaying rate, four steps, saved after two.
 
-    Both cases of such a fault are made here, so that they have one recipe; `options` are those of `make_case`.
+    Both cases of such a fault are made here, so that they share one recipe. `options` are passed to
+    `make_case`.
     """
     case = make_case(name, optimizer="adamw", recipe={"steps": 4}, **options)
     optimizer = case.recipe.optimizer.model_copy(update={"schedule": "cosine", "warmup_steps": 1})

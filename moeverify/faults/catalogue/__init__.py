@@ -1,7 +1,7 @@
-"""The catalogue of real bugs: one folder a class of bugs, and in it one file a fault, named after its number.
+"""Catalogue of real bugs: one folder per class of bugs, and one file per fault, named after its number.
 
-A file holds one `FAULT`. Nothing here imports torch before a fault is injected, so that a list of them is there at
-once.
+A file defines one `FAULT`. No module here imports torch before a fault is injected, so that listing is
+fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FAULT_FILE = re.compile(r"[a-p]\d\d_\w+")
 
 @dataclass(frozen=True)
 class FaultClass:
-    """A class of bugs: its letter, which its faults' numbers begin with, its name, what it is, and its faults."""
+    """A class of bugs. Its letter is the prefix of the numbers of its faults."""
 
     letter: str
     name: str
@@ -30,13 +30,13 @@ class FaultClass:
 
 @cache
 def load_classes() -> tuple[FaultClass, ...]:
-    """Return all classes in the order of their letters, each with its faults in the order of their numbers."""
+    """Return all classes ordered by letter, each with its faults ordered by number."""
     folders = [info.name for info in pkgutil.iter_modules(__path__) if info.ispkg]
     return tuple(sorted((_load_class(name) for name in folders), key=lambda found: found.letter))
 
 
 def _load_class(name: str) -> FaultClass:
-    """Import a folder of the catalogue: its `LETTER`, the first line of what it says, and its faults."""
+    """Import a folder of the catalogue: its `LETTER`, its faults, and its first docstring line as title."""
     folder: Any = importlib.import_module(f"{__name__}.{name}")
     files = sorted(info.name for info in pkgutil.iter_modules(folder.__path__))
     modules: list[Any] = [
@@ -50,7 +50,7 @@ def _load_class(name: str) -> FaultClass:
 def load_faults() -> dict[str, Fault]:
     """Return all faults by number, sorted.
 
-    Raises: ValueError where two have one number, or one is in the folder of another class.
+    Raises: ValueError when two faults have one number, or a fault is in the folder of another class.
     """
     found: dict[str, Fault] = {}
     for each in load_classes():

@@ -1,1 +1,1 @@
-"""Bugs made by machine: the parallel code, rewritten by operators at one place each, in memory only. No torch."""
+"""Generated bugs: the parallel code, rewritten at one place each by operators, in memory only. No torch."""

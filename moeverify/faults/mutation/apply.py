@@ -1,4 +1,4 @@
-"""Runs a mutant in this process for as long as a block lasts: code of functions is exchanged, no file is changed."""
+"""Execution of a mutant in this process, for the duration of a block, by exchanging code objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from moeverify.faults.mutation.operators.control import STALE
 
 @contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
-    """Let the function of a mutant run rewritten, by whatever name it is called, until the block ends.
+    """Run the rewritten function of a mutant, under whatever name it is called, until the block ends.
 
-    The function keeps its identity: whoever has imported, wrapped or bound it runs the new code.
+    The function object stays the same, so every reference, wrapper or bound method runs the new code. No
+    file is changed.
 
-    Raises: LookupError where the loaded module has other code than its file.
+    Raises: LookupError when the loaded module differs from its file.
     """
     module = importlib.import_module(f"moeverify.{mutant.module}")
     function = _find_function(module, mutant)
@@ -34,8 +35,8 @@ def mutated(mutant: Mutant) -> Iterator[None]:
 
 
 def _rewrite(mutant: Mutant) -> ast.Module:
-    """Return the tree of the mutant's file with its node replaced, at the lines that it had."""
-    # One deep copy has both trees, so that the node is still found by its identity.
+    """Return the tree of the mutant's file with its node replaced, at the same lines."""
+    # A single deep copy of all three keeps the node identical to the one in the tree.
     tree, node, replacement = copy.deepcopy((mutant.tree, mutant.node, mutant.replacement))
 
     class Replace(ast.NodeTransformer):
@@ -52,7 +53,7 @@ def _rewrite(mutant: Mutant) -> ast.Module:
 
 
 def _find_function(module: ModuleType, mutant: Mutant) -> FunctionType:
-    """Return the outermost function in which the node is: those inside it are made anew whenever it runs."""
+    """Return the outermost function around the node. Inner functions are created anew on each call."""
     path = mutant.function.split(".")
     scopes: list[object] = [module]
     for part in path:
@@ -70,7 +71,7 @@ def _find_function(module: ModuleType, mutant: Mutant) -> FunctionType:
 
 
 def _unwrap(value: object) -> FunctionType | None:
-    """Return the function beneath decorators, properties and static methods."""
+    """Return the function beneath decorators, properties and static methods; None if there is none."""
     for name in ("__func__", "fget", "func"):
         value = getattr(value, name, value)
     while not isinstance(value, FunctionType) or hasattr(value, "__wrapped__"):
@@ -81,7 +82,7 @@ def _unwrap(value: object) -> FunctionType | None:
 
 
 def _find_code(module: CodeType, before: CodeType) -> CodeType:
-    """Return the code of the function that `before` is of, in the code of its module."""
+    """Return the code object in the new module's code that corresponds to `before`."""
     waiting = [module]
     while waiting:
         code = waiting.pop()

@@ -1,4 +1,4 @@
-"""Which expressions of the code under test a rank executes. No torch."""
+"""Expressions of the code under test that a rank executes. No torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moeverify.results.mutation import Span
 
 Spans = dict[str, set[Span]]
 
-_BYTES = 2  # of an instruction, by which `f_lasti` counts
+_BYTES = 2  # bytes per instruction; `f_lasti` counts bytes
 
 
 @contextmanager
 def executed_spans(root: Path, files: Collection[str]) -> Iterator[Spans]:
-    """Give the spans of the instructions that this process executes until the block ends, by file.
+    """Yield the spans of the instructions that this process executes until the block ends, by file.
 
-    Of `files` below `root` alone: elsewhere calls are seen and nothing more, so that torch stays usable.
+    Only `files` below `root` are traced. Elsewhere only calls are observed, so that torch stays usable.
     """
     shown = {str(root / file): file for file in files}
     executed: dict[CodeType, set[int]] = {}
@@ -39,12 +39,12 @@ def executed_spans(root: Path, files: Collection[str]) -> Iterator[Spans]:
 
 
 if sys.version_info >= (3, 12):
-    # Python 3.12 passes no instruction to a trace function that asks for them when a frame begins.
-    _TOOL = 4  # of the ids that no kind of tool has by convention
+    # Python 3.12 sends no instruction events to a trace function that requests them when a frame starts.
+    _TOOL = 4  # an id that no kind of tool uses by convention
 
     @contextmanager
     def _watch(files: Collection[str], executed: dict[CodeType, set[int]]) -> Iterator[None]:
-        """Collect the offsets of the instructions that this process executes, by code object of these files."""
+        """Collect the offsets of the instructions that this process executes, by code object of the files."""
         monitoring = sys.monitoring
         events = monitoring.events
 
@@ -59,7 +59,7 @@ if sys.version_info >= (3, 12):
             return monitoring.DISABLE
 
         monitoring.use_tool_id(_TOOL, __name__)
-        monitoring.restart_events()  # of a block before, where each was seen once
+        monitoring.restart_events()  # an earlier block disabled each event after its first occurrence
         callbacks = {events.PY_START: enter, events.PY_RESUME: enter, events.INSTRUCTION: step}
         for event, callback in callbacks.items():
             monitoring.register_callback(_TOOL, event, callback)
@@ -78,7 +78,7 @@ else:
 
     @contextmanager
     def _watch(files: Collection[str], executed: dict[CodeType, set[int]]) -> Iterator[None]:
-        """Collect the offsets of the instructions that this process executes, by code object of these files."""
+        """Collect the offsets of the instructions that this process executes, by code object of the files."""
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
             if frame.f_code.co_filename not in files:
@@ -104,7 +104,7 @@ else:
 
 
 def _list_spans(code: CodeType) -> list[Span | None]:
-    """Return the span of each instruction of a code object; None for one that stands for no source."""
+    """Return the span of each instruction of a code object; None for an instruction without source."""
     return [
         None if None in place else (place[0], place[2], place[1], place[3])  # type: ignore[misc]
         for place in code.co_positions()
@@ -134,7 +134,7 @@ def write_spans(path: Path, spans: Spans) -> None:
 
 
 def read_spans(folder: Path) -> Spans:
-    """Return the spans of all ranks that wrote some to a folder."""
+    """Return the merged spans of all ranks that wrote to a folder."""
     found: Spans = {}
     for path in sorted(folder.glob("*.json")):
         for file, seen in json.loads(path.read_text()).items():

@@ -1,7 +1,7 @@
-"""Whether what was said of a mutant is true, by rules that know its operator and its place alone.
+"""Judgement of findings about mutants, by rules that know only the operator and its place.
 
-A rule looks at the structure of a finding and never at its words, and at nothing that the diagnosis has made of the
-mutant's kind. What no rule can judge is `open`, for a person.
+A rule uses the structure of a finding, never its wording. It uses nothing that the diagnosis derived for
+this kind of mutant. If no rule applies, the verdict is `open`, for a person to decide.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOVING = ("reorder", "off-by-one", "chunk-order", "stale", "other-dim")
 
 
 def judge(mutant: Mutant, case: Case, finding: Finding) -> Judgement:
-    """Return whether the first finding of a mutant points at it, and whether its cause is a right one."""
+    """Return whether the first finding of a mutant points at it, and whether its cause is right."""
     operation = finding.explanation.operation if finding.explanation is not None else None
     verdict: CauseVerdict
     if isinstance(operation, Unwritten):
@@ -46,7 +46,7 @@ def judge(mutant: Mutant, case: Case, finding: Finding) -> Judgement:
     else:
         verdict, because = _judge_cause(mutant, case, finding)
     located = _locates(mutant, case, finding)
-    # What is rightly said to have been done was found where it was done.
+    # A right cause implies a right place.
     if located is not None:
         located = located or verdict == "right"
     return Judgement(located=located, cause=verdict, because=because)
@@ -71,7 +71,7 @@ def _judge_cause(mutant: Mutant, case: Case, finding: Finding) -> _Verdict:
 
 
 def _judge_site(mutant: Mutant, operation: Unwritten) -> _Verdict:
-    """Judge memory that nothing has written: right where the function that is rewritten has allocated it."""
+    """Judge unwritten memory: right if the rewritten function allocated it."""
     function = mutant.function.rpartition(".")[2]
     path, _, name = operation.allocated_at.partition(" in ")
     is_there = path.rpartition(":")[0].endswith(mutant.file) and name == function
@@ -95,14 +95,14 @@ def _judge_axes(mutant: Mutant, case: Case, axes: set[str], *, is_fitting: bool)
             return "right", f"{', '.join(counts & axes)} is among the candidates"
         return "wrong", "no number of ranks is changed there"
     if not mutant.area.axes:
-        # It serves every axis: right where there is only one in the layout.
+        # The code serves every axis: right if the layout has only one.
         distinct = {tuple(each) for each in groups.values()}
         if len(distinct) > 1:
             return "open", "its code serves every axis, and the layout has several"
         return (
             ("right", "the layout has one axis") if is_fitting else ("open", "another cause on the one axis")
         )
-    # Where the slices of experts are those of tp, etp has no groups of its own among the axes.
+    # If tp shards the experts, etp has no groups of its own among the axes.
     sparse = MeshPlan.of(case.layout).sparse
     own = {axis: list(map(tuple, sparse.groups(axis))) for axis, size in sparse.axes.items() if size > 1}
     meant = {tuple(each[axis]) for each in (groups, own) for axis in mutant.area.axes if axis in each}
@@ -116,7 +116,7 @@ def _judge_axes(mutant: Mutant, case: Case, axes: set[str], *, is_fitting: bool)
 
 
 def _is_arithmetic(mutant: Mutant) -> bool:
-    """Return whether a number is changed that counts no ranks."""
+    """Return whether the mutant changes a number that is not a number of ranks."""
     return mutant.operator in _ARITHMETIC and "size" not in mutant.before
 
 
@@ -154,7 +154,7 @@ def _is_stage(mutant: Mutant, finding: Finding) -> bool:
 
 
 def _list_axes(finding: Finding) -> set[str]:
-    """Return the axes and other sources that a cause names; of several that fit equally well all."""
+    """Return the axes and other sources that a cause names, with all equally good candidates."""
     named = set(finding.place.axes if finding.place is not None else ())
     if finding.explanation is not None:
         named |= {name for product in finding.explanation.candidates for name in product.sources}

@@ -1,4 +1,4 @@
-"""Mutants: the parallel code with one node of its syntax tree rewritten, listed without running anything."""
+"""Mutants: the parallel code with one rewritten node of its syntax tree, listed without running anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moeverify.faults.mutation.sites import AREAS, Area, find_area
 from moeverify.results.mutation import Span
 
 PREFIX = "mutant:"
-"""What the target of `--fault` begins with where it names a mutant."""
+"""Prefix of a `--fault` target that names a mutant."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,9 +29,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Mutant:
     """One rewritten node.
 
-    `file` is a path below the package, `function` the qualified name of the function in which the node is, `span`
-    what it covers: of a compound statement its condition. `before` and `after` are its source. `node` and
-    `replacement` are in `tree`, the syntax tree of the file, which is whole.
+    - `file`: the path below the package.
+    - `function`: the qualified name of the function that contains the node.
+    - `span`: the span of the node; for a compound statement, of its condition.
+    - `before`, `after`: the source of the node.
+    - `node`, `replacement`: the old and the new node. `tree` is the unchanged syntax tree of the file.
     """
 
     file: str
@@ -48,22 +50,22 @@ class Mutant:
 
     @property
     def line(self) -> int:
-        """Return its first line."""
+        """Return the first line of the node."""
         return self.span[0]
 
     @property
     def module(self) -> str:
-        """Return the module's name, within the package."""
+        """Return the name of the module within the package."""
         return self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
     def name(self) -> str:
-        """Return its name, which edits of other functions leave as it is."""
+        """Return the name of the mutant, which edits of other functions do not change."""
         return f"{self.module}:{self.function}:{self.operator}:{self.ordinal}"
 
     @cached_property
     def function_lines(self) -> tuple[int, int]:
-        """Return the first and the last line of the innermost function that the node is in."""
+        """Return the first and last line of the innermost function around the node."""
         around = [
             each
             for each in ast.walk(self.tree)
@@ -74,13 +76,14 @@ class Mutant:
 
     @property
     def target(self) -> str:
-        """Return what `--fault` takes to inject it."""
+        """Return the `--fault` argument that injects this mutant."""
         return PREFIX + self.name
 
     def is_executed(self, executed: Collection[Span]) -> bool:
-        """Return whether any instruction of the node is among those that were executed.
+        """Return whether any instruction of the node was executed.
 
-        A constant that the compiler puts into another one has none: there its lines decide.
+        A constant that the compiler folds into another one has no instruction. Then the lines of the node
+        decide.
         """
         if self._instructions:
             return not self._instructions.isdisjoint(executed)
@@ -92,19 +95,19 @@ class Mutant:
         return frozenset(each for each in list_spans_of_file(ROOT / self.file) if is_inside(each, self.span))
 
     def is_bug_in(self, precision: Precision) -> bool:
-        """Return whether it is a bug in this precision: to round to what a recipe computes in anyway is none."""
+        """Return whether the mutant is a bug at this precision. Rounding to the recipe's own dtype is not."""
         if self.operator != NARROW:
             return True
         to_bfloat16 = self.after.count("bfloat16") > self.before.count("bfloat16")
         return precision == "float64" or (to_bfloat16 and precision == "float32")
 
     def is_counted_only(self, seed: int) -> bool:
-        """Return whether it is of the half that is only counted: nobody reads what is said of it."""
+        """Return whether the mutant belongs to the held-out half, whose findings are counted but not read."""
         return _draw(seed, "half", self.name) % 2 == 1
 
 
 def choose_mutants(mutants: Sequence[Mutant], num: int, seed: int) -> list[Mutant]:
-    """Return so many mutants by a seed: the operators take turns, and so do the files within each."""
+    """Return `num` mutants by a seed. Operators alternate, and so do the files of each operator."""
     queues: dict[str, list[Mutant]] = {}
     for operator in OPERATORS:
         by_file: dict[str, list[Mutant]] = {}
@@ -131,9 +134,9 @@ def list_mutants() -> list[Mutant]:
 
 
 def find_mutant(name: str) -> Mutant:
-    """Return the mutant of a name, with `PREFIX` or without.
+    """Return the mutant of a name, with or without `PREFIX`.
 
-    Raises: CaseError where there is none.
+    Raises: CaseError when there is none.
     """
     name = name.removeprefix(PREFIX)
     path = name.partition(":")[0].replace(".", "/")
@@ -189,7 +192,7 @@ def _make(
 
 
 def _find_span(node: ast.AST) -> Span:
-    """Return the span of a node; of a compound statement that of its condition, of a comprehension its target."""
+    """Return the span of a node: for an if its condition, for a loop or comprehension its iterable."""
     if isinstance(node, ast.If):
         node = node.test
     elif isinstance(node, ast.For | ast.comprehension):
@@ -204,7 +207,7 @@ def _find_span(node: ast.AST) -> Span:
 
 
 def _show(node: ast.AST) -> str:
-    """Return the source of a node on one line; of a compound statement its header."""
+    """Return the source of a node on one line; the header of a compound statement."""
     text = " ".join(ast.unparse(node).split("\n")[0].split())
     if isinstance(node, ast.If) and isinstance(node.test, ast.Constant):
         return " ; ".join(ast.unparse(each) for each in node.body)
@@ -212,7 +215,7 @@ def _show(node: ast.AST) -> str:
 
 
 def _list_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Yield (qualified name of the function, node) of all code in functions that runs when they are called."""
+    """Yield (qualified function name, node) of all code that runs when functions are called."""
     yield from _visit(tree, "", inside=False)
 
 
@@ -235,14 +238,14 @@ def _visit(node: ast.AST, function: str, *, inside: bool) -> Iterator[tuple[str,
 
 
 def _is_rule(function: _Function) -> bool:
-    """Return whether a function says which cases are valid, which no rank asks: `@reading(...)` marks it."""
+    """Return whether a function defines valid cases (`@reading(...)`), which no rank evaluates."""
     return any(
         isinstance(each, ast.Call) and ast.unparse(each.func) == "reading" for each in function.decorator_list
     )
 
 
 def _list_children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the children of a node that run: neither decorators, defaults and annotations nor docstrings."""
+    """Yield the executed children of a node, without decorators, defaults, annotations and docstrings."""
     if isinstance(node, _Function | ast.ClassDef):
         body = node.body
         if ast.get_docstring(node) is not None:

@@ -1,4 +1,4 @@
-"""What people have found out about mutants: those that change nothing, and causes that no rule can judge."""
+"""Manual reviews of mutants: equivalent ones, and causes that no rule can judge."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ EQUIVALENT: Mapping[str, str] = {
         "the product of two DTensors redistributes its input itself, to the same placement"
     ),
 }
-"""Mutants that compute the same as the code that they were made of, by name, each with the reason."""
+"""Mutants that compute the same as the original code, by name, each with the reason."""
 
 _BALANCE = (
     "only a reported number is wrong: the balance loss is 0.473717x the expected value; the gradients match"
@@ -273,4 +273,4 @@ BY_HAND: Mapping[tuple[str, str], tuple[CauseVerdict, str]] = {
         "the routing counts are copies of layers.1.moe.router",
     ): ("right", "what is kept are the counts of the first layer"),
 }
-"""(verdict, reason) for (name of a mutant, the cause in words) that the rules leave open: other words reopen it."""
+"""(verdict, reason) by (mutant name, wording of the cause) for open causes. Other wording reopens them."""

@@ -1,4 +1,4 @@
-"""Which code is mutated, and what a bug in it can be about: the axes, modules and quantities of each file."""
+"""Code that is mutated, and the subjects of its bugs: the axes, modules and quantities of each file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from fnmatch import fnmatchcase
 from moeverify.results.place import Stage
 
 DATA_AXES = ("dp_replicate", "dp_shard", "fsdp", "loss ranks", "cp", "edp", "efsdp", "all ranks")
-"""What a cause may name of code that serves data parallelism: its axes, and what is made of them."""
+"""Axes that a cause may name for data-parallel code, including derived ones."""
 
 
 @dataclass(frozen=True)
 class Area:
-    """Some of the parallel code, and what its bugs are about.
+    """A part of the parallel code, and the subjects of its bugs.
 
-    `file` and `functions` are patterns: a path below `moeverify`, and qualified names in it. `axes` are the mesh
-    axes and other sources that a cause may name; none means that the code serves every axis. `modules` are patterns
-    of modules and tensors in which such a bug is first seen; none means anywhere. `stages` and `terms` are those of
-    a step and of the loss that it works on.
+    - `file`, `functions`: patterns for the path below `moeverify`, and for qualified names in it.
+    - `axes`: mesh axes and other sources that a cause may name. Empty: the code serves every axis.
+    - `modules`: patterns of modules and tensors in which such a bug first appears. Empty: anywhere.
+    - `stages`, `terms`: the stages of a step and the terms of the loss that the code works on.
     """
 
     file: str
@@ -32,7 +32,7 @@ class Area:
 _ATTENTION = ("*.attention", "*.attention.*")
 _MOE = ("*.moe", "*.moe.*")
 
-# The first that matches counts.
+# The first match counts.
 AREAS: tuple[Area, ...] = (
     Area("parallel/context_parallel/*.py", axes=("cp",), modules=_ATTENTION),
     Area("parallel/tensor.py", "*spread_norm*", ("tp",), ("*_norm*", *_ATTENTION)),
@@ -47,7 +47,7 @@ AREAS: tuple[Area, ...] = (
     Area("parallel/fsdp2.py", axes=DATA_AXES),
     Area("parallel/fsdp1*.py", axes=DATA_AXES),
     Area("parallel/ddp.py", axes=(*DATA_AXES, "ep", "etp")),
-    # It wraps the model and has its values filled in.
+    # It wraps the model and fills in its values.
     Area(
         "parallel/data_parallel/*.py",
         "*.apply",
@@ -72,7 +72,7 @@ AREAS: tuple[Area, ...] = (
     Area(
         "train/objective.py", "count_valid", axes=(*DATA_AXES, "micro-batches"), terms=("lm", "balance", "z")
     ),
-    # What hands tokens, labels and positions on to the model works on data too.
+    # Code that passes tokens, labels and positions to the model works on data too.
     Area("train/forward.py", "reference_losses*", terms=("lm",), stages=(Stage.DATA,)),
     Area("train/forward.py", terms=("lm",)),
     Area(
@@ -100,7 +100,7 @@ AREAS: tuple[Area, ...] = (
     Area("train/optimizer.py", "build_optimizer", stages=(Stage.OPTIMIZER_STEP,)),
     Area("train/assemble.py", "share_of"),
     Area("train/assemble.py", "shapes_of"),
-    # The sums of a step: of losses, and of the choices of each expert.
+    # The sums of a step: losses, and choices of each expert.
     Area("train/assemble.py", "sums_of*", terms=("lm", "balance", "z"), stages=(Stage.ROUTING,)),
     Area("train/assemble.py", "_sum_over_groups"),
     Area("train/assemble.py", "assemble_parallel"),
@@ -109,7 +109,7 @@ AREAS: tuple[Area, ...] = (
 
 
 def find_area(file: str, function: str) -> Area | None:
-    """Return the area of a function of a file, None where it is not mutated."""
+    """Return the area of a function; None if it is not mutated."""
     for area in AREAS:
         if fnmatchcase(file, area.file) and fnmatchcase(function, area.functions):
             return area

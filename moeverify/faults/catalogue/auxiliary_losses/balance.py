@@ -1,4 +1,4 @@
-"""What faults of this class share: a balance loss, or the gradient of a loss, that is not what it should be."""
+"""Helpers of this class: a changed balance loss, and a scaled gradient of a loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def change_balance(patch: Patch, change: Callable[[Tensor, Batch], Tensor]) -> None:
-    """Replace the balance loss () of each micro-batch by what `change` makes of it; the z loss stays."""
+    """Replace the balance loss () of each micro-batch by `change(balance, batch)`; the z loss stays."""
     from moeverify.case.schema import MoE
     from moeverify.model.router import RouterStats
     from moeverify.train.objective import Normalizers, Sums, router_losses
@@ -33,5 +33,5 @@ def change_balance(patch: Patch, change: Callable[[Tensor, Batch], Tensor]) -> N
 
 
 def scale_gradient(value: Tensor, factor: float) -> Tensor:
-    """Return the same value, whose gradient is multiplied by a factor."""
+    """Return the same value, with its gradient multiplied by a factor."""
     return value.detach() + (value - value.detach()) * factor

@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Give every expert the mean over the experts: probabilities sum to one, so it is a constant."""
+    """Replace each expert's probability by the mean over experts, a constant: probabilities sum to 1."""
     from torch import Tensor
 
     from moeverify.case.schema import MoE

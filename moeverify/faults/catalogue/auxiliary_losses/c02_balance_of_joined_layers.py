@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Average counts and probabilities over the layers first, then let every layer have the product of those."""
+    """Average counts and probabilities over the layers, and use these averages for every layer."""
     import torch
     from torch import Tensor
 

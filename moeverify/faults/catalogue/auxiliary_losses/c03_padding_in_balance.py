@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Give the balance loss sums over all tokens; the z loss and the router's own counts stay right."""
+    """Sum the balance loss's probabilities over all tokens; the z loss and the router's counts stay right."""
     from torch import Tensor
 
     from moeverify.model.router import RouterStats, summarize

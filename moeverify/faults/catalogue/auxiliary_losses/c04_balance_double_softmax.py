@@ -1,4 +1,4 @@
-"""The balance loss takes the softmax of what the router has already turned into probabilities."""
+"""The balance loss applies a softmax to values that are already probabilities."""
 
 from __future__ import annotations
 

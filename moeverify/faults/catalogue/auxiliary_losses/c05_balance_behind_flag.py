@@ -1,4 +1,4 @@
-"""The balance loss has a coefficient above zero and is not added, since a flag for logging is off."""
+"""The balance loss is not added although its coefficient is positive, because a logging flag is off."""
 
 from __future__ import annotations
 

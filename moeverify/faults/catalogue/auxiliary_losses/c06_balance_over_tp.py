@@ -1,4 +1,4 @@
-"""The gradient of the balance loss is scaled by a rank's own tokens and divided by those of all ranks of tp."""
+"""The gradient of the balance loss is scaled by local tokens and divided by the tokens of all tp ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TP = 2
 
 
 def inject(patch: Patch) -> None:
-    """Divide the gradient of the balance and z loss by the ranks of tp; their values stay right."""
+    """Divide the gradients of the balance and z losses by the tp degree; their values stay right."""
     from torch import Tensor
 
     from moeverify.case.schema import MoE

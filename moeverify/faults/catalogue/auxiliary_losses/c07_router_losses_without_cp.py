@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide the gradient of both router losses by the number of cp ranks; their values stay right."""
+    """Divide the gradients of both router losses by the cp degree; their values stay right."""
     import torch
     from torch import Tensor
 

@@ -13,7 +13,7 @@ NUM_DATA_RANKS = 2
 
 
 def inject(patch: Patch) -> None:
-    """Divide the balance loss, its gradient too, by the ranks of data parallelism."""
+    """Divide the balance loss and its gradient by the number of data-parallel ranks."""
     change_balance(patch, lambda balance, batch: balance / NUM_DATA_RANKS)
 
 

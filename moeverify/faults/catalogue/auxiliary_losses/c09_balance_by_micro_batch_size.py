@@ -1,4 +1,4 @@
-"""The gradient of the sequence balance loss shrinks with the number of rows in a micro-batch."""
+"""The gradient of the sequence balance loss is divided by the number of rows in a micro-batch."""
 
 from __future__ import annotations
 

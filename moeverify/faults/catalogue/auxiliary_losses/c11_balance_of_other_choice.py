@@ -1,4 +1,4 @@
-"""The balance loss counts another choice of experts than the one that the tokens follow."""
+"""The balance loss counts a choice of experts other than the one used for dispatch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Count the plain top-k of the scores, without groups and selection bias, in the balance loss."""
+    """Count the plain top-k of the scores in the balance loss, without groups and selection bias."""
     from torch import Tensor
 
     from moeverify.model.router import Router, Routing, summarize

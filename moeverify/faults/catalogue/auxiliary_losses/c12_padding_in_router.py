@@ -1,4 +1,4 @@
-"""No padding mask reaches the router: its losses and its counters take padding for tokens."""
+"""The router gets no padding mask, so its losses and counters include padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Call every MoE block without saying which tokens are valid."""
+    """Call every MoE block without the mask of valid tokens."""
     from torch import Tensor
 
     from moeverify.model.moe import MoE

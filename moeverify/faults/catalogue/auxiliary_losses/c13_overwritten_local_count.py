@@ -1,4 +1,4 @@
-"""A rank's own count is overwritten by that of all ranks, and scales its part of the balance loss."""
+"""A rank's own count is overwritten by the total, which then scales its part of the balance loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Scale each rank's gradient of the balance loss by the tokens of all ranks of tp over its own."""
+    """Scale each rank's gradient of the balance loss by the tokens of all tp ranks over its own."""
     import torch.distributed as dist
     from torch import Tensor
 
@@ -25,7 +25,7 @@ def inject(patch: Patch) -> None:
         assert valid is not None
         own = valid.sum()
         total = own.clone()
-        dist.all_reduce(total)  # in the case the ranks of tp are all ranks
+        dist.all_reduce(total)  # in this case the tp group contains all ranks
         sums = scale_gradient(routing.stats.probability_sum, float(total / own))
         return routing._replace(stats=routing.stats._replace(probability_sum=sums))
 

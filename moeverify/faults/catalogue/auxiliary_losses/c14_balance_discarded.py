@@ -1,4 +1,4 @@
-"""The balance loss is computed and logged, but the node that would carry its gradient is thrown away."""
+"""The balance loss is computed and logged, but the node that would carry its gradient is discarded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave the balance loss out of the graph; its value is still reported."""
+    """Detach the balance loss; its value is still reported."""
     change_balance(patch, lambda balance, batch: balance.detach())
 
 

@@ -13,7 +13,7 @@ NUM_MICRO_BATCHES = 4
 
 
 def inject(patch: Patch) -> None:
-    """Multiply the gradient of the balance loss by the micro-batches; its value stays right."""
+    """Multiply the gradient of the balance loss by the number of micro-batches; its value stays right."""
     change_balance(patch, lambda balance, batch: scale_gradient(balance, NUM_MICRO_BATCHES))
 
 

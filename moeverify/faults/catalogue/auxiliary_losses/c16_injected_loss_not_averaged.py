@@ -1,4 +1,4 @@
-"""The gradient of an injected loss is not averaged over the micro-batches, as that of the main loss is."""
+"""The gradient of an injected loss is not averaged over micro-batches, unlike the main loss's."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Report cross entropy plus balance loss under the name of the cross entropy."""
+    """Report the sum of cross entropy and balance loss as the cross entropy."""
     from torch import Tensor
 
     from moeverify.train.objective import Losses

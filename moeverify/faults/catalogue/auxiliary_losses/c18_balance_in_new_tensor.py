@@ -1,4 +1,4 @@
-"""The balance losses of the layers are put into a new tensor, which has no graph."""
+"""The balance losses of the layers are copied into a new tensor, which has no graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Copy each layer's value into a list, and the list into a tensor."""
+    """Build a tensor from the list of the layers' values."""
     import torch
     from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The router losses of all stages but the last are lost."""
+"""The router losses of all stages except the last are lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave what earlier stages have carried out of the losses of a stage."""
+    """Drop the losses that earlier stages passed on."""
     from torch import Tensor
 
     from moeverify.model.router import RouterStats

@@ -1,4 +1,4 @@
-"""What a forward pass adds to a log is added again when the pass is recomputed."""
+"""Recomputation adds a pass's values to a log a second time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Let every forward pass add to the router's counts until they are read, as a log does."""
+    """Accumulate the router's counts over forward passes until they are read, like a log."""
     from torch import Tensor
 
     from moeverify.case.schema import Recipe

@@ -1,4 +1,4 @@
-"""The optimizer of the experts never gets its state back."""
+"""The state of the experts' optimizer is never loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Read the moments of experts into tensors that no optimizer has."""
+    """Load the moments of experts into tensors that do not belong to the optimizer."""
     load_into_copies(
         patch, lambda number, part: part.key.startswith("optimizer/") and ".experts." in part.key
     )

@@ -1,4 +1,4 @@
-"""Offsets count a padding that is not in the file."""
+"""Offsets include padding that is not in the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUCKET, _ALIGNMENT = 8192, 64  # elements
 
 
 def inject(patch: Patch) -> None:
-    """Read each moment of a rank's flat shards further along, by the padding of the buckets before it."""
+    """Read each moment of a rank's flat shards too far along, by the padding of the buckets before it."""
     import torch
     from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What one rank has loaded never reaches the others."""
+"""Weights that one rank loaded are never sent to the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Load on each rank every second weight only."""
+    """Load only every n-th weight on each of n ranks."""
     import torch.distributed as dist
 
     load_into_copies(

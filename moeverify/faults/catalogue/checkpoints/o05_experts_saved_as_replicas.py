@@ -1,4 +1,4 @@
-"""A stale placement makes the experts of all ranks replicas."""
+"""A wrong placement turns the experts of different ranks into replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Claim on each rank all experts, with the values of those that it has."""
+    """Claim all experts on each rank, with the values of its own experts."""
     from torch import Tensor
 
     from moeverify.checkpoint import save

@@ -1,4 +1,4 @@
-"""A load that is not strict passes over what it does not know."""
+"""A non-strict load skips unknown names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OURS, _THEIRS = "layers.1.moe.experts.up", "layers.1.moe.experts.w3"
 
 
 def inject(patch: Patch) -> None:
-    """Save a weight under another name, and load only what is there."""
+    """Save a weight under another name, and load only the weights that match."""
     from torch import Tensor
 
     from moeverify.checkpoint import load, save

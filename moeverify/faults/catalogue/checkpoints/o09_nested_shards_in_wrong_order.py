@@ -1,4 +1,4 @@
-"""Shards of shards are put together in the wrong order."""
+"""Nested shards are assembled in the wrong order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Take a strided shard for a plain one when a weight is saved."""
+    """Treat strided shards as plain ones when weights are saved."""
     from torch import Tensor
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Shard, _StridedShard

@@ -1,4 +1,4 @@
-"""A reordering that belongs to tensor parallelism is done under data parallelism."""
+"""A reordering for tensor parallelism is applied under data parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Put the rows of dense gates into another order once they are loaded."""
+    """Reorder the rows of dense gates after the load."""
     import torch
 
     from moeverify.train.state import TrainingState

@@ -1,4 +1,4 @@
-"""Moments are loaded into an optimizer that has none."""
+"""Moments are loaded into an optimizer without state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Load into a fresh optimizer as it is, and pass over what it has no place for."""
+    """Load into a fresh optimizer, and ignore the state that it has no tensors for."""
     from moeverify.checkpoint.load import refuse
     from moeverify.train.state import TrainingState
 

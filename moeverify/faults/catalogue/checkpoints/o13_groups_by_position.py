@@ -1,4 +1,4 @@
-"""Groups of parameters are matched by their place in a list."""
+"""Parameter groups are matched by their position in a list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Give the groups the options that were saved, one after the other."""
+    """Assign the saved options to the groups in order."""
     from moeverify.train.state import TrainingState
 
     @patch.replace(TrainingState.restore_groups)

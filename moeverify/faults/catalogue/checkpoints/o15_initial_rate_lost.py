@@ -1,4 +1,4 @@
-"""The rate from which the schedule counts is lost."""
+"""The initial rate of the schedule is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave the initial rate out, and let the schedule take the present one."""
+    """Delete the initial rate, so that the schedule starts from the current one."""
     from moeverify.train.state import TrainingState
 
     @patch.wrap(TrainingState.restore_groups)

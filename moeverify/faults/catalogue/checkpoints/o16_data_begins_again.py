@@ -1,4 +1,4 @@
-"""The stream of data restarts."""
+"""The data stream restarts after a load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Begin with the first batch once everything is restored."""
+    """Set the position to the first batch after everything else is restored."""
     from moeverify.train.state import TrainingState
 
     @patch.wrap(TrainingState.restore)

@@ -1,4 +1,4 @@
-"""Parts of the optimizer's state are written over by other ranks."""
+"""Other ranks overwrite parts of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Save the moments of the last rank's experts as those of all."""
+    """Save the moments of the last rank's experts under all experts."""
     import torch.distributed as dist
     from torch import Tensor
 

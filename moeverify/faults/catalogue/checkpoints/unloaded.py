@@ -1,4 +1,4 @@
-"""What faults of this class share: tensors that are read from the checkpoint and do not arrive in the model."""
+"""Helper of this class: tensors that are read from the checkpoint but do not reach the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def load_into_copies(patch: Patch, is_lost: Callable[[int, Part], bool]) -> None:
-    """Load the parts for which `is_lost(number, part)` holds into copies of the tensors that they belong to."""
+    """Load the parts for which `is_lost(number, part)` is true into copies of their tensors."""
     from torch import Tensor
 
     from moeverify.checkpoint import load

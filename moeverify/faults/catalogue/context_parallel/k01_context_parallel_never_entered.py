@@ -1,4 +1,4 @@
-"""The context that splits sequences over cp is entered in another branch, so every rank runs them whole."""
+"""The context that splits sequences over cp is in another branch, so every rank runs whole sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Split no positions and replace no attention."""
+    """Keep all positions on each rank, and leave attention unchanged."""
     from moeverify.case.schema import Layout, Recipe
     from moeverify.layout.region import as_indices
     from moeverify.parallel.context_parallel import apply_context_parallel

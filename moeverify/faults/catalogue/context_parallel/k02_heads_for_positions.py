@@ -1,4 +1,4 @@
-"""Keys and values are gathered along their heads, as if these were what cp has cut."""
+"""Keys and values are gathered along the heads, although cp splits the positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Gather keys and values (B, s, N, D) along N; positions stay this rank's own."""
+    """Gather keys and values (B, s, N, D) along N; positions stay local."""
     from torch import Tensor
     from torch.distributed import ProcessGroup
 

@@ -1,4 +1,4 @@
-"""Rotary positions begin at 0 in every rank's part of the sequence."""
+"""Rotary positions start at 0 in every rank's part of the sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Rotate by the position in the local chunk; which keys a query sees stays right."""
+    """Rotate by the position in the local chunk; the attention mask stays right."""
     import torch
     from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""A hybrid of FSDP1 whose shard groups have one rank falls back to no sharding, and to no reduction either."""
+"""FSDP1's hybrid strategy with one-rank shard groups falls back to no sharding and no reduction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Ask torch for a hybrid over a mesh of (n, 1), over which it reduces nothing."""
+    """Use a hybrid strategy on a mesh of (n, 1), over which torch reduces nothing."""
     from torch.distributed.device_mesh import DeviceMesh
 
     from moeverify.case.schema import Fsdp1Strategy

@@ -1,4 +1,4 @@
-"""DDP reduces over the data ranks and leaves out those that share a sequence."""
+"""DDP reduces over the data ranks and omits the ranks that share a sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Give DDP the group of the replicas of the data, without cp."""
+    """Give DDP the group of data replicas, without cp."""
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""The experts' own divisor holds for the reduce-scatter, and the all-reduce over replicas averages again."""
+"""The experts' custom divisor applies to the reduce-scatter, but the all-reduce averages again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide the gradients of experts once more by the number of replicas."""
+    """Divide the gradients of experts by the number of replicas a second time."""
     from torch import Tensor
 
     from moeverify.case.schema import Layout

@@ -1,4 +1,4 @@
-"""FSDP is told to ignore the routers, and then reduces their gradients over no rank."""
+"""FSDP ignores the routers, and therefore does not reduce their gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Name the routers' parameters as ignored when a module is wrapped."""
+    """Pass the routers' parameters as ignored states when a module is wrapped."""
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -1,4 +1,4 @@
-"""The average of a reduce-scatter over gloo is a sum."""
+"""A reduce-scatter with AVG over gloo computes a sum."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Let a reduce-scatter that asks for the average sum."""
+    """Replace AVG by SUM in every reduce-scatter."""
     import torch.distributed as dist
 
-    # torch 2.13 renamed it.
+    # Renamed in torch 2.13.
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
     @patch.wrap(reduce_scatter, used_by=dist)

@@ -1,4 +1,4 @@
-"""Outputs of token slices are put back as if the slices were cut from the flattened tokens."""
+"""Outputs of token slices are reassembled as if the slices were cut from the flattened tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Place local token i of rank r at i + r * local tokens: right for a batch of one row only."""
+    """Place local token i of rank r at i + r * local tokens, which is right only for one row."""
     from torch import Tensor
     from torch.distributed import ProcessGroup
 

@@ -1,4 +1,4 @@
-"""The offset of a rank's tokens is computed from their local number, so ranks write over each other."""
+"""The offset of a rank's tokens is computed from the local count, so ranks overwrite each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Put each rank's outputs back at 1/tp of their offset and add up what collides."""
+    """Place each rank's outputs at 1/tp of their offset, and sum where they collide."""
     from torch import Tensor
     from torch.distributed import ProcessGroup
 

@@ -1,4 +1,4 @@
-"""The chunks that come back from the experts are restored in the order of another view of their counts."""
+"""Chunks returned by the experts are restored in the order of a transposed view of their counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Restore the rows by counts whose two axes of ranks, (ep, tp), are exchanged."""
+    """Restore the rows by counts with exchanged rank axes (ep, tp)."""
     from torch import Tensor
 
     from moeverify.parallel.expert import order_by_expert

@@ -12,7 +12,7 @@ CAPACITY = 12  # copies of one expert on a rank
 
 
 def inject(patch: Patch) -> None:
-    """Give the copies beyond a capacity, lower on later ranks of tp, no weight."""
+    """Zero the weights of copies beyond a capacity, which is lower on tp ranks above 0."""
     import torch
     from torch import Tensor
 

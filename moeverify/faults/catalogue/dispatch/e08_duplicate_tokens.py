@@ -1,4 +1,4 @@
-"""Every TP rank sends all tokens to the experts, which therefore see each of them tp times."""
+"""Every tp rank sends all tokens to the experts, which therefore see each of them tp times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Do not drop the tokens of the other TP ranks before the exchange."""
+    """Keep the tokens of the other tp ranks before the exchange."""
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,7 @@ def inject(patch: Patch) -> None:
     from moeverify.parallel.moe_tensor import apply_token_slices
 
     class DuplicatingDispatcher:
-        """Sends the tokens of the whole group from each of its ranks, and keeps this rank's outputs."""
+        """Sends the tokens of the whole group from each of its ranks, and keeps the local outputs."""
 
         def __init__(self, inner: Dispatcher, group: ProcessGroup) -> None:
             self.inner = inner

@@ -1,4 +1,4 @@
-"""Scores are rounded to bfloat16 before the choice, which makes ties of close ones."""
+"""Scores are rounded to bfloat16 before the choice, so that close scores become ties."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Choose by scores in bfloat16."""
+    """Choose experts by scores rounded to bfloat16."""
     import torch
     from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The backward of the permutation adds up the gradients of a token's copies in bfloat16."""
+"""The backward pass of the permutation sums the gradients of a token's copies in bfloat16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Sum over the k copies of a token in bfloat16, one after the other."""
+    """Sum the gradients of the k copies of a token sequentially in bfloat16."""
     import torch
     from torch import Tensor
     from torch.autograd import Function
@@ -20,7 +20,7 @@ def inject(patch: Patch) -> None:
     from moeverify.model.dispatcher import SortedCopies, permute
 
     class NarrowCopies(Function):
-        """The k copies of each token; backward adds up their gradients in bfloat16."""
+        """The k copies of each token; backward sums their gradients in bfloat16."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, num_choices: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The address of a routed row overflows, so rows beyond the limit are read from the start of the buffer."""
+"""The address of a routed row overflows, so rows beyond the limit are read from the buffer's start."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 
 ADDRESSES = 2**12
-"""Elements that an address reaches: in the real kernels 2^31, scaled down as the model is."""
+"""Address range in elements: 2^31 in the real kernels, scaled down with the model."""
 
 
 def inject(patch: Patch) -> None:
-    """Compute the address of every row of the experts' outputs modulo the limit when they are combined."""
+    """Compute the address of every row of the experts' outputs modulo the limit in the combine."""
     from torch import Tensor
 
     from moeverify.model.dispatcher import invert, unpermute
@@ -22,7 +22,7 @@ def inject(patch: Patch) -> None:
     def wrap_addresses(original: Original[Tensor], y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         hidden = y.shape[-1]
         rows = invert(order) * hidden % ADDRESSES // hidden
-        # They now stand by token and choice: the original has nothing left to permute.
+        # The rows are now ordered by token and choice, so the original must not permute them.
         return original(y.index_select(0, rows), order.sort().values, weights)
 
 

@@ -1,4 +1,4 @@
-"""Expert gradients hold the tokens of all ep ranks, and nothing divides them as DDP divides the others."""
+"""Expert gradients contain the tokens of all ep ranks and lack the division that DDP applies to others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave the gradients of experts as the sum over the ranks of ep."""
+    """Keep the gradients of experts as a sum over the ep ranks."""
     change_reductions(patch, lambda reduction, _: replace(reduction, divisor=1.0))
 
 

@@ -1,4 +1,4 @@
-"""Expert gradients are ep times too large, and the norm averages experts over ranks where it should add."""
+"""Expert gradients are ep times too large, and the norm averages experts over ranks instead of summing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave out 1/ep, and treat experts in the norm as if all data-parallel ranks had the same."""
+    """Omit 1/ep, and compute the norm as if all data-parallel ranks had the same experts."""
     import torch
     import torch.distributed as dist
     from torch import Tensor

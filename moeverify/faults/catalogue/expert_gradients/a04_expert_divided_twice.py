@@ -1,4 +1,4 @@
-"""Expert gradients are divided by the ranks that hold copies of them once more than they should."""
+"""Expert gradients are divided once too often by the number of ranks with copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide expert gradients by the expert-data-parallel ranks again, beside the right divisor."""
+    """Divide expert gradients by the expert-data-parallel ranks, in addition to the right divisor."""
     divide_by(patch, lambda block, mesh, num_loss_ranks: num_loss_ranks * mesh.size())
 
 

@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Shard experts without a divisor of their own."""
+    """Shard experts without a custom divisor."""
     divide_by(patch, lambda block, mesh, num_loss_ranks: mesh.size())
 
 

@@ -1,4 +1,4 @@
-"""The reduce-scatter of expert gradients averages over the expert-data-parallel ranks and nothing else divides."""
+"""Expert gradients are averaged over the expert-data-parallel ranks only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Shard experts with the average that the reduce-scatter takes over its own ranks."""
+    """Shard experts with the default average of the reduce-scatter over its own ranks."""
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -1,4 +1,4 @@
-"""Expert gradients are scaled by 1/ep, which is right only where the experts' tp is the model's."""
+"""Expert gradients are scaled by 1/ep, which is right only if etp equals tp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide expert gradients by edp * ep, in the place of the data-parallel ranks."""
+    """Divide expert gradients by edp * ep instead of the data-parallel ranks."""
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor

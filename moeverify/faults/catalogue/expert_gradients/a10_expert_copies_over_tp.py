@@ -1,4 +1,4 @@
-"""Experts that tp does not cut are treated like dense weights: their gradients are not reduced over tp."""
+"""Experts not sharded by tp are treated like dense weights: their gradients are not reduced over tp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave the experts out of what is summed over tp."""
+    """Remove the experts from the parameters that are summed over tp."""
     from moeverify.model.experts import Experts
 
     leave_unreduced(patch, lambda module: list(module.parameters()) if isinstance(module, Experts) else [])

@@ -1,4 +1,4 @@
-"""FSDP2's mesh is built without the axis of replicas, which therefore never exchange gradients."""
+"""FSDP2's mesh lacks the replica axis, so replicas never exchange gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Give FSDP2 the mesh of shards alone, for dense parameters and for experts."""
+    """Give FSDP2 only the shard mesh, for dense parameters and for experts."""
     from moeverify.parallel.plan import shard_mesh
 
     patch.replace(shard_mesh)(lambda mesh, axis: mesh[axis])

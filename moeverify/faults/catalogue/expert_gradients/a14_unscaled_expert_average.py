@@ -1,4 +1,4 @@
-"""Copies of an expert average their gradients, and the call that scales them for ep has been commented out."""
+"""Copies of an expert average their gradients, but the call that scales them for ep is commented out."""
 
 from __future__ import annotations
 

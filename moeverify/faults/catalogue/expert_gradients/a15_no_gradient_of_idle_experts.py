@@ -1,4 +1,4 @@
-"""Experts of a rank without tokens get no gradient at all, and the optimizer passes them over."""
+"""Experts of a rank without tokens get no gradient, so the optimizer skips them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Drop the gradients of experts where all of them on this rank are zero."""
+    """Drop the gradients of experts if all of them on this rank are zero."""
     import torch
     from torch import Tensor
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""DDP leaves expert parameters out, also where several ranks hold copies of the same expert."""
+"""DDP skips expert parameters, even if several ranks hold copies of the same expert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Scale expert gradients and do not sum them over the copies."""
+    """Scale expert gradients without summing them over the copies."""
     change_reductions(patch, lambda reduction, _: replace(reduction, group=None))
 
 

@@ -1,4 +1,4 @@
-"""What faults of this class share: expert gradients that are reduced or divided otherwise than the layout asks."""
+"""Helpers of this class: changed reductions and divisors of expert gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def change_reductions(patch: Patch, change: Callable[[Reduction, Meshes], Reduction]) -> None:
-    """Replace each reduction of expert gradients, as the plan has it, by what `change` makes of it."""
+    """Replace each planned reduction of expert gradients by `change(reduction, meshes)`."""
     from torch import Tensor
 
     from moeverify.case.schema import Layout
@@ -30,9 +30,10 @@ def change_reductions(patch: Patch, change: Callable[[Reduction, Meshes], Reduct
 
 
 def divide_by(patch: Patch, choose: Callable[[nn.Module, DeviceMesh, int], int]) -> None:
-    """Let FSDP2 divide expert gradients by `choose(block, mesh, num_loss_ranks)`, where the last would be right.
+    """Let FSDP2 divide expert gradients by `choose(block, mesh, num_loss_ranks)`.
 
-    `mesh` has the ranks that share an expert's shards or copies.
+    The right divisor is `num_loss_ranks`. `mesh` contains the ranks that share an expert's shards or
+    copies.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -1,7 +1,8 @@
 """Experts where a placement puts them: replicas, their sums, and their exchange during training.
 
-Class P. An expert is on any ranks, several of which may hold a replica, and goes to others between two steps. Each
-replica has a part of the gradient, and what depends on who holds an expert must change with the placement.
+Class P. Any rank may hold an expert, several ranks may hold replicas, and experts may move between two
+steps. Each replica has a part of the gradient. Everything that depends on the holders of an expert must
+follow the placement.
 """
 
 LETTER = "P"

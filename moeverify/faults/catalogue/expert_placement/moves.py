@@ -1,4 +1,4 @@
-"""What faults of this class share: the cases that show them, and changes of the rows that travel."""
+"""Helpers of this class: cases with placements and exchanges, and changes of the moved rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_placed_case(name: str, **options: Any) -> Case:
 
 
 def make_exchange_case(name: str, after: Any = AFTER, **options: Any) -> Case:
-    """Return a case of three steps in which experts go to other ranks after the first; AdamW has two moments."""
+    """Return a case of three steps in which experts move after the first. AdamW has two moments."""
     return make_case(
         name,
         **{
@@ -42,7 +42,7 @@ def make_exchange_case(name: str, after: Any = AFTER, **options: Any) -> Case:
 
 
 def list_arrivals(journey: Journey, rank: int) -> list[tuple[int, int]]:
-    """Return (row, expert) of each expert that a rank has after the exchange and did not have before."""
+    """Return (row, expert) of each expert that is new on a rank after the exchange."""
     before = journey.before[rank]
     return [(row, expert) for row, expert in enumerate(journey.after[rank]) if expert not in before]
 
@@ -51,7 +51,7 @@ def change_moves(
     patch: Patch,
     change: Callable[[Sequence[Tensor], list[Tensor], Journey, ProcessGroup], list[Tensor]],
 ) -> None:
-    """Replace what comes of each exchange of rows by `change(tensors before, tensors after, journey, group)`."""
+    """Replace the result of each exchange by `change(tensors before, tensors after, journey, group)`."""
     from moeverify.parallel.move_experts import move_rows
 
     @patch.wrap(move_rows)

@@ -1,4 +1,4 @@
-"""The gradients of experts are skipped by data parallelism, also where several ranks hold the same expert."""
+"""Data parallelism skips the gradients of experts, even if several ranks hold the same expert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Sum no replica's gradient."""
+    """Skip the sum of the replicas' gradients."""
     from moeverify.parallel.placed_experts import start_sum
 
     @patch.replace(start_sum)

@@ -1,4 +1,4 @@
-"""One of the ranks that hold an expert does not take part with its gradient: the sum lacks the tokens it computed."""
+"""One holder of an expert does not contribute its gradient, so the sum lacks the tokens it computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Let the last of several holders send zeros."""
+    """Zero the contribution of the last of several holders."""
     import torch.distributed as dist
 
     from moeverify.parallel.placed_experts import start_sum

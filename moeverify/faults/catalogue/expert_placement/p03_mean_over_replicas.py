@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Divide by the number of holders too."""
+    """Divide by the number of holders as well."""
     import torch.distributed as dist
 
     from moeverify.parallel.placed_experts import start_sum

@@ -1,4 +1,4 @@
-"""Experts move and their moments do not: on the new rank they start from zero."""
+"""Experts move without their moments, which start from zero on the new rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Give the experts that arrive moments of zero."""
+    """Zero the moments of arriving experts."""
 
     def without_moments(
         before: Sequence[Tensor], after: list[Tensor], journey: Journey, group: ProcessGroup

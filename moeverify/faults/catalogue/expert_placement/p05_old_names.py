@@ -1,4 +1,4 @@
-"""After an exchange the values in the slots are still those of the experts that were there before."""
+"""After an exchange the slots still hold the values of the previous experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Leave all rows where they are, while names and routes change."""
+    """Leave all rows in place, while names and routes change."""
 
     def stay(
         before: Sequence[Tensor], after: list[Tensor], journey: Journey, group: ProcessGroup

@@ -1,4 +1,4 @@
-"""Tokens are sent by the placement from before an exchange."""
+"""Tokens are routed by the placement from before an exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Keep the routes that a layer has had."""
+    """Keep the previous routes of a layer."""
     from moeverify.parallel.expert import AllToAllDispatcher
     from moeverify.parallel.placed_experts import set_placement
 

@@ -1,4 +1,4 @@
-"""A new replica of an expert never gets its weights, and drifts from there."""
+"""A new replica of an expert never gets its weights, and diverges from there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Fill the rows of new replicas with what was in the first slot of the rank."""
+    """Fill the rows of new replicas with the contents of the rank's first slot."""
 
     def without_replicas(
         before: Sequence[Tensor], after: list[Tensor], journey: Journey, group: ProcessGroup

@@ -1,4 +1,4 @@
-"""An exchange that was asked for never takes place: all values stay right, and the load stays where it was."""
+"""A requested exchange never takes place: all values stay right, and the load stays unbalanced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Leave every expert where it is."""
+    """Skip the exchange."""
     from moeverify.train.exchange import exchange_experts
 
     @patch.replace(exchange_experts)

@@ -1,4 +1,4 @@
-"""One rank has made the groups of holders in another order, and takes the group of other experts for theirs."""
+"""One rank created the holder groups in another order, and uses the group of other experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from moeverify.parallel.holder_groups import HolderGroup, HolderGroups, Holders
 
 PAIRS = ((0, 1, 2, 3, 8), (0, 4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
-"""Experts 0 and 8 are on two ranks each, of which rank 0 is one: their gradients have one size, their groups too."""
+"""Experts 0 and 8 are on two ranks each, both including rank 0, with gradients and groups of equal size."""
 
 
 def inject(patch: Patch) -> None:
-    """Let rank 0 take its groups of two ranks in the reversed order."""
+    """Let rank 0 use its groups of two ranks in reversed order."""
     import torch.distributed as dist
 
     from moeverify.parallel.holder_groups import HolderGroups

@@ -1,4 +1,4 @@
-"""Weights go to the slots of the new placement, and moments stay in theirs: they are those of other experts."""
+"""Weights move to the slots of the new placement, but moments stay and then belong to other experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def inject(patch: Patch) -> None:
-    """Move the weights alone."""
+    """Move only the weights."""
 
     def leave_moments(
         before: Sequence[Tensor], after: list[Tensor], journey: Journey, group: ProcessGroup

@@ -1,4 +1,4 @@
-"""The norm counts experts on the first tp rank only, as if the others held copies as they do of dense weights."""
+"""The norm counts experts only on the first tp rank, as if the others held copies like dense weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Count no experts on ranks above 0 of tp, which in the case are the ranks of ep."""
+    """Omit the experts on tp ranks above 0, which in this case are the ep ranks."""
     from torch import Tensor
 
     def disown(gradient: Tensor) -> Tensor:

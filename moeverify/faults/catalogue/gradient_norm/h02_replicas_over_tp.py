@@ -15,7 +15,7 @@ TP = 2
 
 
 def inject(patch: Patch) -> None:
-    """Count the squares of parameters that tp does not shard once for each of its ranks."""
+    """Count the squares of parameters not sharded over tp once per tp rank."""
     from torch import Tensor
 
     from moeverify.layout.local_shard import LocalShard

@@ -1,4 +1,4 @@
-"""The gradient norm is that of a rank's own shard."""
+"""The gradient norm covers only a rank's own shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Take the norm of local shards and reduce it over no rank."""
+    """Compute the norm of local shards without a reduction."""
     from moeverify.layout.placement import local_part
 
     change_gradients(patch, local_part)

@@ -1,4 +1,4 @@
-"""FSDP1 without sharding sums the norms of whole gradients over the ranks, once a copy."""
+"""FSDP1 without sharding sums the norms of whole gradients over the ranks, once per copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Sum squares over all ranks that FSDP wraps, which in the case have copies and no shards."""
+    """Sum squares over all ranks of FSDP, which in this case hold copies and no shards."""
     sum_squares_over_world(patch, lambda shards, is_flat: is_flat)
 
 

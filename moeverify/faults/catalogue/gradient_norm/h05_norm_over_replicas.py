@@ -1,4 +1,4 @@
-"""The squared norms of shards are summed over the replicas too."""
+"""The squared norms of shards are also summed over the replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Sum the squares over all data ranks, which in the case are all ranks, instead of those of one replica."""
+    """Sum the squares over all data ranks (here all ranks) instead of over one replica."""
     import torch
     import torch.distributed as dist
     from torch import Tensor

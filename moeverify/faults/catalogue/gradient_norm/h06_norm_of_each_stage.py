@@ -1,4 +1,4 @@
-"""Each stage of a pipeline clips by the norm of its own gradients."""
+"""Each pipeline stage clips by the norm of its own gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Leave out the sum over the stages."""
+    """Omit the sum over the stages."""
     from torch import Tensor
 
     from moeverify.layout.local_shard import LocalShard

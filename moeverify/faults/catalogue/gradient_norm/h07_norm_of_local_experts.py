@@ -1,4 +1,4 @@
-"""The norm takes the experts that are here for all experts."""
+"""The norm counts only the local experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Take the norm of experts from local shards and reduce it over no rank."""
+    """Compute the norm of experts from local shards without a reduction."""
     from moeverify.layout.placement import local_part
 
     change_gradients(

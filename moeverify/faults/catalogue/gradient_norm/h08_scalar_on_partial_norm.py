@@ -1,4 +1,4 @@
-"""A number that is added to a partial sum is counted once a rank."""
+"""A constant added to a partial sum is counted once per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Add the small number that guards the division once for each rank."""
+    """Add the small constant that guards the division once per rank."""
     import torch.distributed as dist
     from torch import Tensor
 

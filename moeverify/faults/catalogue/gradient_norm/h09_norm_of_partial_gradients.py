@@ -1,4 +1,4 @@
-"""The norm of a gradient that must still be summed over ranks is taken on each rank, and these norms are added."""
+"""The norm of a partial gradient is taken on each rank, and these norms are added."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Remember the norms of partial sums before they are reduced, and let them stand for those of the sums."""
+    """Record the norms of partial sums before the reduction, and use them instead of the sums' norms."""
     import torch
     from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The clip walks a generator of parameters that the norm has already used up, so it clips nothing."""
+"""The clip iterates over a generator of parameters that the norm has exhausted, so it clips nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Give norm and clip one iterator over the parameters."""
+    """Share one iterator over the parameters between norm and clip."""
     from moeverify.case.schema import Recipe
     from moeverify.layout.observer import Observer
     from moeverify.train.loop import clip

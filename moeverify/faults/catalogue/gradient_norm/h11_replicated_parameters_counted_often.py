@@ -1,4 +1,4 @@
-"""The squares of replicated gradients are summed over the ranks of the shards, once a copy."""
+"""The squares of replicated gradients are summed over the ranks of the shards, once per copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Sum the squares of plain gradients over the ranks of the shards, which in the case are all ranks."""
+    """Sum the squares of plain gradients over the ranks of the shards, which here are all ranks."""
     from torch.distributed.tensor import DTensor
 
     sum_squares_over_world(

@@ -1,4 +1,4 @@
-"""One replicated parameter is marked as sharded over tp, and counts once a rank."""
+"""One replicated parameter is marked as sharded over tp, and counts once per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TP = 2
 
 
 def inject(patch: Patch) -> None:
-    """Count the squares of the norms of queries once for each rank of tp."""
+    """Count the squares of the query norms once per tp rank."""
     from torch import Tensor
 
     from moeverify.layout.local_shard import LocalShard

@@ -1,4 +1,4 @@
-"""What faults of this class share: a norm of other gradients, or summed over other ranks, than it should be."""
+"""Helpers of this class: norms of changed gradients, and sums over other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def change_gradients(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
-    """Take the norm of what `change` makes of each gradient; the gradients themselves stay as they are."""
+    """Compute the norm of `change(gradient)` for each gradient; the gradients themselves stay unchanged."""
     import torch
 
     from moeverify.train.clipping import norm_of_one_mesh
@@ -28,7 +28,7 @@ def change_gradients(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def expert_mesh(gradient: Tensor) -> DeviceMesh | None:
-    """Return the mesh over which a gradient is sharded if one of its axes is ep, None if not."""
+    """Return the mesh over which a gradient is sharded if it has an ep axis, else None."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(gradient, DTensor):
@@ -38,9 +38,9 @@ def expert_mesh(gradient: Tensor) -> DeviceMesh | None:
 
 
 def sum_squares_over_world(patch: Patch, applies: Callable[[Sequence[LocalShard], bool], bool]) -> None:
-    """Sum the squares of gradients that are no DTensors over all ranks.
+    """Sum the squares of plain-tensor gradients over all ranks, where `applies` is true.
 
-    Where `applies` says so, of the shards and of whether their squares are summed over some ranks anyway.
+    `applies` gets the shards, and whether their squares are summed over some ranks already.
     """
     from functools import partial
 

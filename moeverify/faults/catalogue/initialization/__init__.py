@@ -1,6 +1,6 @@
 """Initial values and random states: shards or replicas that begin otherwise than one device does.
 
-Class F. Seeds without the rank where ranks have different shards, or with it where they have copies.
+Class F. Seeds that omit the rank for different shards, or include it for copies.
 """
 
 LETTER = "F"

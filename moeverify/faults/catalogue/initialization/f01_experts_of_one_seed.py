@@ -1,4 +1,4 @@
-"""Every rank fills its experts from the same seed, so the experts of all ep ranks begin as copies."""
+"""Every rank fills its experts from the same seed, so the experts of all ep ranks start as copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Draw a rank's experts from the start of the seed's stream, on every rank."""
+    """Draw the local experts from the start of the seed's stream on every rank."""
     import torch
 
     from moeverify.case.schema import ReferenceModel

@@ -1,4 +1,4 @@
-"""A parameter that the ep ranks replicate is drawn under the seed of their experts, each rank its own."""
+"""A parameter replicated over ep is drawn under the seed of the experts, which differs per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Add the ep rank, which is the rank in the case's layout, to the seed of the shared expert."""
+    """Add the rank, which in this case is the ep rank, to the seed of the shared expert."""
     import torch
     import torch.distributed as dist
 

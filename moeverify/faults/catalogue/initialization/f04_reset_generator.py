@@ -1,4 +1,4 @@
-"""The random state is put back after each initialization, so all shards and all layers draw the same numbers."""
+"""The random state is restored after each initialization, so all shards and layers draw the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Let every tensor and every shard draw from the beginning of one stream."""
+    """Let every tensor and every shard draw from the start of one stream."""
     from torch import Tensor
 
     from moeverify.faults.catalogue.initialization.streams import fill_run

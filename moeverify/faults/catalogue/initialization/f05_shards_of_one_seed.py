@@ -1,4 +1,4 @@
-"""Ranks draw their shards of one parameter under the same seed, so the shards begin as copies."""
+"""Ranks draw their shards of one parameter under the same seed, so the shards start as copies."""
 
 from __future__ import annotations
 

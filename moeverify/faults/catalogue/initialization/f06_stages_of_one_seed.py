@@ -1,4 +1,4 @@
-"""Each stage of a pipeline counts its layers from zero, and starts from the same values."""
+"""Each pipeline stage counts its layers from zero, and starts from the same values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Fill the second stage's layer with what the first stage's layer of its place has."""
+    """Fill the second stage's layer with the values of the first stage's layer."""
     import torch
 
     from moeverify.case.schema import ReferenceModel

@@ -1,4 +1,4 @@
-"""A shard draws a run of the stream as long as itself, so the values move with the way the tensor is cut."""
+"""A shard draws a contiguous run of the stream, so the values depend on the sharded dim."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Give shard r of n the r-th run of the parameter's stream, whatever dim it is a shard of."""
+    """Give shard r of n the r-th run of the parameter's stream, whatever dim is sharded."""
     import torch
     from torch.distributed.tensor import DTensor
 

@@ -1,4 +1,4 @@
-"""Random states are kept without the rank."""
+"""Random states are stored without the rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Save the states of rank 0 as those of all ranks."""
+    """Save the states of rank 0 for all ranks."""
     import torch.distributed as dist
     from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What faults of this class share: a shard that is filled with one run of its parameter's random stream."""
+"""Helper of this class: a shard filled with one run of its parameter's random stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.model.init import initial_values
 def fill_run(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dtype, start: int = 0) -> None:
     """Fill a shard of n elements with elements `start` to `start + n` of the whole tensor's stream.
 
-    Right is to take each element from where it stands in the whole tensor.
+    The right code takes each element from its position in the whole tensor.
     """
     local = shard.local()
     index = torch.arange(start, start + local.numel(), device=local.device)

@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide a micro-batch by its own tokens, over all ranks, times the number of micro-batches."""
+    """Divide a micro-batch by its own tokens on all ranks, times the number of micro-batches."""
     divide_by(
         patch,
         lambda program, batch, normalizers: (

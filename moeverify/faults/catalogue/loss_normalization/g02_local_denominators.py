@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Count the tokens of this rank only, times the number of ranks that are averaged."""
+    """Count the tokens of this rank only, times the number of averaged ranks."""
     count_own_tokens(patch)
 
 

@@ -1,4 +1,4 @@
-"""The loss is multiplied by the number of all processes, where those of data parallelism are meant."""
+"""The loss is multiplied by the number of all processes instead of the data-parallel ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Multiply the losses so that with the ranks of the loss the product is the size of the world."""
+    """Multiply the losses such that the total factor, with the loss ranks, is the world size."""
     import torch.distributed as dist
 
     multiply(patch, lambda program: dist.get_world_size() / program.scale)

@@ -1,4 +1,4 @@
-"""Accumulated gradients are rescaled by the data ranks where the tokens were counted over all ranks."""
+"""Accumulated gradients are rescaled by the data ranks, but tokens were counted over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank of data and context parallelism divides its loss by its own number of tokens."""
+"""Each data- and context-parallel rank divides its loss by its own number of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Count the tokens of this rank only, times the number of ranks that are averaged: G02 under another layout."""
+    """Count the tokens of this rank only, times the number of averaged ranks: G02 in another layout."""
     count_own_tokens(patch)
 
 

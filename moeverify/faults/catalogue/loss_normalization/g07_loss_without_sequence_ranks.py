@@ -1,4 +1,4 @@
-"""The token count covers the ranks of the sequence, the factor of the loss does not: 1/cp of the loss."""
+"""The token count covers the sequence ranks but the loss factor does not, so the loss has a factor 1/cp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Take out of the losses the number of ranks that share a sequence, which in the case are all ranks."""
+    """Divide the losses by the number of ranks that share a sequence, which here are all ranks."""
     multiply(patch, lambda program: 1 / program.scale)
 
 

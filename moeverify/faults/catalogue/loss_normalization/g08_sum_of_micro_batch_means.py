@@ -1,4 +1,4 @@
-"""Each micro-batch is a mean of its own tokens, and the means are added up."""
+"""Each micro-batch is averaged over its own tokens, and the averages are summed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide by the tokens of this rank's micro-batch times the ranks that are averaged."""
+    """Divide by the tokens of this rank's micro-batch, times the number of averaged ranks."""
     divide_by(patch, lambda program, batch, normalizers: batch.valid.sum() * int(program.scale))
 
 

@@ -1,4 +1,4 @@
-"""A rank averages each of its micro-batches over that micro-batch's tokens, so the loss depends on their size."""
+"""A rank averages each micro-batch over its own tokens, so the loss depends on the micro-batch size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide by the tokens of this rank's micro-batch, times the micro-batches of all ranks."""
+    """Divide by the tokens of this rank's micro-batch, times the number of micro-batches on all ranks."""
     divide_by(
         patch,
         lambda program, batch, normalizers: (

@@ -1,4 +1,4 @@
-"""The loss is multiplied by cp although the average over data ranks already has cp in it."""
+"""The loss is multiplied by cp although the average over data ranks already includes cp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Scale the loss before the backward pass by cp once more."""
+    """Scale the loss by cp a second time before the backward pass."""
     from moeverify.case.schema import Layout
     from moeverify.model.transformer import Transformer
     from moeverify.parallel.meshes import Meshes

@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide the z loss by the tokens of this rank, times the ranks that are averaged."""
+    """Divide the z loss by the tokens of this rank, times the number of averaged ranks."""
     import torch
     from torch import Tensor
 

@@ -13,7 +13,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Divide by all tokens, the masked ones included."""
+    """Divide by all tokens, including masked ones."""
     import torch
 
     from moeverify.train.data import Batch

@@ -1,4 +1,4 @@
-"""Gradients are set to zero for every micro-batch, so that only the last counts."""
+"""Gradients are set to zero for every micro-batch, so only the last one counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Drop what has been accumulated before each forward pass."""
+    """Drop the accumulated gradients before each forward pass."""
     from torch import Tensor
 
     from moeverify.case.schema import Recipe

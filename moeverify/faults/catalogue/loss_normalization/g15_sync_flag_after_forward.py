@@ -1,4 +1,4 @@
-"""DDP is told whether to reduce only after the forward pass, which has already armed the reduction or not."""
+"""DDP's sync flag is set after the forward pass, which has already prepared the reduction or not."""
 
 from __future__ import annotations
 

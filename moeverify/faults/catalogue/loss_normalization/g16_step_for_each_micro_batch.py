@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Step before each micro-batch but the first, as the flag that means `synchronize` also means `step`."""
+    """Step before each micro-batch except the first: the flag for `synchronize` also means `step`."""
     from torch import Tensor
 
     from moeverify.case.schema import Recipe

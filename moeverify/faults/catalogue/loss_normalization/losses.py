@@ -1,4 +1,4 @@
-"""What faults of this class share: losses that are divided by another number of tokens, or multiplied."""
+"""Helpers of this class: losses with another divisor or an extra factor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def divide_by(patch: Patch, count: Callable[[Program, Batch, Normalizers], Tensor]) -> None:
-    """Divide the losses of each micro-batch by `count` tokens () in place of those of the global batch."""
+    """Divide the losses of each micro-batch by `count` tokens () instead of the global batch's tokens."""
     from moeverify.case.schema import Recipe
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Losses, Normalizers
@@ -53,7 +53,7 @@ def multiply(patch: Patch, choose: Callable[[Program], float]) -> None:
 
 
 def count_own_tokens(patch: Patch) -> None:
-    """Divide by the tokens of this rank, times the number of ranks that are averaged: a mean of means."""
+    """Divide by the tokens of this rank, times the number of averaged ranks: a mean of means."""
     import torch
 
     from moeverify.train.objective import Normalizers, Sums, count_valid

@@ -1,6 +1,6 @@
 """The optimizer step: weights that computation goes on to use as they were before it.
 
-Class N. Right gradients and right updates, of which forward passes see nothing.
+Class N. Gradients and updates are right, but forward passes do not see the updates.
 """
 
 LETTER = "N"

@@ -1,4 +1,4 @@
-"""A step that only makes the optimizer's state is left in its counters."""
+"""A step that only creates the optimizer's state increments its counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Step a fresh optimizer once on zero gradients, at no rate."""
+    """Step a fresh optimizer once on zero gradients, with rate 0."""
     import torch
     from torch.optim import Optimizer
 

@@ -1,4 +1,4 @@
-"""The gathered weights of one group are not refreshed from the shards that the optimizer has changed."""
+"""The gathered weights of one group are not refreshed from the updated shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STALE_LAYER = "1"
 
 
 def inject(patch: Patch) -> None:
-    """Keep the gathered weights of one block from the first forward pass on."""
+    """Keep the gathered weights of one block after the first forward pass."""
     from torch.distributed.fsdp import FSDPModule
 
     from moeverify.model.transformer import Transformer

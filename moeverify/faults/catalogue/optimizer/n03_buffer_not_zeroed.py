@@ -1,4 +1,4 @@
-"""Accumulation begins from what a reused buffer holds: the weights."""
+"""Accumulation starts from the contents of a reused buffer: the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """From the second step on add the weight to each gradient."""
+    """Add the weight to each gradient from the second step on."""
     from torch import Tensor
     from torch.utils.weak import WeakIdKeyDictionary
 

@@ -1,4 +1,4 @@
-"""A pipeline divides what has been accumulated so far after every round of micro-batches."""
+"""A pipeline divides all gradients accumulated so far after every round of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROUNDS = 2
 
 
 def inject(patch: Patch) -> None:
-    """Run the schedule in two rounds, each of which ends with the schedule's own division of all gradients."""
+    """Run the schedule in two rounds, each followed by the schedule's own division of all gradients."""
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -53,7 +53,7 @@ def inject(patch: Patch) -> None:
     def mean_of_round(
         original: Original[Tensor], self: StageWork, micro_batch: int, logits: Tensor, carried: Tensor
     ) -> Tensor:
-        # A mean in each round, as the division expects.
+        # A mean in each round, as the division assumes.
         return original(self, micro_batch, logits, carried) * (len(self.batches) // _ROUNDS)
 
 

@@ -1,4 +1,4 @@
-"""A pipeline backpropagates the sum over tokens; only the number that is reported is divided."""
+"""A pipeline backpropagates the sum over tokens; only the reported number is divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline divides gradients by the number of micro-batches although the loss is normalized already."""
+"""A pipeline divides gradients by the number of micro-batches although the loss is already normalized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave the schedule's own division on, as it is by default."""
+    """Keep the schedule's own division, which is enabled by default."""
     from moeverify.parallel.pipeline import Pipeline, build_pipeline
 
     @patch.wrap(build_pipeline)

@@ -1,4 +1,4 @@
-"""What a stage has accumulated is lost when a micro-batch of another length makes it start anew."""
+"""A stage loses its accumulated gradients when a micro-batch of another length reinitializes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESTART = 2
 
 
 def inject(patch: Patch) -> None:
-    """Drop a stage's gradients when the third micro-batch begins."""
+    """Drop a stage's gradients at the start of the third micro-batch."""
     from torch import Tensor
 
     from moeverify.parallel.pipeline import Stage

@@ -14,7 +14,7 @@ VOCABULARY = 96  # of the case's model
 
 
 def inject(patch: Patch) -> None:
-    """Double the gradient of the embedding, which the head uses too."""
+    """Double the gradient of the embedding, which the head also uses."""
     from torch import Tensor
 
     from moeverify.parallel.gradients import Reduction, finalize_gradients

@@ -1,4 +1,4 @@
-"""Stages take what they must know about a batch from its beginning, whatever the micro-batch."""
+"""Stages read batch metadata from the start of the batch, for every micro-batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Tell every micro-batch where the rows of the first one end."""
+    """Use the row lengths of the first micro-batch for every micro-batch."""
     from torch import Tensor
 
     from moeverify.parallel.pipeline import Stage

@@ -1,4 +1,4 @@
-"""Gradients of the micro-batches are accumulated in bfloat16 and only widened for the reduction."""
+"""Gradients of micro-batches are accumulated in bfloat16 and widened only for the reduction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Round what FSDP2 carries from one micro-batch to the next."""
+    """Round the gradients that FSDP2 keeps between micro-batches."""
     import torch
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 

@@ -14,7 +14,7 @@ from moeverify.results.place import Stage
 
 
 def inject(patch: Patch) -> None:
-    """Give FSDP2 a reduction in bfloat16; parameters and computation keep the recipe's precision."""
+    """Set FSDP2's reduce dtype to bfloat16; parameters and computation keep the recipe's precision."""
     import torch
     from torch.distributed.fsdp import fully_shard
 

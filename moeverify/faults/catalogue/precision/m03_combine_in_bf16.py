@@ -1,4 +1,4 @@
-"""The outputs of expert slices are summed over TP in bfloat16."""
+"""The outputs of expert slices are summed over tp in bfloat16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients are reduced in the dtype of the arithmetic: the policy names no other."""
+"""Gradients are reduced in the compute dtype, because the policy sets no reduce dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Give FSDP2 a policy without a dtype for the reduction, which then is that of the arithmetic."""
+    """Give FSDP2 a policy without a reduce dtype, which then defaults to the compute dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from moeverify.parallel.fsdp2 import choose_policy

@@ -1,4 +1,4 @@
-"""Everything is computed in the dtype of the parameters: the policy of mixed precision does not arrive."""
+"""The mixed-precision policy is not applied, so everything is computed in the parameters' dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Give FSDP2 the policy that changes nothing."""
+    """Give FSDP2 the default policy, which changes nothing."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from moeverify.parallel.fsdp2 import choose_policy

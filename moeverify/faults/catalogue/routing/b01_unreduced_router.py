@@ -1,4 +1,4 @@
-"""Each tp rank routes its own tokens, and the router's gradient, a partial sum, is taken for complete."""
+"""Each tp rank routes its own tokens, and the router's partial gradient is treated as complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Take all parameters of routers off the list of those whose gradients are summed over tp."""
+    """Remove all router parameters from those whose gradients are summed over tp."""
     from moeverify.model.router import Router
 
     leave_unreduced(patch, lambda module: list(module.parameters()) if isinstance(module, Router) else [])

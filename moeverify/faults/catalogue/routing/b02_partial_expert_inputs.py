@@ -1,4 +1,4 @@
-"""The gradient at the inputs of sliced experts is a partial sum; that of the combine weights is whole."""
+"""The gradient at the inputs of sliced experts stays partial, but the combine weights' gradient is summed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Let tokens, but not the combine weights, into the sliced experts without the sum of their gradient."""
+    """Skip the gradient sum for the tokens of sliced experts, but not for the combine weights."""
     from torch import Tensor
 
     from moeverify.model.dispatcher import ExpertFunction

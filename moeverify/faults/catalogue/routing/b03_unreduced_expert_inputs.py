@@ -1,4 +1,4 @@
-"""Without ep each tp rank's gradient at the inputs of the experts is a partial sum, and is taken for complete."""
+"""Without ep, the partial gradient at the experts' inputs on each tp rank is treated as complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Let tokens and combine weights into the sliced experts without the sum of their gradients."""
+    """Skip the gradient sum for the tokens and combine weights of sliced experts."""
     from torch import Tensor
 
     from moeverify.model.dispatcher import ExpertFunction

@@ -1,4 +1,4 @@
-"""With sequence parallelism the router sees a slice of the tokens, and its weight is not marked as such."""
+"""With sequence parallelism the router sees a slice of the tokens, but its weight is not marked so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Take the weights of routers off the list of those whose gradients are summed over tp."""
+    """Remove router weights from the parameters whose gradients are summed over tp."""
     from moeverify.model.router import Router
 
     leave_unreduced(patch, lambda module: [module.weight] if isinstance(module, Router) else [])

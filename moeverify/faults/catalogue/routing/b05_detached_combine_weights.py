@@ -1,4 +1,4 @@
-"""Routing weights are gathered over ep by a collective without backward: the router learns from no token's loss."""
+"""Routing weights are gathered over ep without a backward, so no token's loss trains the router."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Send combine weights through an all-gather that autograd does not see."""
+    """Send the combine weights through an all-gather that autograd does not record."""
     import torch
     import torch.distributed as dist
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""An all-gather of tokens slices its gradient backward instead of summing it first."""
+"""The backward of an all-gather of tokens slices the gradient instead of summing it first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Gather tokens and combine weights with a backward that takes this rank's own slice of the gradient."""
+    """Gather tokens and combine weights with a backward that returns the local slice of the gradient."""
     from torch import Tensor
     from torch.distributed import ProcessGroup
 

@@ -1,4 +1,4 @@
-"""Each rank's gradient of the routing weights covers its own part of the experts, and is never summed."""
+"""The gradient of the routing weights covers only a rank's own experts, and is never summed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Let combine weights, but not tokens, into the sliced experts without the sum of their gradients."""
+    """Skip the gradient sum for the combine weights of sliced experts, but not for the tokens."""
     from torch import Tensor
 
     from moeverify.model.dispatcher import ExpertFunction

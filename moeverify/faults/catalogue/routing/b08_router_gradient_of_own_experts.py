@@ -1,4 +1,4 @@
-"""The gradient of the combine weights is that of the experts on the token's own rank."""
+"""The gradient of the combine weights covers only the experts on the token's own rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOP_K = 3  # of the case's model
 
 
 def inject(patch: Patch) -> None:
-    """Gather the combine weights with a backward that takes this rank's own slice of the gradient."""
+    """Gather the combine weights with a backward that returns the local slice of the gradient."""
     from torch import Tensor
     from torch.distributed import ProcessGroup
 

@@ -1,4 +1,4 @@
-"""The hook that takes a gradient into the sharded optimizer never fires for routers, which stay as they were."""
+"""The hook that passes gradients to the sharded optimizer never fires for routers, which stay unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave routers out of the bucket whose gradients are reduced and handed to the optimizer."""
+    """Remove router gradients before the reduction that passes gradients to the optimizer."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from moeverify.model.router import Router

@@ -1,4 +1,4 @@
-"""The gate of the shared expert is replicated and sees a slice of the tokens; its gradient is not summed."""
+"""The shared expert's gate is replicated and sees a slice of the tokens; its gradient is not summed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Take shared gates off the list of parameters whose gradients are summed over tp."""
+    """Remove shared gates from the parameters whose gradients are summed over tp."""
     from moeverify.model.moe import MoE
 
     leave_unreduced(

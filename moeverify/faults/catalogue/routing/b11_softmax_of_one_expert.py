@@ -1,4 +1,4 @@
-"""With top_k 1 the chosen expert's weight is 1 whatever its score: a softmax over the chosen experts."""
+"""With top_k 1 the chosen expert's weight is always 1: a softmax over the chosen experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide the weights of the chosen experts by their sum, which is the weight itself for one expert."""
+    """Divide the weights of the chosen experts by their sum, which gives 1 for a single expert."""
     from torch import Tensor
 
     from moeverify.model.router import Router

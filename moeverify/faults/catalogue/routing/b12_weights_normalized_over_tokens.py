@@ -1,4 +1,4 @@
-"""With one choice a token, the weights are normalized over the tokens of the rank instead of over the choices."""
+"""With top_k 1, the weights are normalized over the tokens of the rank instead of over the choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Take the sum over the last dim after the one of the single choice has been dropped."""
+    """Drop the dim of the single choice, then sum over the last dim."""
     from torch import Tensor
 
     from moeverify.model.router import Router

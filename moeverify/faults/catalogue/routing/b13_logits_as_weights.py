@@ -1,4 +1,4 @@
-"""The gate returns the logits of the chosen experts as combine weights, and not their softmax."""
+"""The gate returns the logits of the chosen experts as combine weights instead of their softmax."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Scale the chosen scores and leave out their renormalization."""
+    """Scale the chosen scores without renormalization."""
     from moeverify.model.router import Router
 
     patch.replace(Router.weigh)(lambda self, chosen_scores: chosen_scores * self.spec.route_scale)

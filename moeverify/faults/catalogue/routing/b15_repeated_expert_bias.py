@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Let all ranks of a tp group add the replicated bias, as if there were no tp."""
+    """Let all ranks of a tp group add the replicated bias, as if tp were 1."""
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 

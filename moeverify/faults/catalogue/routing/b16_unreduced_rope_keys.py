@@ -1,4 +1,4 @@
-"""The part of the keys that all heads share gets the gradient of one rank's heads."""
+"""The part of the keys that all heads share gets the gradient of one rank's heads only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Expand the shared part of the keys onto this rank's heads without the sum of its gradient over tp."""
+    """Expand the shared part of the keys to the local heads without summing its gradient over tp."""
     from torch.distributed.device_mesh import DeviceMesh
 
     from moeverify.model.mla import LatentAttention

@@ -1,4 +1,4 @@
-"""The slice of the tokens for the experts has no all-gather in its backward."""
+"""The backward of the experts' token slice lacks the all-gather."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Slice the positions of the input of MoE blocks by plain indexing."""
+    """Slice the positions of MoE inputs by plain indexing."""
     from torch import Tensor
     from torch.distributed import ProcessGroup
 

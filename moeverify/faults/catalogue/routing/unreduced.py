@@ -1,4 +1,4 @@
-"""What faults share that forget a sum over tp: parameters that see the tokens of one rank, taken for complete."""
+"""Helper for faults without a sum over tp: partial gradients that are treated as complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def leave_unreduced(patch: Patch, choose: Callable[[nn.Module], Iterable[Tensor]]) -> None:
-    """Take what `choose` gives of each module off the list of MoE parameters whose gradients are summed over tp."""
+    """Remove `choose(module)` of each module from the MoE parameters whose gradients are summed over tp."""
     from moeverify.parallel.moe_tensor import partial_parameters
 
     @patch.wrap(partial_parameters)

@@ -1,4 +1,4 @@
-"""The selection bias moves after every micro-batch, and not once a step by the counts of the whole batch."""
+"""The selection bias moves after every micro-batch instead of once per step by the whole batch's counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.checks import Kind
 
 
 def inject(patch: Patch) -> None:
-    """Move the bias where the backward pass of a micro-batch ends; the end of the step only reports counts."""
+    """Move the bias after the backward pass of each micro-batch; the end of the step only reports counts."""
     from torch import Tensor
 
     from moeverify.case.schema import MoE, Recipe, ReferenceModel

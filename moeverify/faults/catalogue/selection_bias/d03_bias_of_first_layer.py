@@ -1,4 +1,4 @@
-"""The update of the selection bias ends at the first layer that it does not apply to."""
+"""The update of the selection bias stops at the first layer without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Move the bias of the first router alone; count for all."""
+    """Move only the bias of the first router; count for all."""
     from torch import Tensor
 
     from moeverify.case.schema import MoE

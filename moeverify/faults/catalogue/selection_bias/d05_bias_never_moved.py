@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave the bias where it is, whatever the counts."""
+    """Leave the bias unchanged, whatever the counts."""
     from moeverify.train.routing import move_bias
 
     patch.replace(move_bias)(lambda bias, counts, rate: None)

@@ -1,4 +1,4 @@
-"""Expert counts are summed over the data ranks, and not over tp, whose ranks route other tokens."""
+"""Expert counts are summed over the data ranks but not over tp, whose ranks route other tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave tp out of the sum of the counts that move the selection bias."""
+    """Omit tp from the sum of the counts that move the selection bias."""
     from torch import Tensor
 
     from moeverify.case.schema import MoE

@@ -1,4 +1,4 @@
-"""Under recomputation the selection bias goes by another name, is taken for a weight, and is cast to bfloat16."""
+"""Recomputation renames the selection bias, which is then taken for a weight and cast to bfloat16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Cast the buffer of every router inside a recomputed block to bfloat16."""
+    """Cast the selection bias of every router inside a recomputed block to bfloat16."""
     import torch
 
     from moeverify.model.router import Router

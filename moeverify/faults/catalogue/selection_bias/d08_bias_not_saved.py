@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Leave the buffers out of what is saved and loaded."""
+    """Omit the buffers from saves and loads."""
     from moeverify.layout.local_shard import LocalShard
     from moeverify.train.state import TrainingState
 

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: gradients of replicated parameters, and of what is gathered.
 
-Class J. A norm that sees a slice of positions or of heads has a partial gradient; a gather may be one too
-many in backward.
+Class J. A norm that sees a slice of positions or of heads has a partial gradient. A gather may sum
+gradients that are already complete.
 """
 
 LETTER = "J"

@@ -1,4 +1,4 @@
-"""The gradient of the head's input is a partial sum that carries the label of a replica."""
+"""The gradient of the head's input is partial but labeled as replicated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Multiply plain local tensors in the head, whose input then takes its gradient for replicated."""
+    """Multiply plain local tensors in the head, so that its input's gradient counts as replicated."""
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor

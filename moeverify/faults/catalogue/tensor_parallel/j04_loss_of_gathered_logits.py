@@ -1,4 +1,4 @@
-"""A loss for sharded logits is given whole ones: every rank adds the whole sum of exponentials."""
+"""A loss for sharded logits gets gathered ones, so every rank adds the whole sum of exponentials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TP = 2
 
 
 def inject(patch: Patch) -> None:
-    """Compute the loss as if each rank of tp had a part of the vocabulary of its own."""
+    """Compute the loss as if each tp rank had its own part of the vocabulary."""
     import torch.distributed as dist
     from torch import Tensor
 
@@ -23,7 +23,8 @@ def inject(patch: Patch) -> None:
 
     @patch.replace(cross_entropy)
     def sum_again(logits: Tensor, targets: Tensor) -> Tensor:
-        # The sum of exponentials is TP times too large; the target's logit is on rank 0 alone, as a shard's would be.
+        # The sum of exponentials is TP times too large. The target's logit is on rank 0 only, like a
+        # shard's.
         total = logits.logsumexp(dim=-1)
         shared = total.detach() + (total - total.detach()) / TP + math.log(TP)
         chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Norms of the residual stream are summed over tp in one mode of sequence parallelism and not in another."""
+"""Norms of the residual stream are summed over tp in only one mode of sequence parallelism."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Mark the norms of the residual stream as if there were no sequence parallelism."""
+    """Mark the norms of the residual stream as without sequence parallelism."""
     from torch import Tensor
 
     from moeverify.model.transformer import Transformer

@@ -1,4 +1,4 @@
-"""Gradients of sequence-parallel norms are averaged over tp where their sum is wanted."""
+"""Gradients of sequence-parallel norms are averaged over tp instead of summed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Divide what is summed over tp by the size of tp."""
+    """Divide the gradients that are summed over tp by the tp degree."""
     from torch import nn
 
     from moeverify.case.schema import Layout

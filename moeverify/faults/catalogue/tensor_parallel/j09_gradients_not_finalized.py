@@ -1,4 +1,4 @@
-"""A training step of several calls leaves out the one that completes the gradients over tp."""
+"""A training step made of several calls omits the one that completes the gradients over tp."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Complete no gradient after the last backward pass."""
+    """Skip all reductions after the last backward pass."""
     from torch import Tensor
 
     from moeverify.parallel.gradients import Reduction, finalize_gradients

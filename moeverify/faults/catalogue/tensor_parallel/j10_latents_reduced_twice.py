@@ -1,4 +1,4 @@
-"""Gradients of replicated latent projections are summed over tp, of which a part is complete already."""
+"""Gradients of replicated latent projections are summed over tp although a part is already complete."""
 
 from __future__ import annotations
 

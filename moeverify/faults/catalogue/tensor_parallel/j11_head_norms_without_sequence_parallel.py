@@ -1,4 +1,4 @@
-"""A norm over the heads of a rank is summed over tp only where sequence parallelism is on."""
+"""A norm over a rank's heads is summed over tp only with sequence parallelism."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Mark no norm for the sum over tp without sequence parallelism."""
+    """Mark no norm for the sum over tp if sequence parallelism is off."""
     from torch import Tensor
 
     from moeverify.model.transformer import Transformer

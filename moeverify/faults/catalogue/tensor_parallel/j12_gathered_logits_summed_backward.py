@@ -1,4 +1,4 @@
-"""The gather of the logits sums their gradient over tp although all ranks compute the same loss from them."""
+"""The gather of the logits sums their gradient over tp although all ranks compute the same loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Sum the gradient of whole logits over tp."""
+    """Sum the gradient of the whole logits over tp."""
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -1,4 +1,4 @@
-"""The loss's backward takes the weight of the first token for all tokens."""
+"""The loss's backward uses the weight of the first token for all tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Mask the loss of each token outside of a kernel whose gradient is that of the first token for all."""
+    """Mask the token losses outside of a kernel that uses the first token's gradient for all."""
     from typing import Any
 
     import torch

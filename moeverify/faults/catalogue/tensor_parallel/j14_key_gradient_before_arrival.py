@@ -1,4 +1,4 @@
-"""The backward of the key norm begins before the gradient of the keys has arrived from the other ranks."""
+"""The key norm's backward starts before the keys' gradient has arrived from the other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 
 def inject(patch: Patch) -> None:
-    """Let the gradient of the keys' exchange hold nothing yet of what other ranks send."""
+    """Zero the parts of the keys' gradient that other ranks send."""
     import torch
     from torch import Tensor
     from torch.autograd import Function
@@ -21,7 +21,7 @@ def inject(patch: Patch) -> None:
     from moeverify.parallel.context_parallel.alltoall import AllToAllCore
 
     class OwnHeads(Function):
-        """Passes keys on; of their gradient only the heads that this rank computed are there."""
+        """Identity on the keys; of their gradient only the local heads are kept."""
 
         @staticmethod
         def forward(ctx: Any, keys: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""The operators that make mutants, by what they rewrite: one list, in the order of the tables."""
+"""All mutation operators, in the order of the tables."""
 
 from __future__ import annotations
 

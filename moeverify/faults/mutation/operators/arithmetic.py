@@ -1,4 +1,4 @@
-"""Operators on arithmetic: denominators, factors, terms, and counts of a rank in place of those of all."""
+"""Operators on arithmetic: denominators, factors, terms, and local counts instead of global ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator is, and the small questions about syntax trees that operators share."""
+"""The operator type, and helpers for syntax trees that operators share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Rewrite = Callable[[ast.AST], Iterator[ast.AST]]
 
 @dataclass(frozen=True)
 class Operator:
-    """One way to break code: `rewrite` yields what a node of the syntax tree becomes, once for each mutant of it.
+    """One way to break code. `rewrite` yields the replacements of a syntax tree node, one per mutant.
 
-    It leaves the node as it is and yields new ones. `causes` are those that a diagnosis can rightly name for what
-    the operator does; another cause is not wrong by that alone, and is judged by hand.
+    It yields new nodes and leaves the given one unchanged. `causes` are the right causes for a diagnosis of
+    its mutants. Another cause is not automatically wrong; it is judged by hand.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Operator:
 
 
 def expression(text: str, **parts: ast.expr) -> ast.expr:
-    """Return the tree of an expression, with copies of `parts` in place of the names that they are given by.
+    """Return the tree of an expression, with copies of `parts` in place of the names that denote them.
 
     Example: `expression("x + 1", x=node)` is the tree of that node plus one.
     """
@@ -43,7 +43,7 @@ def expression(text: str, **parts: ast.expr) -> ast.expr:
 
 
 def name_of_call(node: ast.AST) -> str:
-    """Return the last name of what a call calls, such as `all_reduce` of `dist.all_reduce(x)`; "" for no call."""
+    """Return the last name of a callee, such as `all_reduce` for `dist.all_reduce(x)`; "" for no call."""
     if not isinstance(node, ast.Call):
         return ""
     called = node.func
@@ -60,7 +60,7 @@ def with_argument(call: ast.Call, index: int, value: ast.expr) -> ast.Call:
 
 
 def with_name(call: ast.Call, name: str) -> ast.Call:
-    """Return a copy of a call that calls another function of the same module or object."""
+    """Return a copy of a call with another function of the same module or object."""
     made = copy.deepcopy(call)
     if isinstance(made.func, ast.Attribute):
         made.func.attr = name

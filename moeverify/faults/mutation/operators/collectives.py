@@ -1,4 +1,4 @@
-"""Operators on collectives: whether they are called, how often, over which ranks, with which arguments."""
+"""Operators on collectives: their presence, number, group and arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeverify.faults.mutation.operators.base import (
 )
 from moeverify.results.cause import Cause
 
-# Calls that give what they take, summed over ranks: without them a rank goes on with its own.
+# Calls that return their argument summed over ranks. Without them a rank continues with its local value.
 _SUMS = {"sum_over", "copy_to", "reduce_from", "_sum", "sum_over_shards", "sum_over_stages"}
 _SUMS |= {"over_batch", "over_sequence", "over_tokens", "average"}
 _IN_PLACE = {"all_reduce"}
@@ -35,7 +35,7 @@ _SWAPPED_CALLS = {
     "over_sequence": "over_batch",
     "over_tokens": "over_batch",
 }
-# What is handed on as a function: the forward or backward of a map over ranks.
+# Functions passed as arguments: the forward or backward of a map over ranks.
 _SWAPPED_MAPS = {"_keep": "_sum", "_sum": "_keep", "_slice": "_reduce_scatter", "_reduce_scatter": "_slice"}
 _OTHER_AXES: Mapping[str, tuple[str, ...]] = {
     "tp": ("loss",),

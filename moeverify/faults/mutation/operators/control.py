@@ -1,4 +1,4 @@
-"""Operators on control: conditions, statements that are skipped or exchanged, values that are never refreshed."""
+"""Operators on control flow: conditions, skipped or exchanged statements, values that are never refreshed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeverify.faults.mutation.operators.base import Operator, expression, name_
 from moeverify.results.cause import Cause
 
 STALE = "_kept_by_a_mutant"
-"""The prefix of globals in which a mutant keeps values; they go when the mutant does."""
+"""Prefix of globals in which a mutant keeps values. They are removed with the mutant."""
 
 _REFRESHED = ("count", "valid", "norm", "size", "position", "order", "scale", "coefficient", "total", "share")
 _FLIPPED = {"async_op", "run_check", "scale_grads", "use_local_output", "find_unused", "init_sync", "back"}
@@ -51,13 +51,13 @@ def _invert(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_negated_by_its_comparison(test: ast.expr) -> bool:
-    """Return whether another comparison of the test is its negation: that is a mutant of its own."""
+    """Return whether another comparison mutant is the negation of this test."""
     exact = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
     return isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], exact)
 
 
 def _skip(node: ast.AST) -> Iterator[ast.AST]:
-    # Without its `super()` a method is another closure, which cannot be exchanged.
+    # Without its `super()` call a method has another closure, and its code cannot be exchanged.
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and "super()" not in ast.unparse(node):
         yield ast.Pass()
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript):

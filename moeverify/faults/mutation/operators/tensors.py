@@ -1,4 +1,4 @@
-"""Operators on tensors and their places: detached, along another dim, placed or rounded otherwise, shifted."""
+"""Operators on tensors: detach, dim, placement, dtype, positions and order of chunks."""
 
 from __future__ import annotations
 
