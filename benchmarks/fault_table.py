@@ -1,9 +1,10 @@
 """Merge the tables of `moeverify faults run` in several precisions into one, with a column per precision.
 
     for p in float64 float32 mixed bfloat16; do moeverify faults run --precision $p --markdown $p.md; done
-    python benchmarks/fault_table.py float64.md float32.md mixed.md bfloat16.md   # replaces the table of docs/results/faults.md
+    python benchmarks/fault_table.py float64.md float32.md mixed.md bfloat16.md
 
-The file's stem is the name of the column. The description and the columns of losses are those of the first file.
+The result replaces the table of docs/results/faults.md. The file's stem is the name of the column. The description and
+the columns of losses are those of the first file.
 """
 
 from __future__ import annotations
