@@ -3,8 +3,8 @@
     for p in float64 float32 mixed bfloat16; do moeverify faults run --precision $p --markdown $p.md; done
     python benchmarks/fault_table.py float64.md float32.md mixed.md bfloat16.md
 
-The result replaces the table of docs/results/faults.md. The file's stem is the name of the column. The description and
-the columns of losses are those of the first file.
+The result replaces the table of docs/results/faults.md. The stem of a file is the name of its column. The description
+and the columns of losses are those of the first file.
 """
 
 from __future__ import annotations
@@ -27,26 +27,23 @@ def read_rows(path: Path) -> dict[str, dict[str, str]]:
 
 
 def grade(row: dict[str, str] | None) -> str:
-    """Return the best verdict of a fault: `cause`, `place`, `found`, `missed`, or `-` where it was not run."""
+    """Return C if the cause of a fault was named, L if it was located, D if it was detected, and `-` if not run."""
     if row is None:
         return "-"
-    words = ("missed", "found", "place", "cause")
-    reached = 0
-    for number, name in enumerate(VERDICTS, 1):
-        if row[name] == "yes":
-            reached = number
-    return words[reached]
+    reached = [letter for letter, name in zip("DLC", VERDICTS, strict=True) if row[name] == "yes"]
+    return reached[-1] if reached else "missed"
 
 
 def merge(paths: list[Path]) -> list[str]:
     """Return the lines of the merged table."""
     tables = {path.stem: read_rows(path) for path in paths}
     first = next(iter(tables.values()))
-    lines = [f"| | Bug | {' | '.join(tables)} | loss | norm |", "|---" * (len(tables) + 4) + "|"]
+    lines = [f"| | Bug | {' | '.join(tables)} | Shown by |", "|---" * (len(tables) + 3) + "|"]
     for name, row in first.items():
         grades = [grade(table.get(name)) for table in tables.values()]
-        seen = ["sees" if row[key] == "sees it" else "" for key in list(row)[6:8]]
-        lines.append(f"| {' | '.join([name, row['bug'], *grades, *seen])} |")
+        loss, norm = (row[key] == "sees it" for key in list(row)[6:8])
+        shown = "loss" if loss else "norm" if norm else ""
+        lines.append(f"| {' | '.join([name, row['bug'], *grades, shown])} |")
     return lines
 
 

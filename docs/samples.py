@@ -11,6 +11,7 @@ times and places in memory differ from machine to machine, so tests compare outp
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import os
 import re
@@ -30,6 +31,8 @@ BLOCK = re.compile(r"^<!-- sample: ([\w-]+) -->\n(.*?)^<!-- end of sample -->$",
 PYTHON = [sys.executable]
 WIDTH = 128  # of a line in a block: a table of cases is not cut
 MOST_WORDS = 12
+MANY = 3  # commands that share an option which is described once
+COLUMNS = ["Argument or option", "Meaning"]
 
 Pattern = str | EllipsisType
 
@@ -213,24 +216,42 @@ def table(rows: list[list[str]], headers: list[str]) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments and options, as `--help` has them."""
+    """Every command with its arguments and options, as `--help` has them; what several share is described once."""
     import typer
 
     from moeverify.cli import build_app
 
-    parts = []
-    for name, command in _list_commands(typer.main.get_command(build_app()), "moeverify"):
-        rows = [_describe(parameter) for parameter in command.params if parameter.name != "help"]
+    listed = list(_list_commands(typer.main.get_command(build_app()), "moeverify"))
+    rows = {name: _describe_all(command) for name, command in listed}
+    count = collections.Counter(tuple(row) for own in rows.values() for row in own)
+    shared = {row for row, times in count.items() if times >= MANY and times == _most(count, row[0])}
+    parts = [
+        "### Shared arguments and options",
+        table([list(row) for row in count if row in shared], COLUMNS),
+    ]
+    for name, command in listed:
         usage = " ".join(
             f"{parameter.metavar}..." if parameter.nargs == -1 else str(parameter.metavar)
             for parameter in command.params
             if not parameter.opts[0].startswith("-")
         )
-        text = " ".join(command.help.split())
-        parts.append(f"### `{f'{name} {usage}'.strip()}`\n\n{text}")
-        if rows:
-            parts.append(table(rows, ["Argument or option", "Meaning"]))
+        parts.append(f"### `{f'{name} {usage}'.strip()}`\n\n{' '.join(command.help.split())}")
+        own = [row for row in rows[name] if tuple(row) not in shared]
+        if own:
+            parts.append(table(own, COLUMNS))
+        others = [f"`{re.split('[` ]', row[0])[1]}`" for row in rows[name] if tuple(row) in shared]
+        if others:
+            parts.append(f"Shared: {', '.join(others)}.")
     return "\n\n".join(parts)
+
+
+def _most(count: collections.Counter[tuple[str, ...]], spelled: str) -> int:
+    """Return how many commands have the most common meaning of an option."""
+    return max(times for row, times in count.items() if row[0] == spelled)
+
+
+def _describe_all(command: Any) -> list[list[str]]:
+    return [_describe(parameter) for parameter in command.params if parameter.name != "help"]
 
 
 def _list_commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -299,7 +320,7 @@ def _list_keys(model: Any, indent: str, lines: list[str], listed: set[Any]) -> N
         again = f"    {inner[0].__name__}, as above" if len(inner) == 1 and inner[0] in listed else ""
         lines.append(f"{indent}{field.serialization_alias or name}{many}{kinds}{again}")
         if len(inner) == 1 and not again:
-            _list_keys(inner[0], f"{indent}    ", lines, listed)
+            _list_keys(inner[0], f"{indent}  ", lines, listed)
 
 
 def _find_models(annotation: Any) -> list[Any]:

@@ -63,7 +63,7 @@ class Shot(NamedTuple):
 
 
 SHOTS = (
-    Shot("report-page", "mismatch", (), "light", 1180, 850),
+    Shot("report-page", "mismatch", (), "light", 1180, 565),
     Shot("report-hang", "hang", ("last-collectives",), "dark", 1000, 440),
 )
 
