@@ -15,6 +15,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "faults.md"
 BLOCK = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.DOTALL)
+COMMIT = re.compile(r" \([0-9a-f]{7,40}\)")
 VERDICTS = ("detected", "located", "cause named")
 
 
@@ -42,8 +43,9 @@ def merge(paths: list[Path]) -> list[str]:
     for name, row in first.items():
         grades = [grade(table.get(name)) for table in tables.values()]
         loss, norm = (row[key] == "sees it" for key in list(row)[6:8])
+        bug = COMMIT.sub("", row["bug"])  # `moeverify faults show` has it
         shown = "loss" if loss else "norm" if norm else ""
-        lines.append(f"| {' | '.join([name, row['bug'], *grades, shown])} |")
+        lines.append(f"| {' | '.join([name, bug, *grades, shown])} |")
     return lines
 
 

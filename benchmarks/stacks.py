@@ -75,6 +75,7 @@ RELEASE_MODES = {
 }
 # Families that keep some parameters in float32, which FSDP2 takes beside others of float32 only.
 FLOAT32_UNDER_FSDP = ("ernie4_5_moe", "hunyuan_v1_moe")
+SHORT = 40  # characters of a cell; a longer one is a note below its table
 # What is verified in bfloat16 too, each mode as it is above but for the precision.
 NARROW = "bfloat16"
 NARROW_MODES = (
@@ -276,15 +277,14 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         "",
         "## Ready-made adapters",
         "",
-        "| Case | Release | Lines of case file | Tensors | Seconds | Verdict |",
-        "|---|---|---|---|---|---|",
+        "| Case | Release | Tensors | Verdict |",
+        "|---|---|---|---|",
     ]
     for case in examples:
-        num_lines = len(Path(ROOT / case["file"]).read_text().splitlines())
         verdict = describe(case, None) + describe_declared(Path(ROOT / case["file"]))
         framework = FRAMEWORKS[Path(case["file"]).parent.name]
         release = f"{framework} {case['versions'][framework]}"
-        cells = (case["name"], release, num_lines, count_tensors(case), f"{case['seconds']:.1f}", verdict)
+        cells = (case["name"], release, count_tensors(case), verdict)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "## Families of transformers", ""]
     lines += describe_sweep(sweep, modes, KNOWN)
@@ -295,7 +295,7 @@ def make_page(command, examples, sweep, modes, releases, narrow):
 
 
 def describe_sweep(sweep, modes, known):
-    """Return the table of families and modes, and the sums below it. Families with the same cells share a row."""
+    """Return the table of families and modes, its notes and its sums. Families with the same cells share a row."""
     lines = [f"| families | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|"]
     by_name = {case["name"]: case for case in sweep}
     explained = 0
@@ -308,7 +308,13 @@ def describe_sweep(sweep, modes, known):
             cells.append("" if case is None else describe(case, reason))
             explained += case is not None and case["verdict"] != "pass" and cells[-1] == str(reason)
         rows.setdefault(tuple(cells), []).append(family)
-    lines += [f"| {', '.join(families)} | {' | '.join(cells)} |" for cells, families in rows.items()]
+    notes = {}
+    for cells, families in rows.items():
+        short = [
+            cell if len(cell) < SHORT else f"note {notes.setdefault(cell, len(notes) + 1)}" for cell in cells
+        ]
+        lines.append(f"| {', '.join(families)} | {' | '.join(short)} |")
+    lines += ["", *(f"{number}. {cell}" for cell, number in notes.items())]
     passed = sum(case["verdict"] == "pass" for case in sweep)
     rest = f"{explained} have a known bug of others, {len(sweep) - passed - explained} are not explained"
     total = sum(map(count_tensors, sweep))

@@ -1,6 +1,6 @@
 """Make the screenshots of the docs anew: real runs, opened in a real browser without a window.
 
-    python docs/screenshots.py      # needs Chromium or Chrome, and two minutes on two cores
+    python benchmarks/screenshots.py      # needs Chromium or Chrome, and two minutes on two cores
 
 The page of a failure is shown on a light screen, the picture of a hang on a dark one.
 """
@@ -63,7 +63,7 @@ class Shot(NamedTuple):
 
 
 SHOTS = (
-    Shot("report-page", "mismatch", (), "light", 1180, 565),
+    Shot("report-page", "mismatch", (), "light", 1180, 480),
     Shot("report-hang", "hang", ("last-collectives",), "dark", 1000, 440),
 )
 
@@ -72,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         pages = {name: make_page(words, Path(scratch) / f"{name}.html") for name, words in RUNS.items()}
         for shot in SHOTS:
-            path = IMAGES / f"{shot.name}.png"
+            path = IMAGES / f"{shot.name}.webp"
             take(pages[shot.run], path, shot)
             sys.stdout.write(f"{path}: {path.stat().st_size} bytes\n")
 
@@ -90,7 +90,7 @@ def make_page(words: tuple[str, ...], page: Path) -> Path:
 
 
 def take(page: Path, path: Path, shot: Shot) -> None:
-    """Write what a browser shows of a page as PNG in few colours."""
+    """Write what a browser shows of a page as PNG or lossless WebP in few colours."""
     browser = find_browser()
     if browser is None:
         raise SystemExit(f"needs a browser: one of {', '.join(BROWSERS)}")
@@ -111,7 +111,7 @@ def take(page: Path, path: Path, shot: Shot) -> None:
         subprocess.run(command, capture_output=True, check=True, timeout=240)
         with Image.open(raw) as image:
             colors = image.convert("RGB").quantize(NUM_COLORS, dither=Image.Dither.NONE)
-            colors.save(path, optimize=True)
+            colors.save(path, optimize=True, lossless=True, quality=100, method=6)
 
 
 def find_browser() -> str | None:

@@ -1,8 +1,8 @@
 """Make what README and docs show of this version: outputs of commands, and tables of options and keys.
 
-    python docs/samples.py                  # all of them; needs megablocks, and ten minutes on two cores
-    python docs/samples.py commands json    # some of them
-    python docs/samples.py --check          # write nothing, and exit with 1 where one is another by now
+    python benchmarks/samples.py                  # all of them; needs megablocks, and ten minutes on two cores
+    python benchmarks/samples.py commands json    # some of them
+    python benchmarks/samples.py --check          # write nothing, and exit with 1 where one is another by now
 
 A page shows a sample between `<!-- sample: NAME -->` and `<!-- end of sample -->`; here is what makes it. Numbers,
 times and places in memory differ from machine to machine, so tests compare outputs by their `outline`.
@@ -32,7 +32,7 @@ PYTHON = [sys.executable]
 WIDTH = 128  # of a line in a block: a table of cases is not cut
 MOST_WORDS = 12
 MANY = 3  # commands that share an option which is described once
-COLUMNS = ["Argument or option", "Meaning"]
+COLUMNS = ["Option", "Meaning"]
 
 Pattern = str | EllipsisType
 
@@ -211,8 +211,8 @@ def own_fault_misspelled() -> str:
 def table(rows: list[list[str]], headers: list[str]) -> str:
     """Return a Markdown table; what stands in a cell is escaped."""
     escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    lines = [headers, ["---"] * len(headers), *escaped]  # not padded: a padded page is twice as large
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    lines = [f"| {' | '.join(cells)} |" for cells in (headers, *escaped)]  # a padded page is twice as large
+    return "\n".join([lines[0], "|---" * len(headers) + "|", *lines[1:]])
 
 
 def commands() -> str:
@@ -226,7 +226,7 @@ def commands() -> str:
     count = collections.Counter(tuple(row) for own in rows.values() for row in own)
     shared = {row for row, times in count.items() if times >= MANY and times == _most(count, row[0])}
     parts = [
-        "### Shared arguments and options",
+        "### Shared options",
         table([list(row) for row in count if row in shared], COLUMNS),
     ]
     for name, command in listed:
@@ -320,7 +320,7 @@ def _list_keys(model: Any, indent: str, lines: list[str], listed: set[Any]) -> N
         again = f"    {inner[0].__name__}, as above" if len(inner) == 1 and inner[0] in listed else ""
         lines.append(f"{indent}{field.serialization_alias or name}{many}{kinds}{again}")
         if len(inner) == 1 and not again:
-            _list_keys(inner[0], f"{indent}  ", lines, listed)
+            _list_keys(inner[0], f"{indent} ", lines, listed)
 
 
 def _find_models(annotation: Any) -> list[Any]:
