@@ -15,7 +15,9 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "faults.md"
 BLOCK = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.DOTALL)
+# `moeverify faults show` has the commits and owners of a source.
 COMMIT = re.compile(r" \([0-9a-f]{7,40}\)")
+OWNER = re.compile(r"(?<=[(;,])( ?)[A-Za-z][\w.-]+/(?=[\w.-]+ )")
 VERDICTS = ("detected", "located", "cause named")
 
 
@@ -43,7 +45,7 @@ def merge(paths: list[Path]) -> list[str]:
     for name, row in first.items():
         grades = [grade(table.get(name)) for table in tables.values()]
         loss, norm = (row[key] == "sees it" for key in list(row)[6:8])
-        bug = COMMIT.sub("", row["bug"])  # `moeverify faults show` has it
+        bug = OWNER.sub(r"\1", COMMIT.sub("", row["bug"]))
         shown = "loss" if loss else "norm" if norm else ""
         lines.append(f"| {' | '.join([name, bug, *grades, shown])} |")
     return lines
