@@ -45,7 +45,7 @@ hooks: $(VENV)/installed-lint ## Check style, spelling, types and sizes of files
 	$(BIN)/pre-commit install
 
 samples: $(VENV)/installed try-megablocks ## Make the outputs and tables that README and docs show anew
-	$(BIN)/python docs/samples.py
+	$(BIN)/python benchmarks/samples.py
 
 stacks: $(VENV)/installed-test ## Verify stacks of others, and make docs/results/stacks.md anew: about 15 minutes
 	$(BIN)/python benchmarks/stacks.py

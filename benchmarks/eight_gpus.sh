@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # What needs eight GPUs, most wanted first. Each part has a limit of its own, so that a cut loses only the rest.
 #
-#     bash benchmarks/eight_gpus.sh [FOLDER]        # logs and JSON; by default docs/results/gpu
+#     bash benchmarks/eight_gpus.sh [FOLDER]        # logs and JSON; by default build/gpu
 #     REHEARSE=1 bash benchmarks/eight_gpus.sh DIR  # on a CPU: few cases, tiny sizes, the same commands
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out="$(realpath -m "${1:-docs/results/gpu}")"
+out="$(realpath -m "${1:-build/gpu}")"
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD" PYTHONUNBUFFERED=1
 python="${PYTHON:-python3}"

@@ -75,6 +75,7 @@ RELEASE_MODES = {
 }
 # Families that keep some parameters in float32, which FSDP2 takes beside others of float32 only.
 FLOAT32_UNDER_FSDP = ("ernie4_5_moe", "hunyuan_v1_moe")
+SHORT = 40  # characters of a cell; a longer one is a note below its table
 # What is verified in bfloat16 too, each mode as it is above but for the precision.
 NARROW = "bfloat16"
 NARROW_MODES = (
@@ -264,50 +265,56 @@ def make_page(command, examples, sweep, modes, releases, narrow):
     """Return the page as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in collect_versions(examples).items())
     lines = [
-        "# Other people's stacks",
+        "# Frameworks",
         "",
-        "Their own parallel code on tiny models, verified from case files alone: no case of this page has a line",
-        "of code; those of torchtitan and of DeepSpeed's experts name the tiny models beside them. AdamW with a clip",
-        "that binds, on CPUs (gloo), two steps in the examples, one in the sweep. `accumulation` is 2 micro-batches;",
-        "experts are `eager` where a mode names no other implementation. Everything is in float64 but DeepSpeed and",
-        "Megatron, which have float32, and modes with `grouped_mm` or with FSDP and expert parallelism.",
+        "The parallel code of other frameworks on tiny models, verified from case files without any code. CPUs,",
+        "gloo, AdamW with a clip that binds, two steps in the examples and one in the sweep. `accumulation` is 2",
+        "micro-batches. Experts are `eager` unless a mode names another implementation. The precision is float64,",
+        "except for DeepSpeed, Megatron, `grouped_mm`, and FSDP with expert parallelism, which use float32.",
         "`make stacks` makes this page.",
         "",
         f"`{command}`, {datetime.datetime.now(datetime.UTC).date()}, python {platform.python_version()}, {versions}",
         "",
         "## Ready-made adapters",
         "",
-        "| case | release | lines of case file | tensors | seconds | verdict |",
-        "|---|---|---|---|---|---|",
+        "| Case | Release | Tensors | Verdict |",
+        "|---|---|---|---|",
     ]
     for case in examples:
-        num_lines = len(Path(ROOT / case["file"]).read_text().splitlines())
         verdict = describe(case, None) + describe_declared(Path(ROOT / case["file"]))
         framework = FRAMEWORKS[Path(case["file"]).parent.name]
         release = f"{framework} {case['versions'][framework]}"
-        cells = (case["name"], release, num_lines, count_tensors(case), f"{case['seconds']:.1f}", verdict)
+        cells = (case["name"], release, count_tensors(case), verdict)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "## Families of transformers", ""]
-    lines += describe_sweep(sweep, modes, KNOWN, describe)
+    lines += describe_sweep(sweep, modes, KNOWN)
     if narrow:
         lines += describe_narrow(narrow)
     lines += describe_releases(releases)
     return "\n".join(lines) + "\n"
 
 
-def describe_sweep(sweep, modes, known, tell):
-    """Return the table of families and modes, each cell as `tell` has it, and the sums below it."""
-    lines = [f"| family | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|"]
+def describe_sweep(sweep, modes, known):
+    """Return the table of families and modes, its notes and its sums. Families with the same cells share a row."""
+    lines = [f"| families | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|"]
     by_name = {case["name"]: case for case in sweep}
     explained = 0
+    rows = {}
     for family in dict.fromkeys(case["name"].partition("--")[0] for case in sweep):
         cells = []
         for mode in modes:
             case = by_name.get(f"{family}--{mode}")
             reason = known.get((family, mode))
-            cells.append("" if case is None else tell(case, reason))
+            cells.append("" if case is None else describe(case, reason))
             explained += case is not None and case["verdict"] != "pass" and cells[-1] == str(reason)
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+        rows.setdefault(tuple(cells), []).append(family)
+    notes = {}
+    for cells, families in rows.items():
+        short = [
+            cell if len(cell) < SHORT else f"note {notes.setdefault(cell, len(notes) + 1)}" for cell in cells
+        ]
+        lines.append(f"| {', '.join(families)} | {' | '.join(short)} |")
+    lines += ["", *(f"{number}. {cell}" for cell, number in notes.items())]
     passed = sum(case["verdict"] == "pass" for case in sweep)
     rest = f"{explained} have a known bug of others, {len(sweep) - passed - explained} are not explained"
     total = sum(map(count_tensors, sweep))
@@ -320,21 +327,22 @@ def describe_narrow(cases):
         "",
         "## In bfloat16",
         "",
-        "The same with weights, gradients and optimizer state in bfloat16. In brackets: from which relative error",
-        "on a wrong gradient is surely seen, the median of all parameters, and how many gradients are undecided",
-        "since rounding alone, which moves tokens to other experts, may change more than half of them. Clip and",
-        "optimizer steps are computed again from each rank's own values, so they are decided everywhere. What",
-        "differs is asked of float32 and float64 at once, as in any run. `--narrow` chooses the modes; `--narrow=`",
-        "leaves this out.",
+        "Weights, gradients and optimizer state are in bfloat16. A gradient is undecided if rounding, which moves",
+        "tokens to other experts, may change more than half of it. Clip and optimizer steps are recomputed from each",
+        "rank's own values and are decided everywhere. `--narrow` chooses the modes; `--narrow=` leaves this out.",
         "",
     ]
     modes = [mode for mode in MODES if any(case["name"].endswith(f"--{mode}") for case in cases)]
-    lines += describe_sweep(cases, modes, KNOWN | NARROW_KNOWN, describe_limits)
+    lines += describe_sweep(cases, modes, KNOWN | NARROW_KNOWN)
     limits = [limits for case in cases if (limits := find_limits(case))]
     medians = [median for median, _, _ in limits]
     undecided, compared = (sum(each[place] for each in limits) for place in (1, 2))
-    told = f"{undecided} of {compared} gradients are undecided; a case sees the others from {min(medians):.0%} to"
-    return [*lines, "", f"{told} {max(medians):.0%} on."] if limits else lines
+    told = f"{undecided} of {compared} gradients are undecided; for the others, the smallest error that is"
+    return (
+        [*lines, "", f"{told} seen has a median of {min(medians):.0%} to {max(medians):.0%}."]
+        if limits
+        else lines
+    )
 
 
 def find_limits(case):
@@ -343,15 +351,6 @@ def find_limits(case):
         if check["name"] == "gradient" and check["limits"]:
             return check["limits"]["median"], check["blind"], check["tensors"]
     return None
-
-
-def describe_limits(case, known):
-    """Return the verdict of a case as a cell, with what it could see where it passes."""
-    limits = find_limits(case)
-    if case["verdict"] != "pass" or known is not None or limits is None:
-        return describe(case, known)
-    median, blind, tensors = limits
-    return f"pass ({median:.0%}{f', {blind} of {tensors} undecided' if blind else ''})"
 
 
 def main():

@@ -1,6 +1,6 @@
 """The bugs of two training scripts, under `moeverify watch`, its guard, printed numbers and the tools of others.
 
-python benchmarks/watch_peers.py --page docs/results/watch-peers.md --msprobe PYTHON
+python benchmarks/watch_peers.py --page watch-peers.md --msprobe PYTHON
 
 PYTHON is an interpreter with mindstudio-probe; without one its column is left out. The scripts know of none of the
 tools (`tests/ranks/watch/programs`). Every tool runs the script itself; what differs is what it compares with:
@@ -206,7 +206,7 @@ def list_page(benches: Sequence[Bench], tools: Sequence[str]) -> Iterator[str]:
     load = f"{os.cpu_count()} cores with a load of {os.getloadavg()[0]:.0f}"
     yield f"{now}, torch {torch.__version__}, {platform.machine()}, {load}, gloo, float32. Made by"
     yield ""
-    yield "    python benchmarks/watch_peers.py --msprobe PYTHON --page docs/results/watch-peers.md"
+    yield "    python benchmarks/watch_peers.py --msprobe PYTHON --page watch-peers.md"
     yield ""
     yield "whose docstring says what each tool compares with. The bugs were planted by us, one seed each. In the last"
     yield "row are times a step: medians of the right script, for `compare` those of a recorded step."

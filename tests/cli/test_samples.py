@@ -15,7 +15,7 @@ LONG = "verify"  # all cases: those run as tests of their own
 
 
 def load_samples() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("samples", ROOT / "docs" / "samples.py")
+    spec = importlib.util.spec_from_file_location("samples", ROOT / "benchmarks" / "samples.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

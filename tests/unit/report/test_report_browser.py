@@ -65,7 +65,7 @@ setTimeout(() => {
 @pytest.fixture
 def screenshots(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return what makes the screenshots of the docs."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     return importlib.import_module("screenshots")
 
 

@@ -1,8 +1,8 @@
 """Make the screenshots of the docs anew: real runs, opened in a real browser without a window.
 
-    python docs/screenshots.py      # needs Chromium or Chrome, and two minutes on two cores
+    python benchmarks/screenshots.py      # needs Chromium or Chrome, and two minutes on two cores
 
-The page of a failure is shown on a light screen, its pictures and those of a hang on a dark one.
+The page of a failure is shown on a light screen, the picture of a hang on a dark one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--no-first-run",
 )
-NUM_COLORS = 96  # enough for text and heat maps, and a third of the bytes
+NUM_COLORS = 16  # enough for text and boxes, and a quarter of the bytes
 SCHEMES = {"dark": 0, "light": 1}  # as Blink numbers them
 
 FAULT = "moeverify.faults.catalogue.expert_gradients.a05_fsdp2_expert_divisor:inject"
@@ -63,8 +63,7 @@ class Shot(NamedTuple):
 
 
 SHOTS = (
-    Shot("report-page", "mismatch", (), "light", 1180, 850),
-    Shot("report-pictures", "mismatch", ("heat-map", "mesh"), "dark", 1000, 1040),
+    Shot("report-page", "mismatch", (), "light", 1180, 480),
     Shot("report-hang", "hang", ("last-collectives",), "dark", 1000, 440),
 )
 
@@ -73,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         pages = {name: make_page(words, Path(scratch) / f"{name}.html") for name, words in RUNS.items()}
         for shot in SHOTS:
-            path = IMAGES / f"{shot.name}.png"
+            path = IMAGES / f"{shot.name}.webp"
             take(pages[shot.run], path, shot)
             sys.stdout.write(f"{path}: {path.stat().st_size} bytes\n")
 
@@ -91,7 +90,7 @@ def make_page(words: tuple[str, ...], page: Path) -> Path:
 
 
 def take(page: Path, path: Path, shot: Shot) -> None:
-    """Write what a browser shows of a page as PNG in few colours."""
+    """Write what a browser shows of a page as PNG or lossless WebP in few colours."""
     browser = find_browser()
     if browser is None:
         raise SystemExit(f"needs a browser: one of {', '.join(BROWSERS)}")
@@ -111,7 +110,8 @@ def take(page: Path, path: Path, shot: Shot) -> None:
         command = [browser, *FLAGS, *options, shown.as_uri()]
         subprocess.run(command, capture_output=True, check=True, timeout=240)
         with Image.open(raw) as image:
-            image.convert("RGB").quantize(NUM_COLORS).save(path, optimize=True)
+            colors = image.convert("RGB").quantize(NUM_COLORS, dither=Image.Dither.NONE)
+            colors.save(path, optimize=True, lossless=True, quality=100, method=6)
 
 
 def find_browser() -> str | None:

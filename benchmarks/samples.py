@@ -1,8 +1,8 @@
 """Make what README and docs show of this version: outputs of commands, and tables of options and keys.
 
-    python docs/samples.py                  # all of them; needs megablocks, and ten minutes on two cores
-    python docs/samples.py commands json    # some of them
-    python docs/samples.py --check          # write nothing, and exit with 1 where one is another by now
+    python benchmarks/samples.py                  # all of them; needs megablocks, and ten minutes on two cores
+    python benchmarks/samples.py commands json    # some of them
+    python benchmarks/samples.py --check          # write nothing, and exit with 1 where one is another by now
 
 A page shows a sample between `<!-- sample: NAME -->` and `<!-- end of sample -->`; here is what makes it. Numbers,
 times and places in memory differ from machine to machine, so tests compare outputs by their `outline`.
@@ -11,6 +11,7 @@ times and places in memory differ from machine to machine, so tests compare outp
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import os
 import re
@@ -23,8 +24,6 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-from tabulate import tabulate
-
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^<!-- sample: ([\w-]+) -->\n(.*?)^<!-- end of sample -->$", re.DOTALL | re.MULTILINE)
@@ -32,6 +31,8 @@ BLOCK = re.compile(r"^<!-- sample: ([\w-]+) -->\n(.*?)^<!-- end of sample -->$",
 PYTHON = [sys.executable]
 WIDTH = 128  # of a line in a block: a table of cases is not cut
 MOST_WORDS = 12
+MANY = 3  # commands that share an option which is described once
+COLUMNS = ["Option", "Meaning"]
 
 Pattern = str | EllipsisType
 
@@ -210,28 +211,47 @@ def own_fault_misspelled() -> str:
 def table(rows: list[list[str]], headers: list[str]) -> str:
     """Return a Markdown table; what stands in a cell is escaped."""
     escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    return tabulate(escaped, headers, tablefmt="github", disable_numparse=True)
+    lines = [f"| {' | '.join(cells)} |" for cells in (headers, *escaped)]  # a padded page is twice as large
+    return "\n".join([lines[0], "|---" * len(headers) + "|", *lines[1:]])
 
 
 def commands() -> str:
-    """Every command with its arguments and options, as `--help` has them."""
+    """Every command with its arguments and options, as `--help` has them; what several share is described once."""
     import typer
 
     from moeverify.cli import build_app
 
-    parts = []
-    for name, command in _list_commands(typer.main.get_command(build_app()), "moeverify"):
-        rows = [_describe(parameter) for parameter in command.params if parameter.name != "help"]
+    listed = list(_list_commands(typer.main.get_command(build_app()), "moeverify"))
+    rows = {name: _describe_all(command) for name, command in listed}
+    count = collections.Counter(tuple(row) for own in rows.values() for row in own)
+    shared = {row for row, times in count.items() if times >= MANY and times == _most(count, row[0])}
+    parts = [
+        "### Shared options",
+        table([list(row) for row in count if row in shared], COLUMNS),
+    ]
+    for name, command in listed:
         usage = " ".join(
             f"{parameter.metavar}..." if parameter.nargs == -1 else str(parameter.metavar)
             for parameter in command.params
             if not parameter.opts[0].startswith("-")
         )
-        text = " ".join(command.help.split())
-        parts.append(f"### `{f'{name} {usage}'.strip()}`\n\n{text}")
-        if rows:
-            parts.append(table(rows, ["Argument or option", "Meaning"]))
+        parts.append(f"### `{f'{name} {usage}'.strip()}`\n\n{' '.join(command.help.split())}")
+        own = [row for row in rows[name] if tuple(row) not in shared]
+        if own:
+            parts.append(table(own, COLUMNS))
+        others = [f"`{re.split('[` ]', row[0])[1]}`" for row in rows[name] if tuple(row) in shared]
+        if others:
+            parts.append(f"Shared: {', '.join(others)}.")
     return "\n\n".join(parts)
+
+
+def _most(count: collections.Counter[tuple[str, ...]], spelled: str) -> int:
+    """Return how many commands have the most common meaning of an option."""
+    return max(times for row, times in count.items() if row[0] == spelled)
+
+
+def _describe_all(command: Any) -> list[list[str]]:
+    return [_describe(parameter) for parameter in command.params if parameter.name != "help"]
 
 
 def _list_commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -300,7 +320,7 @@ def _list_keys(model: Any, indent: str, lines: list[str], listed: set[Any]) -> N
         again = f"    {inner[0].__name__}, as above" if len(inner) == 1 and inner[0] in listed else ""
         lines.append(f"{indent}{field.serialization_alias or name}{many}{kinds}{again}")
         if len(inner) == 1 and not again:
-            _list_keys(inner[0], f"{indent}    ", lines, listed)
+            _list_keys(inner[0], f"{indent} ", lines, listed)
 
 
 def _find_models(annotation: Any) -> list[Any]:
