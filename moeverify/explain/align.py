@@ -152,7 +152,13 @@ class Alignment:
         op = self.joint.op(self.joint.maker(at))
         key = self.key(at)
         theirs = self._one_by_key.get(key)
-        if theirs is None or known.ids is None or op.meeting is not None or self._is_moved(at, op):
+        if (
+            op.phase != "forward"
+            or theirs is None
+            or known.ids is None
+            or op.meeting is not None
+            or self._is_moved(at, op)
+        ):
             return True
         found = self._same.get(key)
         if found is None:
@@ -308,6 +314,8 @@ class Alignment:
             if len({None if each is None else each.shape for each in data}) == 1 and data[0] is not None:
                 total = torch.stack([each for each in data if each is not None]).sum(0)
                 known = self.locate(total, op, self.key(at)) or self._match_total(total, self.key(at))
+                if known is not None and all(torch.equal(each, data[0]) for each in data if each is not None):
+                    return Known(known.ids, known.scale / len(parts))  # replicas
                 if known is not None:
                     return Known(known.ids, known.scale, parts)
         return None

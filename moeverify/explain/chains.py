@@ -32,11 +32,14 @@ def is_passing(joint: Joint, op: At) -> bool:
 
 
 def is_of_masks(joint: Joint, at: At, depth: int = _MASK_DEPTH) -> bool:
-    """Return whether a value has whole numbers, masks or one number, or is computed from such values alone."""
-    if not joint.value(at).is_floating or not joint.value(at).shape:
+    """Return whether a value has whole numbers or masks, is one constant, or is computed from such values alone."""
+    if not joint.value(at).is_floating:
         return True
     reads = joint.reads(joint.maker(at))
-    return depth > 0 and bool(reads) and all(is_of_masks(joint, each, depth - 1) for each in reads)
+    is_constant = not reads and not joint.value(at).shape
+    return is_constant or (
+        depth > 0 and bool(reads) and all(is_of_masks(joint, each, depth - 1) for each in reads)
+    )
 
 
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:

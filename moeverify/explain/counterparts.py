@@ -48,6 +48,7 @@ class OneDevice:
         self.keys = list_keys(program)
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._by_key: dict[Key, list[int]] = defaultdict(list)
+        self._by_place: dict[object, list[int]] = defaultdict(list)
         self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
         self._before: dict[int, frozenset[int]] = {}
         self._roots: dict[int, tuple[Tensor, list[int]]] = {}
@@ -60,6 +61,7 @@ class OneDevice:
             for number in set(op.reads()):
                 for root in elements.sources[number] | self._list_scaled(number):
                     self._readers[root].append(op.number)
+            self._by_place[self.place(op)].append(op.number)
             if op.results:
                 members = self._by_key[self.keys[op.results[0]][:-1]]
                 self._occurrences[op.number] = len(members)
@@ -158,6 +160,12 @@ class OneDevice:
     def place(self, op: Op) -> object:
         """Return an identity of the line of code that calls an operator; all layers that run this line share it."""
         return op.name, op.phase, self.program.sites_of(op)[:1]
+
+    def find_on_line(self, op: Op, place: object, occurrence: int) -> Op | None:
+        """Return the call of the same line in the same module and step; the last if it is called less often."""
+        found = [self.program.ops[number] for number in self._by_place.get(place, ())]
+        found = [each for each in found if (each.step, each.module) == (op.step, op.module)]
+        return found[min(occurrence, len(found) - 1)] if found else None
 
     def maker(self, number: int) -> int:
         """Return the operator that has computed a value, through its views."""

@@ -311,33 +311,29 @@ def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
             yield Edit("share", tuple(ops), changes, {}, (place,))
 
 
-def list_chain_numbers(
-    alignment: Alignment, one: OneDevice, counterparts: Counterparts, op: At
-) -> Iterator[Edit]:
+def list_chain_numbers(alignment: Alignment, one: OneDevice, op: At) -> Iterator[Edit]:
     """Yield edits that give an operator the numbers of the same line on one device.
 
     For operators that compute masks and indices, whose results do not `tell`.
     """
     joint = alignment.joint
-    if not joint.op(op).results or not list(joint.op(op).reads()):
-        return  # sizes of new tensors are those of a rank's part
+    recorded = joint.op(op)
+    if (
+        not recorded.results
+        or not list(recorded.reads())
+        or joint.value((op[0], recorded.results[0])).alias >= 0
+    ):
+        return  # sizes of new tensors and views are those of a rank's part
     pairs: list[tuple[At, Op]] = []
     for at in list_group(alignment, op):
-        place = joint.programs[at[0]].sites_of(joint.op(at))[:1]
-        other = next(
-            (
-                each
-                for each in counterparts.find(at)
-                if each.name == joint.op(at).name and one.program.sites_of(each)[:1] == place
-            ),
-            None,
-        )
-        if other is None or not place:
+        own = joint.op(at)
+        sites = joint.programs[at[0]].sites_of(own)[:1]
+        occurrence = alignment.occurrence((at[0], own.results[0]))
+        other = one.find_on_line(own, (own.name, own.phase, sites), occurrence) if sites else None
+        if other is None:
             return
         pairs.append((at, other))
-    if joint.value((op[0], joint.op(op).results[0])).alias < 0 and any(
-        _options(joint.op(at)) != _options(each) for at, each in pairs
-    ):
+    if any(_options(joint.op(at)) != _options(each) for at, each in pairs):
         yield _make("number", pairs, lambda at, each: _with_options(joint.op(at), each))
 
 

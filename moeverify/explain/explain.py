@@ -296,13 +296,16 @@ class Explainer:
         before: set[At] = set()
         for ops in suspects:
             for each in list_chain(self.joint, [at for at in self.joint.reads(ops[0]) if at[0] == ops[0][0]]):
-                numbers = list_chain_numbers(alignment, self.one, counterparts, each)
+                numbers = list_chain_numbers(alignment, self.one, each)
                 found = self._try(numbers, target, unknown, state, end)
                 if found is not None:
                     return found
-            # After a first step, every output of a module may have become known.
-            is_first = depth == _LONGEST_CHAIN
-            returns = list_returns(alignment, self.one, self.landmarks, ops) if is_first else ()
+            # A first step may have turned the output of a module into a known value.
+            returns = (
+                edit
+                for edit in list_returns(alignment, self.one, self.landmarks, ops)
+                if all(self.alignment.find(at) is not None for at in edit.changes.values)
+            )
             for edit in itertools.chain(returns, list_edits(alignment, self.one, counterparts, ops)):
                 if time.monotonic() > end:
                     return None

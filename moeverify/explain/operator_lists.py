@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from moeverify.explain.culprits import read_expression, shorten
+from moeverify.explain.describe import read_expression, shorten
 from moeverify.explain.program import BATCH, SETUP, Op, Program, Site
 from moeverify.results.operator_table import CallSite, Operator, OperatorList, OperatorResult, Phase
 

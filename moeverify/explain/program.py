@@ -25,6 +25,9 @@ UNSEEN = "unseen"
 READ = "read"
 """Pseudo-operator: reads memory that several operators have written parts of. Arguments: the parts, as written."""
 
+HIDDEN = frozenset({LEAF, READ, UNSEEN})
+"""Pseudo-operators, which no line of code calls."""
+
 OVERWRITING = frozenset({"copy", "zero", "fill", "normal", "uniform", "all_gather_copy_in", "arange"})
 """Operators that overwrite a tensor argument without reading it. Named outputs (`out=`) are overwritten too."""
 

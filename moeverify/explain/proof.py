@@ -70,7 +70,7 @@ class Proof:
         if marks and not all(self._is_end_right(at, done) for at in marks):
             return None
         after = self._joint.execute(edit.changes, None, state)
-        if self._breaks(after) or (edit.kind == "number" and self._has_other_sizes(edit, after)):
+        if self._breaks(after) or (edit.kind in ("number", "whole") and self._has_other_sizes(edit, after)):
             return None
         if self.is_repaired(target, after):
             return after

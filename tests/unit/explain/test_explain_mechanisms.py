@@ -11,7 +11,8 @@ from recordings import make, record_call
 from torch import Tensor, nn
 
 from moeverify.explain.content import Elements
-from moeverify.explain.culprits import Culprits, read_expression
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.describe import read_expression
 from moeverify.explain.edits import list_removals
 from moeverify.explain.explain import Explainer
 from moeverify.explain.program import SETUP, Program

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from recordings import data_of, list_ops, make, record_call, result_of
 from torch import Tensor, nn
 
-from moeverify.explain.culprits import read_expression
+from moeverify.explain.describe import read_expression
 from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
 from moeverify.layout.region import Region

@@ -1,0 +1,244 @@
+"""Where a wrong operand comes from: factors, earlier operands and moves, compared with one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.chains import is_of_masks, is_passing, list_chain
+from moeverify.explain.counterparts import OneDevice, pair_tensors
+from moeverify.explain.describe import describe_op, is_alike, join_last, list_numbers
+from moeverify.explain.joint import At, Changes, Joint
+from moeverify.results.culprit import Operation
+
+_MOST_MOVES = 3
+
+
+class Origins:
+    """Traces operands of the ranks back to where they were computed."""
+
+    def __init__(self, alignment: Alignment, one: OneDevice) -> None:
+        self._alignment, self._one, self._joint = alignment, one, alignment.joint
+
+    def _operation(self, at: At) -> Operation:
+        return describe_op(self._joint.programs[at[0]], self._joint.op(at))
+
+    def is_made_of(self, theirs: int, taken: At) -> bool:
+        """Return whether a value has, or is computed from, elements of which a rank's operand is a multiple."""
+        known = self._alignment.find(taken)
+        if known is None or known.ids is None:
+            return False
+        operands = self._one.program.op_of(self._root_of(theirs)).reads()
+        return any(self._one.holds(each, known.ids) for each in (theirs, *operands))
+
+    def count_zeros(self, mine: At, theirs: int) -> float:
+        """Return the share of zeros in a value, minus that in the right value."""
+        here, there = self._alignment.data(mine), self._one.data(theirs)
+        if here is None or there is None or not here.numel() or not there.numel():
+            return 0.0
+        return float((here == 0).double().mean()) - float((there == 0).double().mean())
+
+    def trace_scale(self, taken: At) -> tuple[float, At]:
+        """Return the factor of a value that is too large, and the first operator that introduces it.
+
+        It is the first operator on the way that repairs the value if its result is divided by its factor. A program
+        may correct an earlier factor by a later division.
+        """
+        known = self._alignment.find(taken)
+        if known is None or known.over or known.scale == 1.0:
+            return 1.0, self._joint.maker(taken)
+        path = [(taken, known.scale)]
+        while (before := self._find_scaled(self._joint.maker(path[-1][0]), path[-1][1])) is not None:
+            path.append(before)
+        for at, own in reversed(path):
+            for scale in dict.fromkeys(
+                (own, math.sqrt(abs(known.scale)))
+            ):  # a square has the square of the factor
+                if self._is_repaired(taken, at, scale):
+                    return scale, self._joint.maker(at)
+        return known.scale, self._joint.maker(taken)
+
+    def _is_repaired(self, taken: At, at: At, scale: float) -> bool:
+        """Return whether a value becomes right when an earlier one is divided by a factor."""
+        data = self._alignment.data(at)
+        if data is None:
+            return False
+        done = self._joint.execute(Changes(values={at: data / scale}), [taken])
+        found = None if taken in done.tainted else self._alignment.under(done).find(taken)
+        return found is not None and math.isclose(found.scale, 1.0)
+
+    def _find_scaled(self, maker: At, factor: float) -> tuple[At, float] | None:
+        """Return the only operand of an operator that is a multiple of a right value, with its factor.
+
+        `factor` is that of the result.
+        """
+        reads = dict.fromkeys(self._joint.reads(maker))  # a value may be taken twice, as in x * x
+        found = [(at, known.scale) for at in reads if (known := self._alignment.find(at)) is not None]
+        scaled = [(at, scale) for at, scale in found if scale != 1.0]
+        if not scaled:
+            # The multiple of a value may be equal to a later one: 2 * x is computed for the gradient of x * x.
+            scaled = [
+                (at, scale)
+                for at in reads
+                for scale in dict.fromkeys((factor, math.sqrt(abs(factor))))
+                if self._is_multiple(at, scale)
+            ]
+        return scaled[0] if len(scaled) == 1 else None
+
+    def _is_multiple(self, at: At, scale: float) -> bool:
+        """Return whether a value of the forward pass is a multiple of one, if it has elements of a later pass."""
+        known, data = self._alignment.find(at), self._alignment.data(at)
+        op = self._joint.op(self._joint.maker(at))
+        if known is None or known.ids is None or data is None or op.phase != "forward":
+            return False
+        roots = self._one.roots(known.ids)
+        if not roots or self._one.program.op_of(roots[0]).phase == "forward":
+            return False
+        found = self._alignment.locate(data / scale, op)
+        return found is not None and found.scale == 1.0
+
+    def trace_operand(self, taken: At, theirs: int) -> tuple[At, At, int] | None:
+        """Return the operator that computed a value from an operand that differs, and this operand on both sides."""
+        maker = self._joint.maker(self.skip_moves(taken))
+        known = self._alignment.find(taken)
+        is_named = (
+            known is not None
+            and known.ids is not None
+            and known.scale == 1.0
+            and self._one.label(known.ids) != ""
+        )
+        # It has elements of the right operand: the operations that moved them are wrong, not the computation.
+        is_mixed = not set(self.roots_of(taken)).isdisjoint(self._one.roots_of(theirs))
+        if is_named or is_mixed or self._joint.op(maker).step < 0:
+            return None
+        other = self._one.program.ops[self._one.maker(self._root_of(theirs))]
+        op = self._joint.op(maker)
+        if op.short != other.short or op.meeting is not None or not list(op.reads()):
+            return None
+        others = []
+        for pair in pair_tensors(op, other):
+            known = self._alignment.find((maker[0], pair.mine))
+            if known is None or known.over:
+                return None
+            if known.ids is not None and not self._one.holds(pair.theirs, known.ids):
+                others.append(((maker[0], pair.mine), pair.theirs))
+        # The earliest: the others may be computed from it.
+        return (maker, *min(others, key=lambda each: self._joint.maker(each[0])[1])) if others else None
+
+    def skip_moves(self, at: At) -> At:
+        """Follow moves back to the value that was computed."""
+        while is_passing(self._joint, self._joint.maker(at)):
+            reads = self._joint.reads(self._joint.maker(at))
+            sources = [each for each in reads if not is_of_masks(self._joint, each)]
+            if len(sources) != 1:
+                break
+            at = sources[0]
+        return at
+
+    def _root_of(self, number: int) -> int:
+        roots = self._one.roots_of(number)
+        return roots[0] if roots else number
+
+    def list_moves(self, mine: At, theirs: int) -> dict[str, Any]:
+        """Return the moves of an operand since it was computed, on the ranks and on one device, if they differ."""
+        here = list_chain(self._joint, [mine])
+        there = list_chain(self._one_joint, [(0, theirs)])
+        while here and there and self._is_alike(here[-1], there[-1]):
+            here, there = here[:-1], there[:-1]
+        here, there = self._drop_common(here, there)
+        numbers = [
+            pair
+            for one in here
+            for two in there
+            if self._is_sameline_of(one, two)
+            for pair in list_numbers(self._joint.op(one), self._one_joint.op(two))
+        ]
+        mine_all = join_last(self._operation(each) for each in sorted(here, key=self._joint.place))
+        others = join_last(
+            describe_op(self._one.program, self._one_joint.op(each))
+            for each in sorted(there, key=self._one_joint.place)
+        )
+        is_same = self.roots_of(mine) == self._one.roots_of(theirs)
+        if is_same and not others and (order := self._list_reorder(mine)):
+            return {"moves": order[-_MOST_MOVES:]}
+        kept = slice(_MOST_MOVES) if is_same else slice(-_MOST_MOVES, None)
+        found: dict[str, Any] = {"moves": mine_all[kept], "moves_there": others[kept]}
+        return found | ({"numbers": tuple(dict.fromkeys(numbers))} if numbers else {})
+
+    def _is_alike(self, mine: At, theirs: At) -> bool:
+        """Return whether two operators are the same with the same options, and no results show a difference."""
+        op, other = self._joint.op(mine), self._one_joint.op(theirs)
+        return is_alike(op, other) and not self._differs(mine, theirs)
+
+    def _differs(self, mine: At, theirs: At) -> bool:
+        """Return whether whole numbers or masks of one shape differ."""
+        for number, other in zip(
+            self._joint.op(mine).results, self._one_joint.op(theirs).results, strict=False
+        ):
+            here, there = self._joint.data((mine[0], number)), self._one.data(other)
+            if here is not None and there is not None and not here.is_floating_point():
+                return here.shape == there.shape and not torch.equal(here, there)
+        return False
+
+    def _drop_common(self, here: Sequence[At], there: Sequence[At]) -> tuple[list[At], list[At]]:
+        """Return two chains without the calls that both have: the same line, options and, if comparable, results."""
+        pairs = {
+            one: two
+            for one in here
+            for two in there
+            if self._is_sameline_of(one, two)
+            and not list_numbers(self._joint.op(one), self._one_joint.op(two))
+            and not self._differs(one, two)
+        }
+        found = [each for each in here if each not in pairs]
+        others = [each for each in there if each not in pairs.values()]
+        return (found, others) if found or others else (list(here), list(there))
+
+    def _is_sameline_of(self, mine: At, theirs: At) -> bool:
+        sites = self._joint.programs[mine[0]].sites_of(self._joint.op(mine))[:1]
+        return sites == self._one.program.sites_of(self._one_joint.op(theirs))[:1]
+
+    def _list_reorder(self, taken: At) -> tuple[Operation, ...]:
+        """Return the moves that first put the rows of a value into another order, if it has that shape already.
+
+        A module may compute rows in any order, and return them in the order in which it got them.
+        """
+        joint, shape = self._joint, self._joint.value(taken).shape
+        first = joint.op(joint.maker(taken))
+        if not self._is_reordered(taken):
+            return ()
+        for op in sorted(joint.list_before([taken]), key=joint.place):
+            recorded = joint.op(op)
+            if op[0] != taken[0] or (recorded.step, recorded.phase) != (first.step, first.phase):
+                continue
+            for number in recorded.results:
+                at = (op[0], number)
+                if joint.value(at).shape == shape and self._is_reordered(at):
+                    chain = list_chain(joint, [at]) or [op]
+                    return join_last(self._operation(each) for each in sorted(chain, key=joint.place))
+        return ()
+
+    def _is_reordered(self, at: At) -> bool:
+        """Return whether a value has the elements of one value of one device in another order."""
+        known = self._alignment.find(at) if self._joint.value(at).is_floating else None
+        if known is None or known.ids is None or known.over or self._one.label(known.ids):
+            return False
+        if len(self._one.roots(known.ids)) != 1:
+            return False
+        flat = known.ids.reshape(-1)
+        flat = flat[flat > 0]
+        return bool((flat.diff() < 0).any())
+
+    def roots_of(self, at: At) -> list[int]:
+        """Return the values of one device whose elements a value has."""
+        known = self._alignment.find(at)
+        return [] if known is None or known.ids is None else self._one.roots(known.ids)
+
+    @cached_property
+    def _one_joint(self) -> Joint:
+        return Joint([self._one.program])

@@ -1,0 +1,134 @@
+"""Wrong masks, lost rows, reordered rows and multiples are traced to the lines that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from generated import explain
+from recordings import make, record_call
+from torch import Tensor
+
+from moeverify.explain.program import Program
+from moeverify.results.culprit import Culprit, Operation
+
+
+def explain_call(
+    ranks: Callable[..., Tensor], one: Callable[..., Tensor], /, **inputs: Tensor
+) -> list[Culprit]:
+    copies = {name: each.clone() for name, each in inputs.items()}
+    return explain(record_call(ranks, None, **copies), record_call(one, None, **inputs))
+
+
+def read(operation: Operation | None) -> str:
+    assert operation is not None
+    assert operation.line is not None
+    return operation.line.expression
+
+
+def attend(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.T).masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+def make_mask(size: int, window: int) -> Tensor:
+    places = torch.arange(size)
+    distance = places[:, None] - places
+    return (distance >= 0) & (distance < window)
+
+
+def test_a_number_that_makes_a_mask_is_the_culprit() -> None:
+    culprits = explain_call(
+        lambda q, k: attend(q, k, make_mask(8, 4)),
+        lambda q, k: attend(q, k, make_mask(8, 3)),
+        q=make(8, 4),
+        k=make(8, 4, seed=1),
+    )
+    (culprit,) = culprits
+    assert culprit.mechanism == "number"
+    assert culprit.proved
+    assert read(culprit.here) == "distance < window"
+    assert culprit.numbers == (("4", "3"),)
+
+
+def test_a_mask_without_one_of_its_conditions_shows_the_condition() -> None:
+    def causal(size: int) -> Tensor:
+        places = torch.arange(size)
+        return places[:, None] >= places
+
+    culprit, *_ = explain_call(
+        lambda q, k: attend(q, k, causal(8)),
+        lambda q, k: attend(q, k, make_mask(8, 3)),
+        q=make(8, 4),
+        k=make(8, 4, seed=1),
+    )
+    assert culprit.mechanism == "operand"
+    assert any("distance < window" in read(move) for move in culprit.moves_there)
+
+
+def test_rows_that_are_lost_before_a_line_of_both_sides_are_missed_there() -> None:
+    def combine(y: Tensor, weights: Tensor, token: Tensor, lost: int) -> Tensor:
+        kept = torch.cat([y[: len(y) - lost], torch.zeros(lost, 5, dtype=torch.float64)]) if lost else y
+        weighted = kept * weights
+        total = torch.zeros(4, 5, dtype=torch.float64).index_add(0, token, weighted)
+        return total.tanh()
+
+    def record(lost: int) -> Program:
+        inputs = {"y": make(8, 5), "weights": make(8, 1, seed=1), "token": torch.arange(8) // 2}
+        return record_call(lambda **each: combine(**each, lost=lost), None, **inputs)
+
+    culprit, *_ = explain(record(2), record(0))
+    assert culprit.mechanism == "operand"
+    assert culprit.proved
+    assert read(culprit.here) == "kept * weights"
+    assert read(culprit.moves[-1]).startswith("torch.cat(")
+
+
+def test_rows_in_another_order_are_traced_to_the_first_move_that_reordered_them() -> None:
+    def run(x: Tensor, scale: Tensor) -> Tensor:
+        return torch.tanh(x * scale)
+
+    def ranks(x: Tensor, scale: Tensor) -> Tensor:
+        x = x.sin()
+        parts = x.unflatten(1, (2, 2)).transpose(0, 1)
+        joined = parts.reshape(3, 4, 5)
+        return x + run(joined, scale)
+
+    def one(x: Tensor, scale: Tensor) -> Tensor:
+        x = x.sin()
+        return x + run(x, scale)
+
+    culprit, *_ = explain_call(ranks, one, x=make(3, 4, 5), scale=make(5, seed=1))
+    assert culprit.proved
+    assert read(culprit.here) == "x + run(joined, scale)"
+    assert read(culprit.moves[-1]) == "parts.reshape(3, 4, 5)"
+
+
+def test_a_value_added_to_itself_is_a_multiple() -> None:
+    def norm(h: Tensor) -> Tensor:
+        return torch.tanh(h.square().mean(-1, keepdim=True))
+
+    def ranks(x: Tensor) -> Tensor:
+        x = x.sin()
+        return norm(x + x)
+
+    culprit, *_ = explain_call(ranks, lambda x: norm(x.sin()), x=make(6, 5))
+    assert culprit.mechanism == "scale"
+    assert read(culprit.here) == "x + x"
+    assert culprit.factor == 2.0
+
+
+def test_a_number_of_another_line_proves_nothing_while_results_are_wrong() -> None:
+    def ranks(x: Tensor, ids: Tensor) -> Tensor:
+        kept = x[ids != 5]
+        total = torch.zeros(4, 3, dtype=torch.float64)
+        total[ids[ids != 5] % 4] = kept * 1
+        return total.sin()
+
+    def one(x: Tensor, ids: Tensor) -> Tensor:
+        return torch.zeros(4, 3, dtype=torch.float64).index_add(0, ids % 4, x).sin()
+
+    ids = torch.tensor([0, 1, 2, 3, 1, 2, 6, 7])
+    assert not any(
+        culprit.mechanism == "number" and culprit.proved
+        for culprit in explain_call(ranks, one, x=make(8, 3), ids=ids)
+    )
