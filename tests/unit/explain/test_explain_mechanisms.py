@@ -149,7 +149,9 @@ def test_the_moves_of_a_mixed_operand_are_shown_and_not_what_computed_it() -> No
     assert first.mechanism == "operand"
     assert first.proved
     assert expression_of(first).startswith("torch.tanh(")
-    assert [move.line.expression for move in first.moves if move.line is not None][-1] == "both[:, :, 0]"
+    assert [move.line.expression for move in first.moves if move.line is not None][
+        -1
+    ] == "both[:, :, 0].flatten(1)"
     assert first.taken is not None
     assert len(first.taken.others) == 1
 
