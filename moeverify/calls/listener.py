@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moeverify.layout.passes import is_in_backward, is_trial_pass
+
 P = ParamSpec("P")
 _Self = TypeVar("_Self", bound="Listener")
 _OURS = str(Path(__file__).parents[1])
@@ -67,7 +69,8 @@ class Listener:
         depth = getattr(self._depth, "value", 0)
         self._depth.value = depth + 1
         if depth == 0 and not is_in_backward():
-            self.enter_model(module, sys._getframe(1), torch.is_grad_enabled() and module.training)
+            trains = torch.is_grad_enabled() and module.training and not is_trial_pass()
+            self.enter_model(module, sys._getframe(1), trains)
         else:
             self.enter_inner(inputs)
 
@@ -124,11 +127,6 @@ class Listener:
     def fail(self, error: Exception) -> None:
         """Stop, and write the error to stderr."""
         raise NotImplementedError
-
-
-def is_in_backward() -> bool:
-    """Return whether this thread is in a backward pass of autograd."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def find_site() -> str:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from moeverify.calls.listener import is_in_backward
 from moeverify.capture.lines import Output
 from moeverify.capture.rank_file import RankFile
 from moeverify.capture.tensors import describe_region
 from moeverify.compare.difference import fingerprint_bits
+from moeverify.layout.passes import is_in_backward
 from moeverify.layout.placement import is_partial, local_part, region_of
 from moeverify.layout.region import Region
 from moeverify.layout.unseen import unseen

@@ -1,7 +1,8 @@
 """Batch data that a rank's model and loss read, recorded where it is used, not where it is made.
 
-Tokens are the embedding's indices, and labels are the targets of torch's cross entropy. Positions and
-padding masks are arguments of the reference model's blocks. Recomputed passes are ignored.
+Tokens are what the embedding looks up, labels what the cross entropy of torch is given, positions and padding masks
+what blocks of the reference model are called with. Neither recomputed passes count, nor those from which a
+pipeline learns shapes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.layout.local_shard import logical_name
+from moeverify.layout.passes import is_in_backward, is_trial_pass
 from moeverify.layout.placement import local_part
 from moeverify.layout.unseen import unseen
 from moeverify.model.transformer import Block
@@ -87,8 +89,9 @@ class DataReads:
 
     @torch.no_grad()
     def _keep(self, name: str, what: Batch, value: Any) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        if not isinstance(value, Tensor) or value.is_floating_point() or is_recomputed or self.step < 0:
+        if not isinstance(value, Tensor) or value.is_floating_point() or self.step < 0:
+            return
+        if is_in_backward() or is_trial_pass():
             return
         local = local_part(value)
         if local.numel() == self._num_tokens:

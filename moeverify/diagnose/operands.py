@@ -67,7 +67,8 @@ def _match(
     for rank, (readings, operands) in enumerate(by_rank):
         counts: dict[int, int] = {}
         for operand in operands:
-            if (origin.direction, origin.culprit) not in operand.spans:
+            is_placed = operand.micro_batch < len(readings.shares)
+            if (origin.direction, origin.culprit) not in operand.spans or not is_placed:
                 continue
             rows, positions = readings.shares[operand.micro_batch]
             place = (coordinates.get(rank, {}).get("tp", 0), tp)

@@ -18,7 +18,7 @@ Coordinates = Mapping[int, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class RankReadings:
-    """What one rank's tap read, with the rows and positions of each micro-batch.
+    """What one rank's tap read, with the rows and positions of each micro-batch; none of them if unknown.
 
     `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient, `reached` the
     ends of modules that are not read, and whether a gradient came back to them (see `Tap`).
@@ -168,7 +168,8 @@ def _end_of(reading: Reading) -> tuple[str, str, str, str]:
 def _global_batch(by_rank: Sequence[RankReadings]) -> tuple[int, int]:
     """Return rows and positions of the global batch, which all ranks see together."""
     shares = [share for read in by_rank for share in read.shares]
-    return max(max(rows) for rows, _ in shares) + 1, max(max(positions) for _, positions in shares) + 1
+    num_rows = max((max(rows) for rows, _ in shares), default=-1) + 1
+    return num_rows, max((max(positions) for _, positions in shares), default=-1) + 1
 
 
 def locate_tokens(

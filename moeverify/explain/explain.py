@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,15 +79,23 @@ class Explainer:
         self.tried = 0
         self.is_done = False
         self._proves = True
+        self._on_place: Callable[[list[Cause]], object] | None = None
         self.landmarks = Landmarks(programs, self.one, step)
         self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self._right)
 
-    def explain(self, seconds: float, *, proves: bool = True) -> list[Cause]:
+    def explain(
+        self,
+        seconds: float,
+        *,
+        proves: bool = True,
+        on_place: Callable[[list[Cause]], object] = lambda causes: None,
+    ) -> list[Cause]:
         """Return the causes of wrong results that are found in the given seconds.
 
-        Without `proves` the first place is returned, and no edit is executed.
+        Without `proves` the first place is returned, and no edit is executed. `on_place` gets races and the first
+        place before any edit is executed.
         """
-        self._proves = proves
+        self._proves, self._on_place = proves, on_place
         end = time.monotonic() + seconds
         state = self.joint.execute(Changes())
         left = list(self.wrong)
@@ -216,6 +224,9 @@ class Explainer:
             place[0].stretch = self._list_stretch(first, stretch.unknown)
             place[0].known = self._find_kind(alignment, target, factor)
             place[0].factor = 1.0 if factor is None else factor
+        if self._on_place is not None:
+            self._on_place([*self.causes, *place])
+            self._on_place = None
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
         found = self._search(target, state, stretch, end, _LONGEST_CHAIN) if self._proves else None

@@ -54,6 +54,7 @@ from moeverify.explain.program import (
 from moeverify.explain.sites import find_sites, is_direct
 from moeverify.explain.waits import Waits
 from moeverify.layout.local_shard import logical_name
+from moeverify.layout.passes import is_trial_pass
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
 from moeverify.train.module_taps import list_floats
@@ -457,7 +458,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         if self._modules:
             self._modules.pop()
         name = self._fqns.get(id(module))
-        if name is None or not self._is_open:
+        if name is None or not self._is_open or is_trial_pass():
             return
         step = self._step
         count = self._calls[step, name] = self._calls.get((step, name), -1) + 1

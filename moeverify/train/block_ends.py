@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moeverify.case.schema import Data
 from moeverify.layout.local_shard import logical_name
+from moeverify.layout.passes import Passes
 from moeverify.layout.placement import local_part
 from moeverify.layout.region import Region
 from moeverify.layout.unseen import unseen
@@ -29,17 +30,17 @@ Take = Callable[[str, Tensor, Region], Tensor]
 class BlockEnds:
     """Hooks that pass each block's output (B, S, H) to `take` and replace it by the returned tensor.
 
-    `take` gets the block's name, the output and its region. The input of the block called `first` is passed
-    as `EMBEDDING`. Each tensor is passed once per step and micro-batch: a second visit is a recomputation
-    and keeps its own tensor. `tp` is this rank's coordinate on the tp axis: sequence parallelism shards
-    positions over it.
+    The input of the block called `first` is handed over too, as `EMBEDDING`. Each is handed over once in a step and
+    micro-batch: a second visit is a recomputation, and goes on with what it has, as does a pass of no
+    micro-batch. `tp` is this rank's place on that axis: under sequence parallelism the positions of a rank are
+    sharded over it once more.
     """
 
     def __init__(self, program: Program, data: Data, tp: int, take: Take, *, first: str = "") -> None:
         self._data = data
         self._tp = tp
         self._take = take
-        self._micro_batches: dict[nn.Module, int] = {}
+        self._passes = Passes()
         self._seen: set[tuple[str, int]] = set()
         self._handles: list[RemovableHandle] = []
         self._shares: Sequence[Share] = program.share.micro_batches(program.num_micro_batches)
@@ -51,8 +52,8 @@ class BlockEnds:
                 self._handles.append(block.register_forward_pre_hook(unseen(self._make_pre_hook(root))))
 
     def begin_step(self) -> None:
-        """Restart the count of micro-batches at zero."""
-        self._micro_batches.clear()
+        """Count micro-batches from zero again."""
+        self._passes = Passes()
         self._seen.clear()
 
     def close(self) -> None:
@@ -61,7 +62,7 @@ class BlockEnds:
             handle.remove()
 
     def _count(self, root: nn.Module, inputs: Any) -> None:
-        self._micro_batches[root] = self._micro_batches.get(root, -1) + 1
+        self._passes.begin(root)
 
     def _make_hook(self, name: str, root: nn.Module) -> Any:
         def hook(block: nn.Module, inputs: Any, output: Any) -> Any:
@@ -81,11 +82,13 @@ class BlockEnds:
         return hook
 
     def _pass(self, name: str, root: nn.Module, value: Any) -> Any:
-        key = (name, self._micro_batches[root])
-        if key in self._seen or not isinstance(value, Tensor):
+        number = self._passes.number(root)
+        if number is None or number >= len(self._shares) or not isinstance(value, Tensor):
             return value
-        self._seen.add(key)
-        return self._take(name, value, self._find_region(local_part(value), key[1]))
+        if (name, number) in self._seen:
+            return value
+        self._seen.add((name, number))
+        return self._take(name, value, self._find_region(local_part(value), number))
 
     def _find_region(self, local: Tensor, micro_batch: int) -> Region:
         """Return the region of an output (B, S, H): this rank's rows and positions of the batch."""

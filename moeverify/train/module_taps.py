@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.layout.local_shard import logical_name
+from moeverify.layout.passes import Passes, is_trial_pass
 from moeverify.layout.placement import is_partial, local_part
 from moeverify.layout.unseen import unseen
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction, Overlapping
@@ -95,7 +96,7 @@ class Tap:
         self._blocks = blocks
         self._not_loose = blocks if reads_loose else ("",)
         self.reached: dict[tuple[str, str], bool] = {}
-        self._micro_batches: dict[nn.Module, int] = {}
+        self._passes = Passes()
         self._seen: set[tuple[str, str, str, int]] = set()
         self.silent: set[tuple[str, str, str, int]] = set()
         self._shapes: dict[str, torch.Size] = {}  # rows and positions of each module's last input
@@ -103,8 +104,13 @@ class Tap:
 
     @property
     def inside(self) -> frozenset[tuple[str, str]] | None:
-        """Return (direction, name) of the modules that are running; None while nothing is read."""
-        return frozenset(self._begun) if self._is_open else None
+        """Return direction and name of the modules that have begun and not ended; None while nothing is read."""
+        return frozenset(self._begun) if self._is_open and not is_trial_pass() else None
+
+    @property
+    def num_passes(self) -> int:
+        """Return in how many micro-batches the model, or each stage of it, ran forward."""
+        return min(self._passes.num_begun.values(), default=0)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -145,7 +151,7 @@ class Tap:
                 self._begin(FORWARD, name)
             # A view is a graph node of its own: its gradient comes only through the experts.
             passed = value.view(*shape, -1)
-            self._take(name, end, passed, self._micro_batches.get(root, 0))
+            self._take(name, end, passed, self._passes.number(root))
             if end == "output":
                 self._end(FORWARD, name)
             return passed.flatten(0, 1)
@@ -155,21 +161,22 @@ class Tap:
     def _make_pre_hook(self, name: str, root: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any, named: Any) -> None:
             if module is root:
-                self._micro_batches[root] = self._micro_batches.get(root, -1) + 1
+                self._passes.begin(root)
             self._begin(FORWARD, name)
-            micro_batch = self._micro_batches.get(root, 0)
-            self._take(name, "input", dict(enumerate(inputs)) | named, micro_batch)
+            self._take(name, "input", dict(enumerate(inputs)) | named, self._passes.number(root))
 
         return hook
 
     def _make_hook(self, name: str, root: nn.Module) -> Any:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-            self._take(name, "output", output, self._micro_batches.get(root, 0))
+            self._take(name, "output", output, self._passes.number(root))
             self._end(FORWARD, name)
 
         return hook
 
-    def _take(self, name: str, end: str, value: Any, micro_batch: int) -> None:
+    def _take(self, name: str, end: str, value: Any, micro_batch: int | None) -> None:
+        if micro_batch is None:
+            return
         for number, (slot, tensor) in enumerate(list_floats(value)):
             is_first = number == 0
             if is_first and end == "input" and tensor.ndim > 2:
@@ -233,7 +240,7 @@ class Tap:
             return
         self._room -= tensor.numel()
         copy = tensor.detach().to("cpu", copy=True)
-        micro_batch = max(self._micro_batches.values(), default=0)
+        micro_batch = max(self._passes.num_begun.values(), default=1) - 1
         self.operands.append((number, micro_batch, copy.view(*self._tokens, -1) if is_flat else copy))
 
     def _begin(self, direction: str, name: str) -> None:

@@ -25,6 +25,7 @@ from moeverify.golden.store import StoredGolden
 from moeverify.jobs import BlamedPlace, StopPoint
 from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.layout.local_shard import logical_name
+from moeverify.layout.passes import Passes
 from moeverify.layout.placement import is_partial, local_part
 from moeverify.layout.region import Region
 from moeverify.parallel.pipeline import Stage
@@ -110,7 +111,8 @@ class BlamedStop:
         )  # without one, nothing is expected
         self._num_rows = case.recipe.data.batch
         self._shares = program.share.micro_batches(program.num_micro_batches)
-        self._micro_batch = -1  # of the module's stage, counted by its calls
+        self._passes = Passes()
+        self._root: nn.Module | None = None  # the module's stage
         self.has_stopped = False
 
     @contextmanager
@@ -182,6 +184,7 @@ class BlamedStop:
             yield
             return
         owner, called, root = found
+        self._root = root
         handles = [
             root.register_forward_pre_hook(self._count_call, prepend=True),
             owner.register_forward_pre_hook(self._make_begin(called), prepend=False),
@@ -194,7 +197,7 @@ class BlamedStop:
                 handle.remove()
 
     def _count_call(self, module: nn.Module, inputs: Any) -> None:
-        self._micro_batch += 1
+        self._passes.begin(module)
 
     def _make_begin(self, called: Any) -> Callable[..., None]:
         code = _find_code(called)
@@ -207,18 +210,19 @@ class BlamedStop:
                 self._stop(frame, self._choose_value(result))
 
         def begin(module: nn.Module, inputs: Any) -> None:
-            if not self.has_stopped and self._micro_batch == self._place.micro_batch:
+            if not self.has_stopped and self._passes.number(self._root) == self._place.micro_batch:
                 sys.setprofile(on_event)
 
         return begin
 
     def _choose_value(self, result: Any) -> ModuleValue | None:
         """Return the first tensor of an output that differs from the golden, or else the first that it has."""
+        number = self._passes.number(self._root) or 0
         values = [
             value
             for slot, tensor in list_floats(result)
             if not is_partial(tensor)
-            and (value := self._find_value(local_part(tensor.detach()), self._micro_batch, slot)) is not None
+            and (value := self._find_value(local_part(tensor.detach()), number, slot)) is not None
         ]
         return next((each for each in values if _differs(each)), values[0] if values else None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,12 +15,13 @@ from moeverify.case.schema import Case
 from moeverify.checks.base import Judgement
 from moeverify.diagnose.diagnosis import is_apart, origin_step
 from moeverify.diagnose.failure import describe_failure
+from moeverify.explain.cause import Cause
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.program import Program
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
-from moeverify.results.cause import Cause
+from moeverify.results.cause import Cause as Code
 from moeverify.results.culprit import Culprit
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed
@@ -52,20 +53,26 @@ class Found:
     operators: str = ""
 
 
-def record_origin(
-    case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Callable[[], Training]
-) -> Recorded | None:
-    """Return on rank 0 the programs of all ranks up to the step of the first wrong result; None on other ranks.
+def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
+    """Return on all ranks the step of the first wrong result, if it is to be recorded.
 
     `judgement` is given on rank 0 alone. Below float64, rounding hides the first difference, and nothing is
     recorded. Collective: all ranks.
     """
     request = [None if judgement is None or not _is_exact(case) else origin_step(judgement.findings)]
     dist.broadcast_object_list(request)
-    if request[0] is None:
-        return None
-    programs = record_ranks(case, golden, assemble, request[0])
-    return None if programs is None else Recorded(request[0], programs)
+    return request[0]
+
+
+def record_origin(
+    case: Case, golden: StoredGolden, assemble: Callable[[], Training], step: int
+) -> Recorded | None:
+    """Return on rank 0 the programs of all ranks up to the end of a step; None on other ranks.
+
+    Collective: all ranks.
+    """
+    programs = record_ranks(case, golden, assemble, step)
+    return None if programs is None else Recorded(step, programs)
 
 
 def _is_exact(case: Case) -> bool:
@@ -83,11 +90,13 @@ def find_culprits(
     *,
     proves: bool = True,
     operators: Path | None = None,
+    tell: Callable[[Found], object] = lambda found: None,
 ) -> Found:
     """Return the first wrong operations that are found within the given seconds. Rank 0 alone; no collective.
 
     Without `proves` only the first place is found, and no change is tried: the cause is already named then.
-    `operators` is the file for the operators of both sides, if they are to be kept.
+    `operators` is the file for the operators of both sides, if they are to be kept. `tell` gets the first place
+    before any change is tried, and all that is found before the operators are compared.
     """
     if recorded is None:
         return Found()
@@ -101,14 +110,24 @@ def find_culprits(
         explainer = Explainer(
             recorded.programs, one, recorded.step, [*scales, *(1 / each for each in scales)]
         )
-        causes = explainer.explain(end - time.monotonic(), proves=proves)
         culprits = Culprits(explainer, list_groups(case), list_degrees(case))
-        found = [(culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes]
-        is_complete = explainer.is_done and all(culprit.proved for culprit, _ in found)
-        kept = ""
-        if operators is not None:
-            kept = keep_operators(case, explainer, recorded.programs, one, causes, operators, seconds)
-        return Found(recorded.step, found, is_complete, operators=kept)
+
+        def describe(causes: Sequence[Cause]) -> Found:
+            found = [
+                (culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes
+            ]
+            is_complete = explainer.is_done and all(culprit.proved for culprit, _ in found)
+            return Found(recorded.step, found, is_complete)
+
+        causes = explainer.explain(
+            end - time.monotonic(), proves=proves, on_place=lambda places: tell(describe(places))
+        )
+        found = describe(causes)
+        if operators is None:
+            return found
+        tell(found)
+        kept = keep_operators(case, explainer, recorded.programs, one, causes, operators, seconds)
+        return replace(found, operators=kept)
     except Exception as error:  # the verdict stands, and the findings are reported without a cause
         return Found(failure=describe_failure(error))
 
@@ -151,7 +170,7 @@ def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
 
 def _says_what(finding: Finding) -> bool:
     """Return whether a finding says what was done: replicas that began apart were drawn apart."""
-    return finding.names_operation or finding.code == Cause.REPLICAS
+    return finding.names_operation or finding.code == Code.REPLICAS
 
 
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:

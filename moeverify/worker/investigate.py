@@ -45,13 +45,13 @@ from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.layout.local_shard import join_regions
 from moeverify.layout.observer import INITIAL
-from moeverify.layout.region import Region
+from moeverify.layout.region import Indices, Region
 from moeverify.results.checks import ZERO_KINDS, CheckName, Kind
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.timeline import Timeline
-from moeverify.train.data import Batch, make_batch, whole_share
+from moeverify.train.data import Batch, Share, make_batch, whole_share
 from moeverify.train.module_taps import BACKWARD, Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
@@ -189,7 +189,7 @@ def _rerun(
     finally:
         trace.on_all_reduce = trace.on_broadcast = None
     observer.close()
-    shares = [(share.rows, share.positions) for share in micro_batches]
+    shares = _list_shares(micro_batches, tap.num_passes)
     readings = RankReadings(tap.readings, shares, frozenset(tap.silent), tap.reached)
     regions = join_regions(program.shards)
     issued = list_issued(case, tap, trace)
@@ -198,6 +198,16 @@ def _rerun(
     records = {record.number: record for record in trace.records()}
     brought = [Brought(records[number], values) for number, values in bringing.brought if number in records]
     return RankEvidence(capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads)
+
+
+def _list_shares(micro_batches: Sequence[Share], num_passes: int) -> list[tuple[Indices, Indices]]:
+    """Return rows and positions of each micro-batch that a forward pass is of.
+
+    With fewer passes than micro-batches nothing says which of these they are of. Without any, no common root of
+    the stages of a pipeline was called, and the pipeline has numbered them.
+    """
+    is_known = num_passes == 0 or num_passes >= len(micro_batches)
+    return [(share.rows, share.positions) for share in micro_batches] if is_known else []
 
 
 def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
@@ -255,7 +265,7 @@ def _make_inputs(
     search = _search(case, evidence, read_right, _find_known(judgement, step))
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
-        axes=_make_axes(case, valid),
+        axes=_make_axes(case, _make_whole_batch(case, step)),
         search=search,
         earlier=lambda key: _read_earlier(read, key),
         issued=lambda module, rank: find_issued(evidence.by_rank[rank].issued, module),
@@ -297,25 +307,24 @@ def _read_golden_value(
 
 def _make_whole_batch(case: Case, step: int) -> Batch | None:
     """Return the batch of a step, of all ranks."""
-    reference = case.recipe.model.reference
-    if step < 0 or reference is None:
+    if step < 0:
         return None
     recipe = case.recipe
-    whole = whole_share(recipe.data)
-    return make_batch(recipe.data, reference.vocab_size, recipe.seed, step, whole, torch.device("cpu"))
+    whole, size = whole_share(recipe.data), recipe.model.vocab_size
+    return make_batch(recipe.data, size, recipe.seed, step, whole, torch.device("cpu"))
 
 
 def _find_valid(case: Case, step: int) -> Tensor | None:
-    """Return the tokens (B, S) of a step that are no padding."""
-    batch = _make_whole_batch(case, step)
+    """Return the tokens (B, S) of a step that are no padding; None for a user's model, which may use it."""
+    batch = None if case.recipe.model.reference is None else _make_whole_batch(case, step)
     return None if batch is None else batch.valid
 
 
-def _make_axes(case: Case, valid: Tensor | None = None) -> Axes:
+def _make_axes(case: Case, batch: Batch | None = None) -> Axes:
     sources = [Source(name=name, size=size) for name, size in list_degrees(case).items()]
     counts = [Source(name=name, size=size) for name, size in list_loss_counts(case).items()]
-    if valid is not None and not bool(valid.all()):
-        counts.append(Source(name=VALID_TOKENS, size=int(valid.sum())))
+    if batch is not None and not bool(batch.valid.all()):
+        counts.append(Source(name=VALID_TOKENS, size=int(batch.valid.sum())))
     inside = [Source(name=name, size=size) for name, size in list_module_counts(case).items()]
     return Axes(
         list_groups(case), sources, lambda axis, tensor: axis_affects(case, axis, tensor), counts, inside

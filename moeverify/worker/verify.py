@@ -37,7 +37,15 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.program import Program
 from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
-from moeverify.worker.culprits import find_culprits, is_named, lead_with, record_origin
+from moeverify.worker.culprits import (
+    Found,
+    Recorded,
+    agree_on_step,
+    find_culprits,
+    is_named,
+    lead_with,
+    record_origin,
+)
 from moeverify.worker.error_map import map_errors
 from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.investigate import explain_findings, gather_evidence
@@ -63,10 +71,11 @@ def verify_case(
     """Return on rank 0 what the checks say, with the causes; None on the other ranks.
 
     The findings are reported before their causes are searched, so that the verdict is kept if ranks are lost in the
-    second run, which a diagnosis needs; `extend` then asks for more time. `admit` gets the meshes before
-    they are used. `operators` is the file for the operators of both sides, if they are to be kept. Units:
-    `explain_seconds` in seconds, for the search for the first wrong operation. Collective: all ranks of the default
-    process group, which has as many ranks as the layout.
+    second run, which a diagnosis needs; `extend` then asks for more time. They are reported with the causes that
+    hypotheses find before the ranks record a further run, and with the first wrong place before changes of it are
+    tried. `admit` gets the meshes before they are used. `operators` is the file for the operators of both sides,
+    if they are to be kept. Units: `explain_seconds` in seconds, for the search for the first wrong operation.
+    Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
     with injected(fault):
         # Made once: groups keep no state that differs between runs, and creating them is expensive.
@@ -78,21 +87,38 @@ def verify_case(
         if observed is not None and observed.judgement.findings:
             report(_make_result(observed, observed.judgement.findings))
         extend()
-        recorded = None
-        if explain_seconds:
-            recorded = record_origin(case, golden, judgement, assemble_program.without_graphs())
-        evidence = gather_evidence(case, golden, judgement, assemble_program.without_graphs(), trace)
+        assemble = assemble_program.without_graphs()
+        evidence = gather_evidence(case, golden, judgement, assemble, trace)
     # The fault is undone here, so that one device computes the right values.
-    if observed is None:
+    explained = None
+    if observed is not None:
+        findings = explain_findings(case, golden, observed.judgement, evidence, device)
+        explained = _Explained(observed, findings, None if evidence is None else evidence.timeline)
+        if findings:
+            report(explained.make(Found()))  # the other ranks wait until this is done
+    recorded = _record(case, golden, judgement, assemble, fault) if explain_seconds else None
+    if explained is None:
         return None
-    explained = explain_findings(case, golden, observed.judgement, evidence, device)
-    if recorded is not None:
-        report(_make_result(observed, explained))
-    proves = not is_named(explained, recorded)
-    found = find_culprits(case, golden, recorded, device, explain_seconds, proves=proves, operators=operators)
-    findings = [name_source(finding) for finding in lead_with(explained, found)]
-    timeline = None if evidence is None else evidence.timeline
-    return _make_result(observed, findings, timeline, found.operators)
+    proves, tell = not is_named(explained.findings, recorded), explained.tell_by(report)
+    return explained.make(
+        find_culprits(
+            case, golden, recorded, device, explain_seconds, proves=proves, operators=operators, tell=tell
+        )
+    )
+
+
+def _record(
+    case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Assembly, fault: str | None
+) -> Recorded | None:
+    """Return on rank 0 the programs of all ranks if something differs; None elsewhere.
+
+    Collective: all ranks.
+    """
+    step = agree_on_step(case, judgement)
+    if step is None:
+        return None
+    with injected(fault):
+        return record_origin(case, golden, assemble, step)
 
 
 def name_source(finding: Finding) -> Finding:
@@ -125,6 +151,24 @@ def _make_result(
         errors=observed.errors,
         operators=operators,
     )
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """The results of a case on rank 0, with the causes that hypotheses give its findings."""
+
+    observed: _Observed
+    findings: Sequence[Finding]
+    timeline: Timeline | None
+
+    def make(self, found: Found) -> VerifyResult:
+        """Return the result of the case with the first wrong operations that were found."""
+        findings = [name_source(finding) for finding in lead_with(self.findings, found)]
+        return _make_result(self.observed, findings, self.timeline, found.operators)
+
+    def tell_by(self, report: Callable[[VerifyResult], None]) -> Callable[[Found], None]:
+        """Return a function that reports the result with the operations that were found."""
+        return lambda found: report(self.make(found))
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moeverify.diagnose import diagnosis
+from moeverify.explain import explain, record
 from moeverify.faults.patch import Original, Patch
 from moeverify.model import rope
 from moeverify.model.transformer import Transformer
+from moeverify.parallel.gradients import finalize_gradients
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.optimizer import build_optimizer
-from moeverify.worker import investigate
+from moeverify.worker import investigate, verify
 
 
 def act() -> None:
@@ -96,6 +98,49 @@ def die_in_diagnosis(patch: Patch) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         investigate._rerun = run_again  # type: ignore[assignment]
+
+
+def raise_in_recorder(patch: Patch) -> None:
+    """Train wrong, and let the recorder raise on rank 1."""
+    _double_gradients(patch)
+
+    def note(*_: Any) -> Any:
+        raise ZeroDivisionError("planted in the recorder")
+
+    if dist.get_rank() == 1:
+        record.Recorder._note = note  # type: ignore[assignment,method-assign]
+
+
+def die_in_recorder(patch: Patch) -> None:
+    """Train wrong, and lose rank 1 in the run that is recorded, in the midst of its step."""
+    _double_gradients(patch)
+
+    def enter_step(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 1:
+        record.Recorder._enter_step = enter_step  # type: ignore[assignment,method-assign]
+
+
+def die_in_search(patch: Patch) -> None:
+    """Train wrong, and lose rank 0 when the first change is tried."""
+    _double_gradients(patch)
+
+    def search(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    explain.Explainer._search = search  # type: ignore[assignment,method-assign]
+    verify.is_named = lambda *_: False
+
+
+def _double_gradients(patch: Patch) -> None:
+    """Let every gradient be twice as large, which hypotheses name."""
+
+    @patch.wrap(finalize_gradients)
+    def finalize(original: Original[Any], parameters: Any, reductions: Any) -> None:
+        original(parameters, reductions)
+        for parameter in parameters:
+            parameter.grad.mul_(2.0)
 
 
 def _change_weights(patch: Patch) -> None:

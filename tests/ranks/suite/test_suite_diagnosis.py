@@ -21,6 +21,15 @@ def project(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[...
 
 
 def run(project: Any, fault: str) -> tuple[Any, Any, Any]:
+    """Return the process, the case, and the failure that its first finding notes; no finding has a cause."""
+    done, case, seen = run_to_failure(project, fault)
+    # A check that computes the optimizer step again names its cause by itself.
+    assert {finding["code"] for finding in case["findings"] if finding["check"] != "optimizer step"} == {""}
+    assert len(case["findings"][0]["observations"]) == 1
+    return done, case, seen
+
+
+def run_to_failure(project: Any, fault: str) -> tuple[Any, Any, Any]:
     """Return the process, the case, and the failure that its first finding notes."""
     done, cases = project.run("cases", "--fault", f"suite_faults:{fault}")
     case = cases["tiny"]
@@ -28,11 +37,9 @@ def run(project: Any, fault: str) -> tuple[Any, Any, Any]:
     assert "update" in [check["name"] for check in case["checks"] if check["verdict"] != "pass"]
     assert len(case["checks"]) > 8
     assert "update" in {finding["check"] for finding in case["findings"]}
-    # A check that computes the optimizer step again names its cause by itself.
-    assert {finding["code"] for finding in case["findings"] if finding["check"] != "optimizer step"} == {""}
     assert project.find_remains() == []
-    (seen,) = case["findings"][0]["observations"]
-    assert seen["kind"] == "diagnosis-failed"
+    observations = case["findings"][0]["observations"]
+    (seen,) = [each for each in observations if each["kind"] == "diagnosis-failed"]
     (note,) = [note for note in case["notes"] if seen["message"] in note]
     assert seen["site"] in note
     return done, case, seen
@@ -51,3 +58,31 @@ def test_a_rank_that_is_lost_meanwhile_is_told(project: Any) -> None:
     assert "rank 1 was killed by SIGKILL" in seen["message"]
     assert (seen["error"], seen["site"]) == ("", "")
     assert len(case["rank_reports"]) == 2
+
+
+def find_causes(case: Any) -> set[str]:
+    """Return what hypotheses say of the findings."""
+    return {finding["cause"] for finding in case["findings"] if finding["check"] == "gradient"} - {""}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise_in_recorder", "rank 1 raised ZeroDivisionError: planted in the recorder"),
+        ("die_in_recorder", "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_causes_are_kept_where_a_rank_is_lost_while_it_records(project: Any, fault: str, said: str) -> None:
+    _, case, seen = run_to_failure(project, fault)
+    assert said in seen["message"]
+    assert find_causes(case)
+    assert case["timeline"]
+    assert not any(finding["culprit"] for finding in case["findings"])
+
+
+def test_the_first_wrong_place_is_kept_where_the_search_is_lost(project: Any) -> None:
+    _, case, seen = run_to_failure(project, "die_in_search")
+    assert "rank 0 was killed by SIGKILL" in seen["message"]
+    assert find_causes(case)
+    (culprit,) = [finding["culprit"] for finding in case["findings"] if finding["culprit"]]
+    assert culprit["here"]["line"]["file"]

@@ -161,12 +161,12 @@ LINES = [
     ),
     (
         DiagnosisFailed(error="ValueError", message="no", site="moeverify/diagnose/fit.py:57"),
-        "the diagnosis failed, so causes are missing; checks and findings are complete (ValueError at "
+        "the diagnosis failed, so causes may be missing; checks and findings are complete (ValueError at "
         "moeverify/diagnose/fit.py:57: no)",
     ),
     (
         DiagnosisFailed(message="rank 1 was killed by SIGKILL"),
-        "the diagnosis failed, so causes are missing; checks and findings are complete (rank 1 was killed by "
+        "the diagnosis failed, so causes may be missing; checks and findings are complete (rank 1 was killed by "
         "SIGKILL)",
     ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.operation import Misplaced, OwnValues
 from moeverify.validation.load import build_case
 from moeverify.worker import culprits
-from moeverify.worker.culprits import Found, Recorded, find_culprits, lead_with, record_origin
+from moeverify.worker.culprits import Found, Recorded, agree_on_step, find_culprits, lead_with
 
 CPU = torch.device("cpu")
 HERE = Operation(operator="mul", line=CodeLine(file="a.py", line=1))
@@ -198,8 +199,45 @@ def test_what_is_recorded_is_the_step_where_it_began_in_float64(
     monkeypatch: pytest.MonkeyPatch, precision: str, findings: list[Finding], step: int | None
 ) -> None:
     monkeypatch.setattr(dist, "broadcast_object_list", lambda request: None)
-    monkeypatch.setattr(culprits, "record_ranks", lambda case, golden, assemble, step: [step])
-    nothing: Any = None
     judgement: Any = SimpleNamespace(findings=findings)
-    recorded = record_origin(make_case(precision=precision), nothing, judgement, nothing)
-    assert recorded == (None if step is None else Recorded(step, [step]))  # type: ignore[list-item]
+    assert agree_on_step(make_case(precision=precision), judgement) == step
+
+
+def test_what_is_found_is_told_before_operators_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first place comes before any change is tried, and then all causes."""
+    place, cause = SimpleNamespace(targets=[]), SimpleNamespace(targets=[])
+    heard: list[Any] = []
+
+    class Explainer:
+        is_done = True
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def explain(self, seconds: float, *, proves: bool, on_place: Any) -> list[Any]:
+            on_place([place])
+            heard.append("search")
+            return [place, cause]
+
+    one = SimpleNamespace(is_complete=True)
+    made = {id(place): blame(proved=False), id(cause): blame()}
+    monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
+    monkeypatch.setattr(culprits, "record_one_device", lambda *_: one)
+    monkeypatch.setattr(culprits, "Explainer", Explainer)
+    monkeypatch.setattr(culprits, "Culprits", lambda *_: SimpleNamespace(make=lambda cause: made[id(cause)]))
+    monkeypatch.setattr(culprits, "keep_operators", lambda *_: heard.append("operators") or "kept")
+    golden, programs = None, [one]
+    found = find_culprits(
+        make_case(),
+        golden,  # type: ignore[arg-type]
+        Recorded(1, programs),  # type: ignore[arg-type]
+        CPU,
+        1.0,
+        operators=tmp_path / "operators",
+        tell=lambda found: heard.append([culprit for culprit, _ in found.culprits]),
+    )
+    first, second = made.values()
+    assert heard == [[first], "search", [first, second], "operators"]
+    assert ([culprit for culprit, _ in found.culprits], found.operators) == ([first, second], "kept")

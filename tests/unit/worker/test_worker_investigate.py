@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeverify.case.schema import CustomModel
 from moeverify.checks.base import Judgement
 from moeverify.diagnose.inputs import Issued
 from moeverify.faults.setting import make_case
@@ -11,7 +12,8 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.trace import CollectiveRecord
-from moeverify.worker.investigate import _failed_keys, _make_axes
+from moeverify.train.data import Share
+from moeverify.worker.investigate import _failed_keys, _list_shares, _make_axes, _make_whole_batch
 from moeverify.worker.issued import _summarize, find_issued
 
 
@@ -77,3 +79,22 @@ def test_sources_and_groups_are_those_of_the_layout() -> None:
     assert set(axes.groups) == {"dp_shard"}
     # How many experts a token has is no factor of what no token is routed by.
     assert axes.sources_of("norm.weight") == [each for each in axes.sources if each.name != "top_k"]
+
+
+def test_fewer_passes_than_micro_batches_have_no_share() -> None:
+    parts = [Share(range(each, each + 1), range(3)) for each in range(2)]
+    whole = [(part.rows, part.positions) for part in parts]
+    assert [_list_shares(parts, number) for number in (0, 1, 2, 3)] == [whole, [], whole, whole]
+
+
+def test_the_valid_tokens_of_the_batch_of_any_model_are_a_source() -> None:
+    data = {"batch": 4, "seq_len": 8, "min_valid": 0.5}
+    case = make_case("a", data=data)
+    recipe = case.recipe.model_copy(
+        update={"model": CustomModel(factory="a:make", loss="a:loss", vocab_size=9)}
+    )
+    batch = _make_whole_batch(case.model_copy(update={"recipe": recipe}), 0)
+    assert batch is not None
+    valid = Source(name="valid tokens of the batch", size=int(batch.valid.sum()))
+    assert valid in _make_axes(case, batch).loss_counts
+    assert valid.size < 4 * 8
