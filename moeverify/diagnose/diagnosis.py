@@ -21,7 +21,6 @@ from moeverify.diagnose.hypotheses.step_counter import is_counter
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.misplaced import explain_shapes
 from moeverify.diagnose.missing_state import find_missing_state
-from moeverify.diagnose.named_rates import name_rates
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.recomputed import (
     RECOMPUTED,
@@ -69,7 +68,7 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
     named = name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs)
-    return doubt_causes(name_rates(named, inputs), inputs)
+    return doubt_causes(named, inputs)
 
 
 def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:

@@ -22,9 +22,8 @@ WEIGHT = "weight"
 class StepValues:
     """What one step of an optimizer works on, for the elements (N,) of parameters that share their options.
 
-    All in float64. `gradient` is the clipped one, by the coefficient `clip` where that is known. `before` and `after`
-    have the moments by name, before and after the step; a moment that the step makes is not in `before`. `number`
-    counts the steps from 1.
+    All in float64. `gradient` is the clipped one. `before` and `after` have the moments by name, before and after the
+    step; a moment that the step makes is not in `before`. `number` counts the steps from 1.
     """
 
     number: int
@@ -34,7 +33,6 @@ class StepValues:
     gradient: Tensor
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
-    clip: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,9 @@ from moeverify.case.choice import Implementation, Modules, Row, Table, list_opti
 from moeverify.case.rule import Rule, blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
-from moeverify.results.step_facts import StepChange
 from moeverify.train.recomputation import Recomputed, StepValues
-from moeverify.train.step_grammar import Grammar, Solve
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
 
@@ -46,23 +43,6 @@ class OptimizerKind(Implementation):
         The change is that of the moments which the optimizer has made, so an error of a moment is not seen twice.
         """
         raise NotImplementedError
-
-    def find_grammar(
-        self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
-    ) -> Grammar | None:
-        """Return the formula of the result `name` in parts that may be made otherwise; None where it has none.
-
-        Shape: actual (N,), what the optimizer has made. None is looked at where the step is right.
-        """
-        return None
-
-    def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
-        """Return the change (N,) of the weight by the bias corrections of the steps `number`, None without any."""
-        return None
-
-    def list_correction_factors(self, spec: Optimizer, number: int) -> Mapping[StepChange, float]:
-        """Return how many times as large a step is by other bias corrections; `number` counts it from 1."""
-        return {}
 
 
 OPTIMIZER: Modules[OptimizerKind] = Modules("recipe.optimizer.name", __name__)

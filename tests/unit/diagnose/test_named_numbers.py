@@ -13,15 +13,9 @@ from wrong_tensors import WEIGHT, draw, examine, make_inputs, make_tensor
 from moeverify.axes.groups import BRANCHES, WEIGHT_COLUMNS, WEIGHT_ROWS
 from moeverify.axes.named_numbers import list_options, list_sizes
 from moeverify.diagnose.named_numbers import NamedNumbers, name_factor
-from moeverify.diagnose.named_rates import name_rates
 from moeverify.faults.setting import make_case
-from moeverify.layout.region import Region
 from moeverify.report.words.factor import describe_factor
-from moeverify.report.words.optimizer import describe_recomputed
-from moeverify.results.cause import Cause
 from moeverify.results.factor import Product
-from moeverify.results.finding import Finding
-from moeverify.results.step_facts import RecomputedFacts, StepForm, TermFacts
 
 SIZES = {
     BRANCHES: 6,
@@ -134,54 +128,3 @@ def test_other_deviations_are_not_said_to_be_of_the_fans() -> None:
 
 def test_a_width_over_the_number_of_layers_is_no_name() -> None:
     assert name_factor(math.sqrt(56 / 3), NUMBERS, error=1e-8, first=(*FIRST, "layers")) is None
-
-
-def name_rate(factor: float, error: float = 0.0, **facts: object) -> str:
-    """Return what is said of an update whose step is there by a factor."""
-    terms = (TermFacts(name="step", expected=-0.01, found=-0.01 * factor, error=error),)
-    made = RecomputedFacts.model_validate({"terms": terms, **facts})
-    finding = Finding(
-        check="optimizer step",
-        kind="update",
-        tensor=WEIGHT,
-        step=0,
-        rank=0,
-        error=1.0,
-        bound=0.01,
-        code=Cause.OPTIMIZER,
-        facts=made,
-    )
-    regions = {WEIGHT: {0: Region.whole((56, 40))}}
-    tensor = make_tensor(draw(2), draw(2), name=WEIGHT)
-    inputs = replace(make_inputs(tensor), regions=regions, named=NUMBERS)
-    (named,) = name_rates([finding], inputs)
-    assert isinstance(named.facts, RecomputedFacts)
-    return describe_recomputed(named.facts, named)[0]
-
-
-@pytest.mark.parametrize(
-    ("factor", "said"),
-    [
-        (40**-0.5, "; squared: 0.025 = 1/columns of the weight"),
-        (1 / 56, "; 0.0178571 = 1/rows of the weight"),
-        (32**-0.5, "; squared: 0.03125 = 1/hidden"),
-    ],
-)
-def test_rates_that_are_numbers_of_the_run_are_named(factor: float, said: str) -> None:
-    assert name_rate(factor).endswith(said)
-
-
-def test_rates_that_may_be_so_by_chance_are_not_named() -> None:
-    assert name_rate(0.5).endswith("times")
-    assert name_rate(40**-0.5, error=1e-5).endswith("times")
-    form = StepForm(changes=("no-first-correction",))
-    assert "columns" not in name_rate(40**-0.5, variants=(form,))
-    generator = random.Random(0)
-    said = [name_rate(math.exp(generator.uniform(-4.0, 4.0)), error=2e-8) for _ in range(1000)]
-    assert sum(" = " in each for each in said) < 10
-
-
-def test_the_rate_that_an_optimizer_had_is_named() -> None:
-    assert name_rate(1.0, rate=0.02 * 40**-0.5, scheduled=0.02).endswith("= 1/columns of the weight")
-    # A schedule's rates are ratios of sizes of the model by chance.
-    assert "hidden" not in name_rate(1.0, rate=0.02 * 32**-0.5, scheduled=0.02)
