@@ -16,12 +16,6 @@ from moeverify.case.schema import Case, Layout
 TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
 ROWS = "rows of the batch"
 
-# What initial values are scaled by: projections back into the residual stream by its branches, all by a fan or both.
-BRANCHES = "residual branches (2 a layer)"
-WEIGHT_ROWS, WEIGHT_COLUMNS = "rows of the weight", "columns of the weight"
-BOTH_FANS = "rows and columns of the weight"
-HALVES = {size: f"half of the {size}" for size in (WEIGHT_ROWS, WEIGHT_COLUMNS, BOTH_FANS)}
-
 # Integers that are no axes, and of which tensors they can be a factor.
 LAYERS = "layers"
 TIED_USES, TOP_K, EXPERTS = "uses of the tied weight", "top_k", "experts"

@@ -10,7 +10,6 @@ from torch import Tensor
 from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
-from moeverify.diagnose.named_numbers import NamedNumbers
 from moeverify.diagnose.reductions import Brought
 from moeverify.diagnose.unwritten_memory import UnwrittenRead
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
@@ -67,9 +66,8 @@ class DiagnosisInputs:
     has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
     large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
     micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten`
-    has by rank what was read of memory that nothing had written. `named` are the sizes of the model and the options
-    of the recipe that a factor may come from. `limits` has, by the name of each check, the relative error that it
-    sees in half of its tensors.
+    has by rank what was read of memory that nothing had written. `limits` has, by the name of each check, the
+    relative error that it sees in half of its tensors.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -92,7 +90,6 @@ class DiagnosisInputs:
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     unwritten: Mapping[int, Sequence[UnwrittenRead]] = field(default_factory=dict)
-    named: NamedNumbers = field(default_factory=NamedNumbers)
     limits: Mapping[str, float] = field(default_factory=dict)
 
     @property

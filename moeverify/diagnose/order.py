@@ -34,7 +34,7 @@ ORDER = (
         "added_values",
         "misreduced",
     ),
-    ("gradient_norm", "scaled_values"),
+    ("gradient_norm",),
     ("another_layer",),
     ("previous_value", "permutation", "moved_tokens", "shifted_read"),
     ("another_tensor",),

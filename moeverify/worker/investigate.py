@@ -20,7 +20,6 @@ from moeverify.axes.groups import (
     list_module_counts,
 )
 from moeverify.axes.mesh import MeshPlan
-from moeverify.axes.named_numbers import list_options, list_sizes
 from moeverify.case.schema import Case
 from moeverify.checks.base import Judgement, Role
 from moeverify.checks.clip import TOTAL as TOTAL_NORM
@@ -33,7 +32,6 @@ from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
-from moeverify.diagnose.named_numbers import NamedNumbers
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
@@ -273,7 +271,6 @@ def _make_inputs(
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
         numbers=list_numbers(case.recipe.model.reference, clip, valid),
         unwritten={rank: each.unwritten for rank, each in enumerate(evidence.by_rank)},
-        named=NamedNumbers(list_sizes(case), list_options(case)),
         limits=_find_limits(judgement),
     )
 

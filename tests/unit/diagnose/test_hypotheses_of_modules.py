@@ -84,27 +84,6 @@ def test_a_gradient_that_is_wrong_from_the_first_one_on_comes_from_the_loss(
     assert (subject.tensors, subject.module) == (losses, module)
 
 
-@pytest.mark.parametrize(
-    ("factor", "power", "sources"),
-    [
-        (2.0, 1, ("dp_replicate", "ep")),
-        (0.5**0.5 * (1.0 + 3e-6), 2, ("dp_replicate", "ep")),  # a mean of squares twice, beside an eps
-        (2.0**0.5, 2, ("dp_replicate", "ep")),
-        (0.5**0.5 * 1.001, 1, ()),
-        (3.0**0.5, 1, ()),
-    ],
-)
-def test_a_factor_of_an_output_may_be_the_root_of_a_size(
-    factor: float, power: int, sources: tuple[str, ...]
-) -> None:
-    expected = draw(2, 3, 4)
-    tensor, inputs = make_origin(expected, factor * expected, factor * expected)
-    explanation = examine("one_factor", tensor, inputs).explanation
-    assert isinstance(explanation.operation, Scaled)
-    (whole,) = explanation.operation.contributions
-    assert (whole.factor.power, whole.factor.sources) == (power, sources)
-
-
 def test_tokens_with_the_values_of_others_have_moved() -> None:
     expected = draw(2, 3, 4)
     actual = expected.reshape(6, 4)[[0, 4, 2, 3, 1, 5]].reshape(2, 3, 4)
