@@ -45,7 +45,6 @@ _KIND_OF_OPERATION = {
     "moved": "elsewhere",
     "shifted": "elsewhere",
     "reordered": "elsewhere",
-    "token-values": "elsewhere",
     "repeated-shard": "elsewhere",
     "misplaced": "layout",
     "unmoved": "state",

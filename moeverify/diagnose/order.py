@@ -36,7 +36,7 @@ ORDER = (
     ),
     ("gradient_norm",),
     ("another_layer",),
-    ("previous_value", "permutation", "moved_tokens", "shifted_read"),
+    ("previous_value", "permutation", "shifted_read"),
     ("another_tensor",),
     ("lost_elements",),
     ("block_sum", "block_factors", "wrong_tokens"),

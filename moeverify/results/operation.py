@@ -16,7 +16,7 @@ from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.formula_names import ClipFormulaName, NormOrder
 from moeverify.results.initial_values import InitialSource
-from moeverify.results.layout import Reordered, TokenValues
+from moeverify.results.layout import Reordered
 from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
@@ -384,7 +384,6 @@ Operation = Annotated[
     | LostElements
     | Moved
     | Reordered
-    | TokenValues
     | Shifted
     | Replaced
     | Unmoved

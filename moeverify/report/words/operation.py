@@ -15,7 +15,7 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
-from moeverify.report.words.layout import describe_reordered, describe_token_values
+from moeverify.report.words.layout import describe_reordered
 from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_norms,
@@ -341,7 +341,6 @@ for _describe in (
     describe_norm_of_order,
     describe_norm_of_powers,
     describe_reordered,
-    describe_token_values,
 ):
     describe_operation.register(_describe)  # by the annotation of its operation
 
