@@ -14,7 +14,6 @@ DimName = Literal[
     "key-value heads",
     "experts",
     "ranks",
-    "micro-batches",
     "chunks",
     "parts",
     "groups",
@@ -24,7 +23,7 @@ DimName = Literal[
 ]
 """What runs along a dim. `features` are all of a token's; `chunks` are parts of the sequence."""
 
-OrderWay = Literal["stored", "read", "reversed", "rolled", "same", "before", "zigzag", "out-of-zigzag"]
+OrderWay = Literal["stored", "read", "reversed", "rolled", "same", "zigzag", "out-of-zigzag"]
 
 
 Scope = Literal["rank", "group", "whole"]
@@ -45,7 +44,7 @@ class Order(Record):
 
     They are `stored` with the dims in the order of `dims`, and read in that of `right`; or stored as `right` and
     `read` as `dims`. Or the parts along the one dim of `dims` are `reversed`, `rolled` by `number`, all the `same`
-    one, each that `before` it, or in the order of a zigzag or of what undoes one.
+    one, or in the order of a zigzag or of what undoes one.
     """
 
     way: OrderWay

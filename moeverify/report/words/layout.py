@@ -65,8 +65,6 @@ def _describe_parts(order: Order, what: str) -> str:
     size, number = dim.size, order.number
     if order.way == "same":
         return f"in all {size} {what} what belongs to {_name_one(dim, number)}"
-    if order.way == "before":
-        return "in each micro-batch after the first what belongs into the one before"
     if size <= (_MOST_LISTED if dim.name in _NUMBERED or order.way != "rolled" else _FEW):
         places = list(range(size))
         half = [at for pair in zip(places[: size // 2], places[::-1], strict=False) for at in pair]

@@ -89,10 +89,6 @@ LAYOUTS = [
         reorder("same", RANKS, right=(RANKS, *TOKENS), number=1),
         "the output of attention has in all 2 ranks of cp what belongs to rank 1 of cp",
     ),
-    say(
-        reorder("before", Dim(name="micro-batches", size=2)),
-        "the output of attention has in each micro-batch after the first what belongs into the one before",
-    ),
     (
         explain(
             Cause.PERMUTATION,
