@@ -57,8 +57,8 @@ class DiagnosisInputs:
 
     `search` says where modules first differ, None where that was not asked. `earlier` gives the golden's value of a
     tensor at other times, by what these are called. `issued` gives the collectives of a module on a rank.
-    `num_tokens` are the tokens of the batch with padding, `clip` is the golden's clip coefficient, and `max_norm`
-    what gradients are clipped to, None where a step of the user's own may clip otherwise. `stale` says whether the
+    `num_tokens` are the tokens of the batch with padding, and `max_norm` is what gradients are
+    clipped to, None where a step of the user's own may clip otherwise. `stale` says whether the
     weights of a step earlier give what a module put out, None where that cannot be asked. `saved` is there after a
     load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the golden's value
     so many steps before this one. `valid` (B, S) are the tokens that are no padding. `decays` gives, by the name of
@@ -77,7 +77,6 @@ class DiagnosisInputs:
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
     components: ComponentSource | None = None
     num_tokens: int = 0
-    clip: float | None = None
     max_norm: float | None = None
     stale: Callable[[Origin], bool | None] = lambda origin: None
     saved: Saved | None = None

@@ -16,10 +16,6 @@ ORDER = (
     (
         "detached",
         "replica_sum",
-        "unclipped",
-        "norm_squares",
-        "norm_of_partials",
-        "clip_formula",
         "another_term",
     ),
     (

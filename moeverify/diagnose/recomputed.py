@@ -32,7 +32,6 @@ from moeverify.results.operation import (
     OwnTokens,
     Redefined,
     Scaled,
-    Unclipped,
     Unmoved,
 )
 from moeverify.results.part import WHOLE, Contribution, Part
@@ -174,7 +173,7 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     explanation = origin.explanation
     if explanation is None or any(_tells_router(origin, finding) for finding in recomputed):
         return explanation is not None
-    if isinstance(explanation.operation, Unmoved | Unclipped):
+    if isinstance(explanation.operation, Unmoved):
         return any(_tells_step(finding) and _is_of_same(origin, finding) for finding in recomputed)
     if explanation.cause in _SAYS_MORE:
         says_more = _SAYS_MORE[explanation.cause]

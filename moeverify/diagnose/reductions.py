@@ -167,14 +167,6 @@ def read_meeting(
     return None
 
 
-def find_factor_of_sum(meeting: Meeting, actual: Mapping[int, Tensor], exact: float) -> float | None:
-    """Return the one factor with which the sums over what met are what all ranks have; None where they are not.
-
-    Shapes: `actual` has by rank the elements of its part, (elements).
-    """
-    return _find_factor(meeting, actual, "sum", exact)
-
-
 def _find_factor(
     meeting: Meeting, actual: Mapping[int, Tensor], combination: Combination, exact: float
 ) -> float | None:

@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Factor, Product
-from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.operation import (
     Altered,
     Carried,
@@ -125,7 +124,7 @@ class Explanation(Record):
         elif isinstance(operation, Misplaced | NormOfSlices):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})
-        elif isinstance(operation, Carried | NormOfPowers) and operation.factor is not None:
+        elif isinstance(operation, Carried) and operation.factor is not None:
             operation = operation.model_copy(update={"factor": narrow(operation.factor)})
         elif isinstance(operation, Offset):
             products = tuple(each for each in operation.products if each in left)
@@ -144,7 +143,7 @@ class Explanation(Record):
         """Return the factors that were measured."""
         if isinstance(self.operation, Unreduced):
             return (self.operation.factor,)
-        if isinstance(self.operation, Carried | NormOfPowers):
+        if isinstance(self.operation, Carried):
             return () if self.operation.factor is None else (self.operation.factor,)
         if isinstance(self.operation, Scaled):
             extra = (self.operation.means_factor,) if self.operation.means_factor is not None else ()

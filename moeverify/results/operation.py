@@ -14,10 +14,8 @@ from pydantic import Field
 from moeverify.results.change import Change
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.formula_names import ClipFormulaName, NormOrder
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.layout import Reordered
-from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 from moeverify.results.upstream import OffUpstream
@@ -203,24 +201,6 @@ class Unmoved(Record):
     unused: bool = False
 
 
-class NormOfNorms(Record):
-    """The norm is the sum, or the largest, of the norms of its parts, in the place of the root of their squares.
-
-    The parts are the parameters, or, with `groups`, groups of these.
-    """
-
-    kind: Literal["norm-of-norms"] = "norm-of-norms"
-    combination: Literal["sum", "max"]
-    groups: tuple[Group, ...] = ()
-
-
-class NormOfOrder(Record):
-    """The norm is of another order than 2, or is not the root of the sum of squares but another number of them."""
-
-    kind: Literal["norm-of-order"] = "norm-of-order"
-    order: NormOrder
-
-
 class NormOfSlices(Record):
     """The squares of what ranks have are not summed over one of `axes`: of some parameters, or of all.
 
@@ -237,37 +217,6 @@ class NormOfSlices(Record):
     coordinate: int | None = None
     is_largest: bool = False
     is_apart: bool = False
-
-
-class NormOfPartials(Record):
-    """The norm counts some gradients by what ranks had of them before they were summed over `axes`.
-
-    Of each of `tensors` it counts the `combination` of the ranks' parts: the squared sum of their norms, the sum of
-    their squares, or what a rank has alone.
-    """
-
-    kind: Literal["norm-of-partials"] = "norm-of-partials"
-    combination: Literal["norms", "squares", "own"]
-    tensors: tuple[str, ...]
-    axes: tuple[Product, ...] = ()
-
-
-class Reclipped(Record):
-    """The norm is right, and the coefficient of the clip is made of it otherwise than min(1, limit / (norm + guard)).
-
-    The guard is added `factor` times; or `way` says which formula it is.
-    """
-
-    kind: Literal["reclipped"] = "reclipped"
-    way: ClipFormulaName
-    factor: Factor | None = None
-
-
-class Unclipped(Record):
-    """The norm is right, and nothing was clipped by it; `coefficient` is the one that should have been applied."""
-
-    kind: Literal["unclipped"] = "unclipped"
-    coefficient: float
 
 
 class Rounded(Record):
@@ -387,14 +336,8 @@ Operation = Annotated[
     | Shifted
     | Replaced
     | Unmoved
-    | NormOfNorms
     | NormOfSlices
-    | NormOfPartials
-    | NormOfOrder
-    | NormOfPowers
     | OffUpstream
-    | Reclipped
-    | Unclipped
     | Rounded
     | Miscounted
     | Unwritten

@@ -28,7 +28,6 @@ from moeverify.train.program import Program as Training
 from moeverify.worker.operators import keep_operators
 from moeverify.worker.recorded import record_one_device, record_ranks
 
-
 _KEPT = (Cause.NORM, Cause.REPLICAS)
 """Causes that a check has named, and that say more than the kind of the operation by which it came so."""
 

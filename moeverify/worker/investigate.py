@@ -22,7 +22,6 @@ from moeverify.axes.groups import (
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
 from moeverify.checks.base import Judgement, Role
-from moeverify.checks.clip import TOTAL as TOTAL_NORM
 from moeverify.checks.registry import CHECKS, choose_checks
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.axes import Axes
@@ -199,13 +198,8 @@ def _rerun(
 
 
 def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
-    """Return how many elements this rank has of each wrong tensor that may have been all-reduced.
-
-    Of a wrong norm that is every gradient: it may be made of what they were before.
-    """
+    """Return how many elements this rank has of each wrong tensor that may have been all-reduced."""
     wrong = {name for _, kind, name in keys if kind == Kind.GRADIENT}
-    if TOTAL_NORM in wrong:
-        wrong |= {shard.name for shard in program.shards}
     moe = reference.moe if (reference := case.recipe.model.reference) else None
     counts = {moe.num_experts} if moe and any(kind == Kind.ROUTER_COUNTS for _, kind, _ in keys) else set()
     return counts | {shard.region.numel for shard in program.shards if shard.name in wrong}
@@ -259,7 +253,6 @@ def _make_inputs(
         issued=lambda module, rank: find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
-        clip=None if clip is None else float(clip),
         max_norm=case.recipe.optimizer.clip_norm if case.recipe.step is None else None,
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),

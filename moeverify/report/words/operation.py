@@ -18,12 +18,7 @@ from moeverify.report.words.factor import (
 from moeverify.report.words.layout import describe_reordered
 from moeverify.report.words.norms import (
     describe_loss_scale,
-    describe_norm_of_norms,
-    describe_norm_of_order,
-    describe_norm_of_partials,
-    describe_norm_of_powers,
     describe_norm_of_slices,
-    describe_reclipped,
 )
 from moeverify.report.words.part import name_block, name_part, name_some, of_router
 from moeverify.report.words.reduction import (
@@ -57,7 +52,6 @@ from moeverify.results.operation import (
     Scaled,
     Shifted,
     Stepped,
-    Unclipped,
     Unmoved,
     Unreduced,
     Zeroed,
@@ -318,28 +312,13 @@ def _(operation: Unmoved, explanation: Explanation) -> str:
     return f"{subject} did not change in this step although {reason} says it should"
 
 
-@describe_operation.register
-def _(operation: Unclipped, explanation: Explanation) -> str:
-    subject = name_subject(explanation.subject)
-    coefficient = format_factor(operation.coefficient)
-    return (
-        f"the gradient norm matches, and nothing was clipped by it: {subject} {subject.be} 1/{coefficient}x the "
-        "expected value"
-    )
-
-
 for _describe in (
     describe_misreduced,
     describe_misplaced,
     describe_redefined,
     describe_miscounted,
     describe_unwritten,
-    describe_norm_of_norms,
-    describe_norm_of_partials,
     describe_norm_of_slices,
-    describe_reclipped,
-    describe_norm_of_order,
-    describe_norm_of_powers,
     describe_reordered,
 ):
     describe_operation.register(_describe)  # by the annotation of its operation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from wrong_tensors import AXES, draw, examine, find_hypothesis, make_inputs, make_sharded, make_tensor
+from wrong_tensors import AXES, draw, examine, make_inputs, make_sharded, make_tensor
 
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.first_divergence import Search
@@ -21,7 +21,6 @@ from moeverify.results.operation import (
     RepeatedShard,
     Replaced,
     Scaled,
-    Unclipped,
     Unmoved,
     Zeroed,
 )
@@ -253,21 +252,6 @@ def test_ranks_that_disagree_on_the_norm_and_the_worst_of_them_are_named() -> No
 
 
 # updates
-
-
-def test_an_update_that_is_as_much_too_large_as_the_clip_is_small_was_not_clipped() -> None:
-    expected = draw(16)
-    tensor = make_tensor(expected, 4 * expected, kind="update")
-    explanation = examine("unclipped", tensor, make_inputs(tensor, clip=0.25)).explanation
-    assert (explanation.cause, explanation.operation) == (Cause.NORM, Unclipped(coefficient=0.25))
-    other = make_tensor(expected, 3 * expected, kind="update")
-    assert examine("unclipped", other, make_inputs(other, clip=0.25)).explanation is None
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_without_a_clip_nothing_can_be_unclipped(clip: float | None) -> None:
-    tensor = make_tensor(draw(16), draw(16), kind="update")
-    assert not find_hypothesis("unclipped").applies(tensor, make_inputs(tensor, clip=clip))
 
 
 def test_an_update_of_zero_is_unmoved() -> None:

@@ -12,7 +12,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.facts import ObjectiveFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Operation, Redefined, Rounded, Scaled, Unclipped, Unmoved
+from moeverify.results.operation import Operation, Redefined, Rounded, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.step_facts import RecomputedFacts, TermFacts
 
@@ -57,7 +57,7 @@ def test_what_the_golden_cannot_explain_follows_from_what_was_recomputed() -> No
 
 def test_what_the_golden_explains_stays_the_cause() -> None:
     subject = Subject(quantity=Quantity.UPDATE, tensors=("a",))
-    explanation = Explanation(cause=Cause.NORM, subject=subject, operation=Unclipped(coefficient=0.5))
+    explanation = Explanation(cause=Cause.SHARE_WEIGHTS, subject=subject, operation=Scaled(contributions=()))
     origins, recomputed = merge_with_origins([compare("a", explanation)], [find("b")])
     assert [finding.follows for finding in (*origins, *recomputed)] == ["", "a"]
 

@@ -25,7 +25,6 @@ from moeverify.results.operation import (
     Rounded,
     Scaled,
     Shifted,
-    Unclipped,
     Unmoved,
     Unwritten,
     Zeroed,
@@ -171,11 +170,6 @@ VALUES = [
         explain(Cause.STALE, Quantity.BUFFER, Unmoved()),
         "the buffer did not change in this step although the routing says it should",
         "",
-    ),
-    (
-        explain(Cause.NORM, Quantity.UPDATE, Unclipped(coefficient=0.126881), tensors=tuple("abc")),
-        "the gradient norm matches, and nothing was clipped by it: 3 updates are 1/0.126881x the expected value",
-        "clip",
     ),
     # rounding
     (
