@@ -112,15 +112,13 @@ class CoverageJob(CaseFields):
 
 
 class BlamedPlace(Record):
-    """The place that the cause of a finding names: a collective, or the call of a module.
+    """The place that the cause of a finding names: the call of a module.
 
-    With `site`, where a collective is issued (`file:line in function`). Else inside `module`, forward or backward, in
-    one micro-batch: where its output is complete, or with `inner` where that module takes its input or gets its
-    gradient. `module` is also what the collective is issued for, where that is known.
+    It is inside `module`, forward or backward, in one micro-batch: where its output is complete, or with `inner` where
+    that module takes its input or gets its gradient.
     """
 
     about: str
-    site: str = ""
     direction: Direction = "forward"
     module: str = ""
     inner: str = ""

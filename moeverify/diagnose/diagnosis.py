@@ -29,8 +29,6 @@ from moeverify.diagnose.recomputed import (
     merge_with_origins,
 )
 from moeverify.diagnose.recomputed_norm import explain_norm
-from moeverify.diagnose.repeated_reduction import name_repeated_reduction
-from moeverify.diagnose.rounded_numbers import name_rounded
 from moeverify.diagnose.upstream import doubt_causes
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
@@ -367,8 +365,7 @@ def make_origins(
     """Return one finding for each cause, and the identities of these findings."""
     origins: list[Finding] = []
     explained: set[tuple[str, str, int]] = set()
-    for each in causes:
-        cause = name_rounded(each, inputs)
+    for cause in causes:
         head = _choose_head(cause, first)
         if _identity(head) in explained:
             continue
@@ -421,7 +418,5 @@ def _with_log(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) 
         log = Log()
     trials = complete_log(subject, log, inputs) if subject is not None else ()
     place = locate(finding, cause, inputs)
-    found: dict[str, object] = {"place": place, "trials": (*trials, *list_search_trials(inputs.search))}
-    if finding.explanation is not None and subject is not None:
-        found["explanation"] = name_repeated_reduction(finding.explanation, place, subject.expected.numel())
-    return finding.model_copy(update=found)
+    trials = (*trials, *list_search_trials(inputs.search))
+    return finding.model_copy(update={"place": place, "trials": trials})

@@ -57,15 +57,14 @@ class DiagnosisInputs:
 
     `search` says where modules first differ, None where that was not asked. `earlier` gives the golden's value of a
     tensor at other times, by what these are called. `issued` gives the collectives of a module on a rank.
-    `num_tokens` are the tokens of the batch with padding, and `max_norm` is what gradients are
-    clipped to, None where a step of the user's own may clip otherwise. `stale` says whether the
+    `num_tokens` are the tokens of the batch with padding. `stale` says whether the
     weights of a step earlier give what a module put out, None where that cannot be asked. `saved` is there after a
     load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the golden's value
     so many steps before this one. `valid` (B, S) are the tokens that are no padding. `decays` gives, by the name of
     an optimizer's moment, the factor that its value of the step before has in a step's sum. `shapes` has, of what
     has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
     large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
-    micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten`
+    micro-batch. `unwritten`
     has by rank what was read of memory that nothing had written. `limits` has, by the name of each check, the
     relative error that it sees in half of its tensors.
     """
@@ -77,7 +76,6 @@ class DiagnosisInputs:
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
     components: ComponentSource | None = None
     num_tokens: int = 0
-    max_norm: float | None = None
     stale: Callable[[Origin], bool | None] = lambda origin: None
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
@@ -87,7 +85,6 @@ class DiagnosisInputs:
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)
     unwritten: Mapping[int, Sequence[UnwrittenRead]] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
 

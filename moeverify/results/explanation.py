@@ -102,8 +102,7 @@ class Explanation(Record):
             return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):
             return bool(operation.ranks or operation.loss_scale) or any(
-                each.part != WHOLE or each.factor.equals or each.factor.rounded
-                for each in operation.contributions
+                each.part != WHOLE or each.factor.equals for each in operation.contributions
             )
         return True
 

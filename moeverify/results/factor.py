@@ -38,27 +38,15 @@ class Product(Record):
         return value
 
 
-class RoundedNumber(Record):
-    """A number that was rounded to a narrower dtype: one that has a name, or else what is reported.
-
-    Several `dtypes` may have made it.
-    """
-
-    dtypes: tuple[str, ...]
-    name: str = ""
-
-
 class Factor(Record):
     """A measured factor, and the simplest products that equal its `power`: more than one is an ambiguity.
 
-    A norm is off by a factor whose square is an integer: there `power` is 2. Near 1 it may be what the rounding of
-    one number makes of all that is multiplied by it.
+    A norm is off by a factor whose square is an integer: there `power` is 2.
     """
 
     value: float
     power: int = 1
     equals: tuple[Product, ...] = ()
-    rounded: RoundedNumber | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:

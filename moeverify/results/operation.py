@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moeverify.results.change import Change
-from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.layout import Reordered
@@ -25,47 +24,21 @@ OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "
 largest, the largest over it, or the root of it over the mean."""
 
 
-class PartialClip(Record):
-    """A clip before all micro-batches of all ranks are summed: of what is accumulated so far, or of each alone.
-
-    With `by_own` each rank clips by the norm of its own gradients.
-    """
-
-    clipped: Literal["accumulated", "micro-batch"]
-    by_own: bool = False
-
-
-class ByNumber(Record):
-    """Weights of micro-batches by their numbers, from 0 on: `way` of 1 + number, or powers of a `ratio`.
-
-    They decay where the last one counts once, and each earlier one `ratio` times the next; they fall where the first
-    one counts once.
-    """
-
-    way: Literal["divided", "times", "decaying", "falling"]
-    ratio: float = 1.0
-
-
 class Scaled(Record):
     """Parts are there more or less often than once: too large, too small, missing, or counted though they should not.
 
     `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
-    means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `reduced_again` is
-    the collective that gives micro-batches these weights, where it reduces what has been accumulated. `own_tokens`
-    says what the weights are of the shares' own numbers of valid tokens, `clip` which clip makes them, and
-    `by_number` what they are of the micro-batches' numbers. `ranks` are those that have it so, where replicas on
-    others are right. Where `loss_scale` is not 0, a norm is 2 to that power times the right one, as where gradients
-    keep a scale of the loss.
+    means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `own_tokens` says
+    what the weights are of the shares' own numbers of valid tokens. `ranks` are those that have it so, where replicas
+    on others are right. Where `loss_scale` is not 0, a norm is 2 to that power times the right one, as where
+    gradients keep a scale of the loss.
     """
 
     kind: Literal["scaled"] = "scaled"
     contributions: tuple[Contribution, ...]
     local_means: int = 0
     means_factor: Factor | None = None
-    reduced_again: IssuedCollective | None = None
     own_tokens: OwnTokens | None = None
-    clip: PartialClip | None = None
-    by_number: ByNumber | None = None
     ranks: tuple[int, ...] = ()
     loss_scale: int = 0
 

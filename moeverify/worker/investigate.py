@@ -34,7 +34,6 @@ from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInput
 from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.reductions import Bringing, Brought
-from moeverify.diagnose.rounded_numbers import list_numbers
 from moeverify.diagnose.stale import explains_stale
 from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
 from moeverify.diagnose.wrong_tensor import Key
@@ -243,7 +242,6 @@ def _make_inputs(
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
     valid = _find_valid(case, step)
-    clip = read((step, Kind.GRADIENT_NORM, "clip_coefficient")) if step >= 0 else None
     search = _search(case, evidence, read_right, _find_known(judgement, step))
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
@@ -253,7 +251,6 @@ def _make_inputs(
         issued=lambda module, rank: find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
-        max_norm=case.recipe.optimizer.clip_norm if case.recipe.step is None else None,
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
@@ -262,7 +259,6 @@ def _make_inputs(
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
-        numbers=list_numbers(case.recipe.model.reference, clip, valid),
         unwritten={rank: each.unwritten for rank, each in enumerate(evidence.by_rank)},
         limits=_find_limits(judgement),
     )

@@ -106,7 +106,7 @@ def list_contributions(
 def _has_measured(operation: Scaled) -> bool:
     """Return whether a factor is a number that nothing of the run equals: rounding may have made it of another."""
     factors = (each.factor for each in operation.contributions)
-    is_made = operation.local_means or operation.own_tokens or operation.clip or operation.by_number
+    is_made = operation.local_means or operation.own_tokens
     return not is_made and any(not each.is_zero and not each.equals for each in factors)
 
 

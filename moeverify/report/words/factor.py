@@ -67,16 +67,6 @@ _NO_AXES: Mapping[str, str] = {
 }
 
 
-_NUMBERS: Mapping[str, str] = {
-    "": "it",
-    "clip": "the clip coefficient",
-    "valid": "one over the number of valid tokens",
-    "balance": "the weight of the balance loss",
-    "z": "the weight of the z loss",
-    "z-valid": "the weight of the z loss over the number of valid tokens",
-}
-
-
 def format_factor(value: float) -> str:
     """Return a factor to six digits, and to as many more as tell it from 1: a wrong factor is never printed as 1."""
     text = f"{value:.6g}"
@@ -154,9 +144,6 @@ def describe_amount(factor: Factor) -> str:
 
 def describe_sources(factor: Factor) -> str:
     """Return what the factor equals, `2 = ep`, or nothing where it is that of no product."""
-    if factor.rounded is not None:
-        what = _NUMBERS[factor.rounded.name]
-        return f"{what} is rounded to {' or '.join(factor.rounded.dtypes)}"
     if not factor.equals:
         return ""
     value = format_factor(factor.value**factor.power)

@@ -28,14 +28,12 @@ from moeverify.report.words.reduction import (
     describe_redefined,
     describe_unheld,
     describe_unwritten,
-    name_site,
 )
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost
 from moeverify.report.words.shares import describe_weights
 from moeverify.report.words.subject import MODEL, name_subject
 from moeverify.results.cause import Cause
-from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
@@ -77,10 +75,8 @@ def describe_operation(operation: object, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
-    if operation.local_means or operation.own_tokens or operation.clip or operation.by_number:
+    if operation.local_means or operation.own_tokens:
         return describe_weights(operation)
-    if operation.reduced_again is not None:
-        return _describe_repetition(operation.reduced_again, wrong, explanation)
     if any(each.part.added or each.part.group or each.part.block for each in wrong):
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
@@ -100,21 +96,6 @@ def name_module_around(tensors: Sequence[str]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared) if shared and shared != ["layers"] else "a part of the model"
-
-
-def _describe_repetition(
-    collective: IssuedCollective, wrong: Sequence[Contribution], explanation: Explanation
-) -> str:
-    """Return how often the first micro-batch counts, and which collective makes it so."""
-    over = f" over {collective.axis}" if collective.axis else f" of ranks {collective.group}"
-    site = name_site(collective.site)
-    count = format_factor(max(each.factor.value for each in wrong))
-    # The last micro-batch counts once, and so is not among the parts that are off.
-    num_shares = 1 + len({each.part.tokens and each.part.tokens.micro_batch for each in wrong})
-    return (
-        f"in {name_subject(explanation.subject)}, the first micro-batch counts {count} times, since what has been "
-        f"accumulated is reduced again in each of {num_shares} micro-batches by the {collective.op}{over}{site}"
-    )
 
 
 def _describe_shares(wrong: Sequence[Contribution]) -> str:

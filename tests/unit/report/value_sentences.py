@@ -14,7 +14,7 @@ from explanations import (
 
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.factor import Factor, RoundedNumber
+from moeverify.results.factor import Factor
 from moeverify.results.operation import (
     Altered,
     Miscounted,
@@ -29,7 +29,7 @@ from moeverify.results.operation import (
     Unwritten,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Contribution, Part, Tokens
+from moeverify.results.part import WHOLE, Contribution, Tokens
 
 VALUES = [
     # other places
@@ -172,37 +172,6 @@ VALUES = [
         "",
     ),
     # rounding
-    (
-        explain(
-            Cause.TERM_SCALE,
-            GRADIENT,
-            scaled(
-                Contribution(
-                    part=Part(term="z"),
-                    factor=Factor(value=1.0000000475, rounded=RoundedNumber(name="z", dtypes=("float32",))),
-                )
-            ),
-        ),
-        "in the gradient, the part of the z loss is 1.00000005x too large; the weight of the z loss is rounded to "
-        "float32",
-        "z loss",
-    ),
-    (
-        explain(
-            Cause.METRIC,
-            Quantity.LOSS,
-            scaled(
-                Contribution(
-                    part=WHOLE,
-                    factor=Factor(value=0.998, rounded=RoundedNumber(dtypes=("bfloat16", "float16"))),
-                )
-            ),
-            tensors=("lm",),
-        ),
-        "only a reported number is wrong: the lm loss is 0.998x the expected value; it is rounded to bfloat16 or "
-        "float16; the gradients match",
-        "lm loss",
-    ),
     (
         explain(
             Cause.ROUNDING, GRADIENT, Rounded(dtype="bfloat16", is_representable=True), tensors=("a", "b")
