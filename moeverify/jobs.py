@@ -114,8 +114,8 @@ class CoverageJob(CaseFields):
 class BlamedPlace(Record):
     """The place that the cause of a finding names: the call of a module.
 
-    It is inside `module`, forward or backward, in one micro-batch: where its output is complete, or with `inner` where
-    that module takes its input or gets its gradient.
+    It is inside `module`, forward or backward, in one micro-batch: where its output is complete, or with `inner`
+    where that module takes its input or gets its gradient.
     """
 
     about: str

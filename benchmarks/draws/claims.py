@@ -52,7 +52,6 @@ _KIND_OF_OPERATION = {
     "own-values": "state",
     "unwritten": "state",
     "rounded": "dtype",
-    "redefined": "edit",
     "offset": "edit",
     "zeroed": "edit",
     "lost-elements": "edit",

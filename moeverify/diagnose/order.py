@@ -16,7 +16,6 @@ ORDER = (
     (
         "detached",
         "replica_sum",
-        "another_term",
     ),
     (
         "one_factor",
@@ -25,7 +24,6 @@ ORDER = (
         "router_terms",
         "tied_uses",
         "batch_shares",
-        "padding",
         "share_terms",
         "added_values",
         "misreduced",
@@ -39,7 +37,7 @@ ORDER = (
     ("block_shares",),
     ("crossed_sums",),
     ("noisy_factor", "noisy_sum"),
-    ("scaled_loss", "other_router_loss"),
+    ("scaled_loss",),
     ("loss_value",),
     ("repeated_shard", "counted_padding"),
     ("rounding",),

@@ -30,7 +30,6 @@ from moeverify.results.operation import (
     Altered,
     Carried,
     OwnTokens,
-    Redefined,
     Scaled,
     Unmoved,
 )
@@ -143,7 +142,7 @@ def merge_with_origins(
     ]
     known = list(recomputed)
     for number, finding in enumerate(known):
-        same = [origin for origin in explained if _is_of_same(origin, finding) or _redefines(origin, finding)]
+        same = [origin for origin in explained if _is_of_same(origin, finding)]
         if same and not finding.follows:
             known[number] = finding.model_copy(update={"follows": same[0].tensor})
     left = []
@@ -288,15 +287,6 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
         counts.append(int(inputs.valid[list(rows)][:, list(positions)].sum()))
         weights.append(factor)
     return find_own_tokens(weights, counts, noise=_OWN_NOISE)
-
-
-def _redefines(origin: Finding, loss: Finding) -> bool:
-    """Return whether an origin, of gradients, names the formula of a loss whose reported value is wrong."""
-    explanation = origin.explanation
-    if explanation is None or not isinstance(explanation.operation, Redefined):
-        return False
-    is_same = origin.step == loss.step and loss.tensor in explanation.subject.tensors
-    return is_same and loss.kind == Kind.LOSS
 
 
 def _is_carried(origin: Finding) -> bool:

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moeverify.results.change import Change
 from moeverify.results.factor import Factor, Product
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.layout import Reordered
@@ -87,18 +86,6 @@ class Misplaced(Record):
     actual: tuple[int, ...]
     dim: int | None = None
     axes: tuple[Product, ...] = ()
-
-
-class Redefined(Record):
-    """A loss term is that of its formula with a part or two otherwise.
-
-    `variants` are all that explain as well, the first is the simplest; the term is there `factor` times, if not once.
-    """
-
-    kind: Literal["redefined"] = "redefined"
-    term: str
-    variants: tuple[tuple[Change, ...], ...]
-    factor: Factor | None = None
 
 
 class Zeroed(Record):
@@ -301,7 +288,6 @@ Operation = Annotated[
     | Unreduced
     | Misreduced
     | Misplaced
-    | Redefined
     | Zeroed
     | LostElements
     | Moved

@@ -57,6 +57,6 @@ class ReferenceSubject:
         """Return no context: `experts: grouped_mm` is refused in float64, and goldens use a loop."""
         return nullcontext()
 
-    def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> ReferenceParts:
+    def split_gradient(self, run: Run, batch: Batch) -> ReferenceParts:
         """Return the parts of the gradient, for the terms `lm`, `balance` and `z`."""
-        return ReferenceParts(run, self.model.moe, batch, unmasked, self.recipe.data.batch)
+        return ReferenceParts(run, self.model.moe, batch, self.recipe.data.batch)

@@ -7,7 +7,7 @@ says what its losses are, and takes its gradient apart. How a model is divided o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.layout.local_shard import LocalShard
-from moeverify.results.change import Change
 from moeverify.train.data import Batch, Share
 from moeverify.train.objective import Losses, Normalizers, Sums
 from moeverify.train.routers import RouterView
@@ -56,21 +55,12 @@ class GradientParts(Protocol):
     """
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
-        """Return, by loss term, the gradient of its sum over the tokens of a mask (B, S), divided as the golden's."""
-
-    def balance_with_padding(self) -> Vector:
-        """Return the gradient of the balance loss as it would be if padding counted."""
+        """Return, by loss term, the gradient of its sum over the valid tokens of a mask (B, S), as the golden's."""
 
     def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
         """Return, for each router in order, the gradient of its balance and z loss over all valid tokens.
 
         Empty where the losses of single routers are not known.
-        """
-
-    def loss_by_variant(self, term: str, num_changes: int) -> Iterable[tuple[tuple[Change, ...], Vector]]:
-        """Return the gradient of a router's loss term with so many parts of its formula otherwise, one or two.
-
-        Each is computed when it is asked for. None where no such loss is known.
         """
 
     def gradients_by_use(self) -> Mapping[str, Vector]:
@@ -119,8 +109,5 @@ class Subject(Protocol):
     def surround(self) -> AbstractContextManager[object]:
         """Return the context of a micro-batch's forward and backward pass, whatever the layout."""
 
-    def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> GradientParts:
-        """Return the parts of the gradient of a whole batch, on one device, in float64.
-
-        `unmasked` (B, S) are the targets with those of padding tokens.
-        """
+    def split_gradient(self, run: Run, batch: Batch) -> GradientParts:
+        """Return the parts of the gradient of a whole batch, on one device, in float64."""

@@ -52,7 +52,7 @@ class OneFactor(LinearFit):
             Quantity.TENSOR,
         }
     )
-    generalizes = ("detached", "another_term")
+    generalizes = ("detached",)
     cause = Cause.SCALE
 
     def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:

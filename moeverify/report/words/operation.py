@@ -25,7 +25,6 @@ from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
     describe_misreduced,
-    describe_redefined,
     describe_unheld,
     describe_unwritten,
 )
@@ -296,7 +295,6 @@ def _(operation: Unmoved, explanation: Explanation) -> str:
 for _describe in (
     describe_misreduced,
     describe_misplaced,
-    describe_redefined,
     describe_miscounted,
     describe_unwritten,
     describe_norm_of_slices,

@@ -107,7 +107,13 @@ def issue(number: int, signature: str, **rest: Any) -> CollectiveRecord:
         "shape": (),
         "dtype": "float64",
     }
-    moment = {"peer": -1, "site": "/x/pack/file.py:7 in backward", "state": "started", "started": 0.0, "seconds": None}
+    moment = {
+        "peer": -1,
+        "site": "file.py:7 in backward",
+        "state": "started",
+        "started": 0.0,
+        "seconds": None,
+    }
     numbers = {"number": number + 5, "sequence": number, "num_tensors": 1}
     return CollectiveRecord(signature=signature, **fields | moment | numbers | rest)
 

@@ -154,20 +154,6 @@ def test_counts_of_another_router_are_named(values: list[float], other: str) -> 
 # losses
 
 
-@pytest.mark.parametrize(("actual", "other"), [(0.25, "z"), (2.5, "lm"), (0.26, ""), (0.5, "")])
-def test_a_loss_with_the_value_of_another_term_is_named(actual: float, other: str) -> None:
-    golden = {"lm": 2.5, "balance": 1.5, "z": 0.25}
-    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in golden.items()}
-    value = torch.tensor(actual, dtype=torch.float64)
-    for precision, found in ((torch.float64, other), (torch.float32, "")):
-        tensor = make_tensor(numbers["balance"], value, name="balance", kind="loss", precision=precision)
-        inputs = make_inputs(tensor, golden=lambda kind, name, before: numbers[name])
-        explanation = examine("another_term", tensor, inputs).explanation
-        assert (explanation is not None) == bool(found)
-        if explanation is not None:
-            assert (explanation.cause, explanation.operation.tensor) == (Cause.METRIC, found)
-
-
 def test_tokens_counted_twice_are_a_metric() -> None:
     tensor = count([20.0, 40.0, 60.0])
     explanation = examine("one_factor", tensor).explanation

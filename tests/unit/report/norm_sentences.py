@@ -5,12 +5,10 @@ from __future__ import annotations
 from explanations import TP, explain
 
 from moeverify.results.cause import Cause
-from moeverify.results.change import Change
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor
 from moeverify.results.operation import (
     NormOfSlices,
-    Redefined,
     Scaled,
 )
 from moeverify.results.part import WHOLE, Contribution, Group
@@ -26,39 +24,6 @@ NORMS = [
         "the gradients match, and the gradient norm is 1024 times the right one, as of gradients that still have a "
         "scale of the loss of 1024",
         "gradient norm",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            Quantity.LOSS,
-            Redefined(
-                term="balance",
-                variants=(
-                    (
-                        Change(part="probabilities", way="softmax-again"),
-                        Change(part="counts", way="without-groups"),
-                    ),
-                ),
-            ),
-            tensors=("balance",),
-        ),
-        "the balance loss is made of a softmax of the probabilities in place of these and of the counts of a choice "
-        "without groups",
-        "balance loss",
-    ),
-    (
-        explain(
-            Cause.FORWARD,
-            Quantity.LOSS,
-            Redefined(
-                term="balance",
-                variants=((Change(part="counts", way="first"),), (Change(part="counts", way="padded"),)),
-            ),
-            tensors=("balance",),
-        ),
-        "the balance loss is made either of the counts of each token's first choice alone, or of counts in which "
-        "tokens of padding take part: the gradients are equal here",
-        "balance loss",
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, NormOfSlices(combination="own", axes=(TP,))),
