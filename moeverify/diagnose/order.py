@@ -36,7 +36,6 @@ ORDER = (
     ("block_sum", "block_factors", "wrong_tokens"),
     ("block_shares",),
     ("crossed_sums",),
-    ("noisy_factor", "noisy_sum"),
     ("scaled_loss",),
     ("loss_value",),
     ("repeated_shard", "counted_padding"),

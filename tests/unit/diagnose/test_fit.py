@@ -86,20 +86,6 @@ def test_a_factor_of_some_replicas_is_told_of_their_ranks_and_of_no_axis(
     assert describe_explanation(explanation) == sentence
 
 
-def test_in_16_bits_a_factor_of_some_replicas_is_no_integer_of_the_run() -> None:
-    expected = draw(64, 64)
-    rounded = expected.bfloat16().double()
-    axes = Axes({}, [Source(name="tp", size=2)])
-
-    def test(*factors: float) -> Any:
-        replicas = (factor * rounded for factor in factors)
-        wrong = make_tensor(expected, *replicas, precision=torch.bfloat16)
-        return fit("noisy_factor", [wrong], make_components(), axes).explanation
-
-    assert test(2.0, 2.0).candidates == (Product(times=("tp",)),)
-    assert test(1.0, 2.0) is None
-
-
 def test_axes_of_one_size_are_candidates_alike() -> None:
     components = make_components()
     axes = Axes({}, [Source(name="ep", size=2), Source(name="cp", size=2)])
