@@ -37,7 +37,6 @@ _NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
 
 _KIND_OF_OPERATION = {
     "unreduced": "reduction",
-    "misreduced": "reduction",
     "norm-of-slices": "reduction",
     "miscounted": "reduction",
     "crossed": "elsewhere",

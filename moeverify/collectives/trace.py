@@ -29,7 +29,6 @@ from moeverify.collectives.interception import (
     find_group,
     find_storage,
     find_work,
-    flatten,
     is_captured,
     mark_stream,
 )
@@ -49,9 +48,7 @@ class CollectiveTrace:
 
     `ledger` has count and hash of all that was issued on each group, to be compared between ranks.
 
-    `on_all_reduce` is called with the number of an all-reduce, and with each tensor that this rank brings to it;
-    `on_broadcast` likewise;
-    `on_issue` before any collective, with it, the frame that issues it, and the operands.
+    `on_issue` is called before any collective, with it, the frame that issues it, and the operands.
 
     With a `path`, the last records are also kept in a file, for `flight_recorder.read_flight`.
     """
@@ -67,8 +64,6 @@ class CollectiveTrace:
         self._lock = threading.Lock()
         self._flight = FlightFile(path) if path is not None else None
         self._libraries: list[Any] = []
-        self.on_all_reduce: Callable[[int, torch.Tensor], None] | None = None
-        self.on_broadcast: Callable[[int, torch.Tensor], None] | None = None
         self.on_issue: Callable[[Collective, FrameType | None, Any], None] | None = None
         self._wait: Any = None
 
@@ -152,10 +147,6 @@ class CollectiveTrace:
             collective = self._begin(operator, find_group(arguments), arguments)
             if self.on_issue is not None:
                 self.on_issue(collective, find_call(), arguments[0])
-            watching = {"all_reduce": self.on_all_reduce, "broadcast": self.on_broadcast}.get(operator.label)
-            if watching is not None:
-                for tensor in flatten(arguments[0]):
-                    watching(collective.number, tensor)
             try:
                 returned = redispatch(keys - _BACKEND_SELECT, *arguments, **named)
             except BaseException:

@@ -10,7 +10,6 @@ from torch import Tensor
 from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
-from moeverify.diagnose.reductions import Brought
 from moeverify.diagnose.unwritten_memory import UnwrittenRead
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
 from moeverify.layout.region import Indices, Region
@@ -62,8 +61,7 @@ class DiagnosisInputs:
     load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the golden's value
     so many steps before this one. `valid` (B, S) are the tokens that are no padding. `decays` gives, by the name of
     an optimizer's moment, the factor that its value of the step before has in a step's sum. `shapes` has, of what
-    has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
-    large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
+    has another shape under the layout, the golden's and that one. `micro_batches` the rows and positions of each
     micro-batch. `unwritten`
     has by rank what was read of memory that nothing had written. `limits` has, by the name of each check, the
     relative error that it sees in half of its tensors.
@@ -83,7 +81,6 @@ class DiagnosisInputs:
     valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
     unwritten: Mapping[int, Sequence[UnwrittenRead]] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)

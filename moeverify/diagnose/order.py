@@ -26,7 +26,6 @@ ORDER = (
         "batch_shares",
         "share_terms",
         "added_values",
-        "misreduced",
     ),
     ("gradient_norm",),
     ("another_layer",),

@@ -10,7 +10,6 @@ from moeverify.results.operation import (
     Altered,
     Carried,
     Misplaced,
-    Misreduced,
     NormOfSlices,
     Offset,
     Operation,
@@ -76,8 +75,6 @@ class Explanation(Record):
         """Return the products of sources that explain it equally well; more than one is an ambiguity."""
         if isinstance(self.operation, Unreduced | Misplaced | NormOfSlices):
             return self.operation.axes
-        if isinstance(self.operation, Misreduced):
-            return self.operation.axes or self.operation.met
         if isinstance(self.operation, Offset):
             return self.operation.products
         return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
@@ -116,10 +113,6 @@ class Explanation(Record):
         if isinstance(operation, Unreduced):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes, "factor": narrow(operation.factor)})
-        elif isinstance(operation, Misreduced):
-            field = "axes" if operation.axes else "met"
-            axes = tuple(axis for axis in getattr(operation, field) if axis in left)
-            operation = operation.model_copy(update={field: axes})
         elif isinstance(operation, Misplaced | NormOfSlices):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})

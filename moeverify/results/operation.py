@@ -58,23 +58,6 @@ class Unreduced(Record):
     is_over_holders: bool = False
 
 
-class Misreduced(Record):
-    """What ranks bring to an all-reduce would be the right value in another sum.
-
-    They have the `combination` of what the ranks of a group bring, such as `ranks`; of a broadcast that is a copy of
-    what one of them has. `met` are the axes whose groups these are, if any. The sum over `axes` would be right; with
-    none what each rank brings is right already.
-    """
-
-    kind: Literal["misreduced"] = "misreduced"
-    op: str
-    site: str = ""
-    met: tuple[Product, ...] = ()
-    ranks: tuple[int, ...] = ()
-    combination: Literal["sum", "max", "min", "product", "copy"] = "sum"
-    axes: tuple[Product, ...] = ()
-
-
 class Misplaced(Record):
     """Ranks hold as much as the whole tensor of shape `expected`, placed as parts of a larger one, `actual`.
 
@@ -286,7 +269,6 @@ class Altered(Record):
 Operation = Annotated[
     Scaled
     | Unreduced
-    | Misreduced
     | Misplaced
     | Zeroed
     | LostElements

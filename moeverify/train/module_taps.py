@@ -56,7 +56,6 @@ class Tap:
     `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
     `reached` has the ends of modules inside of our mixtures of experts, whose rows are not read: whether a gradient
     other than zero came back to one that has a graph.
-    `operands` has the number, the micro-batch and the values of what it was shown of all-reduces (`keep_operand`).
     With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
     `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
@@ -80,7 +79,6 @@ class Tap:
         self._count = count
         self._begun: dict[tuple[str, str], int] = {}
         self.readings: list[Reading] = []
-        self.operands: list[tuple[int, int, Tensor]] = []
         self.on_reading: Callable[[Reading], None] | None = None
         self._is_open = False
         self._model = model
@@ -223,16 +221,6 @@ class Tap:
 
     def _is_loose(self, name: str, tensor: Tensor) -> bool:
         return tensor.ndim == 2 and len(tensor) > 0 and not f"{name}.".startswith(self._not_loose)
-
-    def keep_operand(self, number: int, tensor: Tensor) -> None:
-        """Keep what this rank brings to its collective of a number, if that runs along the tokens."""
-        is_flat = self._is_flat(tensor)
-        if not self._is_open or not (tensor.ndim > 2 or is_flat) or tensor.numel() > self._room:
-            return
-        self._room -= tensor.numel()
-        copy = tensor.detach().to("cpu", copy=True)
-        micro_batch = max(self._micro_batches.values(), default=0)
-        self.operands.append((number, micro_batch, copy.view(*self._tokens, -1) if is_flat else copy))
 
     def _begin(self, direction: str, name: str) -> None:
         self._begun[direction, name] = self._count()

@@ -24,7 +24,6 @@ from moeverify.report.words.part import name_block, name_part, name_some, of_rou
 from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
-    describe_misreduced,
     describe_unheld,
     describe_unwritten,
 )
@@ -293,7 +292,6 @@ def _(operation: Unmoved, explanation: Explanation) -> str:
 
 
 for _describe in (
-    describe_misreduced,
     describe_misplaced,
     describe_miscounted,
     describe_unwritten,

@@ -13,30 +13,11 @@ from moeverify.results.explanation import Explanation
 from moeverify.results.operation import (
     Miscounted,
     Misplaced,
-    Misreduced,
     Unreduced,
     Unwritten,
 )
 
 # By part and way of a loss term; what stands in the place of the experts' probabilities, or of what is counted.
-_COMBINED = {"max": "largest", "min": "smallest", "product": "product"}
-
-
-def describe_misreduced(operation: Misreduced, explanation: Explanation) -> str:
-    """Return which sum was made in another way, over which ranks, and where."""
-    subject = name_subject(explanation.subject)
-    where = f"the {operation.op}{name_site(operation.site)}"
-    met = f"over {name_products(operation.met) or format_ranks(operation.ranks)}"
-    if not operation.axes:
-        again = "adds up what is right on each rank already"
-        return f"{subject} {subject.be} reduced once more {met}: {where} {again}"
-    right = f"what ranks bring to {where} sums to the expected value over {name_products(operation.axes)}"
-    if operation.combination == "sum":
-        return f"{subject} {subject.be} summed {met} in the place of {name_products(operation.axes)}: {right}"
-    if operation.combination == "copy":
-        copied = f"{subject.pick('a copy', 'copies')} of what one rank has"
-        return f"{subject} {subject.be} {copied} {met} and not the sum: {right}"
-    return f"{subject} {subject.be} the {_COMBINED[operation.combination]} {met} and not the sum: {right}"
 
 
 def describe_unheld(operation: Unreduced, total: str) -> str:

@@ -10,13 +10,10 @@ from torch import nn
 from wrong_tensors import draw, examine, make_origin, make_tensor
 
 from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
-from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings, locate_tokens
-from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.operation import Altered, Replaced, Scaled, Unreduced
-from moeverify.results.trace import CollectiveRecord
 from moeverify.train.module_taps import Reading, Tap
 
 
@@ -171,26 +168,6 @@ def test_what_does_not_run_along_the_rows_is_no_reading_of_a_micro_batch_of_one_
     search = find_origins(golden, by_rank, {0: {}, 1: {}}, 1, torch.float64)
     assert search.origins["forward"].module == "norm"
     assert search.origins["forward"].ranks == (0, 1)
-
-
-ROTARY_ROWS = [range(1), range(1, 2), range(2, 3), range(3, 4)]
-
-
-def test_what_ranks_bring_of_a_tensor_that_is_one_for_all_rows_is_whole_on_each() -> None:
-    # Two ranks of tp with one row in each of four micro-batches bring halves of tables (1, S, D) to an all-reduce.
-    tables = draw(1, 3, 4)
-    search = make_origin(tables, tables / 2, tables / 2, module="rotary")[1].search
-    record = CollectiveRecord(
-        number=1, op="all_reduce", group=(0, 1), group_name="0", sequence=1, state="finished"
-    )
-    operands = [
-        Operand(record, at, frozenset({("forward", "rotary")}), tables / 2) for at in range(len(ROTARY_ROWS))
-    ]
-    by_rank = [(RankReadings([], [(rows, range(3)) for rows in ROTARY_ROWS]), operands) for _ in range(2)]
-    assert search is not None
-    found = find_operands(search, by_rank, {0: {"tp": 0}, 1: {"tp": 1}}, 2)
-    (reduced,) = found.origins["forward"].reduced
-    assert [shard.region for shard in reduced.tensor.shards] == [Region.whole((1, 3, 4))] * 8
 
 
 @pytest.mark.parametrize(
