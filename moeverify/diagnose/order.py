@@ -9,7 +9,6 @@ from contextvars import ContextVar
 ORDER = (
     ("reordered",),
     ("stale_weights", "later_micro_batch"),
-    ("unwritten",),
     ("not_loaded", "unmoved"),
     ("step_counter",),
     ("carried_state",),

@@ -35,7 +35,6 @@ class Cause(StrEnum):
     ROUNDING = "rounding"  # right up to the rounding of a lower precision than the recipe's
     PRECISION = "precision"  # a part computes, reduces or is kept in another dtype than the recipe asks for
     ROUTING = "routing"  # tokens went to other experts although what came before is right
-    UNWRITTEN = "unwritten"  # memory is read that was allocated and that nothing has written
     FORWARD = "forward"  # a module's output is wrong although its inputs are right
     BACKWARD = "backward"  # a gradient is wrong from a module on, and no linear combination explains it
     REPLICAS = "replicas"  # ranks that should hold the same do not

@@ -179,19 +179,6 @@ class Miscounted(Record):
     rank: int
 
 
-class Unwritten(Record):
-    """A module reads memory of a shape that was allocated and that nothing has written, on a rank.
-
-    Sites are `file:line in function`.
-    """
-
-    kind: Literal["unwritten"] = "unwritten"
-    allocated_at: str
-    read_at: str
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-
 class RepeatedShard(Record):
     """Two ranks hold the same values in parts that should differ."""
 
@@ -281,7 +268,6 @@ Operation = Annotated[
     | OffUpstream
     | Rounded
     | Miscounted
-    | Unwritten
     | RepeatedShard
     | OwnValues
     | Stepped

@@ -97,11 +97,6 @@ class Tap:
         self._shapes: dict[str, torch.Size] = {}  # rows and positions of what went into a module last
         self._orders = {FORWARD: 0, BACKWARD: 0}
 
-    @property
-    def inside(self) -> frozenset[tuple[str, str]] | None:
-        """Return direction and name of the modules that have begun and not ended; None while nothing is read."""
-        return frozenset(self._begun) if self._is_open else None
-
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Read while the block runs."""

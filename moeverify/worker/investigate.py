@@ -33,7 +33,6 @@ from moeverify.diagnose.first_divergence import Known, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
 from moeverify.diagnose.rank_readings import RankReadings
 from moeverify.diagnose.stale import explains_stale
-from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
 from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
@@ -63,7 +62,7 @@ class RankEvidence:
     """The evidence of one rank in the first step that differs.
 
     `issued` are the collectives that it issued inside each module, by module, and `timeline` all of the step.
-    `regions` says what it has of each parameter, `unwritten` what it read of memory that nothing had written.
+    `regions` says what it has of each parameter.
     """
 
     captured: Sequence[Captured]
@@ -71,7 +70,6 @@ class RankEvidence:
     issued: Mapping[str, tuple[IssuedCollective, ...]]
     regions: Mapping[str, Region]
     timeline: RankTimeline
-    unwritten: Sequence[UnwrittenRead] = ()
 
 
 @dataclass(frozen=True)
@@ -166,15 +164,14 @@ def _rerun(
     )
     observer = StepTap(capture, tap, step, count)
     checks = choose_checks(also=case.checks.also)
-    with UnwrittenWatch(lambda: tap.inside) as watch:
-        train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
+    train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     observer.close()
     shares = [(share.rows, share.positions) for share in micro_batches]
     readings = RankReadings(tap.readings, shares, frozenset(tap.silent), tap.reached)
     regions = join_regions(program.shards)
     issued = list_issued(case, tap, trace)
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
-    return RankEvidence(capture.captured, readings, issued, regions, timeline, watch.reads)
+    return RankEvidence(capture.captured, readings, issued, regions, timeline)
 
 
 def _explain(
@@ -216,7 +213,6 @@ def _make_inputs(
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
-        unwritten={rank: each.unwritten for rank, each in enumerate(evidence.by_rank)},
         limits=_find_limits(judgement),
     )
 

@@ -25,7 +25,6 @@ from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
     describe_unheld,
-    describe_unwritten,
 )
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost
@@ -294,7 +293,6 @@ def _(operation: Unmoved, explanation: Explanation) -> str:
 for _describe in (
     describe_misplaced,
     describe_miscounted,
-    describe_unwritten,
     describe_norm_of_slices,
     describe_reordered,
 ):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import describe_sources, name_products
-from moeverify.report.words.subject import name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import (
     Miscounted,
     Misplaced,
     Unreduced,
-    Unwritten,
 )
 
 # By part and way of a loss term; what stands in the place of the experts' probabilities, or of what is counted.
@@ -27,14 +23,6 @@ def describe_unheld(operation: Unreduced, total: str) -> str:
     return f"not reduced over the ranks that hold the same slice: {sums}" + (
         f"; {sources}" if sources else ""
     )
-
-
-def describe_unwritten(operation: Unwritten, explanation: Explanation) -> str:
-    """Return what is made of memory that nothing has written, and where that is allocated and read."""
-    subject = name_subject(explanation.subject)
-    memory = f"memory of shape {_format_shape(operation.shape)} that nothing has written"
-    where = f"allocated{name_site(operation.allocated_at)}, read{name_site(operation.read_at)}"
-    return f"{subject} {subject.be} computed from {memory} on {format_ranks(operation.ranks)}: {where}"
 
 
 def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
@@ -69,8 +57,3 @@ def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:
 
 def _format_shape(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})"
-
-
-def name_site(site: str) -> str:
-    """Return where a collective is issued, without the folder in which the package is installed on this machine."""
-    return f" at {re.sub(r'^.*/(site|dist)-packages/', '', site)}" if site else ""

@@ -26,7 +26,6 @@ from moeverify.results.operation import (
     Scaled,
     Shifted,
     Unmoved,
-    Unwritten,
     Zeroed,
 )
 from moeverify.results.part import WHOLE, Contribution, Tokens
@@ -210,22 +209,6 @@ VALUES = [
         explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=276, rank=1)),
         "rank 1 counts 276 choices, as many as are expected, but not of the expected experts",
         "",
-    ),
-    (
-        explain(
-            Cause.UNWRITTEN,
-            OUTPUT,
-            Unwritten(
-                allocated_at="/x/site-packages/pack/file.py:7 in gather",
-                read_at="/x/site-packages/pack/file.py:9 in gather",
-                shape=(8, 4),
-                ranks=(0, 1),
-            ),
-            module="layers.2",
-        ),
-        "the output of layers.2 is computed from memory of shape (8, 4) that nothing has written on ranks 0, 1: "
-        "allocated at pack/file.py:7 in gather, read at pack/file.py:9 in gather",
-        "layers.2",
     ),
     (
         explain(
