@@ -84,13 +84,13 @@ class Explanation(Record):
         """Return whether it says what was done to the right values, and not alone where or by how much they are off.
 
         Errors of about the size of a rounding can be anything small, and a factor that equals nothing of the run is
-        a measurement, unless only some replicas have it; so is zero, which a sum that is missing leaves as well. Runs
-        that differ among themselves are explained by that alone.
+        a measurement, unless only some replicas have it; so is zero, which a sum that is missing leaves as well. Nor
+        does the first micro-batch in which a module differs say what was done. Runs that differ among themselves are
+        explained by that alone.
         """
         operation = self.operation
         if isinstance(operation, Altered):
-            is_part = operation.tokens is not None or operation.first_micro_batch > 0
-            return is_part or self.cause is Cause.NONDETERMINISM
+            return operation.tokens is not None or self.cause is Cause.NONDETERMINISM
         if isinstance(operation, OwnValues | OffUpstream):
             return False
         if isinstance(operation, Rounded):

@@ -77,6 +77,7 @@ def test_cases_whose_leading_finding_names_no_operation_are_asked() -> None:
     "operation",
     [
         Altered(),
+        Altered(first_micro_batch=1),
         OwnValues(ranks=(1,)),
         Rounded(dtype="bfloat16", is_representable=False),
         scale(1.02216),
@@ -91,7 +92,6 @@ def test_a_place_a_size_and_a_measured_number_name_no_operation(operation: Opera
     "operation",
     [
         Altered(tokens=Tokens(padding=True)),
-        Altered(first_micro_batch=1),
         Rounded(dtype="bfloat16", is_representable=True),
         Unmoved(),
         scale(2.0, Product(times=("tp",))),
