@@ -112,16 +112,13 @@ class CoverageJob(CaseFields):
 
 
 class BlamedPlace(Record):
-    """The place that the cause of a finding names: a collective, or the call of a module.
+    """The place that the cause of a finding names: the call of a module.
 
-    `site` is the call site of a collective (`file:line in function`). Without it, the place is inside
-    `module`, in the forward or backward pass of one micro-batch. There it is where the module's output is
-    complete or, with `inner`, where that inner module receives its input or its gradient. For a collective,
-    `module` is the module it belongs to, if known.
+    It is inside `module`, forward or backward, in one micro-batch: where its output is complete, or with `inner`
+    where that module takes its input or gets its gradient.
     """
 
     about: str
-    site: str = ""
     direction: Direction = "forward"
     module: str = ""
     inner: str = ""

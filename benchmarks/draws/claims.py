@@ -37,29 +37,19 @@ _NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
 
 _KIND_OF_OPERATION = {
     "unreduced": "reduction",
-    "misreduced": "reduction",
     "norm-of-slices": "reduction",
-    "norm-of-partials": "reduction",
     "miscounted": "reduction",
     "crossed": "elsewhere",
     "moved": "elsewhere",
     "shifted": "elsewhere",
     "reordered": "elsewhere",
-    "token-values": "elsewhere",
     "repeated-shard": "elsewhere",
     "misplaced": "layout",
     "unmoved": "state",
     "stepped": "state",
     "carried": "state",
     "own-values": "state",
-    "unwritten": "state",
     "rounded": "dtype",
-    "unclipped": "loop",
-    "norm-of-norms": "edit",
-    "norm-of-order": "edit",
-    "norm-of-powers": "edit",
-    "reclipped": "edit",
-    "redefined": "edit",
     "offset": "edit",
     "zeroed": "edit",
     "lost-elements": "edit",
@@ -87,7 +77,6 @@ _KIND_OF_CODE = {
     "rounding": "dtype",
     "precision": "dtype",
     "routing": "edit",
-    "unwritten": "state",
     "replicas": "state",
     "layout": "layout",
     "collectives": "reduction",
@@ -299,15 +288,11 @@ def _read_scaled(operation: Mapping[str, Any]) -> tuple[str, bool]:
     for contribution in operation.get("contributions", ()):
         factors.append(contribution["factor"])
         parts.append(contribution["part"])
-    if operation.get("clip"):
-        return "loop", False
-    if operation.get("reduced_again"):
-        return "reduction", False
     if factors and all(_number(factor["value"]) == 0 for factor in factors):
         return _read_missing([part.get("tokens") or {} for part in parts]), False
     named = operation.get("ranks") or operation.get("loss_scale") or operation.get("local_means")
-    named = named or operation.get("own_tokens") or operation.get("by_number")
-    return "scale", not (named or any(factor.get("equals") or factor.get("rounded") for factor in factors))
+    named = named or operation.get("own_tokens")
+    return "scale", not (named or any(factor.get("equals") for factor in factors))
 
 
 def _read_missing(tokens: Sequence[Mapping[str, Any]]) -> str:

@@ -16,13 +16,7 @@ from moeverify.case.schema import Case, Layout
 TOKENS, VALID_TOKENS = "tokens of the batch", "valid tokens of the batch"
 ROWS = "rows of the batch"
 
-# Possible scales of initial values: residual projections by their branches, any weight by its fans.
-BRANCHES = "residual branches (2 a layer)"
-WEIGHT_ROWS, WEIGHT_COLUMNS = "rows of the weight", "columns of the weight"
-BOTH_FANS = "rows and columns of the weight"
-HALVES = {size: f"half of the {size}" for size in (WEIGHT_ROWS, WEIGHT_COLUMNS, BOTH_FANS)}
-
-# Integers that are not axes, and the tensors that they can be a factor of.
+# Integers that are no axes, and of which tensors they can be a factor.
 LAYERS = "layers"
 TIED_USES, TOP_K, EXPERTS = "uses of the tied weight", "top_k", "experts"
 _OF_TENSORS = {TIED_USES: "embed.weight", TOP_K: "*.moe.*"}

@@ -18,12 +18,6 @@ from moeverify.case.schema import Optimizer, Recipe
 from moeverify.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.checks.recomputed_step import Batch, Row, Sampled, fit, fit_rate, read_batch, recompute
 from moeverify.checks.sampling import sample_all
-from moeverify.checks.step_agreement import keep_agreeing
-from moeverify.checks.step_coefficients import find_corrected, find_decay, find_share, name_share
-from moeverify.checks.step_corrections import CorrectedSteps
-from moeverify.checks.step_norms import StepNorms, find_one_factor, name_factor
-from moeverify.checks.step_options import name_coefficients
-from moeverify.checks.step_schedule import add_schedule
 from moeverify.compare.assembled import Key
 from moeverify.layout.local_shard import LocalShard
 from moeverify.layout.observer import Named
@@ -32,7 +26,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
-from moeverify.results.step_facts import RecomputedFacts, ScheduleCount, StepForm
+from moeverify.results.step_facts import RecomputedFacts
 from moeverify.train.custom_step import list_parameter_rates
 from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
@@ -285,19 +279,11 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
     by_key = _sort_rows(reports, own)
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
-    of_step: dict[int, StepNorms] = {}
-    limit = shown.case.recipe.optimizer.clip_norm
     for key, found in by_key.items():
         limits[key] = _find_limit([row for _, row in found])
         if any(_rate(row) > 1.0 for _, row in found):
-            norms = of_step.setdefault(key[0], StepNorms(_rows_of(by_key, key[0]), limit))
-            findings.append(_make_finding(shown, key, found, rates, norms))
-    recipe = shown.case.recipe
-    counts = _count(shown, len(reports))
-    rows = [row for _, row in _rows_of_all(by_key)]
-    findings = add_schedule(findings, rows, rates, recipe.optimizer, counts)
-    agreeing = keep_agreeing(findings, _list_steps(shown, by_key, limits))
-    named = name_coefficients(agreeing, by_key, recipe.optimizer, rates, recipe.precision)
+            findings.append(_make_finding(shown, key, found, rates))
+    rows = [row for found in by_key.values() for _, row in found]
     result = CheckResult(
         name=CheckName.OPTIMIZER_STEP,
         verdict="mismatch" if findings else "pass",
@@ -305,7 +291,7 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         worst=_find_worst(rows),
         facts=shown.describe_own({name for _, name in own}),
     )
-    return Outcome(result, tuple(named), limits)
+    return Outcome(result, tuple(findings), limits)
 
 
 def _sort_rows(
@@ -327,24 +313,6 @@ def _find_worst(rows: Sequence[Row]) -> Worst | None:
         return None
     bound = worst.allowed / _scale_of([worst])
     return Worst(tensor=worst.key[2], error=worst.worst * bound, bound=bound, step=worst.key[0])
-
-
-def _list_steps(
-    shown: Shown, by_key: Mapping[Key, Sequence[tuple[int, Row]]], limits: Mapping[Key, float]
-) -> CorrectedSteps:
-    """Return each step's alternative bias corrections, and the detectable errors of its updates.
-
-    The corrections are unknown where ranks count the steps of one tensor differently.
-    """
-    spec = shown.case.recipe.optimizer
-    kind = OPTIMIZER.find(spec.name)
-    updates = {(step, name): key for key in by_key for step, of, name in [key] if of == Kind.UPDATE}
-    numbers = {place: {row.number for _, row in by_key[key]} for place, key in updates.items()}
-    factors = {
-        number: kind.list_correction_factors(spec, number) for number in set().union(*numbers.values())
-    }
-    of_tensor = {place: factors[min(found)] for place, found in numbers.items() if len(found) == 1}
-    return CorrectedSteps(of_tensor, {place: limits[key] for place, key in updates.items()})
 
 
 def _rate(row: Row) -> float:
@@ -377,47 +345,18 @@ def _scale_of(rows: Sequence[Row]) -> float:
     return math.sqrt(total / count) if total > 0.0 else 1.0
 
 
-def _rows_of_all(by_key: Mapping[Key, Sequence[tuple[int, Row]]]) -> list[tuple[int, Row]]:
-    return [row for rows in by_key.values() for row in rows]
-
-
-def _count(shown: Shown, num_ranks: int) -> Mapping[ScheduleCount, int]:
-    """Return the counts of a layout that may multiply a rate, each number once."""
-    layout = shown.case.layout
-    counts: Mapping[ScheduleCount, int] = {
-        "micro-batches": layout.micro_batches,
-        "data-parallel ranks": layout.dp_replicate * layout.dp_shard,
-        "ranks": num_ranks,
-    }
-    is_known = num_ranks in list(counts.values())[:2]
-    return {name: count for name, count in counts.items() if name != "ranks" or not is_known}
-
-
-def _rows_of(by_key: Mapping[Key, Sequence[tuple[int, Row]]], step: int) -> list[tuple[int, Row]]:
-    return [row for key, rows in by_key.items() if key[0] == step for row in rows]
-
-
-def _make_finding(
-    shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates: Sequence[float], norms: StepNorms
-) -> Finding:
+def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates: Sequence[float]) -> Finding:
     step, kind, name = key
     rank, row = max(rows, key=lambda each: _rate(each[1]))
     ranks = tuple(each for each, other in rows if _rate(other) > 1.0)
     scale = _scale_of([other for _, other in rows])
     error = abs(row.actual - row.expected) / scale
-    facts = _add_number(_add_rate(fit(row), row, rates), row, shown.case.recipe)
+    facts = _add_rate(fit(row), row, rates)
     dtypes = {each.rounded_to for _, each in rows}
     if len(dtypes) == 1 and row.rounded_to:
         is_sure = any(each.is_changed for _, each in rows)
         facts = facts.model_copy(update={"rounded_to": row.rounded_to, "is_rounding_sure": is_sure})
     wrong = [each for _, each in rows if _rate(each) > 1.0]
-    common = set(wrong[0].variants).intersection(*(each.variants for each in wrong[1:]))
-    if not facts.is_of_rate:
-        forms = tuple(StepForm(changes=form, number=row.variants[form]) for form in sorted(common))
-        facts = facts.model_copy(update={"variants": forms})
-    off = [each for each in rows if _rate(each[1]) > 1.0]
-    if not (facts.forms or facts.is_of_rate or facts.is_unclipped):
-        facts = name_factor(facts, off, [find_one_factor(fit(each)) for _, each in off], norms)
     if kind == Kind.UPDATE and not facts.is_of_rate and not any(each.is_changed for each in wrong):
         facts = facts.model_copy(update={"is_still": True})
     return Finding(
@@ -461,22 +400,6 @@ def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> Recom
         "rate_step": min(others, key=lambda other: abs(other - step), default=None),
     }
     return facts.model_copy(update=found)
-
-
-def _add_number(facts: RecomputedFacts, row: Row, recipe: Recipe) -> RecomputedFacts:
-    """Return the facts with a single number that explains a moment: another decay, or another share."""
-    spec = recipe.optimizer
-    corrected = find_corrected(row, spec)
-    if corrected is not None:
-        return facts.model_copy(update={"share": corrected})
-    if facts.is_unclipped:
-        return facts
-    decay, share = find_decay(row, spec, recipe.precision), find_share(row)
-    if decay is not None and (decay.means or not facts.wrong_terms):
-        return facts.model_copy(update={"decay": decay})
-    if share is not None and (name_share(share, spec).is_dampened or len(share.terms) > 1):
-        return facts.model_copy(update={"share": name_share(share, spec)})
-    return facts
 
 
 def _is_rate(actual: float, wanted: float) -> bool:

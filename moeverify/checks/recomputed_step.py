@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 
@@ -13,12 +13,11 @@ from torch import Tensor
 from moeverify.case.schema import Optimizer
 from moeverify.checks.narrower import list_narrower, name_dtype
 from moeverify.checks.step_rounding import OWN, Inexact, Rounding
-from moeverify.checks.step_variants import Coefficient, Formulas
 from moeverify.compare.assembled import Key
 from moeverify.compare.difference import find_worst
 from moeverify.layout.local_shard import LocalShard
 from moeverify.results.checks import Kind
-from moeverify.results.step_facts import Changes, RecomputedFacts, TermFacts
+from moeverify.results.step_facts import RecomputedFacts, TermFacts
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues
 
@@ -27,35 +26,18 @@ _TOGETHER = 1 << 21
 
 _SUMS = 1e-12  # relative error of sums of squares, and of differences between them
 
-EXPLAINED = 0.02
-"""Largest share of the squared error that a reported fit may leave. The rest is rounding."""
-
-EXPLAINED_EXACTLY = 1e-6
-"""The same if rounding is at most float32's. A fit that leaves more is another formula."""
-
-_IS_NARROW = 1e-10
-"""Least share of the expected squares that rounding to 16 bits leaves."""
-
 
 @dataclass(frozen=True)
 class Row:
     """One recomputed tensor of one rank.
 
-    - `key`: its logical tensor.
-    - `terms`: (name, coefficient) of each term of the formula.
-    - `worst`: the largest ratio of an element's error to its allowed error; `index` is its global index.
-    - `gram`: (T + 1, T + 1), the products of the terms' values and, last, of the result. Least squares
-      yields the coefficients that the rank used.
-    - `sum_allowed2`, `sum_expected2`: sums of squares of the allowed errors and the expected values.
-    - `sum_spread2`, `sum_stored2`: sums of squares of the distance between two results that may both be
-      stored, and of the value that should be stored.
-    - `rate`: the optimizer's learning rate, if known.
-    - `variants`: for a wrong result, the formulas that reproduce a smaller sample up to rounding, each with
-      the number it was solved for, if any.
-    - `rounded_to`: the narrower dtype to which the right result is rounded in all elements, if any.
-    - `is_changed`: whether any element changed.
-    - `is_linear`: whether the best coefficients leave no more than rounding of a wrong result.
-    - `number`: the steps of the parameter, counted from 1; only steps with a gradient count.
+    `worst` is by how many times the allowed error one element is off, at most; `index` is its global index there.
+    `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
+    that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
+    `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
+    `rate` is the learning rate that the optimizer had, where that is known. `rounded_to` is the narrower dtype in
+    which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
+    `number` counts the steps of the parameter from 1: those in which it had a gradient.
     """
 
     key: Key
@@ -76,8 +58,6 @@ class Row:
     rate: float | None = None
     rounded_to: str = ""
     is_changed: bool = True
-    variants: Mapping[Changes, float | None] = field(default_factory=dict)
-    is_linear: bool = True
     number: int = 1
 
 
@@ -115,7 +95,6 @@ class Batch:
     name: str
     terms: tuple[tuple[str, float], ...]
     numbers: Tensor
-    formulas: Formulas
     narrower: Sequence[torch.dtype] = ()
 
 
@@ -150,7 +129,6 @@ def recompute(
             gradient=gradient if clip is None else gradient * clip.to(gradient.device),
             before={name: torch.cat([each.before[name] for each in members]) for name in members[0].before},
             after={name: torch.cat([each.after[name] for each in members]) for name in members[0].after},
-            clip=None if clip is None else clip.to(gradient.device),
         )
         results += _list_results(kind, spec, values, members)
         if sum(len(each.actual) for each in results) >= _TOGETHER:
@@ -167,7 +145,6 @@ class _Result:
     recomputed: Recomputed
     made: Inexact
     actual: Tensor
-    formulas: Formulas
 
     @property
     def alike(self) -> object:
@@ -183,16 +160,12 @@ def _list_results(
     zeros = torch.zeros_like(change)
     dtypes = members[0].dtypes
     rounding = Rounding.of(dtypes)
-    found = [
-        (each, each.expected, change if each.name == WEIGHT else values.after[each.name])
-        for each in kind.recompute(spec, values)
-    ]
-    formulas = Formulas.sample_all(kind, spec, values, found, dtypes, sizes_of(members))
     results = []
-    for (recomputed, expected, actual), formula in zip(found, formulas, strict=True):
-        start = values.weight if recomputed.name == WEIGHT else zeros
-        made = rounding.describe(recomputed, expected, start)
-        results.append(_Result(members, recomputed, made, actual, formula))
+    for recomputed in kind.recompute(spec, values):
+        is_weight = recomputed.name == WEIGHT
+        made = rounding.describe(recomputed, recomputed.expected, values.weight if is_weight else zeros)
+        actual = change if is_weight else values.after[recomputed.name]
+        results.append(_Result(members, recomputed, made, actual))
     return results
 
 
@@ -207,7 +180,7 @@ def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> 
         terms = tuple((term.name, term.coefficient) for term in each.recomputed.terms)
         narrower = list_narrower(*each.members[0].dtypes)
         name, numbers = each.recomputed.name, measured[place]
-        yield Batch(step, clip, each.members, name, terms, numbers, each.formulas, narrower)
+        yield Batch(step, clip, each.members, name, terms, numbers, narrower)
 
 
 def _join_alike(results: Sequence[_Result]) -> Iterator[list[int]]:
@@ -302,27 +275,10 @@ def _find_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
 
 
 def read_batch(batch: Batch) -> Iterator[Row]:
-    """Yield the rows of a batch. Synchronizes with the device."""
-    rows = list(_list_rows(batch))
-    wrong = [not row.worst <= 1.0 for row in rows]
-    if any(wrong):
-        coefficients = [_list_coefficients(row) for row in rows]
-        fits = batch.formulas.explain(coefficients)
-        rows = [
-            replace(row, is_linear=not off or fit) for row, off, fit in zip(rows, wrong, fits, strict=True)
-        ]
-    yield from rows
-
-
-def _list_rows(batch: Batch) -> Iterator[Row]:
-    """Yield the rows of a batch, before testing whether coefficients explain them."""
+    """Yield the rows of a batch; waits for the device."""
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)
-    rows = batch.numbers.tolist()
-    variants: Sequence[Mapping[Changes, float | None]] = [{}] * len(rows)
-    if not all(row[4] <= 1.0 for row in rows):
-        variants = batch.formulas.find_fitting([not row[4] <= 1.0 for row in rows])
-    for sampled, row, fitted in zip(batch.members, rows, variants, strict=True):
+    for sampled, row in zip(batch.members, batch.numbers.tolist(), strict=True):
         shard = sampled.shard
         place, expected, actual, allowed, worst = row[:5]
         size = 5 + width * width
@@ -352,7 +308,6 @@ def _list_rows(batch: Batch) -> Iterator[Row]:
             number=sampled.number,
             rounded_to=name_dtype(fitting[0]) if fitting else "",
             is_changed=num_changed > 0.0,
-            variants=fitted,
         )
 
 
@@ -360,15 +315,14 @@ def fit(row: Row) -> RecomputedFacts:
     """Return the coefficients that explain a rank's result; none if no coefficients do."""
     terms = tuple(TermFacts(name=name, expected=coefficient) for name, coefficient in row.terms)
     unexplained = RecomputedFacts(terms=terms, clip=row.clip)
-    solved = _solve(row) if row.is_linear else None
+    solved = _solve(row)
     if solved is None:
         return unexplained
     expected = torch.tensor([row.terms[number][1] for number in solved.known], dtype=torch.float64)
     wrong = expected - solved.found
     error2 = _quadratic(solved.products, wrong)
-    # The remainder may be rounding, uniform between its limits. But most of the error must be explained.
-    share = EXPLAINED if row.sum_allowed2 > _IS_NARROW * row.sum_expected2 else EXPLAINED_EXACTLY
-    if not solved.left2 <= min(share * error2 + row.sum_allowed2 / 3.0, 0.25 * error2):
+    # What is left may be rounding: what leaves more is another formula. Most of the error must be explained.
+    if not solved.left2 <= min(row.sum_allowed2 + _SUMS * solved.total, 0.25 * error2):
         return unexplained
     # A small term absorbs the remainder of the others, so only terms with a large part of the error are
     # wrong. A term whose whole error may be rounding is not wrong either: a 16-bit weight is mostly its
@@ -422,17 +376,6 @@ def _solve(row: Row) -> _Solved | None:
     left2 = total - 2.0 * float(found @ result) + _quadratic(products, found)
     inverse = torch.linalg.pinv(scaled, hermitian=True).diagonal() / norms.square()
     return _Solved(known, found, left2, total, products, inverse)
-
-
-def _list_coefficients(row: Row) -> Sequence[Coefficient]:
-    """Return the best coefficients of the result, with their errors from float64 sums."""
-    solved = _solve(row)
-    if solved is None:
-        return [Coefficient(value) for _, value in row.terms]
-    variances = (_SUMS * solved.total / max(row.num_elements, 1) * solved.inverse).clamp(min=0.0)
-    pairs = zip(solved.found.tolist(), variances.sqrt().tolist(), strict=True)
-    found = dict(zip(solved.known, (Coefficient(*pair) for pair in pairs), strict=True))
-    return [found.get(number, Coefficient(value)) for number, (_, value) in enumerate(row.terms)]
 
 
 def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:

@@ -53,7 +53,7 @@ def debug_first(
 
     where, hint = f"when they have made {at.about}", _AT_TENSOR
     if at.place is not None:
-        where = f"{'at' if at.place.site else 'inside'} {at.place.about}, or else {where}"
+        where = f"inside {at.place.about}, or else {where}"
     if at.collective is not None:
         where, hint = f"before {at.about}", _AT_COLLECTIVE
 

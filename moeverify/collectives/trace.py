@@ -30,7 +30,6 @@ from moeverify.collectives.interception import (
     find_group,
     find_storage,
     find_work,
-    flatten,
     is_captured,
     mark_stream,
 )
@@ -49,11 +48,11 @@ _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 class CollectiveTrace:
     """Context manager that records the newest `capacity` collectives.
 
-    `ledger` holds the count and hash of all collectives of each group, for comparison between ranks.
-    `on_all_reduce` is called with the number of an all-reduce and each input tensor of this rank.
-    `on_broadcast` is the same for broadcasts. `on_issue` is called before any collective, with the
-    collective, the calling frame and the operands. With a `path`, the last records are also written to a
-    file, for `flight_recorder.read_flight`.
+    `ledger` has count and hash of all that was issued on each group, to be compared between ranks.
+
+    `on_issue` is called before any collective, with it, the frame that issues it, and the operands.
+
+    With a `path`, the last records are also kept in a file, for `flight_recorder.read_flight`.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 4096) -> None:
@@ -67,8 +66,6 @@ class CollectiveTrace:
         self._lock = threading.Lock()
         self._flight = FlightFile(path) if path is not None else None
         self._libraries: list[Any] = []
-        self.on_all_reduce: Callable[[int, torch.Tensor], None] | None = None
-        self.on_broadcast: Callable[[int, torch.Tensor], None] | None = None
         self.on_issue: Callable[[Collective, FrameType | None, Any], None] | None = None
         self._wait: Any = None
 
@@ -152,10 +149,6 @@ class CollectiveTrace:
             collective = self._begin(operator, find_group(arguments), arguments)
             if self.on_issue is not None:
                 self.on_issue(collective, find_call(), arguments[0])
-            watching = {"all_reduce": self.on_all_reduce, "broadcast": self.on_broadcast}.get(operator.label)
-            if watching is not None:
-                for tensor in flatten(arguments[0]):
-                    watching(collective.number, tensor)
             try:
                 returned = redispatch(keys - _BACKEND_SELECT, *arguments, **named)
             except BaseException:

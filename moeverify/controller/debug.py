@@ -35,7 +35,7 @@ from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.facts import CollectiveFacts, Issue, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import Direction
-from moeverify.results.operation import Altered, Scaled
+from moeverify.results.operation import Altered
 from moeverify.results.run import CaseResult
 
 PATIENCE = 7 * 86400.0
@@ -106,7 +106,7 @@ def _stop_before(facts: CollectiveFacts) -> StopPoint:
 
 
 def find_place(explanation: Explanation, step: int) -> BlamedPlace | None:
-    """Return the collective or the module call that an explanation names, or None if it names neither."""
+    """Return the module call that a cause names, or None where it names none."""
     operation, subject = explanation.operation, explanation.subject
     direction = _DIRECTIONS.get(subject.quantity)
     fields: dict[str, Any] = {}
@@ -114,11 +114,6 @@ def find_place(explanation: Explanation, step: int) -> BlamedPlace | None:
         fields = {"direction": direction, "module": subject.module, "inner": subject.inner}
     if isinstance(operation, Altered):
         fields["micro_batch"] = operation.first_micro_batch
-    site = ""
-    if isinstance(operation, Scaled) and operation.reduced_again is not None:
-        site = operation.reduced_again.site
-    if site:
-        return BlamedPlace(about=f"the collective at {site} in step {step}", site=site, **fields)
     if not fields.get("module"):
         return None
     return BlamedPlace(about=f"{subject.module}, {direction} in step {step}", **fields)

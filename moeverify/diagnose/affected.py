@@ -21,7 +21,7 @@ _KINDS: dict[Quantity, tuple[str, ...]] = {
     Quantity.OPTIMIZER_STATE: (Kind.OPTIMIZER_STATE,),
 }
 _MATRICES = 2
-_OF_DECAY = "weight"
+_OF_DECAY = "weight decay"
 """The term of a step that only matrices have."""
 
 
@@ -46,7 +46,6 @@ def _find(finding: Finding, findings: Sequence[Finding], inputs: DiagnosisInputs
         alike = [each for each in findings if each.follows == finding.tensor and each.check == finding.check]
         alike = [each for each in alike if each.step == finding.step and each.kind == finding.kind]
         affected = {_name_parameter(each.tensor, kinds) for each in (finding, *alike)}
-        affected |= {_name_parameter(name, kinds) for name in facts.others}
         if _is_of_decay(facts):
             known = [name for name in known if _is_matrix(name, inputs)]
     else:
@@ -64,8 +63,6 @@ def _list_wrong(findings: Iterable[Finding], step: int, kinds: Sequence[str]) ->
     for each in findings:
         if each.step == step and each.kind in kinds:
             yield _name_parameter(each.tensor, kinds)
-            if isinstance(each.facts, RecomputedFacts):
-                yield from (_name_parameter(name, kinds) for name in each.facts.others)
 
 
 def _list_otherwise(finding: Finding, findings: Sequence[Finding], kinds: Sequence[str]) -> Iterable[str]:
@@ -74,7 +71,6 @@ def _list_otherwise(finding: Finding, findings: Sequence[Finding], kinds: Sequen
     for each in findings:
         if each.step == finding.step and each.kind in kinds and (each.follows or each.tensor) in heads:
             names = [*(each.explanation.subject.tensors if each.explanation is not None else ()), each.tensor]
-            names += each.facts.others if isinstance(each.facts, RecomputedFacts) else ()
             yield from (_name_parameter(name, kinds) for name in names)
 
 
@@ -88,7 +84,6 @@ def _list_doubtful(finding: Finding, findings: Sequence[Finding], kinds: Sequenc
     for each in findings:
         if _is_of_step(each, finding) and (each.follows or each.tensor) in heads:
             names = [each.tensor, *each.unexplained]
-            names += each.facts.others if isinstance(each.facts, RecomputedFacts) else ()
             yield from (_name_parameter(name, kinds) for name in names)
 
 
@@ -107,9 +102,7 @@ def _is_of_step(each: Finding, finding: Finding) -> bool:
 def _is_told(finding: Finding) -> bool:
     """Return whether it is known how something came to be wrong."""
     facts = finding.facts
-    is_made = isinstance(facts, RecomputedFacts) and bool(
-        facts.wrong_terms or facts.forms or facts.is_of_rate
-    )
+    is_made = isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms or facts.is_of_rate)
     return is_made or finding.explanation is not None
 
 
@@ -131,9 +124,7 @@ def _is_still(finding: Finding) -> bool:
 
 def _is_of_decay(facts: RecomputedFacts) -> bool:
     """Return whether a result is off by its weight decay, which vectors have not."""
-    changes = [set(form.changes) for form in facts.forms]
-    is_decay = bool(changes) and all(any("decay" in change for change in each) for each in changes)
-    return is_decay or any(term.name == _OF_DECAY for term in facts.wrong_terms)
+    return any(term.name == _OF_DECAY for term in facts.wrong_terms)
 
 
 def _is_matrix(name: str, inputs: DiagnosisInputs) -> bool:

@@ -8,16 +8,15 @@ from moeverify.diagnose.engine import DiagnosedCause
 from moeverify.diagnose.families import module_of
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.results.explanation import Quantity
-from moeverify.results.operation import Misreduced, Scaled, Unreduced, Zeroed
+from moeverify.results.operation import Scaled, Unreduced, Zeroed
 from moeverify.results.part import WHOLE
 
 
 def put_modules_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     """Return the causes, a module that is known to pass back something else before factors that come of it.
 
-    Parameters get such factors of what it passes back, if they are of the module that calls it or stand before that:
-    those that nothing names, and where it is a sum of what is right already how many ranks are in that sum. Of what
-    is not reduced they are partial sums themselves.
+    Parameters get factors that nothing names of what it passes back, if they are of the module that calls it or stand
+    before that. Of what is not reduced they are partial sums themselves.
     """
     first = next((cause for cause in causes if _tells_module(cause)), None)
     if first is None or first.explanation is None:
@@ -47,10 +46,7 @@ def _tells_module(cause: DiagnosedCause) -> bool:
 
 
 def _comes_of(cause: DiagnosedCause, module: DiagnosedCause) -> bool:
-    """Return whether gradients are so many times as large, or as partial, as what a module does makes them.
-
-    That is a number that is none of the run, or the size of a group whose ranks add up what is right on each.
-    """
+    """Return whether gradients are as partial as what a module does makes them, or off by a number of no name."""
     explanation, other = cause.explanation, module.explanation
     if explanation is None or other is None or explanation.subject.module:
         return False
@@ -59,10 +55,7 @@ def _comes_of(cause: DiagnosedCause, module: DiagnosedCause) -> bool:
         return operation.block is None and not set(operation.axes).isdisjoint(done.axes)
     if not isinstance(operation, Scaled) or [each.part for each in operation.contributions] != [WHOLE]:
         return False
-    equals = operation.contributions[0].factor.equals
-    if not equals or not isinstance(done, Misreduced):
-        return not equals
-    return done.combination == "sum" and not done.axes and not set(done.met).isdisjoint(equals)
+    return not operation.contributions[0].factor.equals
 
 
 def put_cuts_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:

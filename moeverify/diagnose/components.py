@@ -1,17 +1,17 @@
-"""The golden's gradient, taken apart: by loss term, by the share of each rank and micro-batch, and of padding.
+"""The golden's gradient, taken apart: by loss term, and by the share of each rank and micro-batch.
 
 Every wrong aggregation is a wrong linear combination of these parts, so a fit on them reads off what was done.
 A cell is what one rank of the loss sees in one micro-batch: some rows, some positions.
 
 All losses are sums over tokens divided by global counts (`moeverify.train.objective`), so a gradient is the sum
 over cells and terms of the gradient of that cell's tokens, with the global counts held fixed. A rank that weights
-its tokens otherwise, leaves a term out or counts padding changes the coefficients of these parts and nothing else.
+its tokens otherwise or leaves a term out changes the coefficients of these parts and nothing else.
 The balance loss multiplies expert counts (no gradient) by sums of probabilities: its cells differ in the sums alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,7 +22,6 @@ from moeverify.axes.split import split_rows
 from moeverify.case.schema import Case
 from moeverify.golden.store import StoredGolden
 from moeverify.parallel.context_parallel import split_positions
-from moeverify.results.change import Change
 from moeverify.results.part import Tokens
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share, make_batch, whole_share
@@ -44,22 +43,17 @@ class Components:
     """The parts of the golden's gradient at one step.
 
     `parts[term][cell][parameter]` sum over all terms and cells to the golden; terms are lm, balance and z, or have
-    the names that a user's loss gives them. `padding[term]` is what padding tokens would add to lm and z; for balance
-    it is the whole term with padding counted. `num_valid` counts each cell's
-    valid tokens. `by_router` gives what the losses of each router add to its terms, by (term, router): computed when
-    it is asked for, and empty where that is not known. `by_use` gives likewise what comes through each use of a
-    weight that has several. `by_variant` yields the balance term, or z, with one part of its formula otherwise, or
-    with two.
+    the names that a user's loss gives them. `num_valid` counts each cell's valid tokens. `by_router` gives what the
+    losses of each router add to its terms, by (term, router): computed when it is asked for, and empty where that is
+    not known. `by_use` gives likewise what comes through each use of a weight that has several.
     """
 
     cells: tuple[Cell, ...]
     parts: dict[str, list[Vector]]
-    padding: dict[str, Vector]
     num_valid: tuple[int, ...]
     names: tuple[str, ...]
     by_router: Callable[[], Mapping[tuple[str, str], Vector]] = dict
     by_use: Callable[[], Mapping[str, Vector]] = dict
-    by_variant: Callable[[str, int], Iterable[tuple[tuple[Change, ...], Vector]]] = lambda term, num_changes: ()
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -103,24 +97,17 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
     batch = make_batch(
         recipe.data, recipe.model.vocab_size, recipe.seed, step, whole_share(recipe.data), device
     )
-    full = recipe.data.model_copy(update={"min_valid": 1.0})
-    unmasked = make_batch(full, recipe.model.vocab_size, recipe.seed, step, whole_share(full), device)
-    gradient = program.subject.split_gradient(program, batch, unmasked.targets)
+    gradient = program.subject.split_gradient(program, batch)
     cells = find_cells(case)
     masks = [_mask(batch.valid, cell) for cell in cells]
     parts = [gradient.gradients(mask) for mask in masks]
-    padding = gradient.gradients(~batch.valid) if not bool(batch.valid.all()) else {}
-    if padding and recipe.model.moe is not None:
-        padding["balance"] = gradient.balance_with_padding()
     return Components(
         cells=cells,
         parts=_sort_by_term(parts),
-        padding=padding,
         num_valid=tuple(int(mask.sum()) for mask in masks),
         names=tuple(held.name for held in program.shards),
         by_router=cache(lambda: _split_by_router(gradient, [router.name for router in program.routers])),
         by_use=cache(gradient.gradients_by_use),
-        by_variant=gradient.loss_by_variant,
     )
 
 

@@ -21,7 +21,6 @@ from moeverify.diagnose.hypotheses.step_counter import is_counter
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.misplaced import explain_shapes
 from moeverify.diagnose.missing_state import find_missing_state
-from moeverify.diagnose.named_rates import name_rates
 from moeverify.diagnose.place import locate
 from moeverify.diagnose.recomputed import (
     RECOMPUTED,
@@ -30,8 +29,6 @@ from moeverify.diagnose.recomputed import (
     merge_with_origins,
 )
 from moeverify.diagnose.recomputed_norm import explain_norm
-from moeverify.diagnose.repeated_reduction import name_repeated_reduction
-from moeverify.diagnose.rounded_numbers import name_rounded
 from moeverify.diagnose.upstream import doubt_causes
 from moeverify.diagnose.wrong_tensor import WrongTensor, quantity_of
 from moeverify.results.cause import Cause
@@ -69,7 +66,7 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     """Return the findings with causes, the origins first; all others name the origin that they follow."""
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
     named = name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs)
-    return doubt_causes(name_rates(named, inputs), inputs)
+    return doubt_causes(named, inputs)
 
 
 def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -368,8 +365,7 @@ def make_origins(
     """Return one finding for each cause, and the identities of these findings."""
     origins: list[Finding] = []
     explained: set[tuple[str, str, int]] = set()
-    for each in causes:
-        cause = name_rounded(each, inputs)
+    for cause in causes:
         head = _choose_head(cause, first)
         if _identity(head) in explained:
             continue
@@ -422,7 +418,5 @@ def _with_log(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) 
         log = Log()
     trials = complete_log(subject, log, inputs) if subject is not None else ()
     place = locate(finding, cause, inputs)
-    found: dict[str, object] = {"place": place, "trials": (*trials, *list_search_trials(inputs.search))}
-    if finding.explanation is not None and subject is not None:
-        found["explanation"] = name_repeated_reduction(finding.explanation, place, subject.expected.numel())
-    return finding.model_copy(update=found)
+    trials = (*trials, *list_search_trials(inputs.search))
+    return finding.model_copy(update={"place": place, "trials": trials})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from moeverify.axes.groups import EXPERTS, TOKENS, TOP_K, VALID_TOKENS
@@ -11,8 +10,6 @@ from moeverify.results.factor import Factor, Product, Source, is_same
 
 # These are made of other axes (efsdp = dp_shard * cp / ep, ...): a product with them would name an axis twice.
 _MADE_OF_OTHERS = {"efsdp", "edp"}
-
-_NEAR_ROOT = 1e-4
 
 
 def find_factor(
@@ -42,19 +39,6 @@ def list_numbers(sources: Sequence[Source], counts: Sequence[Source] = ()) -> li
     names = [source.name for source in sources if source.size > 1]
     products = [*_list_single(list(sizes)), *_list_double(names)]
     return sorted({0.0, 1.0, *(product.measure(sizes) for product in products)})
-
-
-def find_root(value: float, sources: Sequence[Source]) -> Factor:
-    """Return the factor with the sources n of which it is about the root, or one over the root; else as it is.
-
-    A mean of squares that is n times the right one leaves what is divided by its root at 1/sqrt(n), but for the eps
-    that is added to the mean: 1e-5 of it at most, where activations are about 1.
-    """
-    for source in sources:
-        for count in (float(source.size), 1.0 / source.size):
-            if source.size > 1 and abs(value * value / count - 1.0) < _NEAR_ROOT:
-                return find_factor(math.sqrt(count), sources, power=2)
-    return Factor(value=value)
 
 
 def _find_counts(wanted: float, sizes: Mapping[str, int], counts: Sequence[Source]) -> tuple[Product, ...]:

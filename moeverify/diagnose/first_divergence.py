@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ class Origin:
     same values at the same time: a gradient that a module gets for its output is what those that use it pass back.
     `around` is the module that calls this one, `inside` has those in the culprit of which everything read is right.
     Of `num_tokens` tokens, or rows, `num_wrong` are wrong. `inputs_seen` says that something which the culprit takes
-    was compared and is right; ids, such as those of tokens, never are. `reduced` has what was all-reduced inside the
-    culprit (`moeverify.diagnose.operands`). `slot` says which tensor of the end it is, and
+    was compared and is right; ids, such as those of tokens, never are. `slot` says which tensor of the end it is, and
     `right` has the ends of modules in this direction where all that was read is right.
     """
 
@@ -56,7 +55,6 @@ class Origin:
     num_wrong: int = 0
     num_tokens: int = 0
     are_rows: bool = False
-    reduced: tuple[Any, ...] = ()
     inputs_seen: bool = True
     slot: str = "0"
     right: frozenset[tuple[str, End]] = frozenset()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.diagnose.wrong_tensor import WrongTensor
-from moeverify.results.part import WHOLE, Part
+from moeverify.results.part import Part
 
 Column = tuple[Part, Callable[[str], Tensor]]  # a part, and parameter name -> that part of its gradient
 
@@ -111,8 +111,3 @@ def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fi
     found = tuple(base + value for base, value in zip(right, off, strict=True))
     residual = max(float(part.norm()) for part in torch.split(leave(solution), sizes))
     return Fit(parts, found, residual, measure, len(target))
-
-
-def fit_multiple(tensor: WrongTensor) -> Fit | None:
-    """Return the best fit of one tensor by a multiple of its golden, or None where it would prove nothing."""
-    return fit_columns([tensor], [(WHOLE, lambda name: tensor.expected)])

@@ -10,9 +10,6 @@ from torch import Tensor
 from moeverify.diagnose.axes import Axes, Groups
 from moeverify.diagnose.components import ComponentSource
 from moeverify.diagnose.first_divergence import Origin, Search
-from moeverify.diagnose.named_numbers import NamedNumbers
-from moeverify.diagnose.reductions import Brought
-from moeverify.diagnose.unwritten_memory import UnwrittenRead
 from moeverify.diagnose.wrong_tensor import Key, WrongTensor
 from moeverify.layout.region import Indices, Region
 from moeverify.results.collective import IssuedCollective
@@ -58,18 +55,13 @@ class DiagnosisInputs:
 
     `search` says where modules first differ, None where that was not asked. `earlier` gives the golden's value of a
     tensor at other times, by what these are called. `issued` gives the collectives of a module on a rank.
-    `num_tokens` are the tokens of the batch with padding, `clip` is the golden's clip coefficient, and `max_norm`
-    what gradients are clipped to, None where a step of the user's own may clip otherwise. `stale` says whether the
-    weights of a step earlier give what a module put out, None where that cannot be asked. `saved` is there after a
-    load. `regions` says what each rank has of each parameter. `golden(kind, name, before)` gives the golden's value
-    so many steps before this one. `valid` (B, S) are the tokens that are no padding. `decays` gives, by the name of
-    an optimizer's moment, the factor that its value of the step before has in a step's sum. `shapes` has, of what
-    has another shape under the layout, the golden's and that one. `brought` has by rank what was all-reduced as
-    large as a wrong tensor, in the order in which it was issued, and `micro_batches` the rows and positions of each
-    micro-batch. `numbers` are those of the recipe, and of the step, that something is multiplied by. `unwritten`
-    has by rank what was read of memory that nothing had written. `named` are the sizes of the model and the options
-    of the recipe that a factor may come from. `limits` has, by the name of each check, the relative error that it
-    sees in half of its tensors.
+    `num_tokens` are the tokens of the batch with padding. `stale` says whether the weights of a step earlier give
+    what a module put out, None where that cannot be asked. `saved` is there after a load. `regions` says what each
+    rank has of each parameter. `golden(kind, name, before)` gives the golden's value so many steps before this one.
+    `valid` (B, S) are the tokens that are no padding. `decays` gives, by the name of an optimizer's moment, the
+    factor that its value of the step before has in a step's sum. `shapes` has, of what has another shape under the
+    layout, the golden's and that one. `micro_batches` has by rank the rows and positions of each micro-batch.
+    `limits` has, by the name of each check, the relative error that it sees in half of its tensors.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -79,8 +71,6 @@ class DiagnosisInputs:
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
     components: ComponentSource | None = None
     num_tokens: int = 0
-    clip: float | None = None
-    max_norm: float | None = None
     stale: Callable[[Origin], bool | None] = lambda origin: None
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
@@ -88,11 +78,7 @@ class DiagnosisInputs:
     valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    brought: Mapping[int, Sequence[Brought]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    unwritten: Mapping[int, Sequence[UnwrittenRead]] = field(default_factory=dict)
-    named: NamedNumbers = field(default_factory=NamedNumbers)
     limits: Mapping[str, float] = field(default_factory=dict)
 
     @property

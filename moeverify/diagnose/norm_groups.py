@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.families import family_of, name_family
-from moeverify.results.operation import NormOfNorms
 from moeverify.results.part import Contribution, Group, Part
 
 Parts = Mapping[str, Mapping[int, str]]
@@ -57,35 +56,6 @@ def find_miscounted_group(
     factor = find_factor(float(times), tested)
     factor = factor if factor.equals else find_factor(float(times), axes.sources)
     return Contribution(part=Part(group=group), factor=factor)
-
-
-def find_norm_of_norms(
-    norm: float, squares: Mapping[str, float], parts: Parts, axes: Axes, *, noise: float
-) -> NormOfNorms | None:
-    """Return of which parts a norm is the sum of the norms, or the largest of these; None where it is neither.
-
-    `noise` is how far it may be off, relatively. Each part has some of the squares: of one alone all is the norm.
-    """
-    families: dict[str, list[str]] = {}
-    for name in squares:
-        families.setdefault(name_family([name]), []).append(name)
-    by_family = tuple(Group(tensors=tuple(names)) for names in families.values())
-    # Experts lie on another mesh than everything else, so that each mesh has a norm.
-    apart = tuple(
-        (own, Group(tensors=tuple(name for name in squares if name not in own.tensors))) for own in by_family
-    )
-    every = tuple(Group(tensors=(name,)) for name in squares)
-    for groups in (*_list_pairs(squares, parts, axes), *apart, by_family, every):
-        norms = [math.sqrt(sum(squares[name] for name in group.tensors)) for group in groups]
-        share = sorted(norms)[-2] ** 2 / sum(squares.values()) if len(norms) > 1 else 0.0
-        if share < _LEAST_SHARE:
-            continue
-        known = () if groups is every else groups
-        if abs(sum(norms) - norm) <= noise * norm:
-            return NormOfNorms(combination="sum", groups=known)
-        if abs(max(norms) - norm) <= noise * norm:
-            return NormOfNorms(combination="max", groups=known)
-    return None
 
 
 def _list_pairs(squares: Mapping[str, float], parts: Parts, axes: Axes) -> Iterator[tuple[Group, Group]]:

@@ -8,7 +8,7 @@ from moeverify.diagnose.engine import DiagnosedCause
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Carried, Crossed, Moved, OwnValues, Replaced, Scaled, Unclipped
+from moeverify.results.operation import Carried, Crossed, Moved, OwnValues, Replaced, Scaled
 from moeverify.results.part import WHOLE, Part
 from moeverify.results.place import Place, Stage
 
@@ -45,9 +45,7 @@ def locate(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> 
         fields["axes"] = tuple(
             dict.fromkeys(source for each in cause.explanation.candidates for source in each.sources)
         )
-        if isinstance(operation, Unclipped):
-            fields["stage"] = Stage.CLIP
-        elif isinstance(operation, Scaled):
+        if isinstance(operation, Scaled):
             parts = (each.part for each in operation.contributions)
             fields["parts"] = tuple(part for part in parts if part != WHOLE)
         elif isinstance(operation, Carried | Crossed) and operation.block is not None:

@@ -19,7 +19,6 @@ from moeverify.diagnose.router_findings import (
     scores_otherwise,
     tells_weights,
 )
-from moeverify.diagnose.step_forms import DECAY_TIMES, is_of_form
 from moeverify.diagnose.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
@@ -31,13 +30,11 @@ from moeverify.results.operation import (
     Altered,
     Carried,
     OwnTokens,
-    Redefined,
     Scaled,
-    Unclipped,
     Unmoved,
 )
 from moeverify.results.part import WHOLE, Contribution, Part
-from moeverify.results.step_facts import NEAR, Changes, RecomputedFacts
+from moeverify.results.step_facts import RecomputedFacts
 
 RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.ROUTER: frozenset(
@@ -94,38 +91,7 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
 
 def _rank_head(finding: Finding) -> tuple[bool | int | float, ...]:
     """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
-    variant = _find_variant(finding)
-    is_of_mean = variant == DECAY_TIMES  # it says of the square what the coefficients of the mean do
-    means = finding.facts.means if isinstance(finding.facts, RecomputedFacts) else ()
-    return (
-        not _find_sure_dtype(finding),
-        not _tells_number(finding),
-        (variant is None or is_of_mean) and not means,
-        is_of_mean,
-        len(means),
-        # What vectors show of a formula is a part of what matrices do, which have a decay.
-        -len(variant or ()),
-        finding.kind == Kind.UPDATE,
-        _is_shared(finding),
-        finding.step,
-        -finding.error,
-    )
-
-
-def _is_shared(finding: Finding) -> bool:
-    """Return whether a formula is known of an update that the corrections of some other step give as well."""
-    return isinstance(finding.facts, RecomputedFacts) and len(finding.facts.variants) > 1
-
-
-def _tells_number(finding: Finding) -> bool:
-    """Return whether one number tells how the optimizer has made a moment."""
-    facts = finding.facts
-    return isinstance(facts, RecomputedFacts) and (facts.decay is not None or facts.share is not None)
-
-
-def _find_variant(finding: Finding) -> Changes | None:
-    """Return the formula that the optimizer used for an update in place of its own, if only one is known."""
-    return finding.facts.variant if isinstance(finding.facts, RecomputedFacts) else None
+    return not _find_sure_dtype(finding), finding.kind == Kind.UPDATE, finding.step, -finding.error
 
 
 def _is_unknown(finding: Finding) -> bool:
@@ -176,7 +142,7 @@ def merge_with_origins(
     ]
     known = list(recomputed)
     for number, finding in enumerate(known):
-        same = [origin for origin in explained if _is_of_same(origin, finding) or _redefines(origin, finding)]
+        same = [origin for origin in explained if _is_of_same(origin, finding)]
         if same and not finding.follows:
             known[number] = finding.model_copy(update={"follows": same[0].tensor})
     left = []
@@ -206,7 +172,7 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
     explanation = origin.explanation
     if explanation is None or any(_tells_router(origin, finding) for finding in recomputed):
         return explanation is not None
-    if isinstance(explanation.operation, Unmoved | Unclipped):
+    if isinstance(explanation.operation, Unmoved):
         return any(_tells_step(finding) and _is_of_same(origin, finding) for finding in recomputed)
     if explanation.cause in _SAYS_MORE:
         says_more = _SAYS_MORE[explanation.cause]
@@ -242,16 +208,16 @@ def _tells_form(finding: Finding) -> bool:
 
 
 def _tells_step(finding: Finding) -> bool:
-    """Return whether it is known how a step was made: by another rate, by another formula, or by norms."""
+    """Return whether it is known that a step was made by another rate."""
     facts = finding.facts
-    return isinstance(facts, RecomputedFacts) and bool(facts.is_of_rate or facts.variant or facts.means)
+    return isinstance(facts, RecomputedFacts) and facts.is_of_rate
 
 
 def _tells_terms(finding: Finding, origin: Finding) -> bool:
     """Return whether a step of the optimizer is known to be made of other multiples of its terms."""
     facts = finding.facts
-    is_told = isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms or facts.variant)
-    return (is_told or _tells_number(finding)) and _is_of_same(origin, finding)
+    is_told = isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms)
+    return is_told and _is_of_same(origin, finding)
 
 
 def _tells_parameters(finding: Finding, origin: Finding) -> bool:
@@ -323,15 +289,6 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
     return find_own_tokens(weights, counts, noise=_OWN_NOISE)
 
 
-def _redefines(origin: Finding, loss: Finding) -> bool:
-    """Return whether an origin, of gradients, names the formula of a loss whose reported value is wrong."""
-    explanation = origin.explanation
-    if explanation is None or not isinstance(explanation.operation, Redefined):
-        return False
-    is_same = origin.step == loss.step and loss.tensor in explanation.subject.tensors
-    return is_same and loss.kind == Kind.LOSS
-
-
 def _is_carried(origin: Finding) -> bool:
     return origin.explanation is not None and isinstance(origin.explanation.operation, Carried)
 
@@ -346,13 +303,6 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
     head = heads.get(_signature(finding))
     if head is not None or not isinstance(finding.facts, RecomputedFacts):
         return head
-    for is_of in (_is_of_decay, _is_of_corrected):
-        led = next((each for each in heads.values() if is_of(finding, each)), None)
-        if led is not None:
-            return led
-    formed = next((each for each in heads.values() if is_of_form(finding, each)), None)
-    if formed is not None:
-        return formed
     if finding.facts.rounded_to:  # nothing has changed, and rounding would leave it so
         dtype = finding.facts.rounded_to
         return next((each for each in heads.values() if _find_sure_dtype(each) == dtype), None)
@@ -361,50 +311,6 @@ def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | N
         moments = [each for each in heads.values() if _find_sure_dtype(each) and each.step <= finding.step]
         return next((each for each in moments if each.kind != Kind.UPDATE), None)
     return next((each for each in heads.values() if _has_like_factors(finding, each)), None)
-
-
-_CORRECTED = "corrected"
-_OF_BETAS = (("corrected-with-bfloat16-betas",), ("corrected-with-swapped-betas",))
-
-
-def _is_of_decay(finding: Finding, head: Finding) -> bool:
-    """Return whether a result is wrong because a moment decays otherwise, which the head says.
-
-    Bias corrections are made of the same beta. In the first step a moment is 1 - beta times the gradient alone.
-    """
-    facts, known = finding.facts, head.facts
-    if (
-        not isinstance(facts, RecomputedFacts)
-        or not isinstance(known, RecomputedFacts)
-        or known.decay is None
-    ):
-        return False
-    if facts.variant in _OF_BETAS:
-        return True
-    wanted = (1.0 - known.decay.found) / (1.0 - known.decay.expected)
-    moment = _name_result(finding)[1]
-    added = [term for term in facts.terms if term.name != moment and term.expected]
-    has_old = any(term.name == moment and term.found is not None for term in facts.terms)
-    factors = [term.factor for term in added if term.factor is not None]
-    is_same = _name_result(finding) == _name_result(head) and not has_old and bool(factors)
-    # What another term hides of one is not measured: such a term has the recipe's factor, 1.
-    return is_same and any(abs(factor / wanted - 1.0) <= NEAR / 4.0 for factor in factors)
-
-
-def _is_of_corrected(finding: Finding, head: Finding) -> bool:
-    """Return whether a result is wrong because moments keep their bias corrections, which the head says.
-
-    The update of such moments needs no correction. In the first step a moment is a multiple of the gradient alone,
-    and 16 bits leave of a later one no more than its factors.
-    """
-    facts, known = finding.facts, head.facts
-    if not isinstance(facts, RecomputedFacts) or not isinstance(known, RecomputedFacts):
-        return False
-    if known.share is None or not known.share.is_corrected:
-        return False
-    if finding.kind == Kind.UPDATE:
-        return ("no-correction",) in facts.tried
-    return finding.kind == head.kind and bool(facts.wrong_terms)
 
 
 def _find_sure_dtype(finding: Finding) -> str:
@@ -443,13 +349,9 @@ def _signature(finding: Finding) -> object:
     if not isinstance(facts, RecomputedFacts):
         term = facts.term if isinstance(facts, RouterGradientFacts) else ""
         return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
-    told = _name_told(facts)
-    if (
-        told == _CORRECTED
-        or facts.means
-        or (told and told == facts.variant and finding.kind == Kind.OPTIMIZER_STATE)
-    ):
-        return finding.check, told  # of both moments, and by another number in each step
+    told = facts.rounded_to if facts.is_rounding_sure else "still" if facts.is_still else ""
+    if facts.is_of_rate and not told:
+        told = "rate"  # its factor is another one in each step
     if told:
         return *_name_result(finding), told
     factors = tuple(
@@ -457,23 +359,3 @@ def _signature(finding: Finding) -> object:
         for term in facts.terms
     )
     return *_name_result(finding), factors
-
-
-def _name_told(facts: RecomputedFacts) -> str | Changes:
-    """Return what tells of all elements how a result was made, or nothing."""
-    told: dict[str | Changes, bool] = {
-        facts.rounded_to: facts.is_rounding_sure,
-        "still": facts.is_still,
-        "rate": facts.is_of_rate,  # its factor is another one in each step
-        facts.variant or (): facts.variant is not None,
-    }
-    for name, is_told in told.items():
-        if is_told:
-            return name
-    if facts.means:
-        return facts.means[0]
-    if facts.decay is not None:
-        return f"decay {facts.decay.means or round(facts.decay.found, 4)}"
-    if facts.share is not None and facts.share.is_corrected:
-        return _CORRECTED
-    return "" if facts.share is None else f"share {facts.share.is_dampened or round(facts.share.found, 2)}"

@@ -10,9 +10,7 @@ import math
 
 from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.norm_groups import find_miscounted_group, find_norm_of_norms
-from moeverify.diagnose.norm_orders import find_order
-from moeverify.diagnose.norm_powers import find_powers
+from moeverify.diagnose.norm_groups import find_miscounted_group
 from moeverify.diagnose.norm_slices import find_norm_of_slices
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
@@ -36,9 +34,7 @@ def explain_norm(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) ->
         return finding
     operation = _find_axis(facts, inputs) or _find_count(finding, facts, inputs)
     noise = max(_OF_A_GROUP * facts.eps, 1e-12)
-    operation = operation or find_order(finding.actual, facts, inputs.max_norm, noise=noise)
     operation = operation or find_norm_of_slices(facts, inputs.axes, noise=noise)
-    operation = operation or find_powers(finding.actual, facts, inputs.axes.sources, noise=noise)
     if operation is None:
         return finding
     subject = Subject(quantity=Quantity.GRADIENT_NORM, tensors=(finding.tensor,))
@@ -81,11 +77,7 @@ def _find_count(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) -> 
     noise = _OF_A_GROUP * facts.eps
     excess = finding.actual**2 - total
     found = find_miscounted_group(excess, facts.squares, facts.parts, inputs.axes, noise=noise)
-    if found is not None:
-        return Scaled(contributions=(found,))
-    return find_norm_of_norms(
-        finding.actual, facts.squares, facts.parts, inputs.axes, noise=max(noise, 1e-12)
-    )
+    return None if found is None else Scaled(contributions=(found,))
 
 
 def _is_near(value: float, expected: float, noise: float) -> bool:

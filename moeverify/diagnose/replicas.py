@@ -95,15 +95,6 @@ def find_partial_slices(tensor: WrongTensor, groups: Sequence[Sequence[int]], di
     return sorted(partial) if len(partial) < len(wanted) else []
 
 
-def sum_of_squares_explains(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> bool:
-    """Return whether the squares of a number on the ranks of each group add up to the expected square."""
-    values = {shard.rank: float(shard.values()) for shard in tensor.shards if shard.local is not None}
-    expected = float(tensor.expected) ** 2
-    sums = [sum(values[rank] ** 2 for rank in group) for group in groups if all(r in values for r in group)]
-    differ = any(len({values[rank] for rank in group}) > 1 for group in groups if set(group) <= set(values))
-    return bool(sums) and differ and all(is_same(total, expected) for total in sums)
-
-
 def find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Iterator[list[RankShard]]:
     """Yield, for each region, what each group of ranks that have it holds."""
     for shards in tensor.by_region().values():

@@ -29,14 +29,13 @@ class Cause(StrEnum):
     CARRIED_STATE = (
         "carried-state"  # a step begins with moments that the previous step did not leave: reset, or moved
     )
-    METRIC = "metric"  # only a reported number is wrong, by a known factor
-    ROUNDING = "rounding"  # correct up to rounding in a lower precision than the recipe's
-    PRECISION = "precision"  # a part computes, reduces or stores in another dtype than the recipe specifies
-    ROUTING = "routing"  # tokens are routed to wrong experts although all earlier values are correct
-    UNWRITTEN = "unwritten"  # memory is read after allocation and before any write
-    FORWARD = "forward"  # a module's output is wrong although its inputs are correct
-    BACKWARD = "backward"  # a gradient is wrong from some module on, and no linear combination explains it
-    REPLICAS = "replicas"  # ranks that should hold equal values do not
-    LAYOUT = "layout"  # a mesh axis should shard something and shards nothing
-    COLLECTIVES = "collectives"  # ranks of one group issue different collectives, or for different tensors
+    METRIC = "metric"  # only a reported number is off, by a factor that is named
+    ROUNDING = "rounding"  # right up to the rounding of a lower precision than the recipe's
+    PRECISION = "precision"  # a part computes, reduces or is kept in another dtype than the recipe asks for
+    ROUTING = "routing"  # tokens went to other experts although what came before is right
+    FORWARD = "forward"  # a module's output is wrong although its inputs are right
+    BACKWARD = "backward"  # a gradient is wrong from a module on, and no linear combination explains it
+    REPLICAS = "replicas"  # ranks that should hold the same do not
+    LAYOUT = "layout"  # an axis that should divide something divides nothing
+    COLLECTIVES = "collectives"  # ranks of one group issue different ones, or for different tensors
     NONDETERMINISM = "nondeterminism"  # two runs of the same layout differ

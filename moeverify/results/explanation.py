@@ -6,12 +6,10 @@ from enum import StrEnum
 
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Factor, Product
-from moeverify.results.norm_powers import NormOfPowers
 from moeverify.results.operation import (
     Altered,
     Carried,
     Misplaced,
-    Misreduced,
     NormOfSlices,
     Offset,
     Operation,
@@ -81,8 +79,6 @@ class Explanation(Record):
         """
         if isinstance(self.operation, Unreduced | Misplaced | NormOfSlices):
             return self.operation.axes
-        if isinstance(self.operation, Misreduced):
-            return self.operation.axes or self.operation.met
         if isinstance(self.operation, Offset):
             return self.operation.products
         return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
@@ -91,15 +87,14 @@ class Explanation(Record):
     def names_operation(self) -> bool:
         """Return whether the explanation names an operation, not only the location or size of the error.
 
-        An error of the size of a rounding could have many causes. A factor that equals no number of the run
-        is only a measurement, unless only some replicas have it. A factor of zero is one too, because a
-        missing sum can also leave zero. For nondeterminism, the difference between runs is itself the
-        explanation.
+        Errors of about the size of a rounding can be anything small, and a factor that equals nothing of the run is
+        a measurement, unless only some replicas have it; so is zero, which a sum that is missing leaves as well. Nor
+        does the first micro-batch in which a module differs say what was done. Runs that differ among themselves are
+        explained by that alone.
         """
         operation = self.operation
         if isinstance(operation, Altered):
-            is_part = operation.tokens is not None or operation.first_micro_batch > 0
-            return is_part or self.cause is Cause.NONDETERMINISM
+            return operation.tokens is not None or self.cause is Cause.NONDETERMINISM
         if isinstance(operation, OwnValues | OffUpstream):
             return False
         if isinstance(operation, Rounded):
@@ -108,8 +103,7 @@ class Explanation(Record):
             return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):
             return bool(operation.ranks or operation.loss_scale) or any(
-                each.part != WHOLE or each.factor.equals or each.factor.rounded
-                for each in operation.contributions
+                each.part != WHOLE or each.factor.equals for each in operation.contributions
             )
         return True
 
@@ -123,14 +117,10 @@ class Explanation(Record):
         if isinstance(operation, Unreduced):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes, "factor": narrow(operation.factor)})
-        elif isinstance(operation, Misreduced):
-            field = "axes" if operation.axes else "met"
-            axes = tuple(axis for axis in getattr(operation, field) if axis in left)
-            operation = operation.model_copy(update={field: axes})
         elif isinstance(operation, Misplaced | NormOfSlices):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})
-        elif isinstance(operation, Carried | NormOfPowers) and operation.factor is not None:
+        elif isinstance(operation, Carried) and operation.factor is not None:
             operation = operation.model_copy(update={"factor": narrow(operation.factor)})
         elif isinstance(operation, Offset):
             products = tuple(each for each in operation.products if each in left)
@@ -149,7 +139,7 @@ class Explanation(Record):
         """Return the measured factors."""
         if isinstance(self.operation, Unreduced):
             return (self.operation.factor,)
-        if isinstance(self.operation, Carried | NormOfPowers):
+        if isinstance(self.operation, Carried):
             return () if self.operation.factor is None else (self.operation.factor,)
         if isinstance(self.operation, Scaled):
             extra = (self.operation.means_factor,) if self.operation.means_factor is not None else ()

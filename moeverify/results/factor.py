@@ -38,28 +38,15 @@ class Product(Record):
         return value
 
 
-class RoundedNumber(Record):
-    """A number that was rounded to a narrower dtype. An empty `name` is the reported number itself.
-
-    Each of `dtypes` could have produced it.
-    """
-
-    dtypes: tuple[str, ...]
-    name: str = ""
-
-
 class Factor(Record):
     """A measured factor, and the simplest products that equal its `power`-th power.
 
-    More than one product is an ambiguity. `power` is 2 for norms, whose squared factors are integers. A
-    factor close to 1 may come from `rounded`, a number that was rounded before it was multiplied with
-    everything.
+    A norm is off by a factor whose square is an integer: there `power` is 2.
     """
 
     value: float
     power: int = 1
     equals: tuple[Product, ...] = ()
-    rounded: RoundedNumber | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -376,8 +376,7 @@ def names_operation(facts: Facts | None) -> bool:
     router's weights may not match its scores; the comparison of modules then finds the actual formula.
     """
     if isinstance(facts, RecomputedFacts):
-        is_told = facts.wrong_terms or facts.forms or facts.decay or facts.share
-        return facts.is_rounding_sure or facts.is_still or bool(is_told)
+        return facts.is_rounding_sure or facts.is_still or (bool(facts.wrong_terms) and not facts.is_estimate)
     if isinstance(facts, CrossEntropyFacts):
         return bool(facts.dtype)
     if isinstance(facts, RouterGradientFacts):

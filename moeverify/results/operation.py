@@ -11,13 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moeverify.results.change import Change
-from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Factor, Product
-from moeverify.results.formula_names import ClipFormulaName, NormOrder
 from moeverify.results.initial_values import InitialSource
-from moeverify.results.layout import Reordered, TokenValues
-from moeverify.results.norm_powers import NormOfPowers
+from moeverify.results.layout import Reordered
 from moeverify.results.part import Block, Contribution, Group, Tokens
 from moeverify.results.record import Record
 from moeverify.results.upstream import OffUpstream
@@ -36,53 +32,21 @@ OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "
 """
 
 
-class PartialClip(Record):
-    """A clip before the gradients of all micro-batches and ranks are summed.
-
-    It clips the gradients accumulated so far, or each micro-batch alone. With `by_own`, each rank clips by
-    the norm of its own gradients.
-    """
-
-    clipped: Literal["accumulated", "micro-batch"]
-    by_own: bool = False
-
-
-class ByNumber(Record):
-    """Weights of micro-batches as a function of their index i, from 0.
-
-    | `way` | Weight |
-    |---|---|
-    | `divided` | 1 / (1 + i) |
-    | `times` | 1 + i |
-    | `decaying` | powers of `ratio`: 1 for the last one, each earlier one `ratio` times the next |
-    | `falling` | powers of `ratio`: 1 for the first one, each later one `ratio` times the previous |
-    """
-
-    way: Literal["divided", "times", "decaying", "falling"]
-    ratio: float = 1.0
-
-
 class Scaled(Record):
     """Parts with a wrong multiple: too large, too small, missing, or counted although they should not be.
 
-    `contributions` has the wrong parts. `local_means` is the number of shares if the weights come from a
-    mean of means, where each share is divided by its own number of valid tokens; `means_factor` multiplies
-    it. `reduced_again` is the collective that causes the weights of micro-batches by reducing accumulated
-    gradients again. `own_tokens` gives the weights as a function of the shares' valid tokens, `by_number`
-    as a function of the micro-batch index. `clip` is the clip that causes the weights.
-
-    `ranks` are the affected ranks, if replicas on other ranks are correct. If `loss_scale` is nonzero, a
-    norm is 2 ** `loss_scale` times the correct one, as with gradients that keep a loss scale.
+    `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
+    means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `own_tokens` says
+    what the weights are of the shares' own numbers of valid tokens. `ranks` are those that have it so, where replicas
+    on others are right. Where `loss_scale` is not 0, a norm is 2 to that power times the right one, as where
+    gradients keep a scale of the loss.
     """
 
     kind: Literal["scaled"] = "scaled"
     contributions: tuple[Contribution, ...]
     local_means: int = 0
     means_factor: Factor | None = None
-    reduced_again: IssuedCollective | None = None
     own_tokens: OwnTokens | None = None
-    clip: PartialClip | None = None
-    by_number: ByNumber | None = None
     ranks: tuple[int, ...] = ()
     loss_scale: int = 0
 
@@ -104,23 +68,6 @@ class Unreduced(Record):
     is_over_holders: bool = False
 
 
-class Misreduced(Record):
-    """Inputs of an all-reduce that would give the correct value in a different sum.
-
-    The ranks have the `combination` of the inputs of a group, such as `ranks`; `copy` is a broadcast from
-    one rank. `met` are the mesh axes of these groups, if any. The sum over `axes` would be correct. If
-    `axes` is empty, the input of each rank is already correct.
-    """
-
-    kind: Literal["misreduced"] = "misreduced"
-    op: str
-    site: str = ""
-    met: tuple[Product, ...] = ()
-    ranks: tuple[int, ...] = ()
-    combination: Literal["sum", "max", "min", "product", "copy"] = "sum"
-    axes: tuple[Product, ...] = ()
-
-
 class Misplaced(Record):
     """Ranks that each hold as much as the whole tensor of shape `expected`, as parts of a larger tensor.
 
@@ -133,19 +80,6 @@ class Misplaced(Record):
     actual: tuple[int, ...]
     dim: int | None = None
     axes: tuple[Product, ...] = ()
-
-
-class Redefined(Record):
-    """A loss term whose formula is changed in one or two parts.
-
-    `variants` are all changes that explain the values equally well, the simplest first. `factor` multiplies
-    the term.
-    """
-
-    kind: Literal["redefined"] = "redefined"
-    term: str
-    variants: tuple[tuple[Change, ...], ...]
-    factor: Factor | None = None
 
 
 class Zeroed(Record):
@@ -221,24 +155,6 @@ class Unmoved(Record):
     unused: bool = False
 
 
-class NormOfNorms(Record):
-    """A norm that is the sum or the maximum of the norms of its parts, not the root of their squares.
-
-    The parts are the parameters, or with `groups`, groups of parameters.
-    """
-
-    kind: Literal["norm-of-norms"] = "norm-of-norms"
-    combination: Literal["sum", "max"]
-    groups: tuple[Group, ...] = ()
-
-
-class NormOfOrder(Record):
-    """A norm of another order than 2, or another number computed from the squares."""
-
-    kind: Literal["norm-of-order"] = "norm-of-order"
-    order: NormOrder
-
-
 class NormOfSlices(Record):
     """A norm in which squares are not summed over one of `axes`, for some or all parameters.
 
@@ -262,37 +178,6 @@ class NormOfSlices(Record):
     is_apart: bool = False
 
 
-class NormOfPartials(Record):
-    """A norm that counts some gradients by their partial sums, before the sum over `axes`.
-
-    `combination` is applied to the partial sums of each of `tensors`: the squared sum of their norms
-    (`norms`), the sum of their squares (`squares`), or the rank's own partial sum (`own`).
-    """
-
-    kind: Literal["norm-of-partials"] = "norm-of-partials"
-    combination: Literal["norms", "squares", "own"]
-    tensors: tuple[str, ...]
-    axes: tuple[Product, ...] = ()
-
-
-class Reclipped(Record):
-    """A correct norm with a clip coefficient that is not min(1, limit / (norm + guard)).
-
-    The guard is added `factor` times, or `way` names the formula.
-    """
-
-    kind: Literal["reclipped"] = "reclipped"
-    way: ClipFormulaName
-    factor: Factor | None = None
-
-
-class Unclipped(Record):
-    """A correct norm without a clip; `coefficient` is the one that should have been applied."""
-
-    kind: Literal["unclipped"] = "unclipped"
-    coefficient: float
-
-
 class Rounded(Record):
     """Values that are correct up to the rounding of a narrower `dtype`.
 
@@ -312,19 +197,6 @@ class Miscounted(Record):
     expected: float
     actual: float
     rank: int
-
-
-class Unwritten(Record):
-    """A module on some ranks that reads memory of a shape after its allocation and before any write.
-
-    Sites are `file:line in function`.
-    """
-
-    kind: Literal["unwritten"] = "unwritten"
-    allocated_at: str
-    read_at: str
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
 
 
 class RepeatedShard(Record):
@@ -408,28 +280,18 @@ class Altered(Record):
 Operation = Annotated[
     Scaled
     | Unreduced
-    | Misreduced
     | Misplaced
-    | Redefined
     | Zeroed
     | LostElements
     | Moved
     | Reordered
-    | TokenValues
     | Shifted
     | Replaced
     | Unmoved
-    | NormOfNorms
     | NormOfSlices
-    | NormOfPartials
-    | NormOfOrder
-    | NormOfPowers
     | OffUpstream
-    | Reclipped
-    | Unclipped
     | Rounded
     | Miscounted
-    | Unwritten
     | RepeatedShard
     | OwnValues
     | Stepped

@@ -92,9 +92,9 @@ class CustomSubject:
         """Return the context in which torch's operators accept the float64 of a golden."""
         return WideOperators()
 
-    def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> CustomParts:
-        """Return the parts of the gradient by the user's loss terms, or as `lm` if they have no names."""
-        return CustomParts(self, run, batch, unmasked)
+    def split_gradient(self, run: Run, batch: Batch) -> CustomParts:
+        """Return the parts of the gradient, by the terms that the user's loss names: one `lm` where it names none."""
+        return CustomParts(self, run, batch)
 
     def compute_own_terms(self, run: Run, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
         """Return the loss terms by name: per token (M, s), or summed over the valid tokens, ()."""
@@ -143,17 +143,16 @@ class CustomSubject:
 class CustomParts:
     """The parts of a custom model's gradient; see `moeverify.train.subject.GradientParts`."""
 
-    def __init__(self, subject: CustomSubject, run: Run, batch: Batch, unmasked: Tensor) -> None:
+    def __init__(self, subject: CustomSubject, run: Run, batch: Batch) -> None:
         self.subject = subject
         self.run = run
         self.batch = batch
-        self.unmasked = unmasked
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
-        """Return the gradient of the loss over the tokens of a mask (B, S), by loss term."""
-        if not bool(mask.any()):  # a user's loss need not support an empty selection
+        """Return the gradient of the loss over the valid tokens of a mask (B, S)."""
+        if not bool(mask.any()):  # a user's loss need not be made for no token at all
             return {}
-        targets = self.unmasked.masked_fill(~mask, IGNORED)
+        targets = self.batch.targets.masked_fill(~mask, IGNORED)
         found: dict[str, Vector] = {}
         with self.subject.surround():
             terms = self.subject.compute_own_terms(self.run, self.batch, targets)
@@ -162,26 +161,13 @@ class CustomParts:
                 found[name] = differentiate(term.sum() / num_valid, self.run.shards)
         return found
 
-    def balance_with_padding(self) -> Vector:
-        """Return zero: a user's loss has no known balance term."""
-        return self._zeros()
-
     def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
         """Return nothing: a user's loss has no known terms per layer."""
-        return ()
-
-    def loss_by_variant(self, term: str, num_changes: int) -> tuple[()]:
-        """Return nothing: a user's loss has no known balance term."""
-        del num_changes
         return ()
 
     def gradients_by_use(self) -> dict[str, Vector]:
         """Return nothing: the repeated uses of weights in a user's model are unknown."""
         return {}
-
-    def _zeros(self) -> Vector:
-        shards = self.run.shards
-        return {shard.name: torch.zeros_like(shard.tensor, device="cpu").detach() for shard in shards}
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:

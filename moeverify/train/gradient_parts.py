@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from moeverify.case.schema import MoE
 from moeverify.layout.local_shard import LocalShard
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import ModelOutput, TiedHead, Transformer
-from moeverify.results.change import Change
 from moeverify.train.data import IGNORED, Batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Normalizers, Sums, router_losses
-from moeverify.train.router_loss_variants import list_variants, vary
 from moeverify.train.subject import Run, Vector
 
 
@@ -42,14 +40,13 @@ def _bring(tensor: Tensor) -> Tensor:
 class ReferenceParts:
     """The parts of the reference model's gradient; see `moeverify.train.subject.GradientParts`.
 
-    Shapes: masks and `unmasked` (B, S) of the whole batch.
+    Shapes: masks (B, S); the batch is whole.
     """
 
-    def __init__(self, run: Run, moe: MoE | None, batch: Batch, unmasked: Tensor, num_rows: int) -> None:
+    def __init__(self, run: Run, moe: MoE | None, batch: Batch, num_rows: int) -> None:
         self.run = run
         self.moe = moe
         self.batch = batch
-        self.unmasked = unmasked
         self.normalizers = Normalizers(batch.valid.sum(), num_rows)
         # The balance loss always uses the counts of the whole batch: they carry no gradient, and a rank
         # that computes its share gets their sum over ranks.
@@ -57,9 +54,9 @@ class ReferenceParts:
             self.counts = [stats.counts for stats in self._forward(batch.valid).routers]
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
-        """Return the gradient of each term's sum over the tokens of a mask (B, S)."""
+        """Return the gradient of each term's sum over the valid tokens of a mask (B, S)."""
         output = self._forward(mask)
-        loss = cross_entropy(output.logits, self.unmasked.masked_fill(~mask, IGNORED))
+        loss = cross_entropy(output.logits, self.batch.targets.masked_fill(~mask, IGNORED))
         found = {"lm": differentiate(loss.sum() / self.normalizers.num_valid, self.run.shards)}
         zero = {name: torch.zeros_like(value) for name, value in found["lm"].items()}
         if self.moe is None:
@@ -72,18 +69,6 @@ class ReferenceParts:
         terms = {"balance": balance, "z": z}
         return found | {name: differentiate(term, self.run.shards) for name, term in terms.items()}
 
-    def balance_with_padding(self) -> Vector:
-        """Return the gradient of a balance loss that also counts padding tokens."""
-        assert self.moe is not None
-        everything = torch.ones_like(self.batch.valid)
-        output = self._forward(everything)
-        length = torch.full_like(self.batch.row_valid, everything.shape[1])
-        batch = self.batch
-        padded = Batch(batch.share, batch.tokens, self.unmasked, batch.positions, everything, length)
-        normalizers = Normalizers(everything.sum(), self.normalizers.num_rows)
-        balance, _ = router_losses(self.moe, output.routers, padded, normalizers, Sums())
-        return differentiate(balance, self.run.shards)
-
     def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
         """Return the gradients of the balance and z loss of each MoE layer; see `GradientParts`."""
         if self.moe is None:
@@ -94,16 +79,6 @@ class ReferenceParts:
             terms = {"balance": balance, "z": z}
             found.append({name: differentiate(term, self.run.shards) for name, term in terms.items()})
         return found
-
-    def loss_by_variant(self, term: str, num_changes: int) -> Iterator[tuple[tuple[Change, ...], Vector]]:
-        """Yield the gradients of variants of the balance or z loss; see `GradientParts`."""
-        if self.moe is None or term not in ("balance", "z"):
-            return
-        for changes in list_variants(self.moe, term, num_changes):
-            with vary(self.run.model, changes):
-                routers = self._forward(self.batch.valid).routers
-            balance, z = router_losses(self.moe, routers, self.batch, self.normalizers, Sums())
-            yield changes, differentiate(balance if term == "balance" else z, self.run.shards)
 
     def gradients_by_use(self) -> Mapping[str, Vector]:
         """Return the gradient through each use of a tied weight; see `GradientParts`."""

@@ -1,9 +1,9 @@
-"""Taps that read the inputs and outputs of a model's modules, and their gradients, in order of execution.
+"""Taps a model's modules: what goes into each, what comes out, and the gradients of both, in order.
 
-A tap reads every floating-point tensor that a module takes or returns, by position or name, during one
-step. The tensor must run along the tokens of the batch: (rows, positions, ...), or (tokens, n) in
-mixture-of-experts modules. On request it also reads other tensors (rows, n), such as token copies sorted by
-expert. It does not read these inside the reference `MoE`, whose dispatchers are tapped instead.
+Every tensor of numbers that a module takes or returns is read, by position or by name, for one step, if it runs along
+the tokens of the batch: (rows, positions, ...), or (tokens, n), as a mixture of experts flattens them. Asked for, it
+reads any other (rows, n) too, such as copies of tokens sorted by expert; not inside our own mixtures of experts
+(`MoE`), whose dispatchers are tapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.layout.local_shard import logical_name
-from moeverify.layout.passes import Passes, is_trial_pass
+from moeverify.layout.passes import Passes
 from moeverify.layout.placement import is_partial, local_part
 from moeverify.layout.unseen import unseen
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction, Overlapping
@@ -32,12 +32,12 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class Reading:
-    """One tensor at the input or output of one module in one micro-batch.
+    """One tensor at one end of one module in one micro-batch.
 
-    `order` counts the readings of its direction. `end` is `input` or `output`. `slot` identifies the
-    tensor: `0` is the first, `1.0` the first of a tuple in second place, `weights` an argument of that
-    name. `is_flat` is true where the module has (tokens, n). Shape of `local`: (rows, positions, ...) of
-    this rank. If `is_loose`, it is (rows, n) with any number of rows, in the module's own order.
+    `order` counts the readings of its direction; `end` is `input` or `output`, and `slot` says which of its tensors:
+    `0` is the first, `1.0` the first of a tuple that comes second, `weights` an argument by that name. `is_flat` is
+    true where the module has (tokens, n). Shape: (rows, positions, ...) of this rank; (rows, n) where it `is_loose`:
+    rows of any number, in an order of the module's own.
     """
 
     direction: str
@@ -52,20 +52,17 @@ class Reading:
 
 
 class Tap:
-    """A reader of a model's modules during one training step; `readings` has the tensors.
+    """Reads the modules of a model while it trains one step; `readings` has what it saw.
 
-    Attributes of the result:
-    - `silent`: (module, end, slot, micro-batch) of forward readings that got no gradient.
-    - `reached`: by end of a module inside a reference `MoE` whose rows are not read, whether a nonzero
-      gradient came back. Only tensors with a graph are listed.
-    - `operands`: (number, micro-batch, values) of the all-reduce inputs given to `keep_operand`.
-    - `spans`: by direction and module, the values of `count` when each finished visit began and ended.
+    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
+    `reached` has the ends of modules inside of our mixtures of experts, whose rows are not read: whether a gradient
+    other than zero came back to one that has a graph.
+    With `on_reading` that is called with each reading, in its hook, instead of keeping it.
 
-    If `on_reading` is set, the hook calls it with each reading instead of storing the reading.
-
-    `num_rows` and `num_positions` are the size of a micro-batch on this rank. Gradients are divided by
-    `scale`, the factor of the loss. `limit` bounds the number of stored elements. `reads_loose` also reads
-    loose rows. `count` returns the number of collectives that this rank has issued so far.
+    `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
+    by and is divided out of gradients again. `limit` bounds the elements that are kept. With `reads_loose` loose rows
+    are read too. `count` says how many collectives this rank has issued so far; `spans` has what it said when each
+    module began and ended, by direction and module, for every visit that has ended.
     """
 
     def __init__(
@@ -83,7 +80,6 @@ class Tap:
         self._count = count
         self._begun: dict[tuple[str, str], int] = {}
         self.readings: list[Reading] = []
-        self.operands: list[tuple[int, int, Tensor]] = []
         self.on_reading: Callable[[Reading], None] | None = None
         self._is_open = False
         self._model = model
@@ -99,22 +95,17 @@ class Tap:
         self._passes = Passes()
         self._seen: set[tuple[str, str, str, int]] = set()
         self.silent: set[tuple[str, str, str, int]] = set()
-        self._shapes: dict[str, torch.Size] = {}  # rows and positions of each module's last input
+        self._shapes: dict[str, torch.Size] = {}  # rows and positions of what went into a module last
         self._orders = {FORWARD: 0, BACKWARD: 0}
 
     @property
-    def inside(self) -> frozenset[tuple[str, str]] | None:
-        """Return direction and name of the modules that have begun and not ended; None while nothing is read."""
-        return frozenset(self._begun) if self._is_open and not is_trial_pass() else None
-
-    @property
     def num_passes(self) -> int:
-        """Return in how many micro-batches the model, or each stage of it, ran forward."""
+        """Return the number of micro-batches in which the model, or each of its stages, ran forward."""
         return min(self._passes.num_begun.values(), default=0)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read while the context is open."""
+        """Read while the block runs."""
         handles: list[RemovableHandle] = []
         dispatchers: dict[MoE, Dispatcher] = {}
         root: nn.Module = self._model
@@ -140,7 +131,7 @@ class Tap:
                 block.dispatcher = dispatcher
 
     def _make_edge(self, block: str, root: nn.Module) -> Callable[[str, Tensor], Tensor]:
-        """Return a function that reads an end of a block's dispatcher and returns the tensor."""
+        """Return what reads an end of the dispatcher of a block, and hands on what goes through it."""
 
         def read(end: str, value: Tensor) -> Tensor:
             shape = self._shapes.get(block)
@@ -149,7 +140,7 @@ class Tap:
             name = f"{block}.dispatcher"
             if end == "input":
                 self._begin(FORWARD, name)
-            # A view is a graph node of its own: its gradient comes only through the experts.
+            # A node of the graph of its own: its gradient is what comes through the experts, and by no other way.
             passed = value.view(*shape, -1)
             self._take(name, end, passed, self._passes.number(root))
             if end == "output":
@@ -194,7 +185,7 @@ class Tap:
                 tensor.register_hook(self._make_gradient_hook(key, is_first=is_first))  # type: ignore[no-untyped-call]
 
     def _watch(self, name: str, end: str, tensor: Tensor) -> None:
-        """Record whether a nonzero gradient comes back to rows that are not read."""
+        """Note whether a gradient comes back to rows that are not read."""
         key = (name, end)
         if (
             not tensor.requires_grad
@@ -224,7 +215,7 @@ class Tap:
         return on_gradient
 
     def _is_flat(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is (tokens, n) with the tokens of a micro-batch in order."""
+        """Return whether a tensor is (tokens, n), with the tokens of a micro-batch one after another."""
         return tensor.ndim == 2 and tensor.shape[0] == math.prod(self._tokens)
 
     def _is_read(self, name: str, tensor: Tensor) -> bool:
@@ -232,16 +223,6 @@ class Tap:
 
     def _is_loose(self, name: str, tensor: Tensor) -> bool:
         return tensor.ndim == 2 and len(tensor) > 0 and not f"{name}.".startswith(self._not_loose)
-
-    def keep_operand(self, number: int, tensor: Tensor) -> None:
-        """Keep this rank's operand of collective `number` if it runs along the tokens."""
-        is_flat = self._is_flat(tensor)
-        if not self._is_open or not (tensor.ndim > 2 or is_flat) or tensor.numel() > self._room:
-            return
-        self._room -= tensor.numel()
-        copy = tensor.detach().to("cpu", copy=True)
-        micro_batch = max(self._passes.num_begun.values(), default=1) - 1
-        self.operands.append((number, micro_batch, copy.view(*self._tokens, -1) if is_flat else copy))
 
     def _begin(self, direction: str, name: str) -> None:
         self._begun[direction, name] = self._count()
@@ -253,7 +234,7 @@ class Tap:
 
     def _keep(self, direction: str, key: tuple[str, str, str, int], tensor: Tensor) -> None:
         if is_partial(tensor):
-            return  # the reduced value is read at the next end
+            return  # a partial sum: what it will be reduced to is read at the next end
         local = local_part(tensor.detach())
         is_flat = self._is_flat(local)
         if local.numel() > self._room or not self._is_read(key[0], local):
@@ -272,34 +253,34 @@ class Tap:
 
 
 class _TappedDispatcher:
-    """A dispatcher that passes its input and output to `read`."""
+    """A dispatcher whose tokens are read on their way in and out."""
 
     def __init__(self, inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> None:
         self.inner = inner
         self.read = read
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
-        """Return the output of the inner dispatcher; same shapes."""
+        """Return what the inner dispatcher does; shapes as there."""
         return self.read("output", self.inner(self.read("input", x), ids, weights, experts))
 
 
 class _TappedOverlapping(_TappedDispatcher, Overlapping):
-    """A tapped dispatcher that overlaps other computation with communication."""
+    """One that computes something else while tokens travel."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
-        """Return the output of the inner dispatcher, after handing it the computation to overlap."""
+        """Return what the inner dispatcher does, with what it is to compute meanwhile."""
         assert isinstance(self.inner, Overlapping)
         self.inner.meanwhile, self.meanwhile = self.meanwhile, None
         return super().__call__(x, ids, weights, experts)
 
 
 def tap_dispatcher(inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> Dispatcher:
-    """Return a dispatcher whose input (N, H) and output are replaced by `read(end, tensor)`."""
+    """Return a dispatcher that shows its input (N, H) and output to `read`, and goes on with what that returns."""
     return (_TappedOverlapping if isinstance(inner, Overlapping) else _TappedDispatcher)(inner, read)
 
 
 def list_floats(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (slot, tensor) of the floating-point tensors in a module's inputs or outputs; see `Reading`."""
+    """Yield the tensors of numbers in what a module takes or returns, with the slot of each (see `Reading`)."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield slot or "0", value

@@ -21,9 +21,8 @@ WEIGHT = "weight"
 class StepValues:
     """Inputs and results of an optimizer step, in float64, for elements (N,) that share their options.
 
-    `gradient` is the clipped gradient; `clip` is its coefficient, if known. `before` and `after` map moment
-    names to their values before and after the step. A moment that the step creates is missing in `before`.
-    `number` counts steps from 1.
+    All in float64. `gradient` is the clipped one. `before` and `after` have the moments by name, before and after the
+    step; a moment that the step makes is not in `before`. `number` counts the steps from 1.
     """
 
     number: int
@@ -33,7 +32,6 @@ class StepValues:
     gradient: Tensor
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
-    clip: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,6 @@ class ReferenceSubject:
         """Return no context: goldens use `experts: loop`, and `grouped_mm` is rejected in float64."""
         return nullcontext()
 
-    def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> ReferenceParts:
+    def split_gradient(self, run: Run, batch: Batch) -> ReferenceParts:
         """Return the parts of the gradient, for the terms `lm`, `balance` and `z`."""
-        return ReferenceParts(run, self.model.moe, batch, unmasked, self.recipe.data.batch)
+        return ReferenceParts(run, self.model.moe, batch, self.recipe.data.batch)

@@ -7,7 +7,7 @@ the whole model, computes its losses and splits its gradient. The layout distrib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.layout.local_shard import LocalShard
-from moeverify.results.change import Change
 from moeverify.train.data import Batch, Share
 from moeverify.train.objective import Losses, Normalizers, Sums
 from moeverify.train.routers import RouterView
@@ -56,21 +55,12 @@ class GradientParts(Protocol):
     """
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
-        """Return the gradient of each loss term, summed over a mask (B, S) with the golden's denominators."""
-
-    def balance_with_padding(self) -> Vector:
-        """Return the gradient of a balance loss that also counts padding tokens."""
+        """Return, by loss term, the gradient of its sum over the valid tokens of a mask (B, S), as the golden's."""
 
     def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
         """Return, for each router in order, the gradients of its balance and z loss over all valid tokens.
 
         Empty if the losses of single routers are unknown.
-        """
-
-    def loss_by_variant(self, term: str, num_changes: int) -> Iterable[tuple[tuple[Change, ...], Vector]]:
-        """Yield the gradients of a router loss term with one or two (`num_changes`) parts replaced.
-
-        Each gradient is computed on demand. Nothing is yielded if the term is unknown.
         """
 
     def gradients_by_use(self) -> Mapping[str, Vector]:
@@ -119,8 +109,5 @@ class Subject(Protocol):
     def surround(self) -> AbstractContextManager[object]:
         """Return the context of a micro-batch's forward and backward pass under any layout."""
 
-    def split_gradient(self, run: Run, batch: Batch, unmasked: Tensor) -> GradientParts:
-        """Return the parts of the gradient of a whole batch, in float64 on one device.
-
-        `unmasked` (B, S) are the targets including those of padding tokens.
-        """
+    def split_gradient(self, run: Run, batch: Batch) -> GradientParts:
+        """Return the parts of the gradient of a whole batch, on one device, in float64."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from moeverify.axes.mesh import MeshPlan
 from moeverify.case.schema import Case
-from moeverify.collectives.interception import Collective, flatten
-from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.first_divergence import READING_BOUNDS
 from moeverify.diagnose.rank_readings import locate_tokens
 from moeverify.diagnose.wrong_tensor import MODULE_KINDS
@@ -95,14 +93,12 @@ class BlamedStop:
         program: Program,
         place: BlamedPlace,
         expected: Sequence[Reading],
-        trace: CollectiveTrace,
         stop: Stop,
         show: Callable[[ModuleValue], None],
     ) -> None:
         self._program = program
         self._place = place
         self._expected = expected
-        self._trace = trace
         self._stop_rank = stop
         self._show = show
         self._tp = (MeshPlan.of(case.layout).coordinates(rank).get("tp", 0), case.layout.tp)
@@ -120,10 +116,7 @@ class BlamedStop:
         """Stop while the block runs."""
         place = self._place
         with ExitStack() as stack:
-            if place.site:
-                self._trace.on_issue = self._look_at_collective
-                stack.callback(setattr, self._trace, "on_issue", None)
-            elif place.direction == FORWARD and not place.inner:
+            if place.direction == FORWARD and not place.inner:
                 stack.enter_context(self._watch_returns())
             else:
                 stack.enter_context(self._watch_readings())
@@ -136,15 +129,6 @@ class BlamedStop:
             expected = value.region.take(value.expected)
             others |= {"expected": expected, "actual": value.actual, "region": value.region}
         self._stop_rank(self._place.about, frame, others)
-
-    # At a collective.
-
-    def _look_at_collective(self, collective: Collective, frame: FrameType | None, operands: Any) -> None:
-        if self.has_stopped or collective.site != self._place.site:
-            return
-        brought = [tensor.detach() for tensor in flatten(operands)]
-        values = (self._find_value(each, micro_batch=0) for each in brought)
-        self._stop(frame, next(filter(None, values), None), operands=brought)
 
     # At what a module takes in its midst, or at a gradient.
 

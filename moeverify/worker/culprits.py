@@ -29,6 +29,9 @@ from moeverify.train.program import Program as Training
 from moeverify.worker.operators import keep_operators
 from moeverify.worker.recorded import record_one_device, record_ranks
 
+_KEPT = (Code.NORM, Code.REPLICAS)
+"""Causes that a check has named, and that say more than the kind of the operation by which it came so."""
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -136,19 +139,26 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     """Return the findings with their culprits.
 
     If a check or a hypothesis names what was done, it leads, and the first wrong operation is part of its evidence.
-    Otherwise the operation leads, and findings that its repair makes right follow it. A race always leads.
+    Otherwise the operation leads, and findings that its repair makes right follow it. A race always leads. The
+    operation that made replicas differ before the first step leads them.
     """
     if found.failure is not None:
         return note_failure(findings, found.failure)
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
         named = _find_named(left, found.step) if culprit.mechanism != "race" else None
-        lead = named or _find_lead(left, found.step, marks if culprit.proved else ())
-        if named is not None:
+        if named is not None and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
-        elif lead is not None:
+            continue
+        lead = named or _find_lead(left, found.step, marks if culprit.proved else ())
+        if lead is not None:
             left = _attach(left, lead, culprit, everything=found.is_complete)
     return left
+
+
+def _is_of_start(culprit: Culprit) -> bool:
+    """Return whether it is known which operation before the first step did not write what it should have."""
+    return culprit.proved and culprit.mechanism == "written"
 
 
 def is_named(findings: Sequence[Finding], recorded: Recorded | None) -> bool:
@@ -184,7 +194,8 @@ def _attach(
     findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool
 ) -> list[Finding]:
     """Return the findings with the culprit, its finding first."""
-    code = culprit.code if culprit.proved or not lead.code else lead.code
+    is_kept = lead.code in _KEPT or not culprit.proved
+    code = lead.code if lead.code and is_kept else culprit.code
     update = {"culprit": culprit.model_copy(update={"leads": True}), "follows": "", "code": code}
     first = lead.model_copy(update={**update, "rivals": (), "unexplained": (), "follow_up": None})
     repaired = set(culprit.repaired)

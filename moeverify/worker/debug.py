@@ -157,10 +157,8 @@ def debug_case(
         program = (assemble_program if at.place is None else assemble_program.without_graphs())()
         reference = GoldenReference(program, golden, make_bounds(case, golden))
         blamed = None
-        if at.place is not None and (at.place.site or expected):
-            blamed = BlamedStop(
-                case, dist.get_rank(), program, at.place, expected, trace, stop_rank, reference.show
-            )
+        if at.place is not None and expected:
+            blamed = BlamedStop(case, dist.get_rank(), program, at.place, expected, stop_rank, reference.show)
         watch = StopWatch(at, golden, reference, has_part(at, program), blamed)
         checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
         num_steps = None if differing is not None else max(at.step, 0) + 1

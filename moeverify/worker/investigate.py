@@ -20,10 +20,8 @@ from moeverify.axes.groups import (
     list_module_counts,
 )
 from moeverify.axes.mesh import MeshPlan
-from moeverify.axes.named_numbers import list_options, list_sizes
 from moeverify.case.schema import Case
 from moeverify.checks.base import Judgement, Role
-from moeverify.checks.clip import TOTAL as TOTAL_NORM
 from moeverify.checks.registry import CHECKS, choose_checks
 from moeverify.collectives.trace import CollectiveTrace
 from moeverify.diagnose.axes import Axes
@@ -33,13 +31,8 @@ from moeverify.diagnose.diagnosis import diagnose, origin_step
 from moeverify.diagnose.failure import keep_verdict
 from moeverify.diagnose.first_divergence import Known, Search, find_origins
 from moeverify.diagnose.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
-from moeverify.diagnose.named_numbers import NamedNumbers
-from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings
-from moeverify.diagnose.reductions import Bringing, Brought
-from moeverify.diagnose.rounded_numbers import list_numbers
 from moeverify.diagnose.stale import explains_stale
-from moeverify.diagnose.unwritten_memory import UnwrittenRead, UnwrittenWatch
 from moeverify.diagnose.wrong_tensor import Key
 from moeverify.golden.store import StoredGolden
 from moeverify.launch.single_rank_world import single_rank_world
@@ -52,7 +45,7 @@ from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.timeline import Timeline
 from moeverify.train.data import Batch, Share, make_batch, whole_share
-from moeverify.train.module_taps import BACKWARD, Reading, Tap
+from moeverify.train.module_taps import Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
 from moeverify.worker.golden_modules import read_golden_modules
@@ -69,18 +62,14 @@ class RankEvidence:
     """The evidence of one rank in the first step that differs.
 
     `issued` are the collectives that it issued inside each module, by module, and `timeline` all of the step.
-    `regions` says what it has of each parameter, `brought` what it brought to all-reduces of such sizes, `unwritten`
-    what it read of memory that nothing had written.
+    `regions` says what it has of each parameter.
     """
 
     captured: Sequence[Captured]
     readings: RankReadings
     issued: Mapping[str, tuple[IssuedCollective, ...]]
-    operands: Sequence[Operand]
     regions: Mapping[str, Region]
     timeline: RankTimeline
-    brought: Sequence[Brought] = ()
-    unwritten: Sequence[UnwrittenRead] = ()
 
 
 @dataclass(frozen=True)
@@ -173,31 +162,16 @@ def _rerun(
         reads_loose=True,
         count=count,
     )
-    bringing = Bringing(_list_sizes(case, program, keys), LIMIT)
-    observer = StepTap(capture, tap, step, count, bringing)
-
-    def keep(number: int, tensor: Tensor) -> None:
-        tap.keep_operand(number, tensor)
-        bringing.keep(number, tensor)
-
+    observer = StepTap(capture, tap, step, count)
     checks = choose_checks(also=case.checks.also)
-    trace.on_all_reduce, trace.on_broadcast = keep, bringing.keep
-    watch = UnwrittenWatch(lambda: tap.inside)
-    try:
-        with watch:
-            train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
-    finally:
-        trace.on_all_reduce = trace.on_broadcast = None
+    train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     observer.close()
     shares = _list_shares(micro_batches, tap.num_passes)
     readings = RankReadings(tap.readings, shares, frozenset(tap.silent), tap.reached)
     regions = join_regions(program.shards)
     issued = list_issued(case, tap, trace)
-    operands = _list_operands(tap, trace, program.scale)
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
-    records = {record.number: record for record in trace.records()}
-    brought = [Brought(records[number], values) for number, values in bringing.brought if number in records]
-    return RankEvidence(capture.captured, readings, issued, operands, regions, timeline, brought, watch.reads)
+    return RankEvidence(capture.captured, readings, issued, regions, timeline)
 
 
 def _list_shares(micro_batches: Sequence[Share], num_passes: int) -> list[tuple[Indices, Indices]]:
@@ -208,34 +182,6 @@ def _list_shares(micro_batches: Sequence[Share], num_passes: int) -> list[tuple[
     """
     is_known = num_passes == 0 or num_passes >= len(micro_batches)
     return [(share.rows, share.positions) for share in micro_batches] if is_known else []
-
-
-def _list_sizes(case: Case, program: Program, keys: Sequence[Key]) -> set[int]:
-    """Return how many elements this rank has of each wrong tensor that may have been all-reduced.
-
-    Of a wrong norm that is every gradient: it may be made of what they were before.
-    """
-    wrong = {name for _, kind, name in keys if kind == Kind.GRADIENT}
-    if TOTAL_NORM in wrong:
-        wrong |= {shard.name for shard in program.shards}
-    moe = reference.moe if (reference := case.recipe.model.reference) else None
-    counts = {moe.num_experts} if moe and any(kind == Kind.ROUTER_COUNTS for _, kind, _ in keys) else set()
-    return counts | {shard.region.numel for shard in program.shards if shard.name in wrong}
-
-
-def _list_operands(tap: Tap, trace: CollectiveTrace, scale: float) -> list[Operand]:
-    """Return the inputs of this rank to all-reduces, with the modules that they are in, for the unscaled loss."""
-    records = {record.number: record for record in trace.records()}
-    found: list[Operand] = []
-    for number, micro_batch, local in tap.operands:
-        inside = frozenset(
-            key for key, spans in tap.spans.items() if any(begin < number <= end for begin, end in spans)
-        )
-        is_backward = any(direction == BACKWARD for direction, _ in inside)
-        if number in records:
-            unscaled = local / scale if is_backward else local
-            found.append(Operand(records[number], micro_batch, inside, unscaled))
-    return found
 
 
 def _explain(
@@ -261,7 +207,6 @@ def _make_inputs(
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
     valid = _find_valid(case, step)
-    clip = read((step, Kind.GRADIENT_NORM, "clip_coefficient")) if step >= 0 else None
     search = _search(case, evidence, read_right, _find_known(judgement, step))
     return DiagnosisInputs(
         tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
@@ -271,19 +216,13 @@ def _make_inputs(
         issued=lambda module, rank: find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
         num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
-        clip=None if clip is None else float(clip),
-        max_norm=case.recipe.optimizer.clip_norm if case.recipe.step is None else None,
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
         valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
-        brought={rank: each.brought for rank, each in enumerate(evidence.by_rank)},
         micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
-        numbers=list_numbers(case.recipe.model.reference, clip, valid),
-        unwritten={rank: each.unwritten for rank, each in enumerate(evidence.by_rank)},
-        named=NamedNumbers(list_sizes(case), list_options(case)),
         limits=_find_limits(judgement),
     )
 
@@ -385,6 +324,4 @@ def _search(
     plan = MeshPlan.of(case.layout)
     coordinates = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}
     by_rank, precision = [each.readings for each in evidence.by_rank], dtype_of(case.recipe.precision)
-    search = find_origins(readings, by_rank, coordinates, case.layout.tp, precision, known)
-    operands = [(each.readings, each.operands) for each in evidence.by_rank]
-    return find_operands(search, operands, coordinates, case.layout.tp)
+    return find_origins(readings, by_rank, coordinates, case.layout.tp, precision, known)

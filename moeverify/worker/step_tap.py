@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from moeverify.diagnose.capture import Capture
-from moeverify.diagnose.reductions import Bringing
 from moeverify.layout.region import Region
 from moeverify.train.module_taps import Tap
 
@@ -25,10 +24,8 @@ class StepTap:
         tap: Tap,
         step: int,
         count: Callable[[], int] = lambda: 0,
-        bringing: Bringing | None = None,
     ) -> None:
         self.num_before = count()
-        self._bringing = bringing
         self._count = count
         self._capture = capture
         self._tap = tap
@@ -43,8 +40,6 @@ class StepTap:
         """Open the tap before the step of interest, close it after."""
         if step == self._step:
             self.num_before = self._count()
-            if self._bringing is not None:
-                self._bringing.is_open = True
             self._context = self._tap.reading()
             self._context.__enter__()
         elif self._context is not None:

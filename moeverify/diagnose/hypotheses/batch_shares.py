@@ -10,7 +10,7 @@ from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.fit import Column, Fit
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit, knows
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.weighted_shares import find_by_number, find_own_tokens_of_terms, find_partial_clip
+from moeverify.diagnose.weighted_shares import find_own_tokens_of_terms
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Source, is_same
@@ -45,16 +45,14 @@ class BatchShares(LinearFit):
         return list_means(inputs.components())
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
-        """Return the parts that are off, and whether means of means, own tokens or a clip weight the shares so."""
+        """Return the parts that are off, and whether means of means or own tokens weight the shares so."""
         assert inputs.components is not None
         components = inputs.components()
         found = describe_means(wrong, fit, inputs, components)
         if found.local_means or all(each.factor.is_zero for each in wrong):
             return found
         own = find_own_tokens_of_terms(wrong, fit, components)
-        clip = find_partial_clip(fit, components, inputs.max_norm) if own is None else None
-        number = find_by_number(fit, components) if own is None and clip is None else None
-        return found.model_copy(update={"own_tokens": own, "clip": clip, "by_number": number})
+        return found.model_copy(update={"own_tokens": own})
 
 
 def describe_means(

@@ -12,7 +12,6 @@ from moeverify.diagnose.components import Components
 from moeverify.diagnose.factors import find_factor, list_numbers
 from moeverify.diagnose.fit import Column, Fit, fit_columns
 from moeverify.diagnose.hypotheses.base import Hypothesis, Outcome, Scope, explain_by
-from moeverify.diagnose.hypotheses.noisy_factor import estimated, is_of_16_bits
 from moeverify.diagnose.inputs import DiagnosisInputs
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
@@ -62,8 +61,8 @@ class LinearFit(Hypothesis):
         wrong = tuple(each for each in contributions if not each.is_right) or _list_off(contributions)
         operation = self.describe(wrong, fit, inputs)
         explanation = explain_by(self.cause, operation, tensors, inputs, residual=fit.residual)
-        if _has_measured(operation) and any(map(is_of_16_bits, tensors)):
-            explanation = estimated(explanation)
+        if _has_measured(operation) and any(tensor.precision.itemsize <= 2 for tensor in tensors):
+            explanation = explanation.model_copy(update={"is_estimate": True})
         evidence = (FitResult(contributions=contributions, residual=fit.residual),)
         trials = (self._log("yes", contributions, fit),)
         return Outcome(trials, explanation, evidence, num_coefficients=len(fit.parts))
@@ -106,7 +105,7 @@ def list_contributions(
 def _has_measured(operation: Scaled) -> bool:
     """Return whether a factor is a number that nothing of the run equals: rounding may have made it of another."""
     factors = (each.factor for each in operation.contributions)
-    is_made = operation.local_means or operation.own_tokens or operation.clip or operation.by_number
+    is_made = operation.local_means or operation.own_tokens
     return not is_made and any(not each.is_zero and not each.equals for each in factors)
 
 

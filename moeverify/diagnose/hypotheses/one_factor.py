@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from moeverify.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.diagnose.counter_tests import count_right_alike, list_ranks_alone
-from moeverify.diagnose.factors import find_factor, find_root
+from moeverify.diagnose.factors import find_factor
 from moeverify.diagnose.fit import Column
 from moeverify.diagnose.hypotheses.base import Outcome, Scope, explain_by
 from moeverify.diagnose.hypotheses.linear_fit import LinearFit
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.named_numbers import name_factor
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
@@ -22,9 +19,6 @@ from moeverify.results.factor import Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
-
-_KNOWN = 1e-8
-"""Relative: what a fit in float64 leaves of a factor."""
 
 # What ranks reduce, so that the size of a group can be a factor of it.
 _REDUCED = (
@@ -58,7 +52,7 @@ class OneFactor(LinearFit):
             Quantity.TENSOR,
         }
     )
-    generalizes = ("detached", "another_term")
+    generalizes = ("detached",)
     cause = Cause.SCALE
 
     def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
@@ -93,17 +87,10 @@ class OneFactor(LinearFit):
         if first.quantity is Quantity.LOSS and first.expected.numel() == 1:
             value = float(first.whole) / float(first.expected)
             factor = find_factor(value, self.sources(tensors, inputs), counts=inputs.axes.loss_counts)
-            if not factor.equals and first.precision == torch.float64:
-                factor = name_factor(value, inputs.named, error=_KNOWN) or factor
             operation = Scaled(contributions=(Contribution(part=WHOLE, factor=factor),))
             return self.accept(explain_by(Cause.METRIC, operation, tensors, inputs))
         outcome = super().test(tensors, inputs)
         cause = _CAUSES.get(first.quantity)
-        if outcome.explanation is not None and first.quantity is Quantity.OUTPUT:
-            sources = self.sources(tensors, inputs)
-            outcome = replace(outcome, explanation=_name_root(outcome.explanation, sources))
-        if outcome.explanation is not None and first.precision == torch.float64:
-            outcome = replace(outcome, explanation=_name_number(outcome.explanation, inputs))
         if outcome.explanation is not None:
             seen = (*outcome.observations, *count_right_alike(outcome.explanation, tensors, inputs))
             outcome = replace(outcome, observations=seen, explanation=_restrict(outcome.explanation, tensors))
@@ -113,21 +100,6 @@ class OneFactor(LinearFit):
         return Outcome(outcome.trials, explanation, outcome.observations, outcome.num_coefficients)
 
 
-def _name_number(explanation: Explanation, inputs: DiagnosisInputs) -> Explanation:
-    """Return the explanation with the size or the option of the run that its factor is, where it is no axis."""
-    operation = explanation.operation
-    if not isinstance(operation, Scaled) or [each.part for each in operation.contributions] != [WHOLE]:
-        return explanation
-    (whole,) = operation.contributions
-    if whole.factor.equals or whole.factor.rounded is not None or whole.factor.is_zero:
-        return explanation
-    named = name_factor(whole.factor.value, inputs.named, error=_KNOWN)
-    if named is None:
-        return explanation
-    scaled = operation.model_copy(update={"contributions": (whole.model_copy(update={"factor": named}),)})
-    return explanation.model_copy(update={"operation": scaled})
-
-
 def _restrict(explanation: Explanation, tensors: Sequence[WrongTensor]) -> Explanation:
     """Return the explanation with the ranks that alone have the factor."""
     ranks = list_ranks_alone(tensors)
@@ -135,21 +107,6 @@ def _restrict(explanation: Explanation, tensors: Sequence[WrongTensor]) -> Expla
         return explanation
     restricted = explanation.operation.model_copy(update={"ranks": ranks})
     return explanation.model_copy(update={"operation": restricted})
-
-
-def _name_root(explanation: Explanation, sources: Sequence[Source]) -> Explanation:
-    """Return the explanation of an output that no source equals with those of which its factor is the root.
-
-    What the fit has measured stays in the evidence.
-    """
-    operation = explanation.operation
-    assert isinstance(operation, Scaled)
-    (whole,) = operation.contributions
-    root = whole.factor if whole.factor.equals else find_root(whole.factor.value, sources)
-    if not root.equals or root == whole.factor:
-        return explanation
-    scaled = Scaled(contributions=(whole.model_copy(update={"factor": root}),))
-    return explanation.model_copy(update={"operation": scaled})
 
 
 def _is_constant(tensor: WrongTensor) -> bool:

@@ -91,8 +91,6 @@ def list_token_levels(
         ]
         yield Level("rank", tuple(pieces), tuple(_list_token_grids(dims, own, 0)))
         yield from _list_group_levels(tensor, calls, dims, groups, counts)
-        if len(calls) > 1:
-            yield _list_micro_batches(tensor, calls, dims)
     dims = _name(tensor.expected.shape, ("batch", "sequence", *names))
     yield Level("whole", (_take_whole(tensor),), tuple(_list_token_grids(dims, counts, 0)))
 
@@ -228,19 +226,6 @@ def _list_calls(tensor: WrongTensor) -> list[dict[int, RankShard]]:
             by_rank.setdefault(shard.rank, []).append(shard)
     most = max(map(len, by_rank.values()), default=0)
     return [{rank: each[n] for rank, each in by_rank.items() if n < len(each)} for n in range(most)]
-
-
-def _list_micro_batches(
-    tensor: WrongTensor, calls: Sequence[Mapping[int, RankShard]], dims: tuple[Dim, ...]
-) -> Level:
-    """Return what each rank has of all its micro-batches together."""
-    pieces = []
-    for rank in calls[0]:
-        shards = [call[rank] for call in calls if rank in call]
-        expected = torch.stack([tensor.expected_of(shard) for shard in shards]).flatten()
-        actual = torch.stack([shard.values() for shard in shards]).flatten()
-        pieces.append(Piece(expected, (Member(rank, torch.arange(len(expected)), actual),)))
-    return Level("rank", tuple(pieces), (Grid((Dim(name="micro-batches", size=len(calls)), *dims)),))
 
 
 def _name(shape: Sequence[int], names: Sequence[DimName]) -> tuple[Dim, ...]:

@@ -74,7 +74,6 @@ def list_parts(order: Order) -> Tensor:
         "reversed": lambda: size - 1 - places,
         "rolled": lambda: places.roll(number),
         "same": lambda: torch.full_like(places, number),
-        "before": lambda: (places - 1).clamp(min=0),
         "zigzag": lambda: zigzag,
         "out-of-zigzag": zigzag.argsort,
     }

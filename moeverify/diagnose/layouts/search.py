@@ -171,8 +171,4 @@ def _list_all(grid: Grid) -> Iterator[Order]:
     if grid.is_nested:
         return
     for at in range(len(grid.dims)) if grid.apart is None else grid.apart:
-        dim = grid.dims[at]
-        is_first_of_all = dim.name == "micro-batches"
-        if is_first_of_all:
-            yield Order(way="before", dims=(dim,), right=grid.dims)
         yield from list_turns(grid, at)

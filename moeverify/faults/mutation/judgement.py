@@ -17,7 +17,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding
 from moeverify.results.mutation import CauseVerdict, Judgement
-from moeverify.results.operation import Unwritten
 from moeverify.results.place import Place
 
 _Verdict = tuple[CauseVerdict, str]
@@ -38,13 +37,8 @@ _MOVING = ("reorder", "off-by-one", "chunk-order", "stale", "other-dim")
 
 
 def judge(mutant: Mutant, case: Case, finding: Finding) -> Judgement:
-    """Return whether the first finding of a mutant points at it, and whether its cause is right."""
-    operation = finding.explanation.operation if finding.explanation is not None else None
-    verdict: CauseVerdict
-    if isinstance(operation, Unwritten):
-        verdict, because = _judge_site(mutant, operation)
-    else:
-        verdict, because = _judge_cause(mutant, case, finding)
+    """Return whether the first finding of a mutant points at it, and whether its cause is a right one."""
+    verdict, because = _judge_cause(mutant, case, finding)
     located = _locates(mutant, case, finding)
     # A right cause implies a right place.
     if located is not None:
@@ -68,16 +62,6 @@ def _judge_cause(mutant: Mutant, case: Case, finding: Finding) -> _Verdict:
         return _judge_place(mutant, finding)
     is_about_it = bool(terms) or _is_stage(mutant, finding) or cause == Cause.DETACHED
     return _judge_kind(mutant, cause, is_about_it=is_about_it and is_fitting)
-
-
-def _judge_site(mutant: Mutant, operation: Unwritten) -> _Verdict:
-    """Judge unwritten memory: right if the rewritten function allocated it."""
-    function = mutant.function.rpartition(".")[2]
-    path, _, name = operation.allocated_at.partition(" in ")
-    is_there = path.rpartition(":")[0].endswith(mutant.file) and name == function
-    if is_there:
-        return "right", "its function leaves memory unwritten that it has allocated"
-    return "open", "the memory was allocated in another function"
 
 
 def _judge_kind(mutant: Mutant, cause: str, *, is_about_it: bool) -> _Verdict:

@@ -68,16 +68,6 @@ _NO_AXES: Mapping[str, str] = {
 }
 
 
-_NUMBERS: Mapping[str, str] = {
-    "": "it",
-    "clip": "the clip coefficient",
-    "valid": "one over the number of valid tokens",
-    "balance": "the weight of the balance loss",
-    "z": "the weight of the z loss",
-    "z-valid": "the weight of the z loss over the number of valid tokens",
-}
-
-
 def format_factor(value: float) -> str:
     """Return a factor to six digits, or more if necessary to distinguish it from 1."""
     text = f"{value:.6g}"
@@ -154,10 +144,7 @@ def describe_amount(factor: Factor) -> str:
 
 
 def describe_sources(factor: Factor) -> str:
-    """Return the products that the factor equals, such as `2 = ep`; empty if there is none."""
-    if factor.rounded is not None:
-        what = _NUMBERS[factor.rounded.name]
-        return f"{what} is rounded to {' or '.join(factor.rounded.dtypes)}"
+    """Return what the factor equals, `2 = ep`, or nothing where it is that of no product."""
     if not factor.equals:
         return ""
     value = format_factor(factor.value**factor.power)

@@ -1,26 +1,21 @@
-"""Words for values stored in the order of another layout, and for tokens with values of other tokens."""
+"""Words for values that stand in the order of another layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.report.numbers import format_count, format_ranks
+from moeverify.report.numbers import format_ranks
 from moeverify.report.words.subject import Phrase, name_subject
 from moeverify.results.explanation import Explanation
 from moeverify.results.layout import (
     Dim,
     Order,
     Reordered,
-    Run,
-    Span,
-    TokenPlaces,
-    TokenValues,
 )
 
 _PLURALS = {"batch": "batch rows", "sequence": "positions"}
 _NUMBERED = ("ranks", "chunks", "parts", "groups", "heads", "key-value heads", "experts")
 _MOST_LISTED, _FEW = 8, 4
-_MOST_RUNS = 2
 
 
 def describe_reordered(operation: Reordered, explanation: Explanation) -> str:
@@ -70,8 +65,6 @@ def _describe_parts(order: Order, what: str) -> str:
     size, number = dim.size, order.number
     if order.way == "same":
         return f"in all {size} {what} what belongs to {_name_one(dim, number)}"
-    if order.way == "before":
-        return "in each micro-batch after the first what belongs into the one before"
     if size <= (_MOST_LISTED if dim.name in _NUMBERED or order.way != "rolled" else _FEW):
         places = list(range(size))
         half = [at for pair in zip(places[: size // 2], places[::-1], strict=False) for at in pair]
@@ -130,78 +123,3 @@ def _name_one(dim: Dim, number: int) -> str:
     if dim.name == "ranks":
         return f"rank {number} of {dim.axis}"
     return f"number {number}"
-
-
-def describe_token_values(operation: TokenValues, explanation: Explanation) -> str:
-    """Return which tokens have wrong values, and the source of these values."""
-    subject = name_subject(explanation.subject)
-    one = operation.num_tokens == 1
-    which = f"{format_count(operation.num_tokens, 'token')} of {subject}{_name_places(operation.places)}"
-    if operation.way == "zero":
-        return f"{which} {'is' if one else 'are'} zero"
-    if operation.way == "twice":
-        return f"{which} {'counts' if one else 'count'} twice"
-    what = f"{'holds' if one else 'hold'} the values of other tokens"
-    if operation.way == "added":
-        what = f"{'has' if one else 'have'} the values of other tokens added to their own"
-    if operation.of_ranks:
-        pairs = ", ".join(
-            f"rank {each.rank} what belongs to rank {each.source}" for each in operation.of_ranks
-        )
-        return f"{which} {what}: {pairs}"
-    if operation.offset is not None and operation.num_runs > 1:
-        return f"{which} {what}: those {_describe_offset(*operation.offset)}"
-    listed = ", ".join(_describe_run(run) for run in operation.runs[:_MOST_RUNS])
-    num_more = operation.num_runs - _MOST_RUNS
-    more = f", and {num_more} more runs" if num_more > 0 else ""
-    return f"{which} {what}: {listed}{more}"
-
-
-def _describe_offset(rows: int, positions: int) -> str:
-    """Return an offset in words: `1 position before them`, `2 rows after them`."""
-    words = [
-        f"{format_count(abs(number), noun)} {'after' if number > 0 else 'before'} them"
-        for number, noun in ((rows, "row"), (positions, "position"))
-        if number
-    ]
-    return f"{' and '.join(words)} on the same rank, around the end"
-
-
-def _describe_run(run: Run) -> str:
-    row, start = run.source
-    count = run.stop - run.start
-    if run.step == 0 and count > 1:
-        source = f"{start}"
-    else:
-        source = _name_span(start, start + count) if run.step >= 0 else f"{start} down to {start - count + 1}"
-    places = _name_spans("position", [Span(start=run.start, stop=run.stop)])
-    return f"{places} of row {run.row} {'that' if count == 1 else 'those'} of {source} of row {row}"
-
-
-def _name_places(places: TokenPlaces | None) -> str:
-    """Return the location of tokens: `, at positions 6-7 of the 8 of each rank`."""
-    if places is None:
-        return ""
-    words = []
-    if places.flat:
-        size = places.size[0] * places.size[1]
-        words.append(f"{_name_spans('token', places.flat)} of the {size} of each rank")
-    of = "the batch" if places.in_batch else "each rank"
-    if places.rows:
-        words.append(f"{_name_spans('row', places.rows)} of the {places.size[0]} of {of}")
-    if places.positions:
-        words.append(f"{_name_spans('position', places.positions)} of the {places.size[1]} of {of}")
-    text = f", at {' and '.join(words)}," if words else ""
-    if places.micro_batches:
-        text += f" in micro-batch {', '.join(map(str, places.micro_batches))}"
-    return text + (f" on {format_ranks(places.ranks)}" if places.ranks else "")
-
-
-def _name_spans(noun: str, spans: Sequence[Span]) -> str:
-    """Return spans in words: `row 3`, `positions 0-3, 8-11`."""
-    is_one = len(spans) == 1 and spans[0].stop == spans[0].start + 1
-    return f"{noun}{'' if is_one else 's'} {', '.join(_name_span(each.start, each.stop) for each in spans)}"
-
-
-def _name_span(start: int, stop: int) -> str:
-    return f"{start}" if stop == start + 1 else f"{start}-{stop - 1}"

@@ -192,4 +192,7 @@ def _describe_passes(sizes: Sequence[int]) -> str:
 @describe_observation.register
 def _(seen: DiagnosisFailed) -> str:
     raised = f"{seen.error} at {seen.site}: " if seen.error else ""
-    return f"the diagnosis failed, so causes may be missing; checks and findings are complete ({raised}{seen.message})"
+    return (
+        f"the diagnosis failed, so causes may be missing; checks and findings are complete "
+        f"({raised}{seen.message})"
+    )

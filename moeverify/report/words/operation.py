@@ -15,32 +15,22 @@ from moeverify.report.words.factor import (
     format_factor,
     name_products,
 )
-from moeverify.report.words.layout import describe_reordered, describe_token_values
+from moeverify.report.words.layout import describe_reordered
 from moeverify.report.words.norms import (
     describe_loss_scale,
-    describe_norm_of_norms,
-    describe_norm_of_order,
-    describe_norm_of_partials,
-    describe_norm_of_powers,
     describe_norm_of_slices,
-    describe_reclipped,
 )
 from moeverify.report.words.part import name_block, name_part, name_some, of_router
 from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
-    describe_misreduced,
-    describe_redefined,
     describe_unheld,
-    describe_unwritten,
-    name_site,
 )
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost
 from moeverify.report.words.shares import describe_weights
 from moeverify.report.words.subject import MODEL, name_subject
 from moeverify.results.cause import Cause
-from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
@@ -57,7 +47,6 @@ from moeverify.results.operation import (
     Scaled,
     Shifted,
     Stepped,
-    Unclipped,
     Unmoved,
     Unreduced,
     Zeroed,
@@ -83,10 +72,8 @@ def describe_operation(operation: object, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
-    if operation.local_means or operation.own_tokens or operation.clip or operation.by_number:
+    if operation.local_means or operation.own_tokens:
         return describe_weights(operation)
-    if operation.reduced_again is not None:
-        return _describe_repetition(operation.reduced_again, wrong, explanation)
     if any(each.part.added or each.part.group or each.part.block for each in wrong):
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
@@ -106,21 +93,6 @@ def name_module_around(tensors: Sequence[str]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared) if shared and shared != ["layers"] else "a part of the model"
-
-
-def _describe_repetition(
-    collective: IssuedCollective, wrong: Sequence[Contribution], explanation: Explanation
-) -> str:
-    """Return how often the first micro-batch counts, and the collective that causes it."""
-    over = f" over {collective.axis}" if collective.axis else f" of ranks {collective.group}"
-    site = name_site(collective.site)
-    count = format_factor(max(each.factor.value for each in wrong))
-    # The last micro-batch counts once, so it is not among the wrong parts.
-    num_shares = 1 + len({each.part.tokens and each.part.tokens.micro_batch for each in wrong})
-    return (
-        f"in {name_subject(explanation.subject)}, the first micro-batch counts {count} times, since what has been "
-        f"accumulated is reduced again in each of {num_shares} micro-batches by the {collective.op}{over}{site}"
-    )
 
 
 def _describe_shares(wrong: Sequence[Contribution]) -> str:
@@ -318,30 +290,11 @@ def _(operation: Unmoved, explanation: Explanation) -> str:
     return f"{subject} did not change in this step although {reason} says it should"
 
 
-@describe_operation.register
-def _(operation: Unclipped, explanation: Explanation) -> str:
-    subject = name_subject(explanation.subject)
-    coefficient = format_factor(operation.coefficient)
-    return (
-        f"the gradient norm matches, and nothing was clipped by it: {subject} {subject.be} 1/{coefficient}x the "
-        "expected value"
-    )
-
-
 for _describe in (
-    describe_misreduced,
     describe_misplaced,
-    describe_redefined,
     describe_miscounted,
-    describe_unwritten,
-    describe_norm_of_norms,
-    describe_norm_of_partials,
     describe_norm_of_slices,
-    describe_reclipped,
-    describe_norm_of_order,
-    describe_norm_of_powers,
     describe_reordered,
-    describe_token_values,
 ):
     describe_operation.register(_describe)  # dispatched on the annotation of its first argument
 

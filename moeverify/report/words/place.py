@@ -16,7 +16,6 @@ from moeverify.results.operation import (
     Replaced,
     Scaled,
     Shifted,
-    Unclipped,
 )
 from moeverify.results.part import WHOLE, Part
 
@@ -31,8 +30,7 @@ _STAGES: Mapping[Quantity, str] = {
 def describe_place(explanation: Explanation) -> str:
     """Return where an explanation acts; empty if the place is just the tensor."""
     subject, operation = explanation.subject, explanation.operation
-    is_clip = isinstance(operation, Unclipped)
-    words = ["clip" if is_clip else _STAGES.get(subject.quantity, "")]
+    words = [_STAGES.get(subject.quantity, "")]
     is_of_loss = subject.quantity is Quantity.MODULE_GRADIENT and bool(subject.tensors)
     if subject.module or (subject.quantity in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT) and not is_of_loss):
         words.append(subject.module or MODEL)

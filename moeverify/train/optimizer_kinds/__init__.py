@@ -10,12 +10,9 @@ from moeverify.case.choice import Implementation, Modules, Row, Table, list_opti
 from moeverify.case.rule import Rule, blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
-from moeverify.results.step_facts import StepChange
 from moeverify.train.recomputation import Recomputed, StepValues
-from moeverify.train.step_grammar import Grammar, Solve
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
 
@@ -47,23 +44,6 @@ class OptimizerKind(Implementation):
         once.
         """
         raise NotImplementedError
-
-    def find_grammar(
-        self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
-    ) -> Grammar | None:
-        """Return the formula of result `name` with alternatives, or None if there is none.
-
-        `actual` (N,) is the optimizer's result. The formula is only used for a wrong step.
-        """
-        return None
-
-    def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
-        """Return the weight change (N,) with the bias corrections of step `number`, None without any."""
-        return None
-
-    def list_correction_factors(self, spec: Optimizer, number: int) -> Mapping[StepChange, float]:
-        """Return, by way, the factor by which wrong bias corrections scale step `number` (counted from 1)."""
-        return {}
 
 
 OPTIMIZER: Modules[OptimizerKind] = Modules("recipe.optimizer.name", __name__)

@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Any
 from moeverify.case.rule import blame, reading
 from moeverify.case.schema import Case, Optimizer
 from moeverify.errors import Problem
-from moeverify.results.step_facts import StepChange
-from moeverify.train.adam_grammar import AdamMoment, AdamStep, list_correction_factors
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
-from moeverify.train.step_grammar import Grammar, Solve
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
 
@@ -115,30 +111,6 @@ class AdamKind(OptimizerKind):
         if self.decays_weight and step.weight_decay:
             shrunk_by = 1.0 - step.lr * step.weight_decay
         return Recomputed(WEIGHT, terms, rounded, options, smallest=smallest, shrunk_by=shrunk_by)
-
-    def find_grammar(
-        self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
-    ) -> Grammar | None:
-        """Return the formula of a moment or of the weight change; see `OptimizerKind`."""
-        if name != WEIGHT:
-            moment = AdamMoment(spec, step, name, actual, solve, decays=not self.decays_weight)
-            return moment.grammar()
-        if not set(self.moments) <= set(step.after):
-            return None
-        return AdamStep(spec, step, actual, solve, decays_weight=self.decays_weight).grammar()
-
-    def correct_for(self, spec: Optimizer, step: StepValues, number: Tensor) -> Tensor | None:
-        """Return the weight change with the bias corrections of step `number`; see `OptimizerKind`."""
-        if not set(self.moments) <= set(step.after):
-            return None
-        mean, square = (step.after[name] for name in self.moments)
-        first, second = (1.0 - beta ** number.to(mean.dtype) for beta in spec.betas)
-        moved = -step.lr * (mean / first) / ((square / second).sqrt() + spec.eps)
-        return moved - step.lr * step.weight_decay * step.weight if self.decays_weight else moved
-
-    def list_correction_factors(self, spec: Optimizer, number: int) -> Mapping[StepChange, float]:
-        """Return the factors of Adam's formula; see `OptimizerKind`."""
-        return list_correction_factors(spec, number)
 
 
 IMPLEMENTATION = AdamKind("Adam", decays_weight=False)

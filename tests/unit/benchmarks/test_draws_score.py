@@ -104,7 +104,7 @@ def test_what_follows_from_another_is_no_claim_and_a_cause_leads() -> None:
 
 
 def test_an_operation_has_its_lines() -> None:
-    operation = {"kind": "misreduced", "op": "all_reduce", "site": "/x/mine/code.py:11 in add"}
+    operation = {"kind": "unreduced", "site": "/x/mine/code.py:11 in add"}
     subject = {"quantity": "output", "tensors": [], "module": "layers.0.norm", "inner": ""}
     explanation = {"cause": "forward", "subject": subject, "operation": operation}
     (claim,) = read(make_finding(explanation=explanation, code="forward", place=None))

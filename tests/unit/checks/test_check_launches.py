@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeverify.case.schema import Optimizer
-from moeverify.checks import recomputed_step, step_variants
+from moeverify.checks import recomputed_step
 from moeverify.checks.gathered_weights import GatheredWatch
 from moeverify.checks.recomputed_step import Row, Sampled, read_batch, recompute
 from moeverify.checks.sampling import sample_all
@@ -102,10 +102,6 @@ def test_what_is_measured_together_is_as_alone(
 def test_samples_of_more_tensors_take_as_many_launches() -> None:
     few, many = ([(torch.ones(9, dtype=torch.bfloat16), 2)] * size for size in (5, 10))
     assert count(lambda: sample_all(few)) == count(lambda: sample_all(many)) > 0
-
-
-def test_no_tensors_have_no_samples() -> None:
-    assert step_variants._take([], torch.zeros(1, dtype=torch.int64)) == []
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from moeverify.results.observation import HiddenByRounding
 from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
 from moeverify.results.run import CaseResult
-from moeverify.results.step_facts import OptionNumber, OptionPower, RecomputedFacts, TermFacts
+from moeverify.results.step_facts import RecomputedFacts, TermFacts
 from moeverify.results.upstream import OffUpstream
 from moeverify.validation.load import build_case
 
@@ -61,9 +61,6 @@ def scale(value: float, *equals: Product, part: Part = WHOLE) -> Scaled:
 PLACED = explain(Altered())
 EXPLAINED = explain(scale(2.0, Product(times=("tp",))), Cause.SCALE)
 
-UNDAMPED = OptionNumber(found=(), expected=(OptionPower(option="1-beta1"),))
-"""A gradient that is added as it is, where its moment takes 1 - beta1 of it."""
-
 
 def test_cases_whose_leading_finding_names_no_operation_are_asked() -> None:
     assert needs_escalation(answer(UNKNOWN))
@@ -80,6 +77,7 @@ def test_cases_whose_leading_finding_names_no_operation_are_asked() -> None:
     "operation",
     [
         Altered(),
+        Altered(first_micro_batch=1),
         OwnValues(ranks=(1,)),
         Rounded(dtype="bfloat16", is_representable=False),
         scale(1.02216),
@@ -94,7 +92,6 @@ def test_a_place_a_size_and_a_measured_number_name_no_operation(operation: Opera
     "operation",
     [
         Altered(tokens=Tokens(padding=True)),
-        Altered(first_micro_batch=1),
         Rounded(dtype="bfloat16", is_representable=True),
         Unmoved(),
         scale(2.0, Product(times=("tp",))),
@@ -133,7 +130,6 @@ def test_a_result_that_is_only_seen_to_be_another_one_is_asked(facts: Any, code:
     [
         RouterGradientFacts(term="balance", factors={0: 2.0, 1: 2.0}),
         RouterGradientFacts(term="z padding", factors={0: None}),
-        RecomputedFacts(terms=(TermFacts(name="gradient", expected=1.0, found=2.0, number=UNDAMPED),)),
     ],
 )
 def test_a_result_that_is_known_to_be_another_multiple_is_not(facts: Any) -> None:

@@ -7,7 +7,6 @@ import pytest
 from moeverify.controller.debug import find_place, find_stop
 from moeverify.jobs import BlamedPlace, DifferingCollective
 from moeverify.results.cause import Cause
-from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import CollectiveFacts, Issue, ShardingFacts
 from moeverify.results.finding import Finding, Wider
@@ -108,7 +107,13 @@ def issue(number: int, signature: str, **rest: Any) -> CollectiveRecord:
         "shape": (),
         "dtype": "float64",
     }
-    moment = {"peer": -1, "site": SITE, "state": "started", "started": 0.0, "seconds": None}
+    moment = {
+        "peer": -1,
+        "site": "file.py:7 in backward",
+        "state": "started",
+        "started": 0.0,
+        "seconds": None,
+    }
     numbers = {"number": number + 5, "sequence": number, "num_tensors": 1}
     return CollectiveRecord(signature=signature, **fields | moment | numbers | rest)
 
@@ -130,11 +135,7 @@ def test_ranks_of_a_run_that_hung_stop_before_the_collective_in_which_they_diffe
     assert find_stop(make_result("error", rank_reports=agreed)) is None
 
 
-SITE = "/x/pack/file.py:7 in backward"
 OF_GRADIENT = Subject(quantity=Quantity.GRADIENT, tensors=("a.weight",))
-REDUCED = Scaled(
-    contributions=(), reduced_again=IssuedCollective(direction="backward", op="all_reduce", site=SITE)
-)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +152,11 @@ REDUCED = Scaled(
             Scaled(contributions=()),
             {"module": "a.moe", "direction": "backward"},
         ),
-        (OF_GRADIENT, REDUCED, {"site": SITE}),
         (OF_GRADIENT, Altered(), None),
         (Subject(quantity=Quantity.MODULE_GRADIENT, tensors=("lm",)), Altered(), None),
     ],
 )
-def test_ranks_stop_at_the_module_or_collective_that_the_cause_names(
+def test_ranks_stop_at_the_module_that_the_cause_names(
     subject: Subject, operation: Operation, fields: dict[str, Any] | None
 ) -> None:
     place = find_place(Explanation(cause=Cause.FORWARD, subject=subject, operation=operation), 3)

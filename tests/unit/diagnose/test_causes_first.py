@@ -11,15 +11,11 @@ from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
-from moeverify.results.operation import Misreduced, Operation, Scaled, Unreduced
+from moeverify.results.operation import Operation, Scaled, Unreduced
 from moeverify.results.part import WHOLE, Contribution
 
 TP, EP = Product(times=("tp",)), Product(times=("ep",))
 NAMES = ("layers.0.norm.weight", "layers.0.attention.o_proj.weight", "layers.1.norm.weight", "head.weight")
-AGAIN = Misreduced(op="all_reduce", met=(TP,))
-ELSEWHERE = Misreduced(op="all_reduce", met=(EP,), axes=(TP,))
-
-
 PARTIAL = Unreduced(axes=(TP,), num_replicas=2, factor=Factor(value=1.0))
 PARTIAL_OVER_EP = Unreduced(axes=(EP,), num_replicas=2, factor=Factor(value=1.0))
 
@@ -39,11 +35,9 @@ def scaled(*equals: Product) -> Scaled:
 @pytest.mark.parametrize(
     ("operation", "factor", "name", "leads"),
     [
-        (AGAIN, scaled(), NAMES[0], True),
-        (AGAIN, scaled(TP), NAMES[0], True),
-        (AGAIN, scaled(EP), NAMES[0], False),
-        (AGAIN, scaled(TP), NAMES[2], False),  # what stands behind the module gets nothing of it
-        (ELSEWHERE, scaled(TP), NAMES[0], False),  # another sum than that over tp is another number
+        (PARTIAL, scaled(), NAMES[0], True),
+        (PARTIAL, scaled(EP), NAMES[0], False),
+        (PARTIAL, scaled(), NAMES[2], False),  # what stands behind the module gets nothing of it
     ],
 )
 def test_what_a_module_passes_back_leads_where_factors_come_of_it(

@@ -193,7 +193,7 @@ def test_one_factor_of_all_gradients_is_one_cause_and_the_simplest() -> None:
     assert cause.explanation.subject.tensors == PARAMETERS
     assert cause.rivals == ()
     reasons = {trial.hypothesis: trial.reason for trial in cause.log.in_order()}
-    for name in ("loss_terms", "batch_shares", "padding", "share_terms"):
+    for name in ("loss_terms", "batch_shares", "share_terms"):
         assert reasons[name] is Reason.SIMPLER_EXPLAINS
 
 

@@ -27,7 +27,7 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Part, Tokens
 from moeverify.results.trial import Reason
 
-FITS = ("one_factor", "loss_terms", "batch_shares", "padding", "share_terms")
+FITS = ("one_factor", "loss_terms", "batch_shares", "share_terms")
 EP_AND_TP = Axes({}, [Source(name="ep", size=2), Source(name="tp", size=4)])
 
 
@@ -84,20 +84,6 @@ def test_a_factor_of_some_replicas_is_told_of_their_ranks_and_of_no_axis(
     assert isinstance(explanation.operation, Scaled)
     assert explanation.operation.ranks == ranks
     assert describe_explanation(explanation) == sentence
-
-
-def test_in_16_bits_a_factor_of_some_replicas_is_no_integer_of_the_run() -> None:
-    expected = draw(64, 64)
-    rounded = expected.bfloat16().double()
-    axes = Axes({}, [Source(name="tp", size=2)])
-
-    def test(*factors: float) -> Any:
-        replicas = (factor * rounded for factor in factors)
-        wrong = make_tensor(expected, *replicas, precision=torch.bfloat16)
-        return fit("noisy_factor", [wrong], make_components(), axes).explanation
-
-    assert test(2.0, 2.0).candidates == (Product(times=("tp",)),)
-    assert test(1.0, 2.0) is None
 
 
 def test_axes_of_one_size_are_candidates_alike() -> None:
@@ -243,27 +229,13 @@ def test_a_mean_of_means_is_recognized_by_all_of_its_weights() -> None:
 def test_equal_shares_are_no_mean_of_means() -> None:
     # Where all shares have as many tokens, a mean of means is right: what is off is the balance loss of one rank.
     components = make_components()
-    components = type(components)(
-        components.cells, components.parts, components.padding, (10, 10, 10, 10), components.names
-    )
+    components = type(components)(components.cells, components.parts, (10, 10, 10, 10), components.names)
     tensors = combine(components, lambda term, cell: 2.0 if (term, cell) == ("balance", 1) else 1.0)
     explanation, refused = explain_first(tensors, components)
-    assert refused == ["one_factor", "loss_terms", "batch_shares", "padding"]
+    assert refused == ["one_factor", "loss_terms", "batch_shares"]
     assert explanation.operation.local_means == 0
     part = Part(term="balance", tokens=Tokens(data_rank=1))
     assert wrong_parts(explanation) == {part: pytest.approx(2.0, abs=1e-7)}
-
-
-def test_padding_is_a_part_that_does_not_belong() -> None:
-    components = make_components()
-    tensors = [
-        make_tensor(make_golden(components, name), make_golden(components, name) + extra, name=name)
-        for name, extra in components.padding["lm"].items()
-    ]
-    explanation, refused = explain_first(tensors, components)
-    assert (explanation.cause, refused) == (Cause.PADDING, ["one_factor", "loss_terms", "batch_shares"])
-    padding = Part(term="lm", tokens=Tokens(padding=True))
-    assert wrong_parts(explanation) == {padding: pytest.approx(1.0, abs=1e-9)}
 
 
 def test_what_is_no_combination_gets_no_cause() -> None:
@@ -304,12 +276,6 @@ def test_without_parts_only_one_factor_is_tested() -> None:
     assert {(trial.verdict, trial.reason) for trial in verdicts.values()} == {
         ("untried", Reason.NO_SUCH_PARTS)
     }
-
-
-def test_a_batch_without_padding_has_no_such_parts() -> None:
-    components = make_components(padding=False)
-    tensors = combine(components, lambda term, cell: 2.0)
-    assert fit("padding", tensors, components).trials[0].reason is Reason.NO_SUCH_PARTS
 
 
 def test_too_few_numbers_prove_nothing() -> None:

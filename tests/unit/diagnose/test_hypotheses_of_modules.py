@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,15 +10,10 @@ from torch import nn
 from wrong_tensors import draw, examine, make_origin, make_tensor
 
 from moeverify.diagnose.first_divergence import Known, Origin, Search, find_origins
-from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import RankReadings, locate_tokens
-from moeverify.layout.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.layout import RankSource, Run, Span, TokenPlaces, TokenValues
 from moeverify.results.operation import Altered, Replaced, Scaled, Unreduced
-from moeverify.results.trace import CollectiveRecord
-from moeverify.results.trial import Reason
 from moeverify.train.module_taps import Reading, Tap
 
 
@@ -82,133 +76,6 @@ def test_a_gradient_that_is_wrong_from_the_first_one_on_comes_from_the_loss(
     )
     subject = examine("altered", tensor, replace(inputs, search=search)).explanation.subject
     assert (subject.tensors, subject.module) == (losses, module)
-
-
-@pytest.mark.parametrize(
-    ("factor", "power", "sources"),
-    [
-        (2.0, 1, ("dp_replicate", "ep")),
-        (0.5**0.5 * (1.0 + 3e-6), 2, ("dp_replicate", "ep")),  # a mean of squares twice, beside an eps
-        (2.0**0.5, 2, ("dp_replicate", "ep")),
-        (0.5**0.5 * 1.001, 1, ()),
-        (3.0**0.5, 1, ()),
-    ],
-)
-def test_a_factor_of_an_output_may_be_the_root_of_a_size(
-    factor: float, power: int, sources: tuple[str, ...]
-) -> None:
-    expected = draw(2, 3, 4)
-    tensor, inputs = make_origin(expected, factor * expected, factor * expected)
-    explanation = examine("one_factor", tensor, inputs).explanation
-    assert isinstance(explanation.operation, Scaled)
-    (whole,) = explanation.operation.contributions
-    assert (whole.factor.power, whole.factor.sources) == (power, sources)
-
-
-def test_tokens_with_the_values_of_others_have_moved() -> None:
-    expected = draw(2, 3, 4)
-    actual = expected.reshape(6, 4)[[0, 4, 2, 3, 1, 5]].reshape(2, 3, 4)
-    tensor, inputs = make_origin(expected, actual)
-    explanation = examine("moved_tokens", tensor, inputs).explanation
-    assert explanation.cause is Cause.PERMUTATION
-    operation = explanation.operation
-    assert isinstance(operation, TokenValues)
-    places = TokenPlaces(positions=(Span(start=1, stop=2),), size=(2, 3))
-    assert (operation.way, operation.num_tokens, operation.places) == ("moved", 2, places)
-    assert operation.runs == (
-        Run(row=0, start=1, stop=2, source=(1, 1)),
-        Run(row=1, start=1, stop=2, source=(0, 1)),
-    )
-
-
-def put(where: tuple[object, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return the output of two rows with some tokens changed."""
-    actual = draw(2, 6, 4).clone()
-    actual[where] = change(actual[where])
-    return actual
-
-
-@pytest.mark.parametrize(
-    ("actual", "way", "places"),
-    [
-        (put((slice(None), slice(4, 6)), torch.zeros_like), "zero", ("positions", 4, 6)),
-        (put((slice(1, 2),), lambda x: 2.0 * x), "twice", ("rows", 1, 2)),
-        (put((0, slice(5, 6)), lambda x: draw(2, 6, 4)[1, 2:3]), "moved", None),
-        (put((0, slice(5, 6)), lambda x: x + draw(2, 6, 4)[1, 2:3]), "added", None),
-    ],
-)
-def test_tokens_that_are_lost_or_summed(
-    actual: torch.Tensor, way: str, places: tuple[str, int, int] | None
-) -> None:
-    tensor, inputs = make_origin(draw(2, 6, 4), actual, actual)
-    operation = examine("moved_tokens", tensor, inputs).explanation.operation
-    assert operation.way == way
-    if places is not None:
-        dim, start, stop = places
-        spans = (Span(start=start, stop=stop),)
-        assert operation.places == TokenPlaces(size=(2, 6)).model_copy(update={dim: spans})
-    else:
-        assert operation.runs == (Run(row=0, start=5, stop=6, source=(1, 2)),)
-
-
-def test_tokens_of_one_place_further_on_are_called_so_in_spite_of_twins() -> None:
-    expected = draw(4, 6, 4)
-    expected[0, 1] = expected[3, 5] = expected[1, 2]
-    actual = expected.clone()
-    actual[:, 2:4] = expected.roll(-1, 0)[:, 2:4]
-    tensor, inputs = make_origin(expected, actual)
-    operation = examine("moved_tokens", tensor, inputs).explanation.operation
-    assert operation.offset == (1, 0)
-    actual[0, 0] = expected[2, 2]
-    tensor, inputs = make_origin(expected, actual)
-    assert examine("moved_tokens", tensor, inputs).explanation.operation.offset is None
-
-
-def test_of_padding_another_hypothesis_says_more() -> None:
-    tensor, inputs = make_origin(draw(2, 6, 4), put((slice(None), slice(4, 6)), torch.zeros_like))
-    valid = torch.ones(2, 6, dtype=torch.bool)
-    valid[:, 4:] = False
-    assert examine("moved_tokens", tensor, replace(inputs, valid=valid)).explanation is None
-    valid[0, 4] = True
-    assert examine("moved_tokens", tensor, replace(inputs, valid=valid)).explanation is not None
-
-
-def test_the_tokens_of_another_rank_are_called_so() -> None:
-    expected = draw(4, 6, 4)
-    shares = [expected[:2], torch.cat([expected[2:3], expected[1:2]])]  # the second row of rank 1 is rank 0's
-    tensor, inputs = make_origin(expected, expected, expected)
-    regions = [Region.box(expected.shape, (rows, range(6), range(4))) for rows in (range(2), range(2, 4))]
-    shards = tuple(
-        replace(shard, region=region, local=local)
-        for shard, region, local in zip(tensor.shards, regions, shares, strict=True)
-    )
-    operation = examine("moved_tokens", replace(tensor, shards=shards), inputs).explanation.operation
-    assert operation.of_ranks == (RankSource(rank=1, source=0),)
-    assert operation.places == TokenPlaces(ranks=(1,), rows=(Span(start=1, stop=2),), size=(2, 6))
-
-
-@pytest.mark.parametrize("actual", [3 * draw(2, 3, 4), draw(2, 3, 4, seed=1), draw(2, 3, 4)])
-def test_tokens_that_are_wrong_or_all_right_have_not_moved(actual: torch.Tensor) -> None:
-    tensor, inputs = make_origin(draw(2, 3, 4), actual)
-    assert examine("moved_tokens", tensor, inputs).explanation is None
-
-
-def test_what_a_module_beside_it_gets_tells_that_tokens_have_moved() -> None:
-    """A gate's gradient is made of the moved gradient and its own tokens, and is nobody's."""
-    tensor, inputs = make_origin(draw(2, 3, 1), draw(2, 3, 1, seed=1), direction="backward")
-    expected = draw(2, 3, 4)
-    moved, _ = make_origin(expected, expected.flip(0), direction="backward")
-    search = inputs.search
-    other = replace(search.origins["backward"], module="layers.0.moe.dispatcher", tensor=moved)
-    beside = replace(inputs, search=replace(search, beside={"backward": (other,)}))
-    explanation = examine("moved_tokens", tensor, beside).explanation
-    assert explanation.operation.num_tokens == 6
-    assert examine("moved_tokens", tensor, inputs).explanation is None
-
-
-def test_a_tensor_without_tokens_is_not_compared() -> None:
-    tensor, inputs = make_origin(draw(4, 4), draw(4, 4, seed=1))
-    assert examine("moved_tokens", tensor, inputs).trials[0].reason is Reason.NOT_COMPARABLE
 
 
 @pytest.mark.parametrize(("direction", "cause"), [("forward", Cause.FORWARD), ("backward", Cause.BACKWARD)])
@@ -301,26 +168,6 @@ def test_what_does_not_run_along_the_rows_is_no_reading_of_a_micro_batch_of_one_
     search = find_origins(golden, by_rank, {0: {}, 1: {}}, 1, torch.float64)
     assert search.origins["forward"].module == "norm"
     assert search.origins["forward"].ranks == (0, 1)
-
-
-ROTARY_ROWS = [range(1), range(1, 2), range(2, 3), range(3, 4)]
-
-
-def test_what_ranks_bring_of_a_tensor_that_is_one_for_all_rows_is_whole_on_each() -> None:
-    # Two ranks of tp with one row in each of four micro-batches bring halves of tables (1, S, D) to an all-reduce.
-    tables = draw(1, 3, 4)
-    search = make_origin(tables, tables / 2, tables / 2, module="rotary")[1].search
-    record = CollectiveRecord(
-        number=1, op="all_reduce", group=(0, 1), group_name="0", sequence=1, state="finished"
-    )
-    operands = [
-        Operand(record, at, frozenset({("forward", "rotary")}), tables / 2) for at in range(len(ROTARY_ROWS))
-    ]
-    by_rank = [(RankReadings([], [(rows, range(3)) for rows in ROTARY_ROWS]), operands) for _ in range(2)]
-    assert search is not None
-    found = find_operands(search, by_rank, {0: {"tp": 0}, 1: {"tp": 1}}, 2)
-    (reduced,) = found.origins["forward"].reduced
-    assert [shard.region for shard in reduced.tensor.shards] == [Region.whole((1, 3, 4))] * 8
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from moeverify.results.operation import (
     Unmoved,
     Unreduced,
 )
-from moeverify.results.part import Group, Tokens
+from moeverify.results.part import Tokens
 
 TP = Axes({"tp": [[0, 1]]}, [Source(name="tp", size=2)])
 SQUARES = {"layers.0.norm.weight": 3.0, "layers.1.norm.weight": 4.0, "layers.0.up.weight": 12.0}
@@ -128,73 +127,6 @@ def test_noise_is_no_added_weight() -> None:
     tensor = make_tensor(draw(4, 3), draw(4, 3) + draw(4, 3, seed=9), step=1)
     inputs = make_inputs(tensor, golden=lambda kind, name, before: draw(4, 3, seed=7))
     assert examine("added_values", tensor, inputs).explanation is None
-
-
-# the squares of a norm
-
-
-def examine_norm(actual: float, *others: float, expected: float = 19.0, **fields: Any) -> Any:
-    """Return what is said of a norm whose squares are 3, 4 and 12; the norms are replicated over tp, `up` is not."""
-    whole = [Region.whole((2,))] * 2
-    halves = [Region.box((2,), (range(rank, rank + 1),)) for rank in range(2)]
-    regions = {name: dict(enumerate(whole if "norm" in name else halves)) for name in SQUARES}
-    ranks = [torch.tensor(value, dtype=torch.float64) for value in (actual, *others)]
-    right = torch.tensor(math.sqrt(expected), dtype=torch.float64)
-    tensor = make_tensor(right, *ranks, name="total", kind="gradient_norm")
-
-    def read(kind: str, name: str, before: int) -> Tensor:
-        return torch.tensor([SQUARES[name] ** 0.5, 0.0], dtype=torch.float64)
-
-    content = {"axes": TP, "regions": regions, "golden": read, **fields}
-    return examine("norm_squares", tensor, make_inputs(tensor, **content)).explanation
-
-
-@pytest.mark.parametrize(
-    ("square", "names", "count"),
-    [
-        (3.0 + 4.0 + 2 * 12.0, ("layers.0.up.weight",), 2.0),  # what is sharded, twice
-        (2 * 3.0 + 2 * 4.0 + 12.0, ("layers.0.norm.weight", "layers.1.norm.weight"), 2.0),
-        (3.0 + 12.0, ("layers.1.norm.weight",), 0.0),  # one parameter, not at all
-    ],
-)
-def test_parameters_that_a_norm_counts_otherwise_are_named(
-    square: float, names: tuple[str, ...], count: float
-) -> None:
-    explanation = examine_norm(math.sqrt(square), math.sqrt(square))
-    (wrong,) = explanation.operation.contributions
-    assert (wrong.part.group.tensors, wrong.factor.value) == (names, count)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_that_is_no_number_counts_no_parameters(value: float) -> None:
-    assert examine_norm(value, value) is None
-
-
-EXPERTS = Group(tensors=("layers.0.experts.up", "layers.0.experts.down"), family="expert")
-OTHERS = Group(tensors=("embed", "layers.0.q", "head"), family="expert", is_outside=True)
-
-
-@pytest.mark.parametrize(("group", "count"), [(EXPERTS, 0.0), (EXPERTS, 2.0), (OTHERS, 0.0), (OTHERS, 2.0)])
-def test_experts_and_all_others_lie_on_meshes_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, group: Group, count: float
-) -> None:
-    names = ("embed", "layers.0.q", "layers.0.experts.up", "layers.0.experts.down", "head")
-    squares = dict(zip(names, (3.1, 5.3, 1.7, 2.9, 8.2), strict=True))
-    monkeypatch.setitem(globals(), "SQUARES", squares)
-    expected = sum(squares.values())
-    norm = math.sqrt(expected + (count - 1.0) * sum(squares[name] for name in group.tensors))
-    (wrong,) = examine_norm(norm, norm, expected=expected).operation.contributions
-    assert (wrong.part.group, wrong.factor.value) == (group, count)
-
-
-def test_a_norm_with_no_whole_count_is_refused() -> None:
-    assert examine_norm(math.sqrt(19.0) * 1.01, math.sqrt(19.0) * 1.01) is None
-
-
-def test_squares_of_ranks_that_add_up_to_the_right_one_are_a_missing_sum() -> None:
-    explanation = examine_norm(math.sqrt(7.0), math.sqrt(12.0))
-    assert isinstance(explanation.operation, Unreduced)
-    assert explanation.candidates == (Product(times=("tp",)),)
 
 
 # counters, copies, losses, ranks

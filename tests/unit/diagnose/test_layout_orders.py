@@ -192,12 +192,6 @@ def test_what_the_whole_batch_has_in_another_layout() -> None:
     assert (found.scope, name(found.orders[0])) == ("whole", ("stored", "sequence12 batch4 features20"))
 
 
-def test_micro_batches_with_the_values_of_the_one_before() -> None:
-    found = find(*make_micro_batches(EXPECTED[:2], EXPECTED[:2]))
-    assert found is not None
-    assert name(found.orders[0]) == ("before", "micro-batches2")
-
-
 WEIGHTS = [
     (lambda w: w.T.reshape(w.shape), ("stored", "columns6 rows12")),
     (lambda w: w.unflatten(0, (2, 6)).transpose(0, 1).flatten(0, 1), ("stored", "rows6 parts2 columns6")),

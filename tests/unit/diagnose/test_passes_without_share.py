@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from moeverify.diagnose.first_divergence import Known, find_origins
-from moeverify.diagnose.operands import Operand, find_operands
 from moeverify.diagnose.rank_readings import AllReadings, RankReadings
-from moeverify.results.trace import CollectiveRecord
 from moeverify.train.module_taps import FORWARD, Reading
 
 READING = Reading(FORWARD, 0, "norm", "output", 0, torch.ones(2, 3, 4, dtype=torch.float64))
@@ -31,22 +28,3 @@ def test_what_a_rank_read_in_passes_of_no_known_micro_batch_is_left_out() -> Non
             AllReadings(ranks, {rank: {} for rank in range(len(ranks))}, 1, torch.float64).gather(READING)
             is None
         )
-
-
-def test_an_all_reduce_in_a_pass_of_no_known_micro_batch_has_no_place() -> None:
-    right = RankReadings([replace(READING, local=2 * READING.local)], WHOLE)
-    search = find_origins([READING], [right], {0: {}}, 1, torch.float64, Known(loss_differs=True))
-    content = {"number": 1, "op": "all_reduce", "group": (0,), "group_name": "0", "sequence": 1}
-    record = CollectiveRecord.model_validate(
-        {
-            **content,
-            "dtype": "float64",
-            "shape": (2, 3, 4),
-            "num_tensors": 1,
-            "site": "a.py:1",
-            "state": "finished",
-        }
-    )
-    operands = [Operand(record, number, frozenset({(FORWARD, "norm")}), READING.local) for number in (0, 1)]
-    (reduced,) = find_operands(search, [(right, operands)], {0: {}}, 1).origins[FORWARD].reduced
-    assert len(reduced.tensor.shards) == 1

@@ -6,13 +6,11 @@ import pytest
 
 from moeverify.diagnose.recomputed import join_alike, merge_with_origins
 from moeverify.results.cause import Cause
-from moeverify.results.change import Change
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
-from moeverify.results.facts import ObjectiveFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Operation, Redefined, Rounded, Scaled, Unclipped, Unmoved
+from moeverify.results.operation import Operation, Rounded, Scaled, Unmoved
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.step_facts import RecomputedFacts, TermFacts
 
@@ -57,7 +55,7 @@ def test_what_the_golden_cannot_explain_follows_from_what_was_recomputed() -> No
 
 def test_what_the_golden_explains_stays_the_cause() -> None:
     subject = Subject(quantity=Quantity.UPDATE, tensors=("a",))
-    explanation = Explanation(cause=Cause.NORM, subject=subject, operation=Unclipped(coefficient=0.5))
+    explanation = Explanation(cause=Cause.SHARE_WEIGHTS, subject=subject, operation=Scaled(contributions=()))
     origins, recomputed = merge_with_origins([compare("a", explanation)], [find("b")])
     assert [finding.follows for finding in (*origins, *recomputed)] == ["", "a"]
 
@@ -82,24 +80,6 @@ def test_terms_that_are_measured_say_more_than_how_far_an_update_is_off(
     assert [finding.follows for finding in (*origins, *recomputed)] == ["b", ""]
     origins, recomputed = merge_with_origins([compare("a", explanation)], [unknown])
     assert [finding.follows for finding in (*origins, *recomputed)] == ["", "a"]
-
-
-@pytest.mark.parametrize(("term", "follows"), [("balance", "a"), ("z", "")])
-def test_a_loss_that_is_reported_wrong_follows_from_the_formula_by_which_it_is_made(
-    term: str, follows: str
-) -> None:
-    change = Change(part="probabilities", way="chosen")
-    subject = Subject(quantity=Quantity.LOSS, tensors=("balance",))
-    operation = Redefined(term="balance", variants=((change,),))
-    explanation = Explanation(cause=Cause.FORWARD, subject=subject, operation=operation)
-    gradient = compare("a", explanation).model_copy(
-        update={"check": CheckName.GRADIENT, "kind": Kind.GRADIENT}
-    )
-    reported = find(term, check=CheckName.OBJECTIVE).model_copy(
-        update={"kind": Kind.LOSS, "facts": ObjectiveFacts(), "code": ""}
-    )
-    _, recomputed = merge_with_origins([gradient], [reported])
-    assert [finding.follows for finding in recomputed] == [follows]
 
 
 def test_another_step_is_another_cause() -> None:

@@ -9,14 +9,13 @@ import pytest
 
 from moeverify.diagnose.axes import Axes
 from moeverify.diagnose.inputs import DiagnosisInputs
-from moeverify.diagnose.norm_groups import find_norm_of_norms
 from moeverify.diagnose.recomputed_norm import explain_norm
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product, Source
 from moeverify.results.facts import ClipFacts
 from moeverify.results.finding import Finding
-from moeverify.results.operation import NormOfNorms, Scaled, Unreduced
+from moeverify.results.operation import Scaled, Unreduced
 from moeverify.results.place import Place, Stage
 
 SQUARES = {
@@ -94,28 +93,3 @@ def test_a_norm_that_is_off_by_any_amount_is_rarely_explained() -> None:
     excesses = [10.0 ** draw.uniform(-4.0, -0.3) * total for _ in range(1000)]
     named = [excess for excess in excesses if explain(*[total + excess] * 2) is not None]
     assert len(named) <= 5
-
-
-def test_norms_that_are_added_up_and_not_their_squares() -> None:
-    squares = {"layers.0.mlp.weight": 9.0, "layers.0.moe.experts.up": 16.0, "head.weight": 0.5}
-    parts = {name: {0: "0:4", 1: "0:4"} for name in squares}
-    parts["layers.0.moe.experts.up"] = {0: "0:2", 1: "2:4"}
-    axes = Axes({"ep": [[0, 1]]}, [Source(name="ep", size=2)])
-
-    def find(norm: float) -> NormOfNorms | None:
-        return find_norm_of_norms(norm, squares, parts, axes, noise=1e-12)
-
-    by_placement = find(9.5**0.5 + 4.0)
-    assert by_placement is not None
-    assert by_placement.combination == "sum"
-    assert [group.placement for group in by_placement.groups] == ["replicated", "sharded"]
-    assert find(3.0 + 4.0 + 0.5**0.5) == NormOfNorms(combination="sum")
-    largest = find(4.0)
-    assert largest is not None
-    assert largest.combination == "max"
-    sharded = {name: {0: "0:2", 1: "2:4"} for name in squares}
-    of_meshes = find_norm_of_norms(9.5**0.5 + 4.0, squares, sharded, axes, noise=1e-12)
-    assert of_meshes is not None
-    assert of_meshes.groups[-1].tensors == ("layers.0.moe.experts.up",)
-    assert find(25.5**0.5) is None
-    assert find(7.0) is None

@@ -83,9 +83,7 @@ def make_origin(
     return tensor, DiagnosisInputs(axes=AXES, search=search)
 
 
-def make_components(
-    num_cells: int = 4, *, padding: bool = True, names: Sequence[str] = PARAMETERS
-) -> Components:
+def make_components(num_cells: int = 4, *, names: Sequence[str] = PARAMETERS) -> Components:
     """Return parts of gradients of 40 numbers: lm is large, balance small and z smaller, as in training."""
     generator = torch.Generator().manual_seed(0)
 
@@ -95,8 +93,7 @@ def make_components(
     scales = {"lm": 1.0, "balance": 1e-3, "z": 1e-5}
     cells = tuple(Cell(Tokens(data_rank=rank), (rank,), (0,)) for rank in range(num_cells))
     parts = {term: [vector(scales[term]) for _ in cells] for term in scales}
-    extra = {term: vector(scales[term]) for term in scales} if padding else {}
-    return Components(cells, parts, extra, (10, 20, 30, 40)[:num_cells], tuple(names))
+    return Components(cells, parts, (10, 20, 30, 40)[:num_cells], tuple(names))
 
 
 def make_golden(components: Components, name: str) -> Tensor:

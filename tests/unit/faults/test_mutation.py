@@ -26,7 +26,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
 from moeverify.results.mutation import CoveredCode, Judgement, MutantRow
-from moeverify.results.operation import Altered, Rounded, Scaled, Unreduced, Unwritten
+from moeverify.results.operation import Altered, Rounded, Scaled, Unreduced
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult, Event, RunResult
@@ -283,15 +283,6 @@ def test_an_axis_is_no_cause_of_a_denominator_that_counts_rows():
     assert judge(rows, TP, axis).cause == "wrong"
     both = scale(Product(over=("tp",)), Product(over=("rows of the batch",)), part=part, value=0.5)
     assert judge(rows, TP, find(Cause.TERM_SCALE, both)).cause == "right"
-
-
-def test_unwritten_memory_is_right_of_the_function_that_has_allocated_it():
-    skipped = pick("_all_gather", "skip-statement")
-    site = "/x/moeverify/parallel/collectives.py:186 in _all_gather"
-    told = Unwritten(allocated_at=site, read_at=site, shape=(2, 8), ranks=(0, 1))
-    found = find(Cause.UNWRITTEN, told, quantity=Quantity.OUTPUT, module="layers.0.attention")
-    assert judge(skipped, TP, found).cause == "right"
-    assert judge(pick("_reduce_scatter", "skip-statement"), TP, found).cause == "open"
 
 
 def test_what_hands_data_on_is_found_at_the_data():

@@ -11,12 +11,7 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.layout import (
     Dim,
     Order,
-    RankSource,
     Reordered,
-    Run,
-    Span,
-    TokenPlaces,
-    TokenValues,
 )
 from moeverify.results.operation import LostElements
 
@@ -94,10 +89,6 @@ LAYOUTS = [
         reorder("same", RANKS, right=(RANKS, *TOKENS), number=1),
         "the output of attention has in all 2 ranks of cp what belongs to rank 1 of cp",
     ),
-    say(
-        reorder("before", Dim(name="micro-batches", size=2)),
-        "the output of attention has in each micro-batch after the first what belongs into the one before",
-    ),
     (
         explain(
             Cause.PERMUTATION,
@@ -123,73 +114,6 @@ LAYOUTS = [
         "rows in reverse "
         "order: the values are the same here",
         "",
-    ),
-    say(
-        TokenValues(
-            way="moved", num_tokens=112, runs=(Run(row=0, start=4, stop=8, source=(2, 0)),), num_runs=1
-        ),
-        "112 tokens of the output of attention hold the values of other tokens: positions 4-7 of row 0 those "
-        "of 0-3 of "
-        "row 2",
-    ),
-    say(
-        TokenValues(
-            way="moved",
-            num_tokens=5,
-            runs=(
-                Run(row=0, start=4, stop=8, source=(2, 3), step=-1),
-                Run(row=1, start=4, stop=6, source=(1, 3), step=0),
-                Run(row=3, start=1, stop=2, source=(1, 3)),
-            ),
-            num_runs=7,
-        ),
-        "5 tokens of the output of attention hold the values of other tokens: positions 4-7 of row 0 those "
-        "of 3 down to "
-        "0 of row 2, positions 4-5 of row 1 those of 3 of row 1, and 5 more runs",
-    ),
-    say(
-        TokenValues(
-            way="moved",
-            num_tokens=8,
-            places=TokenPlaces(ranks=(1,), micro_batches=(1,), rows=(Span(start=0, stop=1),), size=(4, 8)),
-            of_ranks=(RankSource(rank=1, source=0),),
-        ),
-        "8 tokens of the output of attention, at row 0 of the 4 of each rank, in micro-batch 1 on rank 1 "
-        "hold the values "
-        "of other tokens: rank 1 what belongs to rank 0",
-    ),
-    say(
-        TokenValues(
-            way="zero", num_tokens=1, places=TokenPlaces(flat=(Span(start=31, stop=32),), size=(4, 8))
-        ),
-        "1 token of the output of attention, at token 31 of the 32 of each rank, is zero",
-    ),
-    say(
-        TokenValues(
-            way="twice",
-            num_tokens=4,
-            places=TokenPlaces(positions=(Span(start=6, stop=8),), size=(4, 8), in_batch=True),
-        ),
-        "4 tokens of the output of attention, at positions 6-7 of the 8 of the batch, count twice",
-    ),
-    say(
-        TokenValues(
-            way="added", num_tokens=4, runs=(Run(row=0, start=4, stop=8, source=(2, 0)),), num_runs=1
-        ),
-        "4 tokens of the output of attention have the values of other tokens added to their own: positions "
-        "4-7 of row 0 "
-        "those of 0-3 of row 2",
-    ),
-    say(
-        TokenValues(
-            way="added",
-            num_tokens=32,
-            places=TokenPlaces(positions=(Span(start=0, stop=1),), size=(4, 8)),
-            offset=(0, 1),
-            num_runs=32,
-        ),
-        "32 tokens of the output of attention, at position 0 of the 8 of each rank, have the values of other tokens "
-        "added to their own: those 1 position after them on the same rank, around the end",
     ),
     say(
         reorder("same", Dim(name="batch", size=2), right=(BATCH_PARTS, Dim(name="batch", size=2)), number=0),

@@ -13,7 +13,7 @@ from moeverify.case.schema import CustomModel, Recipe
 from moeverify.errors import CaseError
 from moeverify.faults.setting import make_case
 from moeverify.train.assemble import assemble_single
-from moeverify.train.data import make_batch, whole_share
+from moeverify.train.data import whole_share
 from moeverify.train.forward import compute_losses
 from moeverify.train.loop import make_batches
 from moeverify.train.objective import count_valid
@@ -89,9 +89,7 @@ KINDS = ["reference", "plain", "summed", "each", "never_for_nothing"]
 def take_apart(recipe: Recipe, program: Program) -> tuple[GradientParts, Tensor]:
     """Return the parts of the first step's gradient, and which tokens are valid."""
     batch = program.subject.make_batch(0, whole_share(recipe.data), CPU)
-    full = recipe.data.model_copy(update={"min_valid": 1.0})
-    unmasked = make_batch(full, recipe.model.vocab_size, recipe.seed, 0, whole_share(full), CPU)
-    return program.subject.split_gradient(program, batch, unmasked.targets), batch.valid
+    return program.subject.split_gradient(program, batch), batch.valid
 
 
 def whole_gradient(recipe: Recipe, program: Program) -> Vector:
@@ -122,19 +120,6 @@ def test_the_parts_of_rows_and_positions_add_up_to_the_gradient(kind: str, folde
         torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-14, msg=name)
     terms = ("lm", "balance", "z") if kind == "reference" else ("lm",)
     assert {tuple(cell) for cell in cells} == {terms}
-
-
-@pytest.mark.parametrize("kind", ["reference", "plain"])
-def test_padding_has_a_part_of_its_own(kind: str, folder: str) -> None:
-    recipe = make_recipe(kind)
-    with import_path([folder]):
-        parts, valid = take_apart(recipe, assemble_single(recipe, CPU, compute="float64"))
-        assert not bool(valid.all())
-        padding = parts.gradients(~valid)
-    assert max(float(gradient.norm()) for gradient in padding["lm"].values()) > 0.0
-    padded_balance = parts.balance_with_padding()
-    has_balance = any(float(gradient.norm()) > 0.0 for gradient in padded_balance.values())
-    assert has_balance == (kind == "reference")
 
 
 def test_the_losses_of_the_layers_add_up_to_their_terms(folder: str) -> None:

@@ -79,6 +79,23 @@ def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
     assert (told[0].tensor, told[0].culprit, told[0].code) == ("v", culprit, Cause.REPLICAS)
 
 
+def test_the_operation_that_did_not_write_before_the_first_step_leads_replicas_that_differ() -> None:
+    apart = EXPLANATION.model_copy(
+        update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))}
+    )
+    culprit = blame("gradient/w", mechanism="written")
+    told = lead([find("v", code=Cause.REPLICAS, explanation=apart), find("w")], (culprit, [W]))
+    assert (told[0].tensor, told[0].code) == ("v", Cause.REPLICAS)
+    assert told[0].culprit is not None
+    assert told[0].culprit.leads
+
+
+@pytest.mark.parametrize("code", ["", Cause.NORM])
+def test_a_norm_that_a_check_found_wrong_stays_the_cause(code: str) -> None:
+    told = lead([find("w", code=code)], (blame("gradient/w"), [W]))
+    assert told[0].code == (code or Cause.FORWARD)
+
+
 def test_a_race_leads_whatever_is_named() -> None:
     culprit = blame("gradient/w", mechanism="race", leads=True)
     told = lead([find("v", **SURE), find("w")], (culprit, [W]))

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import multiprocessing_pdb
 from moeverify.checks.observers import _Together
-from moeverify.collectives.trace import CollectiveTrace
 from moeverify.faults.setting import make_case
 from moeverify.golden.store import GoldenWriter, StoredGolden
 from moeverify.jobs import BlamedPlace, StopPoint
@@ -62,16 +61,6 @@ def train_to(at: StopPoint, folder: Path) -> bool:
     return watch.report()
 
 
-def sum_over_ranks(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Return an output summed as under tensor parallelism."""
-    total = output.detach().clone()
-    dist.all_reduce(total)
-    return total
-
-
-SITE = f"{__file__}:{sum_over_ranks.__code__.co_firstlineno + 3} in sum_over_ranks"
-
-
 @pytest.fixture
 def group() -> Iterator[None]:
     """Be a job of one rank."""
@@ -80,12 +69,10 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def stop_at_place(place: BlamedPlace, folder: Path, stops: list[dict[str, Any]]) -> CollectiveTrace:
+def stop_at_place(place: BlamedPlace, folder: Path, stops: list[dict[str, Any]]) -> None:
     """Train one step with another attention in layer 0, and note where a rank stops, with what, and what is shown."""
     golden = make_golden(folder)
     program = assemble_single(CASE.recipe, CPU)
-    if place.site:
-        program.model.get_submodule("layers.0.mlp").register_forward_hook(sum_over_ranks)
     with torch.no_grad():
         program.model.get_parameter("layers.0.attention.o_proj.weight").mul_(3.0)
     readings = [each for each in read_golden_modules(CASE.recipe, golden, 0, CPU) if is_at(place, each)]
@@ -95,19 +82,16 @@ def stop_at_place(place: BlamedPlace, folder: Path, stops: list[dict[str, Any]])
         stops.append({"about": about, "self": own, "function": frame and frame.f_code.co_name, **values})
 
     reference = GoldenReference(program, golden, make_bounds(CASE, golden))
-    trace = CollectiveTrace()
-    blamed = BlamedStop(CASE, 0, program, place, readings, trace, stop, reference.show)
+    blamed = BlamedStop(CASE, 0, program, place, readings, stop, reference.show)
     at = StopPoint(kind="loss", tensor="total", step=0, about="loss", place=place)
     watch = StopWatch(at, golden, reference, has_part=True, blamed=blamed)
-    with trace, closing(watch):
+    with closing(watch):
         train(CASE.recipe, program, _Together([watch]), num_steps=1)
     assert watch.report()
-    assert trace.on_issue is None
     assert sys.getprofile() is None
     if stops and "actual" in stops[0]:
         (row,) = reference.compare(stops[0]["actual"], lambda: None)
         stops[0]["row"] = row
-    return trace
 
 
 @pytest.mark.parametrize(
@@ -135,20 +119,6 @@ def test_a_rank_stops_once_inside_the_module_that_is_blamed(
         assert (seen["function"], type(seen["self"]).__name__) == ("forward", "Attention")
 
 
-@pytest.mark.usefixtures("group")
-def test_a_rank_stops_where_the_collective_is_issued_before_it_is(
-    list_stops: list[Stop], tmp_path: Path
-) -> None:
-    stops: list[dict[str, Any]] = []
-    stop_at_place(BlamedPlace(about="it", site=SITE, module="layers.0.mlp"), tmp_path / "g", stops)
-    (seen,) = stops
-    assert list_stops == []
-    assert seen["function"] == "sum_over_ranks"
-    (brought,) = seen["operands"]
-    assert torch.equal(brought, seen["actual"])
-    assert seen["row"].name == "module output layers.0.mlp at step 0"
-
-
 @pytest.mark.parametrize(("direction", "is_shown"), [("forward", True), ("backward", False)])
 def test_of_what_is_one_for_all_rows_a_rank_has_a_part_of_the_gradient(
     tmp_path: Path, direction: Any, is_shown: bool
@@ -158,7 +128,7 @@ def test_of_what_is_one_for_all_rows_a_rank_has_a_part_of_the_gradient(
     place = BlamedPlace(about="it", module="rotary", direction=direction)
     expected = [Reading(direction, 0, "rotary", "output", 0, tables)]
     program = assemble_single(CASE.recipe, CPU)
-    blamed = BlamedStop(CASE, 0, program, place, expected, CollectiveTrace(), print, print)
+    blamed = BlamedStop(CASE, 0, program, place, expected, print, print)
     value = blamed._find_value(tables, micro_batch=0, slot="0")
     assert (value is not None) == is_shown
 
