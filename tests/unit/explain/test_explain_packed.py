@@ -17,6 +17,7 @@ from moeverify.explain.packed import pack, unpack
     [
         make(6).view(2, 3).t(),
         make(6)[::2],
+        make(6)[2:],
         make(3).expand(2, 3),
         torch.arange(4, dtype=torch.bfloat16),
         torch.tensor([True, False]),
