@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeverify.case.schema import Case, Recipe
+from moeverify.explain.packed import pack, unpack
 from moeverify.explain.program import BATCH, Program
 from moeverify.explain.record import Recorder
 from moeverify.golden.store import StoredGolden
@@ -73,9 +74,10 @@ def record_ranks(
 ) -> list[Program] | None:
     """Return the programs of all ranks on rank 0, None elsewhere. Collective: all ranks."""
     found = record(case.recipe, golden, assemble, step, forced=case.checks.steps == "forced")
-    gathered: list[Program] | None = [found] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(found, gathered)
-    return gathered
+    is_first = dist.get_rank() == 0
+    gathered = [b""] * dist.get_world_size() if is_first else None
+    dist.gather_object(b"" if is_first else pack(found), gathered)
+    return None if gathered is None else [found, *map(unpack, gathered[1:])]
 
 
 def record_one_device(recipe: Recipe, golden: StoredGolden, step: int, device: torch.device) -> Program:
