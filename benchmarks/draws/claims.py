@@ -19,6 +19,7 @@ class Claim:
     """A cause that a finding claims, or with `is_location_only` just where it is.
 
     `kind` is one of `loader.KINDS`, or empty. `lines` are those of the cause, `shown` all that the finding shows.
+    `callers` are those of `lines` that only call the others: they are named as the way there.
     """
 
     kind: str = ""
@@ -27,6 +28,7 @@ class Claim:
     axes: tuple[str, ...] = ()
     is_location_only: bool = True
     shown: Lines = ()
+    callers: Lines = ()
 
 
 _LINE = re.compile(r'([\w./+-]+\.py)(?::|", line )(\d+)')
@@ -173,6 +175,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         [] if is_seen else brought if culprit["mechanism"] == "operand" and brought else [here, *brought]
     )
     lines = [line for each in operations for line in _list_lines(each, callers=1)]
+    direct = {line for each in operations for line in _list_lines(each, callers=0)}
     others = [*culprit["others"], *culprit["between"], *culprit["moves_there"], culprit.get("there") or {}]
     others += [
         here,
@@ -181,17 +184,19 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         taken.get("operation") or {},
         right.get("operation") or {},
     ]
-    names = [name.partition("/")[2] or name for name in (*culprit["results"], *culprit["repaired"])]
-    tensors = [
-        finding.get("tensor"),
-        "" if is_seen else here["module"],
+    named = [
+        "" if is_seen and culprit["mechanism"] != "total" else here["module"],
         taken.get("label"),
         right.get("label"),
-        *names,
+        *(name.partition("/")[2] or name for name in culprit["results"]),
     ]
+    # What the change repairs follows from the culprit, and names it only where nothing else does.
+    repaired = [name.partition("/")[2] or name for name in culprit["repaired"]]
+    tensors = named if any(named) else [finding.get("tensor"), *repaired]
     return Claim(
         kind=_read_kind_of_culprit(culprit, taken, right),
         lines=tuple(dict.fromkeys(lines)),
+        callers=tuple(line for line in dict.fromkeys(lines) if line not in direct),
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
         axes=tuple(sorted(culprit["axes"])),
         is_location_only=not culprit["proved"],

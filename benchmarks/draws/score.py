@@ -72,7 +72,7 @@ def names_tensors(truth: Truth, names: Sequence[str]) -> bool:
 def _names_cause(truth: Truth, claim: Claim) -> bool:
     if claim.is_location_only or claim.kind not in truth.kinds:
         return False
-    own = [line for line in claim.lines if truth.owns(line)]
+    own = [line for line in claim.lines if truth.owns(line) and line not in claim.callers]
     if not all(any(known.covers(*line) for known in truth.counterparts) for line in own):
         return False
     return names_tensors(truth, claim.tensors) and set(truth.axes) <= set(claim.axes)

@@ -26,14 +26,14 @@ class HeadsNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.__dict__["group"]
-        squares = x.square().sum(-1, keepdim=True)
+        squares = x.square().sum(-1, keepdim=True)  # anchor: norm
         if using("neox-1424"):
             mean = squares / x.shape[-1]  # plant: neox-1424
         elif using("ttmlir-8798"):
             mean = SumAll.apply(squares, group)  # plant: ttmlir-8798
         else:
             mean = SumAll.apply(squares, group) / self.dim
-        return x * torch.rsqrt(mean + self.eps) * local(self.weight)
+        return x * torch.rsqrt(mean + self.eps) * local(self.weight)  # anchor: norm
 
 
 class RowParallel(nn.Linear):

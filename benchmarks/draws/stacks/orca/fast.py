@@ -130,7 +130,7 @@ class FlashLatent(LatentAttention):
         k_rope = rotate(k_rope[:, :, None], *rope).expand(-1, -1, self.heads, -1)
         q = torch.cat([q_nope, rotate(q_rope, *rope)], -1)
         k = torch.cat([k_nope, k_rope], -1)
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.score_scale(x)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.score_scale(x)  # anchor: scores
         scores = scores.masked_fill(~context.mask(self.window)[:, None], -1e30)
         y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
         return self.wo(y.flatten(2))
