@@ -20,7 +20,7 @@ class At(Record):
     """A place at which the first finding of a fault may point.
 
     A finding matches if it satisfies every field that is given. `name` is a file-name pattern (`fnmatch`)
-    for the tensor of the finding or the module of its explanation. `axis` is a mesh axis, or another
+    for the tensor of the finding, or for the module or function of its explanation or culprit. `axis` is a mesh axis, or another
     source, that explains the finding. `term` is a loss term. `stage` is a part of the training step.
     `share` is the kind of batch share with a wrong weight.
     """
@@ -36,7 +36,9 @@ class At(Record):
         place = finding.place if finding.place is not None else Place()
         parts = place.parts
         module = finding.explanation.subject.module if finding.explanation is not None else ""
-        names = (finding.tensor, module)
+        here = finding.culprit.here if finding.culprit is not None else None
+        function = here.line.function if here is not None and here.line is not None else ""
+        names = (finding.tensor, module, here.module if here is not None else "", function)
         terms = {part.term for part in parts} | _list_losses(finding)
         shares = [part.tokens for part in parts if part.tokens is not None]
         return (

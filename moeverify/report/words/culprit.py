@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
+from moeverify.results.checks import Kind
 from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Source
 
 _MOST_REPAIRED = 3
+
+
+_NUMBERS = (f"{Kind.LOSS}/", f"{Kind.GRADIENT_NORM}/")
+"""Kinds of results that are one number."""
 
 
 def describe_culprit(culprit: Culprit) -> str:
@@ -211,9 +216,10 @@ def _describe_reduction(culprit: Culprit) -> list[str]:
 
 
 def _describe_moved(culprit: Culprit) -> list[str]:
-    return [
-        f"{', '.join(culprit.results)} has right values in wrong places: those of {_name_source(culprit.taken)}"
-    ]
+    names, source = ", ".join(culprit.results), _name_source(culprit.taken)
+    if all(name.startswith(_NUMBERS) for name in culprit.results):
+        return [f"{names} is {source}"]
+    return [f"{names} has right values in wrong places: those of {source}"]
 
 
 def _describe_race(culprit: Culprit) -> list[str]:

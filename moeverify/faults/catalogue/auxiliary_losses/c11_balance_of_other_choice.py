@@ -42,6 +42,7 @@ FAULT = Fault(
         where=(
             At(term="balance"),
             At(name="balance"),
+            At(name="_balance"),
         ),
         causes=(Cause.FORWARD,),
     ),

@@ -28,7 +28,7 @@ FAULT = Fault(
     mechanism="the loss that is logged is the one that is differentiated, balance part included",
     trigger="any layout, MoE",
     case=make_case("c17", dp_shard=2),
-    expected=Expected(where=(At(term="lm"),), causes=(Cause.METRIC,)),
+    expected=Expected(where=(At(term="lm"),), causes=(Cause.METRIC, Cause.PERMUTATION)),
     inject=inject,
     notes="upstream also logged the balance loss of one rank; this is the part that the fix calls the main issue",
 )

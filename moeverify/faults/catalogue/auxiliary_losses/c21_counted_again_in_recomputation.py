@@ -53,7 +53,7 @@ FAULT = Fault(
     mechanism="the forward pass adds to a log, and recomputation runs it once more",
     trigger="activation recomputation",
     case=make_case("c21", dp_shard=2, recompute=True),
-    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.METRIC,)),
+    expected=Expected(where=(At(name="*.moe.router*"),), causes=(Cause.METRIC, Cause.SCALE)),
     inject=inject,
     notes="upstream it is the log of the auxiliary loss; what a router logs in its forward pass here is its counts",
 )
