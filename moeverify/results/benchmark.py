@@ -20,9 +20,9 @@ class At(Record):
     """A place at which the first finding of a fault may point.
 
     A finding matches if it satisfies every field that is given. `name` is a file-name pattern (`fnmatch`)
-    for the tensor of the finding, or for the module or function of its explanation or culprit. `axis` is a mesh axis, or another
-    source, that explains the finding. `term` is a loss term. `stage` is a part of the training step.
-    `share` is the kind of batch share with a wrong weight.
+    for the tensor of the finding, or for the module or function of its explanation or culprit. `axis` is a
+    mesh axis, or another source, that explains the finding. `term` is a loss term. `stage` is a part of the
+    training step. `share` is the kind of batch share with a wrong weight.
     """
 
     name: str = ""
