@@ -6,7 +6,9 @@ from torch.distributed.tensor import DTensor
 
 
 def _whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()  # anchor: restore
+    return (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    )  # anchor: restore
 
 
 def _adapter(tensor):
