@@ -42,6 +42,16 @@ def is_of_masks(joint: Joint, at: At, depth: int = _MASK_DEPTH) -> bool:
     )
 
 
+def skip_moves(joint: Joint, at: At) -> At:
+    """Follow moves back to the value that was computed."""
+    while is_passing(joint, joint.maker(at)):
+        sources = [each for each in joint.reads(joint.maker(at)) if not is_of_masks(joint, each)]
+        if len(sources) != 1:
+            break
+        at = sources[0]
+    return at
+
+
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
     """Return the operators that moved values from where they were computed, the last first."""
     found: dict[At, None] = {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import list_chain
+from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.counterparts import pair_tensors
 from moeverify.explain.describe import describe_op, describe_value, join, line_of, list_differences, name_of
 from moeverify.explain.edits import Edit
@@ -147,6 +147,8 @@ class Culprits:
         op, other = self._joint.op(first), edit.other
         if edit.kind == "returned" and other is not None:
             return self._describe_returned(first, other)
+        if edit.kind == "scale":
+            return self._describe_scale(*self._origins.trace_scale(next(iter(edit.changes.values))))
         if edit.kind == "number":
             return {"numbers": edit.numbers or list_differences(op, other)}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
@@ -166,6 +168,18 @@ class Culprits:
                 found |= self._describe_operand(first, taken, theirs)
         return found
 
+    def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
+        """Return the operator that introduces a factor."""
+        return {
+            "mechanism": "scale",
+            "here": self._operation(maker),
+            "factor": factor,
+            "axes": self._name_factor(factor, maker),
+            "operand": -1,
+            "taken": None,
+            "others": (),
+        }
+
     def _describe_returned(self, maker: At, other: Op) -> dict[str, Any]:
         """Return the value that a module returns on the ranks, and the one that it returns on one device."""
         end, *_ = self._landmarks.list_ends(self._joint, maker)
@@ -177,15 +191,7 @@ class Culprits:
         """Return the origin of a wrong operand: it is traced back to the first operator that takes a wrong one."""
         factor, maker = self._origins.trace_scale(taken)
         if factor != 1.0 and self._origins.is_made_of(theirs, taken):
-            return {
-                "mechanism": "scale",
-                "here": self._operation(maker),
-                "factor": factor,
-                "axes": self._name_factor(factor, maker),
-                "operand": -1,
-                "taken": None,
-                "others": (),
-            }
+            return self._describe_scale(factor, maker)
         found: dict[str, Any] = {}
         while (before := self._origins.trace_operand(taken, theirs)) is not None:
             reader, taken, theirs = before
@@ -198,7 +204,7 @@ class Culprits:
         zeros = self._origins.count_zeros(taken, theirs)
         if found["taken"] is not None and zeros > _LEAST_SHARE:
             found["taken"] = found["taken"].model_copy(update={"zeros": zeros})
-        maker = self._joint.maker(self._origins.skip_moves(taken))
+        maker = self._joint.maker(skip_moves(self._joint, taken))
         if self._joint.op(maker).short not in HIDDEN:
             found["made"] = self._operation(maker)
         return found | self._origins.list_moves(taken, theirs)

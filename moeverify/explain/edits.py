@@ -20,11 +20,21 @@ from moeverify.explain.operators import execute_all
 from moeverify.explain.program import Op, Ref
 
 Kind = Literal[
-    "number", "operator", "operand", "total", "share", "whole", "removed", "inserted", "returned", "value"
+    "number",
+    "operator",
+    "operand",
+    "total",
+    "share",
+    "whole",
+    "removed",
+    "inserted",
+    "returned",
+    "scale",
+    "value",
 ]
 """What an edit does: changes options or the operator; replaces an operand by another value, the total of a sum, its
 share of what counts once, or a whole tensor; removes or inserts an operator; replaces what a module returns, or the
-result."""
+result; divides an operand by its factor."""
 
 
 @dataclass(frozen=True)

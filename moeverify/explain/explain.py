@@ -13,7 +13,7 @@ import torch
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import list_chain, list_group
+from moeverify.explain.chains import list_chain, list_group, skip_moves
 from moeverify.explain.compare import is_right, relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
@@ -27,6 +27,7 @@ from moeverify.explain.edits import (
 )
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
+from moeverify.explain.multiples import list_unscaled
 from moeverify.explain.program import Program
 from moeverify.explain.program import list_numbers as list_numbers_of
 from moeverify.explain.proof import Proof
@@ -49,6 +50,11 @@ _LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
 
 _AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.BUFFER)
 _MOST_BRANCHES = 2
+_MOST_MADE = 3
+"""Most suspects whose operands are suspected too."""
+
+_MADE_BEFORE = 3
+"""Most operators from such an operand to a suspect."""
 _MOST_NUMBERS = 12
 _MOST_BEFORE = 200
 _MOST_OTHERS = 16
@@ -336,6 +342,9 @@ class Explainer:
             if found is not None:
                 chain, done = self._shorten([cause, *found[0]], found[1], target, unknown, state)
                 return self._drop_patches(chain), done
+        found = self._try(list_unscaled(alignment, unknown), target, unknown, state, end)
+        if found is not None:
+            return found
         edits = (
             edit
             for edit in self._list_further(alignment, counterparts, unknown, suspects)
@@ -402,6 +411,8 @@ class Explainer:
         """Yield edits whose own results cannot be compared with one device: later results decide."""
         for ops in suspects:
             yield from list_removals(alignment, ops)
+        for group in self._list_makers(alignment, suspects):
+            yield from list_edits(alignment, self.one, counterparts, group)
         later: list[Edit] = []
         known = {at for ops in suspects for at in ops}
         for group in _group(alignment, [at for at in unknown if at not in known]):
@@ -419,6 +430,23 @@ class Explainer:
         for group in _group(alignment, unknown):
             others = self._list_others(alignment, group[0])
             yield from list_insertions(alignment, group, others)
+
+    def _list_makers(
+        self, alignment: Alignment, suspects: Sequence[tuple[At, ...]]
+    ) -> Iterator[tuple[At, ...]]:
+        """Yield operators whose known results suspects take: x + x is a multiple of x, but may be wrong for x * y."""
+        front = [ops[0] for ops in suspects[:_MOST_MADE]]
+        seen = set(front)
+        for _ in range(_MADE_BEFORE):
+            reads = [at for op in front for at in self.joint.reads(op) if self.joint.value(at).is_floating]
+            makers = dict.fromkeys(self.joint.maker(skip_moves(self.joint, at)) for at in reads)
+            front = [op for op in makers if op not in seen and self._is_computed(op)]
+            seen.update(front)
+            yield from (list_group(alignment, op) for op in front)
+
+    def _is_computed(self, op: At) -> bool:
+        recorded = self.joint.op(op)
+        return recorded.step == self.step and recorded.meeting is None and bool(list(recorded.reads()))
 
     def _list_others(self, alignment: Alignment, op: At) -> list[At]:
         """Return known values that the module of an operator computed before it."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import is_of_masks, is_passing, list_chain
+from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.describe import describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.joint import At, Changes, Joint
@@ -104,7 +104,7 @@ class Origins:
 
     def trace_operand(self, taken: At, theirs: int) -> tuple[At, At, int] | None:
         """Return the operator that computed a value from an operand that differs, and this operand on both sides."""
-        maker = self._joint.maker(self.skip_moves(taken))
+        maker = self._joint.maker(skip_moves(self._joint, taken))
         known = self._alignment.find(taken)
         is_named = (
             known is not None
@@ -129,16 +129,6 @@ class Origins:
                 others.append(((maker[0], pair.mine), pair.theirs))
         # The earliest: the others may be computed from it.
         return (maker, *min(others, key=lambda each: self._joint.maker(each[0])[1])) if others else None
-
-    def skip_moves(self, at: At) -> At:
-        """Follow moves back to the value that was computed."""
-        while is_passing(self._joint, self._joint.maker(at)):
-            reads = self._joint.reads(self._joint.maker(at))
-            sources = [each for each in reads if not is_of_masks(self._joint, each)]
-            if len(sources) != 1:
-                break
-            at = sources[0]
-        return at
 
     def _root_of(self, number: int) -> int:
         roots = self._one.roots_of(number)

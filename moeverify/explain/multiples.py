@@ -1,0 +1,33 @@
+"""Edits that divide multiples of right values by their factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.edits import Edit
+from moeverify.explain.joint import At, Changes
+
+
+def list_unscaled(alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]:
+    """Yield edits that divide an operand by its factor, if it is a multiple of a value of one device.
+
+    The values of all ranks and micro-batches at one place of the program are divided together.
+    """
+    seen: set[At] = set()
+    for op in unknown:
+        for at in alignment.joint.reads(op):
+            if at in seen or not alignment.joint.value(at).is_floating:
+                continue
+            group = alignment.siblings(at)
+            seen.update(group)
+            changes = Changes()
+            for each in group:
+                known, data = alignment.find(each), alignment.data(each)
+                if known is None or known.ids is None or known.over or data is None:
+                    break
+                if known.scale != 1.0:
+                    changes.values[each] = data / known.scale
+            else:
+                if changes.values:
+                    yield Edit("scale", (op,), changes)
