@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 LEAST_NUMBERS = 16  # fewer are not meaningful
-_MOST_UNITS = 8.0  # of rounding that may remain of a tensor: the upper limit in `hypotheses.rounding`
-_LEAST_SPREAD = 0.125  # of a unit: rounding of a common input such as the logits moves all gradients alike
-_STANDARD_ERRORS = 4.0  # between equal factors: 1 in 16000 normal errors is larger
+_MOST_UNITS = 8.0  # largest residual in units of rounding, as in `hypotheses.rounding`
+_LEAST_SPREAD = 0.125  # units: rounding of a common input such as the logits moves all gradients alike
+_STANDARD_ERRORS = 4.0  # largest distance of equal factors: 1 in 16000 normal errors is larger
 _LEAST_SLICES = 4
 
 

@@ -95,7 +95,7 @@ def find_part(
 
 
 def _count_bits(members: frozenset[str], outside: frozenset[str], inside: frozenset[str]) -> float:
-    """Return the length of a list of the affected names in bits; 0 if most of the part is unknown."""
+    """Return the length of a list of the affected names in bits; 0 if at least half of the part is unseen."""
     if len(members) >= 2 * len(inside):
         return 0.0
     return math.log2(math.comb(len(inside) + len(outside), len(inside)))
