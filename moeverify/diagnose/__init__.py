@@ -1,1 +1,1 @@
-"""From findings to cause and place: which linear combination of the golden's parts a wrong gradient is, and why."""
+"""Diagnosis: turn findings into causes and places, by fitting wrong tensors on parts of the golden."""

@@ -1,4 +1,4 @@
-"""Says of findings that stand for several parameters which part of all these are."""
+"""Description of the part of the parameters that a finding affects."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _KINDS: dict[Quantity, tuple[str, ...]] = {
 }
 _MATRICES = 2
 _OF_DECAY = "weight decay"
-"""The term of a step that only matrices have."""
+"""Term of an optimizer step that only matrices have."""
 
 
 def name_parts(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
-    """Return the findings, those with a cause with the part of the parameters that it is about."""
+    """Return the findings; those with a cause get the part of the parameters that they affect."""
     return [
         finding if finding.follows else finding.model_copy(update={"part": _find(finding, findings, inputs)})
         for finding in findings
@@ -50,7 +50,7 @@ def _find(finding: Finding, findings: Sequence[Finding], inputs: DiagnosisInputs
             known = [name for name in known if _is_matrix(name, inputs)]
     else:
         return None
-    # What a step makes of the rank's own values says nothing of what was wrong before it.
+    # A check of the rank's own values says nothing about errors before it: look at its findings alone.
     same = findings if explanation is not None else [each for each in findings if each.check == finding.check]
     wrong = set(_list_wrong(same, finding.step, kinds)) - set(_list_otherwise(finding, same, kinds))
     unaffected = [name for name in known if name not in wrong and name not in affected]
@@ -59,14 +59,14 @@ def _find(finding: Finding, findings: Sequence[Finding], inputs: DiagnosisInputs
 
 
 def _list_wrong(findings: Iterable[Finding], step: int, kinds: Sequence[str]) -> Iterable[str]:
-    """Yield the parameters of which something of these kinds is wrong in a step, for whatever cause."""
+    """Yield the parameters with a wrong tensor of these kinds in a step, whatever the cause."""
     for each in findings:
         if each.step == step and each.kind in kinds:
             yield _name_parameter(each.tensor, kinds)
 
 
 def _list_otherwise(finding: Finding, findings: Sequence[Finding], kinds: Sequence[str]) -> Iterable[str]:
-    """Yield the parameters of which the same step says something else than of these: they are unaffected by this."""
+    """Yield the parameters with another known cause in the same step; this cause does not affect them."""
     heads = {each.tensor for each in findings if _is_told_beside(each, finding)}
     for each in findings:
         if each.step == finding.step and each.kind in kinds and (each.follows or each.tensor) in heads:
@@ -75,7 +75,7 @@ def _list_otherwise(finding: Finding, findings: Sequence[Finding], kinds: Sequen
 
 
 def _list_doubtful(finding: Finding, findings: Sequence[Finding], kinds: Sequence[str]) -> Iterable[str]:
-    """Yield the parameters that are wrong in the same step in a way that nobody knows: it may be that of these."""
+    """Yield the parameters that are wrong in the same step for an unknown reason, possibly for this one."""
     heads = {
         each.tensor
         for each in findings
@@ -88,19 +88,19 @@ def _list_doubtful(finding: Finding, findings: Sequence[Finding], kinds: Sequenc
 
 
 def _is_told_beside(each: Finding, finding: Finding) -> bool:
-    """Return whether a finding has another cause than one of the same check and step, and a known one."""
+    """Return whether a finding of the same check and step has another, known cause."""
     if each.follows or each.tensor == finding.tensor:
         return False
     return _is_of_step(each, finding) and _is_told(each)
 
 
 def _is_of_step(each: Finding, finding: Finding) -> bool:
-    """Return whether two findings are of the same check and step, and about the same of parameters."""
+    """Return whether two findings have the same check, step and kind."""
     return (each.check, each.step, each.kind) == (finding.check, finding.step, finding.kind)
 
 
 def _is_told(finding: Finding) -> bool:
-    """Return whether it is known how something came to be wrong."""
+    """Return whether the cause of a finding is known."""
     facts = finding.facts
     is_made = isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms or facts.is_of_rate)
     return is_made or finding.explanation is not None
@@ -111,7 +111,7 @@ def _name_parameter(name: str, kinds: Sequence[str]) -> str:
 
 
 def _may_be_wrong(name: str, finding: Finding, inputs: DiagnosisInputs) -> bool:
-    """Return whether a step does something to a parameter: of one without a gradient nothing could be seen."""
+    """Return whether a parameter could show an error: with a zero gradient, a step does not change it."""
     if finding.check == CheckName.INITIAL_STATE or finding.step < 0:
         return True
     gradient = inputs.golden(Kind.GRADIENT, name, 0)
@@ -123,7 +123,7 @@ def _is_still(finding: Finding) -> bool:
 
 
 def _is_of_decay(facts: RecomputedFacts) -> bool:
-    """Return whether a result is off by its weight decay, which vectors have not."""
+    """Return whether the weight decay of a result is wrong; vectors have none."""
     return any(term.name == _OF_DECAY for term in facts.wrong_terms)
 
 

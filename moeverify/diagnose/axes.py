@@ -1,4 +1,4 @@
-"""The mesh axes of a layout, as far as they have to do with a tensor."""
+"""Mesh axes of a layout, and the tensors that they affect."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
 
 @dataclass(frozen=True)
 class Axes:
-    """`groups` are the groups of ranks of every axis, `sources` the integers that a factor may come from.
+    """Mesh axes of a layout.
 
-    `affects(axis, tensor)` says whether an axis has to do with a logical tensor at all. `loss_counts` are integers of
-    the recipe that the terms of a loss are divided by: rows, experts, layers; `module_counts` those of what modules
-    are made of: heads, experts, choices.
+    `groups` has the rank groups of each axis, and `sources` the integers that may explain a factor.
+    `affects(axis, tensor)` returns whether an axis affects a logical tensor. `loss_counts` are integers of
+    the recipe by which loss terms are divided: rows, experts, layers. `module_counts` are integers of
+    modules: heads, experts, choices.
     """
 
     groups: Groups
@@ -26,13 +27,13 @@ class Axes:
     module_counts: Sequence[Source] = ()
 
     def groups_of(self, name: str) -> Groups:
-        """Return the groups of the axes that have to do with a tensor."""
+        """Return the groups of the axes that affect a tensor."""
         return {axis: groups for axis, groups in self.groups.items() if self.affects(axis, name)}
 
     def counts_of(self, module: str) -> list[Source]:
-        """Return the counts that have to do with a module."""
+        """Return the counts that affect a module."""
         return [source for source in self.module_counts if self.affects(source.name, module)]
 
     def sources_of(self, *names: str) -> list[Source]:
-        """Return the sources that have to do with any of these tensors."""
+        """Return the sources that affect any of these tensors."""
         return [source for source in self.sources if any(self.affects(source.name, name) for name in names)]

@@ -1,7 +1,7 @@
-"""Captures wrong tensors on every rank while a step is run again, and puts together what the ranks have of each.
+"""Capture of wrong tensors on every rank during a repeated step, and assembly of the whole tensors.
 
-Only what is wrong is gathered, and at most `LIMIT` elements of it on a rank, so a diagnosis costs the same however
-large the model is.
+Only wrong tensors are captured, at most `LIMIT` elements on a rank. The cost of a diagnosis does not grow
+with the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Captured = tuple[Key, Region, Tensor | None]
 
 
 class Capture:
-    """An observer that keeps the local values of chosen logical tensors."""
+    """Observer that keeps the local values of selected logical tensors."""
 
     def __init__(self, wanted: Sequence[Key]) -> None:
         self._wanted = set(wanted)
@@ -28,7 +28,7 @@ class Capture:
         self.captured: list[Captured] = []
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Keep what this rank has of a tensor if it is wanted; see `moeverify.layout.observer.Observer`."""
+        """Keep this rank's part of a tensor, if selected; see `moeverify.layout.observer.Observer`."""
         key = (step, kind, name)
         if key not in self._wanted or region.numel > self._room:
             return
@@ -40,7 +40,10 @@ class Capture:
 def assemble_tensors(
     by_rank: Sequence[Sequence[Captured]], read: Callable[[Key], Tensor | None], precision: torch.dtype
 ) -> Mapping[Key, WrongTensor]:
-    """Return the wrong tensors from what every rank has captured; `read` gives the golden's whole tensor."""
+    """Assemble the wrong tensors from the captures of all ranks; `read` returns the golden's whole tensor.
+
+    Tensors without a golden, of another shape, or with more than `LIMIT` elements are omitted.
+    """
     shards: dict[Key, list[RankShard]] = {}
     for rank, captured in enumerate(by_rank):
         for key, region, local in captured:
@@ -57,7 +60,7 @@ def assemble_tensors(
 def find_other_shapes(
     by_rank: Sequence[Sequence[Captured]], read: Callable[[Key], Tensor | None]
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the golden's shape and that under the layout, by name, where these differ."""
+    """Return, by name, (golden shape, shape under the layout) of tensors whose shapes differ."""
     found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for captured in by_rank:
         for key, region, _ in captured:

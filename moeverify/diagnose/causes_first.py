@@ -1,4 +1,4 @@
-"""Which cause of wrong gradients comes first, where one is made by what another one says of a module."""
+"""Order of causes of wrong gradients: a module's error comes before the gradients that result from it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moeverify.results.part import WHOLE
 
 
 def put_modules_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Return the causes, a module that is known to pass back something else before factors that come of it.
+    """Put a module that is known to pass back a wrong gradient before factors that result from it.
 
-    Parameters get factors that nothing names of what it passes back, if they are of the module that calls it or stand
-    before that. Of what is not reduced they are partial sums themselves.
+    The wrong gradient reaches the parameters of the calling module and of all modules before it. They have
+    factors that no integer of the run explains, or, if the module lacks a reduction, partial sums.
     """
     first = next((cause for cause in causes if _tells_module(cause)), None)
     if first is None or first.explanation is None:
         return list(causes)
     names = list(inputs.regions)
-    # In which order modules that one calls are computed is not known.
+    # The order in which a module computes its children is unknown.
     module = first.explanation.subject.module
     inside = module_of(module) or module
     own = [at for at, name in enumerate(names) if name.startswith(f"{inside}.")]
@@ -38,7 +38,7 @@ def put_modules_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs)
 
 
 def _tells_module(cause: DiagnosedCause) -> bool:
-    """Return whether a cause says what a module does, on right inputs, in the backward pass."""
+    """Return whether a cause names an operation of a module in the backward pass."""
     explanation = cause.explanation
     if explanation is None or explanation.subject.quantity is not Quantity.MODULE_GRADIENT:
         return False
@@ -46,7 +46,7 @@ def _tells_module(cause: DiagnosedCause) -> bool:
 
 
 def _comes_of(cause: DiagnosedCause, module: DiagnosedCause) -> bool:
-    """Return whether gradients are as partial as what a module does makes them, or off by a number of no name."""
+    """Return whether gradients lack the same reduction as a module, or have an unexplained common factor."""
     explanation, other = cause.explanation, module.explanation
     if explanation is None or other is None or explanation.subject.module:
         return False
@@ -59,7 +59,7 @@ def _comes_of(cause: DiagnosedCause, module: DiagnosedCause) -> bool:
 
 
 def put_cuts_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Return the causes, a module that cuts the graph before its own parameters, which get no gradient for that."""
+    """Put a module that cuts the graph before its own parameters, which get no gradient as a result."""
     cuts = inputs.search.cuts if inputs.search is not None else frozenset()
     zeroed = [
         (cause, cause.explanation.subject)

@@ -1,12 +1,15 @@
-"""The golden's gradient, taken apart: by loss term, and by the share of each rank and micro-batch.
+"""Parts of the golden's gradient: by loss term, and by the share of each rank and micro-batch.
 
-Every wrong aggregation is a wrong linear combination of these parts, so a fit on them reads off what was done.
-A cell is what one rank of the loss sees in one micro-batch: some rows, some positions.
+A wrong aggregation is a wrong linear combination of these parts, so a fit on them identifies the error.
 
-All losses are sums over tokens divided by global counts (`moeverify.train.objective`), so a gradient is the sum
-over cells and terms of the gradient of that cell's tokens, with the global counts held fixed. A rank that weights
-its tokens otherwise or leaves a term out changes the coefficients of these parts and nothing else.
-The balance loss multiplies expert counts (no gradient) by sums of probabilities: its cells differ in the sums alone.
+A cell is the data of one loss rank in one micro-batch: some rows and some positions.
+
+Losses are sums over tokens divided by global counts (`moeverify.train.objective`). A gradient is therefore
+the sum over cells and terms of the gradient of the cell's tokens, with fixed global counts. If a rank
+weights its tokens differently, or omits a term, only the coefficients of these parts change.
+
+The balance loss multiplies expert counts (without gradient) by sums of probabilities; its cells differ in
+these sums only.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from moeverify.train.subject import GradientParts, Vector
 
 @dataclass(frozen=True)
 class Cell:
-    """What one rank of the loss sees in one micro-batch: rows and positions of the global batch."""
+    """Data of one loss rank in one micro-batch: rows and positions of the global batch."""
 
     tokens: Tokens
     rows: tuple[int, ...]
@@ -40,12 +43,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Components:
-    """The parts of the golden's gradient at one step.
+    """Parts of the golden's gradient at one step.
 
-    `parts[term][cell][parameter]` sum over all terms and cells to the golden; terms are lm, balance and z, or have
-    the names that a user's loss gives them. `num_valid` counts each cell's valid tokens. `by_router` gives what the
-    losses of each router add to its terms, by (term, router): computed when it is asked for, and empty where that is
-    not known. `by_use` gives likewise what comes through each use of a weight that has several.
+    `parts[term][cell][parameter]` add up to the golden over terms and cells. Terms are lm, balance and z,
+    or have the names of a user's loss. `num_valid` has the number of valid tokens of each cell.
+
+    `by_router` returns the contributions of each router's losses, by (term, router); empty if unknown.
+    `by_use` returns the contributions of each use of a tied weight. Both are computed on demand.
     """
 
     cells: tuple[Cell, ...]
@@ -57,7 +61,7 @@ class Components:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Return the loss terms."""
+        """Return the names of the loss terms."""
         return tuple(self.parts)
 
     def term(self, term: str, name: str) -> Tensor:
@@ -70,7 +74,7 @@ class Components:
 
 
 def find_cells(case: Case) -> tuple[Cell, ...]:
-    """Return the cells of a layout, by loss rank and then micro-batch."""
+    """Return the cells of a layout, ordered by loss rank and micro-batch."""
     layout, data = case.layout, case.recipe.data
     cells: list[Cell] = []
     for data_rank in range(layout.data_ranks):
@@ -78,7 +82,7 @@ def find_cells(case: Case) -> tuple[Cell, ...]:
         for cp_rank in range(layout.cp):
             positions = split_positions(data.seq_len, layout.cp, cp_rank, layout.context_parallel)
             for micro, part in enumerate(Share(rows, positions).micro_batches(layout.micro_batches)):
-                # Where there is one alone, naming it says nothing.
+                # Omit an index that has only one value.
                 tokens = Tokens(
                     data_rank=data_rank if layout.data_ranks > 1 else None,
                     context_rank=cp_rank if layout.cp > 1 else None,
@@ -89,7 +93,7 @@ def find_cells(case: Case) -> tuple[Cell, ...]:
 
 
 def make_components(case: Case, golden: StoredGolden, step: int, device: torch.device) -> Components:
-    """Return the parts of the golden's gradient at a step, computed on this one device in float64."""
+    """Return the parts of the golden's gradient at a step, computed on this device in float64."""
     recipe = case.recipe
     program = assemble_single(recipe, device, compute="float64")
     if step > 0:
@@ -112,7 +116,7 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
 
 
 def _sort_by_term(parts: Sequence[Mapping[str, Vector]]) -> dict[str, list[Vector]]:
-    """Return the parts of all cells by term; a cell without any valid token may know no terms, and has zeros."""
+    """Return the parts of all cells by term. Cells without valid tokens may lack terms, and get zeros."""
     known = {term: vector for part in parts for term, vector in part.items()}
     some = next(iter(known.values()))
     zero = {name: torch.zeros_like(value) for name, value in some.items()}

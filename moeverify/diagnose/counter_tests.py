@@ -1,7 +1,8 @@
-"""Counter-tests of a factor that equals the size of an axis: are other gradients there right?
+"""Counter-tests of factors equal to the size of an axis: check other gradients on the axis.
 
-An integer is the size of an axis by chance easily: 2 is also the number of uses of a tied weight. Where the axis is
-the cause, what it shards or replicates in the same way is wrong too, or is treated otherwise by the code.
+An integer often equals the size of an axis by chance: 2 is also the number of uses of a tied weight. If the
+axis is the cause, parameters that it shards or replicates alike are wrong too, or the code treats them
+differently.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moeverify.results.observation import RightAlike
 def count_right_alike(
     explanation: Explanation, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
 ) -> Iterator[RightAlike]:
-    """Yield, for each axis that a factor of gradients may be, how many others lie on it alike and are right."""
+    """Yield, for each axis that may explain a factor, how many like gradients are right."""
     if any(tensor.quantity is not Quantity.GRADIENT for tensor in tensors):
         return
     wrong = {tensor.name for tensor in inputs.of_quantity(Quantity.GRADIENT)}
@@ -37,13 +38,13 @@ def count_right_alike(
 
 
 def list_ranks_alone(tensors: Sequence[WrongTensor]) -> tuple[int, ...]:
-    """Return the ranks on which tensors are wrong, of all the same, where replicas of the same values are right."""
+    """Return the ranks on which all tensors are wrong, if other replicas of the same values are right."""
     found = {_list_wrong_replicas(tensor) for tensor in tensors}
     return next(iter(found)) if len(found) == 1 else ()
 
 
 def _list_wrong_replicas(tensor: WrongTensor) -> tuple[int, ...]:
-    """Return the ranks whose replicas are wrong; none where some region has no right replica, or no wrong one."""
+    """Return the ranks with wrong replicas; none if some region has only right or only wrong ones."""
     by_region: dict[str, dict[int, bool]] = {}
     for shard in tensor.shards:
         if shard.local is not None and shard.region.numel:
@@ -62,9 +63,10 @@ def _is_right(tensor: WrongTensor, shard: RankShard) -> bool:
 
 
 def _find_place(name: str, axis: str, inputs: DiagnosisInputs) -> tuple[bool, str, frozenset[str]]:
-    """Return how a parameter lies on an axis: whether that shards it, what it is, and which axes affect it at all.
+    """Return how a parameter lies on an axis.
 
-    Experts are reduced over other ranks than the router beside them, so what a parameter is tells them apart.
+    The key has three parts: whether the axis shards it, its family, and the axes that affect it. Experts
+    are reduced over other ranks than the router beside them, so the family distinguishes them.
     """
     regions = inputs.regions.get(name, {})
     is_sharded = any(

@@ -1,4 +1,4 @@
-"""What ranks read comes before everything that they computed of it: where it is wrong, it leads the report."""
+"""Order of findings about input data: wrong data leads the report, and all results follow."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from moeverify.results.facts import CoverageFacts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
 
-# Of each token of the global batch: where the ranks together have not each of them once, some were not read.
+# Kinds with one value for each token of the global batch. If ranks together do not have each token exactly
+# once, some tokens were not read.
 _OF_TOKENS = (Kind.ROUTER_IDS, Kind.ROUTER_FLIPS, Kind.ROUTER_WEIGHTS, Kind.TOKEN_LOSS)
 
-# Checks of their own that take the lengths of rows, or where these belong, from the case and not from what was read.
+# Checks that take the lengths or positions of rows from the case, not from the batch that was read.
 _BY_THE_CASE = frozenset(
     {CheckName.CROSS_ENTROPY, CheckName.OBJECTIVE, CheckName.ROUTER_GRADIENT, CheckName.COVERAGE}
 )
@@ -23,7 +24,7 @@ ORIGINS = frozenset(check.name for check in CHECKS if check.role is Role.ORIGIN)
 
 
 def put_data_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with a wrong batch first; findings from its step on follow from it, without a cause."""
+    """Put a wrong batch first. Findings from its step on follow it and lose their causes."""
     data = sorted((each for each in findings if each.check == CheckName.DATA), key=lambda each: each.step)
     heads = data or [_name_uncovered(each) for each in findings if _is_uncovered(each)]
     if not heads:
@@ -37,19 +38,19 @@ def put_data_first(findings: Sequence[Finding]) -> list[Finding]:
 
 def _is_made_of_data(finding: Finding, first: Finding) -> bool:
     if finding.check == CheckName.SHARDING:
-        return finding.kind in _OF_TOKENS  # it is of no step
+        return finding.kind in _OF_TOKENS  # it belongs to no step
     is_computed = finding.check not in ORIGINS or finding.check in _BY_THE_CASE
     return finding.step >= first.step and is_computed
 
 
 def follow(finding: Finding, first: Finding) -> Finding:
-    """Return a finding that follows another, without the place and the tests that it would have by itself."""
+    """Return a finding that follows another, without a place, trials and follow-up of its own."""
     cleared = {"follows": first.tensor, "place": None, "trials": (), "follow_up": None}
     return finding.model_copy(update=cleared)
 
 
 def _follow_data(finding: Finding, first: Finding) -> Finding:
-    """Return a finding without the cause that it would have if the data were right."""
+    """Return a follower without the cause that would apply to right data."""
     follower = follow(finding, first)
     if finding.check == CheckName.DATA:
         return follower
@@ -58,7 +59,7 @@ def _follow_data(finding: Finding, first: Finding) -> Finding:
 
 
 def _is_uncovered(finding: Finding) -> bool:
-    """Return whether the ranks together have some tokens of the batch twice, or not at all."""
+    """Return whether the ranks together have some tokens of the batch twice or not at all."""
     facts = finding.facts
     is_part = isinstance(facts, CoverageFacts) and facts.num_elements is not None
     return finding.check == CheckName.COVERAGE and finding.kind in _OF_TOKENS and is_part

@@ -1,4 +1,4 @@
-"""Findings in, causes and places out: what began it comes first, and what follows from it is marked so."""
+"""Diagnosis of findings: add causes and places, put the origins first, and mark the findings that follow."""
 
 from __future__ import annotations
 
@@ -44,33 +44,36 @@ from moeverify.train.module_taps import BACKWARD, FORWARD
 _APART = frozenset(check.name for check in CHECKS if check.role is not Role.DIAGNOSED)
 _OF_ROUTERS = frozenset({CheckName.ROUTER, CheckName.OBJECTIVE, CheckName.ROUTER_GRADIENT})
 _BY_CALLS = frozenset({CheckName.CLIP, CheckName.OPTIMIZER_STEP})
-"""Checks of their own whose findings calls in a wrong order explain, as they do those of diagnosed ones."""
+"""Checks without diagnosis whose findings calls in a wrong order nevertheless explain."""
 
 _ROUTING = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT, Quantity.ROUTING_COUNT)
 _NORMS = (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 MOST_LOGGED = 20
-"""Origins with a complete log of trials: the tests that no cause needs cost as much as those that one does."""
+"""Largest number of origins with a complete log: tests that no cause needs are as expensive as the others."""
 
 
 def origin_step(findings: Sequence[Finding]) -> int | None:
-    """Return the first step at which a comparison with the golden failed, None where none did."""
+    """Return the first step at which a comparison with the golden failed; None if none failed."""
     return min((finding.step for finding in findings if finding.check not in _APART), default=None)
 
 
 def is_apart(finding: Finding) -> bool:
-    """Return whether a finding is of a check that explains it itself."""
+    """Return whether the check of a finding explains it by itself."""
     return finding.check in _APART
 
 
 def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
-    """Return the findings with causes, the origins first; all others name the origin that they follow."""
+    """Return the findings with causes, the origins first.
+
+    Each other finding names the origin that it follows.
+    """
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
     named = name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs)
     return doubt_causes(named, inputs)
 
 
 def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with modules on wrong ranks first, or on too many: all is computed with them."""
+    """Put findings of modules on wrong or too many ranks first: these modules affect all later results."""
     first = next((each for each in findings if _is_on_wrong_ranks(each)), None)
     if first is None:
         return list(findings)
@@ -86,9 +89,9 @@ def _is_on_wrong_ranks(finding: Finding) -> bool:
 
 
 def _put_gathered_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with weights that were gathered into each other's places first: outputs are made of them.
+    """Put findings of weights that were gathered into wrong places first: outputs depend on them.
 
-    Weights that are otherwise wrong may be so for what was wrong before, and stay where they are.
+    Weights that are wrong in another way may result from an earlier error, and keep their place.
     """
     moved = [each for each in findings if _is_moved(each)]
     if not moved:
@@ -106,12 +109,12 @@ def _is_moved(finding: Finding) -> bool:
 
 
 def _is_made(finding: Finding) -> bool:
-    """Return whether a finding follows from weights in wrong places: all that is computed of them."""
+    """Return whether a finding follows from misplaced weights, as all results computed from them do."""
     return finding.check not in ORIGINS or _is_moved(finding)
 
 
 def _put_calls_first(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings with calls in a wrong order before what is wrong from their step on, which follows them."""
+    """Put findings of wrongly ordered calls before the findings from their step on, which follow them."""
     calls = sorted((each for each in findings if each.check == CheckName.CALLS), key=lambda each: each.step)
     others = [each for each in findings if each.check != CheckName.CALLS]
     if not calls:
@@ -138,7 +141,7 @@ def _explain(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     if step is None:
         return [_explain_apart(finding, inputs) for finding in apart]
     first = [finding for finding in findings if finding.step == step and finding.check not in _APART]
-    # What only compares whole passes, such as margins of choices, leaves no tensor that could be examined.
+    # Some checks, such as margins of choices, compare whole passes and leave no tensor to examine.
     causes = _explain_step(first, inputs) or [DiagnosedCause((), None)]
     origins, explained = make_origins(causes, first, inputs)
     recomputed = [
@@ -166,7 +169,7 @@ def _explain(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
 
 
 def _follow_absent(finding: Finding, origins: Sequence[Finding]) -> Finding:
-    """Return what no rank has of a parameter's optimizer as what follows from the gradient that it has not got."""
+    """Let missing optimizer state follow from a gradient that no rank has."""
     if finding.check != CheckName.COVERAGE:
         return finding
     for origin in origins:
@@ -177,9 +180,10 @@ def _follow_absent(finding: Finding, origins: Sequence[Finding]) -> Finding:
 
 
 def _follow_router(finding: Finding, origins: Sequence[Finding], independent: Sequence[Finding]) -> Finding:
-    """Return the finding of a router's self-check as a consequence, if the router's mistake is already known.
+    """Return a router's self-check as a follower if the router's error is already known.
 
-    A self-check that names what was done is kept. One that names only a place would lead because of its error.
+    A self-check that names an operation stays. One that only names a place would lead because of its large
+    error.
     """
     if finding.check not in _OF_ROUTERS or finding.names_operation:
         return finding
@@ -195,7 +199,7 @@ def _follow_router(finding: Finding, origins: Sequence[Finding], independent: Se
 
 
 def _list_absent(origin: Finding) -> tuple[str, ...]:
-    """Return the tensors that no rank has, where that is the cause."""
+    """Return the tensors that no rank has, if this is the cause of an origin."""
     explanation = origin.explanation
     operation = None if explanation is None else explanation.operation
     is_absent = isinstance(operation, Zeroed) and operation.absent
@@ -203,10 +207,10 @@ def _list_absent(origin: Finding) -> tuple[str, ...]:
 
 
 def _list_unsteady(findings: Sequence[Finding], step: int, inputs: DiagnosisInputs) -> list[Finding]:
-    """Return what came out with other bits in a second run, the first of which leads the report.
+    """Return the results that a second run did not reproduce; the first leads the report.
 
-    Causes are found in another run up to `step`: where runs differ by then, that is what to know first. Where they
-    differ later alone, none are returned.
+    The search for causes repeats the run up to `step`. If runs differ by then, report this first; if they
+    only differ later, return an empty list.
     """
     unsteady = [_explain_apart(each, inputs) for each in findings if each.check == CheckName.REPEAT]
     if not unsteady or unsteady[0].step > step:
@@ -220,7 +224,7 @@ def _identity(finding: Finding) -> tuple[str, str, int]:
 
 
 def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Return the causes of what failed at the first failing step, by the part of the step that failed first."""
+    """Return the causes of the first failing step, by the earliest part of the step that failed."""
     failed = _find_failed(first)
     if inputs.shapes:
         return explain_shapes(inputs.shapes, inputs.axes)
@@ -229,7 +233,7 @@ def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[Dia
     if FORWARD in inputs.origins:
         return [_explain_origin(inputs.origins[FORWARD], inputs.of_quantity(Quantity.LOSS), inputs)]
     if failed.intersection(_ROUTING):
-        # Counts are made of the choice: where both are wrong, the choice is the cause.
+        # Counts result from the choice: if both are wrong, the choice is the cause.
         chosen = inputs.of_quantity(Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
         return explain_tensors(chosen or inputs.of_quantity(Quantity.ROUTING_COUNT), inputs)
     causes = _explain_backward(failed, inputs)
@@ -245,40 +249,43 @@ def _find_failed(findings: Sequence[Finding]) -> set[Quantity]:
 
 
 def _is_compared(finding: Finding) -> bool:
-    """Return whether a finding is of a comparison with the golden; replicas differ among themselves."""
+    """Return whether a finding compares with the golden.
+
+    Findings of replicas compare ranks with each other.
+    """
     return bool(finding.kind) and finding.check != CheckName.REPLICAS
 
 
 def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Return the causes in losses, gradients, and what follows from them, over a right forward pass."""
+    """Return causes in losses, gradients and later quantities, after a right forward pass."""
     if Quantity.GRADIENT in failed:
-        # What no sum explains stays last: a module from which on gradients are wrong says less than a cause.
+        # Unexplained gradients stay last: the module where wrong gradients begin says less than a cause.
         causes = explain_tensors(inputs.of_quantity(Quantity.GRADIENT), inputs)
         causes = put_modules_first([_find_divergence(cause, inputs) for cause in causes], inputs)
         return put_cuts_first(causes, inputs)
     if Quantity.LOSS in failed:
-        # The total is made of the terms: where one of these is wrong, it is the cause.
+        # The total is the sum of the terms: if a term is wrong, it is the cause.
         losses = inputs.of_quantity(Quantity.LOSS)
         terms = [loss for loss in losses if loss.name != TOTAL]
         return explain_tensors(terms or losses, inputs)
     if failed.intersection(_NORMS):
-        # The clip coefficient is made of the norm: of the two, the norm is the cause.
+        # The clip coefficient depends on the norm: if both are wrong, the norm is the cause.
         return explain_tensors(inputs.of_quantity(*_NORMS)[:1], inputs)
     return _explain_optimizer_step(inputs)
 
 
 def _explain_optimizer_step(inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Return the causes in updates and optimizer state, over right gradients."""
+    """Return causes in updates and optimizer state, with right gradients."""
     states = inputs.of_quantity(Quantity.OPTIMIZER_STATE)
     counters = [tensor for tensor in states if is_counter(tensor)]
     moments = [tensor for tensor in states if not is_counter(tensor)]
     if counters:
-        # An update is made with the number of its step: where that is wrong, it is the cause. Moments are not.
+        # The update uses the step counter, so a wrong counter is its cause. Moments do not depend on it.
         causes = explain_tensors(moments, inputs)
         lost = [cause for cause in causes if _is_carried(cause)]
         return explain_tensors(counters, inputs) + lost
     causes = explain_tensors([*inputs.of_quantity(Quantity.UPDATE), *states], inputs)
-    # An update is made of the moments of its parameter, and follows where these began wrong.
+    # The update uses the moments of its parameter: it follows if the step began with wrong moments.
     begun = {
         split_moment(tensor.name)[0] for cause in causes if _is_carried(cause) for tensor in cause.tensors
     }
@@ -295,12 +302,12 @@ def _explain_optimizer_step(inputs: DiagnosisInputs) -> list[DiagnosedCause]:
 
 
 def _is_carried(cause: DiagnosedCause) -> bool:
-    """Return whether a cause is that a step began with other state than the one before had left."""
+    """Return whether a cause is wrong optimizer state at the start of the step."""
     return cause.explanation is not None and isinstance(cause.explanation.operation, Carried)
 
 
 def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> DiagnosedCause:
-    """Give gradients that no sum explains the module from which on, backward, gradients are wrong."""
+    """Add the module where gradients first differ, backward, to gradients that no sum explains."""
     origin = inputs.origins.get(BACKWARD)
     is_rounded = cause.explanation is not None and cause.explanation.cause is Cause.ROUNDING
     if origin is None or not (cause.explanation is None or is_rounded):
@@ -317,7 +324,7 @@ def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> Diagnose
 def _explain_origin(
     origin: Origin, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
 ) -> DiagnosedCause:
-    """Return the cause of the first module end that is wrong, which explains these tensors."""
+    """Return the cause of the first wrong module end, as the explanation of `tensors`."""
     (cause,) = explain_tensors([origin.tensor], inputs)
     assert inputs.search is not None
     seen = inputs.search.observe(origin.direction)
@@ -325,7 +332,7 @@ def _explain_origin(
 
 
 def _explain_replicas(first: Sequence[Finding]) -> list[DiagnosedCause]:
-    """Return the cause where nothing is wrong but that ranks which should hold the same do not."""
+    """Return the cause if the only failure is that replicas differ."""
     differing = next((finding for finding in first if finding.check == CheckName.REPLICAS), None)
     if differing is None:
         return []
@@ -344,7 +351,7 @@ def _subject_of(finding: Finding) -> Subject:
 
 
 def _explain_apart(finding: Finding, inputs: DiagnosisInputs) -> Finding:
-    """Return the finding of a check that compares a run with itself, with the name of its cause."""
+    """Add the cause to a finding of a check that compares a run with itself."""
     if isinstance(finding.facts, RouterGradientFacts):
         return explain_router_gradient(finding, finding.facts, inputs)
     if isinstance(finding.facts, ClipFacts):
@@ -378,7 +385,7 @@ def make_origins(
 
 
 def _choose_head(cause: DiagnosedCause, first: Sequence[Finding]) -> Finding:
-    """Return the worst finding of the tensors that a cause explains, or else the first of all."""
+    """Return the worst finding of the tensors of a cause, or the first finding of the step."""
     names = {tensor.name for tensor in cause.tensors}
     kinds = {tensor.key[1] for tensor in cause.tensors}
     about = [finding for finding in first if finding.tensor in names]
@@ -402,7 +409,7 @@ def _with_explanation(head: Finding, cause: DiagnosedCause) -> Finding:
 
 
 def _note_rounding(cause: DiagnosedCause) -> list[Observation]:
-    """Return that rounding may be all that keeps a cause from being seen."""
+    """Return a note that rounding may hide the cause, in precisions below float64."""
     precision = cause.subject.precision if cause.subject is not None else torch.float64
     if precision == torch.float64:
         return []
@@ -410,10 +417,10 @@ def _note_rounding(cause: DiagnosedCause) -> list[Observation]:
 
 
 def _with_log(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> Finding:
-    """Return the finding with its place and with all tests of what was examined for it."""
+    """Return the finding with its place and all trials of its subject."""
     subject, log = cause.subject, cause.log
     if subject is not None and inputs.origin_of(subject) is None and subject.name != finding.tensor:
-        # Another tensor stands for the cause, and the numbers must be those of the finding's own.
+        # The subject is another tensor of the cause: test the finding's own tensor, to log its numbers.
         subject = next((tensor for tensor in cause.tensors if tensor.name == finding.tensor), subject)
         log = Log()
     trials = complete_log(subject, log, inputs) if subject is not None else ()

@@ -1,6 +1,6 @@
-"""Tries the hypotheses on wrong tensors, keeps every outcome, and chooses the simplest that explains.
+"""Test of the hypotheses on wrong tensors, and choice of the simplest explanation.
 
-The log of outcomes is the evidence: `moeverify explain` shows it as it is.
+The log keeps every outcome as evidence; `moeverify explain` prints it.
 """
 
 from __future__ import annotations
@@ -28,34 +28,38 @@ _POSITIONS = {
 
 @dataclass
 class Log:
-    """Every test of one tensor, the last one of each kind: what was tested on a family is then tested alone."""
+    """Trials of one tensor, by hypothesis and subject.
+
+    A later trial replaces an earlier one: a hypothesis may be tested on a family first and on the tensor
+    alone later.
+    """
 
     trials: dict[tuple[str, str], Trial] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
-        """Keep the trials of an outcome."""
+        """Add the trials of an outcome."""
         self.trials.update({(trial.hypothesis, trial.about): trial for trial in outcome.trials})
 
     def has(self, hypothesis: Hypothesis) -> bool:
-        """Return whether a hypothesis was tested, or was not for a reason."""
+        """Return whether the log has a trial of a hypothesis, including an untried one."""
         return any(name == hypothesis.name for name, _ in self.trials)
 
     def explained_by(self) -> set[str]:
-        """Return the names of the hypotheses that say yes."""
+        """Return the names of the hypotheses whose tests passed."""
         return {name for (name, _), trial in self.trials.items() if trial.verdict == "yes"}
 
     def in_order(self) -> tuple[Trial, ...]:
-        """Return the trials, in the order of the hypotheses."""
+        """Return the trials in the order of the hypotheses."""
         return tuple(sorted(self.trials.values(), key=lambda trial: _POSITIONS[trial.hypothesis]))
 
 
 @dataclass(frozen=True)
 class DiagnosedCause:
-    """What explains some tensors, or tensors that nothing explains.
+    """Wrong tensors with one explanation, or with none.
 
-    `subject` is the tensor that was examined, with its `log`; where that is what a module put out, it is none of
-    `tensors`, and a check alone can say that replicas differ. `rivals` explain the same with at least as many
-    coefficients.
+    `subject` is the tensor that was tested, and `log` has its trials. If `subject` is a module output, it
+    is not one of `tensors`. It is None if only a check found the cause, such as replicas that differ.
+    `rivals` are other explanations of the same tensors, with at least as many coefficients.
     """
 
     tensors: tuple[WrongTensor, ...]
@@ -67,7 +71,7 @@ class DiagnosedCause:
 
 
 def explain_tensors(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Return the causes of wrong tensors of one step, those that explain most first, the unexplained last."""
+    """Return the causes of the wrong tensors of one step, ordered as in `merge_causes`."""
     logs = {id(tensor): Log() for tensor in tensors}
     causes: list[DiagnosedCause] = []
     left = list(tensors)
@@ -83,7 +87,7 @@ def explain_tensors(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> 
 
 
 def complete_log(tensor: WrongTensor, log: Log, inputs: DiagnosisInputs) -> tuple[Trial, ...]:
-    """Return every test of a tensor, also those that no cause needs: a reader wants to see that they say no."""
+    """Test the remaining hypotheses on a tensor and return all trials, including those that fail."""
     for tier in _list_tiers():
         for hypothesis in tier:
             if hypothesis.applies(tensor, inputs) and not log.has(hypothesis):
@@ -92,9 +96,10 @@ def complete_log(tensor: WrongTensor, log: Log, inputs: DiagnosisInputs) -> tupl
 
 
 def merge_causes(causes: Sequence[DiagnosedCause]) -> list[DiagnosedCause]:
-    """Return the causes with equal ones joined, those that explain most tensors first, the unexplained last.
+    """Join equal causes. Causes that explain more tensors come first, unexplained tensors last.
 
-    A reduction that is missing for several tensors is one cause, with the axes of the tensor that leaves the fewest.
+    A reduction that is missing for several tensors is one cause. It gets the candidate axes of the tensor
+    with the fewest.
     """
     groups: dict[str, list[DiagnosedCause]] = {}
     for cause in causes:
@@ -108,7 +113,7 @@ def _list_tiers() -> list[list[Hypothesis]]:
 
 
 def _split(tensors: Sequence[WrongTensor], scope: Scope) -> Iterator[list[WrongTensor]]:
-    """Yield the groups of a scope; tensors of different quantities are never in one."""
+    """Yield the groups of tensors of a scope. A group never mixes quantities."""
     groups: dict[tuple[str, str], list[WrongTensor]] = {}
     for number, tensor in enumerate(tensors):
         names = {Scope.TOGETHER: "", Scope.FAMILY: family_of(tensor.name), Scope.ALONE: str(number)}
@@ -123,11 +128,11 @@ def _explain_group(
     inputs: DiagnosisInputs,
     logs: dict[int, Log],
 ) -> DiagnosedCause | None:
-    """Test what a tier has for a group at this scope, and return the simplest explanation."""
+    """Test the hypotheses of a tier on a group at this scope, and return the simplest explanation."""
     explaining: dict[str, Outcome] = {}
     for hypothesis in tier:
         scopes = hypothesis.scopes(group[0].quantity)
-        # A single tensor is tested once, and not as the only member of all wider groups too.
+        # Test a single tensor only once, at the narrowest scope of the hypothesis.
         if scope not in scopes or (len(group) == 1 and scope is not scopes[-1]):
             continue
         if not all(hypothesis.applies(tensor, inputs) for tensor in group):
@@ -155,7 +160,7 @@ def _test(
 
 
 def _join(causes: Sequence[DiagnosedCause]) -> DiagnosedCause:
-    """Return one cause for all tensors of several that say the same."""
+    """Return one cause for the tensors of several causes with equal explanations."""
     head = min(causes, key=lambda cause: len(cause.explanation.candidates) if cause.explanation else 0)
     tensors = tuple(tensor for cause in causes for tensor in cause.tensors)
     explanation = head.explanation
@@ -171,12 +176,12 @@ def _names_of(cause: DiagnosedCause) -> tuple[str, ...]:
 
 
 def _identify(explanation: Explanation | None) -> str:
-    """Return what is equal for explanations that say the same of different tensors."""
+    """Return a key that is equal for explanations that differ only in their tensors."""
     if explanation is None:
         return ""
     operation = explanation.operation
     if isinstance(operation, Unreduced):
-        # Dense tensors leave fewer axes than those of experts; the first that explains it is the same.
+        # Dense tensors leave fewer candidate axes than expert tensors; compare the first axis alone.
         plain = Factor(value=_round(operation.factor).value)
         operation = operation.model_copy(update={"axes": operation.axes[:1], "factor": plain})
     elif isinstance(operation, Scaled):
@@ -186,7 +191,7 @@ def _identify(explanation: Explanation | None) -> str:
         operation = operation.model_copy(update={"contributions": rounded})
     elif isinstance(operation, Carried) and operation.factor is not None:
         operation = operation.model_copy(update={"factor": _round(operation.factor)})
-    # Where nothing is known of how, two tensors have nothing in common but that they are wrong.
+    # Without a known operation, two wrong tensors have nothing in common: keep their names in the key.
     names = explanation.subject.tensors if isinstance(operation, Altered) else ()
     subject = explanation.subject.model_copy(update={"tensors": names, "family": ""})
     alike = {"operation": operation, "subject": subject, "residual": None}

@@ -1,4 +1,4 @@
-"""Finds the integers of a run that a measured factor may come from."""
+"""Search for the integers of a run that explain a measured factor."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from moeverify.axes.groups import EXPERTS, TOKENS, TOP_K, VALID_TOKENS
 from moeverify.results.factor import Factor, Product, Source, is_same
 
-# These are made of other axes (efsdp = dp_shard * cp / ep, ...): a product with them would name an axis twice.
+# These depend on other axes (efsdp = dp_shard * cp / ep, ...): a product with them would count an axis
+# twice.
 _MADE_OF_OTHERS = {"efsdp", "edp"}
 
 
 def find_factor(
     value: float, sources: Sequence[Source], *, power: int = 1, counts: Sequence[Source] = ()
 ) -> Factor:
-    """Return the factor with all of the simplest products whose value is its `power`.
+    """Return the factor with all of the simplest products that equal `value` to the `power`.
 
-    Products of one source (ep, 1/ep) come before those of two (ep * cp, ep / cp, 1 / (ep * cp)): with enough axes
-    some product of many equals any small integer, and says nothing. Sources of one size are all named, because the
-    number cannot tell them apart, and so are `counts`, which are no axes: a denominator of another kind must not pass
-    for one, nor an axis for it.
+    Products of one source (ep, 1/ep) come before products of two (ep * cp, ep / cp, 1 / (ep * cp)): with
+    enough axes, some longer product equals any small integer, and proves nothing. All sources of equal size
+    are named, because the number cannot distinguish them. `counts` are not axes, but are named beside the
+    axes: a denominator must not pass for an axis, or the reverse.
     """
     wanted = value**power
     if wanted <= 0.0 or is_same(wanted, 1.0):
@@ -34,7 +35,7 @@ def find_factor(
 
 
 def list_numbers(sources: Sequence[Source], counts: Sequence[Source] = ()) -> list[float]:
-    """Return what a coefficient may be: nothing, once, and all products that `find_factor` knows."""
+    """Return the possible values of a coefficient: 0, 1 and all products that `find_factor` tests."""
     sizes = {source.name: source.size for source in (*counts, *sources) if source.size > 1}
     names = [source.name for source in sources if source.size > 1]
     products = [*_list_single(list(sizes)), *_list_double(names)]
@@ -42,10 +43,10 @@ def list_numbers(sources: Sequence[Source], counts: Sequence[Source] = ()) -> li
 
 
 def _find_counts(wanted: float, sizes: Mapping[str, int], counts: Sequence[Source]) -> tuple[Product, ...]:
-    """Return the counts, or their inverses, that a factor equals, less what is among the axes already.
+    """Return the counts or their inverses that equal a factor, except those that are axes.
 
-    Of two counts only such stand in one product as a loss has there: tokens with and without padding, each of which
-    it may be divided by, and experts over top_k, the weight of a balance loss.
+    Only two products of two counts are tested, which occur in losses: tokens with and without padding,
+    either of which may be the divisor, and experts over top_k, the weight of a balance loss.
     """
     known = {**{source.name: source.size for source in counts}, **sizes}
     others = {source.name: source.size for source in counts if source.name not in sizes}

@@ -1,4 +1,4 @@
-"""A diagnosis that fails: the verdict stays, and a note says what was raised and where."""
+"""Failures of the diagnosis: the verdict stays, and a note says which error was raised and where."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from moeverify.results.observation import DiagnosisFailed
 
 
 def keep_verdict(findings: Sequence[Finding], explain: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return what `explain` returns, and the findings as they are where it raises: a verdict needs no cause.
+    """Return the findings of `explain`, or `findings` if it raises: a verdict does not need a cause.
 
-    The first finding then carries what was raised and where.
+    If it raises, the first finding notes the error and its place.
     """
     try:
         return explain()
-    except Exception as error:  # whatever it is: checks and findings are right without it
+    except Exception as error:  # checks and findings are valid whatever is raised
         return note_failure(findings, describe_failure(error))
 
 
 def describe_failure(error: BaseException) -> DiagnosisFailed:
-    """Return what was raised and where: the innermost frame of the traceback."""
+    """Return the error and its place: the innermost frame of the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     site = f"{_shorten(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return DiagnosisFailed(error=type(error).__name__, message=str(error), site=site)
 
 
 def _shorten(path: str) -> str:
-    """Return a path from our package on, or else its name."""
+    """Return a path relative to this package, or the file name outside of it."""
     parts = Path(path).parts
     package = __name__.partition(".")[0]
     begin = len(parts) - 1 - parts[::-1].index(package) if package in parts else len(parts) - 1

@@ -1,4 +1,4 @@
-"""The first divergence: the first module, forward and backward, whose output differs although its input matches."""
+"""First divergence: the first module, forward and backward, with matching input and different output."""
 
 from __future__ import annotations
 
@@ -21,24 +21,29 @@ from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
 NAME = "first_divergence"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
-_DISPATCHER = "dispatcher"  # of a block of experts, which calls them and stands beside them
+_DISPATCHER = "dispatcher"  # of a block of experts; it calls the experts and is their sibling
 _MOST_AROUND = 4
 
-# Relative errors above which a reading is wrong: a thousand times what reordered sums of a few layers cost. Units of
-# rounding are 1.1e-16 and 6e-8. Readings in bfloat16 (4e-3) are not compared: its rounding hides where it began.
+# Largest relative error of a right reading: a thousand times the effect of reordered sums in a few layers.
+# Units of rounding are 1.1e-16 and 6e-8. Readings in bfloat16 (4e-3) are not compared: rounding hides where
+# an error began.
 READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The first reading, in the golden's order, that differs; `tensor` has what all ranks read.
+    """First reading that differs, in the golden's order; `tensor` has the readings of all ranks.
 
-    `input` is what one device read at the input of the same module, forward. `also` names the modules that read the
-    same values at the same time: a gradient that a module gets for its output is what those that use it pass back.
-    `around` is the module that calls this one, `inside` has those in the culprit of which everything read is right.
-    Of `num_tokens` tokens, or rows, `num_wrong` are wrong. `inputs_seen` says that something which the culprit takes
-    was compared and is right; ids, such as those of tokens, never are. `slot` says which tensor of the end it is, and
-    `right` has the ends of modules in this direction where all that was read is right.
+    `direction`, `module`, `end` and `slot` locate the reading: `slot` numbers the tensors of a module end.
+    `input` is the golden reading of the module's forward input.
+
+    `also` lists modules with equal golden values at their ends: the gradient of an output is the one that
+    its users pass back. `around` is the calling module. `inside` lists modules in the culprit whose
+    readings are all right.
+
+    `num_wrong` of `num_tokens` tokens (or rows, if `are_rows`) are wrong. `inputs_seen` is true if an input
+    of the culprit was compared and is right; integer inputs such as token ids are never compared. `right`
+    lists the module ends of this direction whose readings are all right.
     """
 
     direction: Direction
@@ -61,28 +66,32 @@ class Origin:
 
     @property
     def is_of_culprit(self) -> bool:
-        """Return whether the module where it was read is the one that went wrong, and not a module inside of it."""
+        """Return whether the culprit is the module that was read, and not a module around it."""
         return self.end == ("output" if self.direction == FORWARD else "input")
 
     @property
     def culprit(self) -> str:
-        """Return the module whose own computation went wrong, and nothing where that is the whole model.
+        """Return the module whose own computation is wrong; empty for the whole model.
 
-        A wrong input of a module, with everything before it right, was made by the module around it; a wrong
-        gradient of an output came from whoever used that output.
+        If a module's input is wrong and everything before it is right, the module around it made the input.
+        A wrong gradient of an output comes from the users of this output.
         """
         return self.module if self.is_of_culprit else self.around
 
 
 @dataclass(frozen=True)
 class Search:
-    """What came of the search: the origin of each direction, how many readings were right before, how far off.
+    """Result of the search: the first divergence of each direction, and the readings that match before it.
 
-    `bound` is the relative error above which a reading is wrong; `matched` are the modules whose outputs are right.
-    `around` has, by direction, what the modules around an origin or beside it put out next that is wrong too: a
-    module may have a part of a sum by right, which is made in the one that calls it. `beside` has what modules beside
-    an origin have read wrong at the same end: of what several take, one may be told more of. `golden` has what one
-    device read. `cuts` are modules that are not read in which the way back ends.
+    `bound` is the largest relative error of a right reading; `matched` lists the modules whose outputs are
+    right.
+
+    - `around`: by direction, later wrong outputs of modules around or beside the origin. A module may
+      output a partial sum without error, and a calling module completes it.
+    - `beside`: by direction, wrong readings of sibling modules at the same end. Modules may share an input,
+      and one of these readings may be more informative.
+    - `golden`: the readings of the single device.
+    - `cuts`: unread modules in which the backward pass ends.
     """
 
     origins: Mapping[str, Origin]
@@ -96,14 +105,14 @@ class Search:
     cuts: frozenset[str] = frozenset()
 
     def find_cut(self, origin: Origin) -> str:
-        """Return the module through which alone an origin gets a gradient, where that is cut, and else nothing."""
+        """Return the only cut module through which an origin receives its gradient, or an empty string."""
         block, _, own = origin.module.rpartition(".")
         is_passed_back = origin.direction == BACKWARD and origin.is_of_culprit and own == _DISPATCHER
         found = sorted(cut for cut in self.cuts if is_passed_back and cut.startswith(f"{block}."))
         return found[0] if len(found) == 1 else ""
 
     def observe(self, direction: Direction) -> FirstDivergence:
-        """Return where a direction first differs, and what was right before."""
+        """Return where a direction first differs, and the matching readings before."""
         num_right, worst_right = self.num_right[direction], self.worst_right[direction]
         origin = self.origins.get(direction)
         if origin is None:
@@ -125,7 +134,7 @@ class Search:
 
 
 def list_search_trials(search: Search | None) -> tuple[Trial, ...]:
-    """Return where the modules' outputs and their gradients first differ, as trials."""
+    """Return the first divergence of module outputs and of their gradients as trials."""
     if search is None:
         return (Trial(hypothesis=NAME, verdict="untried", reason=Reason.MODULES_NOT_COMPARED),)
     found = [search.observe(direction) for direction in DIRECTIONS]
@@ -142,10 +151,11 @@ def list_search_trials(search: Search | None) -> tuple[Trial, ...]:
 
 @dataclass(frozen=True)
 class Known:
-    """What the checks have found in the step, apart from its modules.
+    """Findings of the checks in the step, apart from modules.
 
-    `gradients` names the parameters whose gradients are wrong. `noise` is the relative error that calibration allows
-    gradients: where a model rounds to a narrower dtype inside, readings that differ by less than it began nothing.
+    `gradients` has the names of the parameters with wrong gradients. `noise` is the relative error that
+    calibration allows for gradients: if a model rounds to a narrower dtype internally, smaller differences
+    of readings are not an origin.
     """
 
     gradients: Collection[str] = ()
@@ -161,10 +171,11 @@ def find_origins(
     precision: torch.dtype,
     known: Known | None = None,
 ) -> Search:
-    """Return the origin of each direction in which anything differs by more than rounding.
+    """Find the first reading of each direction that differs by more than rounding.
 
-    A layout may divide what one module hands to another, as experts over ranks divide the weights of their outputs.
-    So what differs and is made good again inside a module around it began nothing.
+    A layout may split intermediate values, such as the weights of expert outputs over ranks. A difference
+    is no origin if an enclosing module later has the right result. `by_rank` has the readings by rank, `tp`
+    is the size of tensor parallelism, and `precision` selects the bound.
     """
     known = known or Known()
     bound = max(READING_BOUNDS[precision], known.noise)
@@ -208,7 +219,10 @@ def find_origins(
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
-    """Return whether what goes into the culprit was compared and is right; of the whole model nothing is."""
+    """Return whether an input of the culprit was compared and is right.
+
+    The whole model has no compared input.
+    """
     end = "input" if origin.direction == FORWARD else "output"
     return _are_right(
         [each for each in along if (each.reading.module, each.reading.end) == (origin.culprit, end)]
@@ -216,7 +230,7 @@ def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
 
 
 def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, ...]:
-    """Return the outermost modules in the culprit that were read in this direction, and never wrong."""
+    """Return the outermost modules in the culprit that were read in this direction and are never wrong."""
     inner = f"{origin.culprit}." if origin.is_of_culprit and origin.culprit else ""
     names = dict.fromkeys(
         each.reading.module for each in along if inner and each.reading.module.startswith(inner)
@@ -230,21 +244,21 @@ def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, .
 
 
 def _list_right(along: Sequence[_Judged]) -> frozenset[tuple[str, End]]:
-    """Return the ends of modules where all that was read is right."""
+    """Return the module ends whose readings are all right."""
     ends = {(each.reading.module, cast(End, each.reading.end), each.is_wrong) for each in along}
     return frozenset((module, end) for module, end, is_wrong in ends if (module, end, True) not in ends)
 
 
 def _fold_number(name: str, but: Collection[str]) -> str:
-    """Return `experts.*` for `experts.3`, where none of these is wrong."""
+    """Return `experts.*` for `experts.3`, unless a sibling is wrong."""
     around, _, own = name.rpartition(".")
     return f"{around}.*" if own.isdecimal() and around not in but else name
 
 
 def _count_wrong(tensor: WrongTensor, bound: float) -> tuple[int, int]:
-    """Return how many of the tokens, or rows, that ranks read differ, and how many these are.
+    """Return how many of the read tokens or rows differ, and how many were read.
 
-    One of small numbers is compared with the norm of a typical one.
+    The error of a small row is compared with the norm of a typical row.
     """
     seen = torch.zeros_like(tensor.expected)
     for shard in tensor.shards:
@@ -257,23 +271,23 @@ def _count_wrong(tensor: WrongTensor, bound: float) -> tuple[int, int]:
 
 
 def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
-    """Return the first reading that is wrong, in the order of one device.
+    """Return the first wrong reading in the order of the single device.
 
-    Where modules hand a tensor from one to the other, one device reads it at both, as equal values. A layout may put
-    a collective between the two: of these the one that ranks read first is the first. Without one the module that
-    made it is named, and not the one that has got it.
+    If one module hands a tensor to another, the single device has equal readings at both. A layout may put
+    a collective between them; then the reading that ranks made first is the origin. Without a collective,
+    the origin is the module that made the tensor, not the one that received it.
     """
     if not wrong:
         return None
     alike = [each for each in wrong if torch.equal(each.reading.local, wrong[0].reading.local)]
     first = min(alike, key=lambda each: each.order)
-    # Where ranks have the same at both, nothing lies between them, and the module that made it is known.
+    # If ranks have equal values at both ends, there is no operation between them, and the maker is known.
     made = [each for each in alike if _is_made_there(each) and _have_same(each.tensor, first.tensor)]
     return first if _is_made_there(first) or not made else min(made, key=lambda each: each.order)
 
 
 def _list_near(first: _Judged, wrong: Sequence[_Judged]) -> list[_Judged]:
-    """Return what modules around the first wrong one, or beside it, made of it next, the innermost first."""
+    """Return the next wrong outputs of modules around or beside the first wrong one, the innermost first."""
     own = first.reading.module
     modules = {*_list_around(own), f"{own.rpartition('.')[0]}.{_DISPATCHER}"} - {"", own}
     later = wrong[wrong.index(first) + 1 :]
@@ -281,20 +295,20 @@ def _list_near(first: _Judged, wrong: Sequence[_Judged]) -> list[_Judged]:
 
 
 def _is_beside(first: _Judged, other: _Judged) -> bool:
-    """Return whether another reading is of the same end of a module that the same one calls."""
+    """Return whether another reading is at the same end of a sibling module."""
     one, two = first.reading, other.reading
     is_other = one.module != two.module and one.end == two.end
     return is_other and bool(one.module) and one.module.rpartition(".")[0] == two.module.rpartition(".")[0]
 
 
 def _is_made_there(judged: _Judged) -> bool:
-    """Return whether the module where it was read has made it: its output, or the gradient of its input."""
+    """Return whether the module made the reading: its output, or the gradient of its input."""
     reading = judged.reading
     return reading.end == ("output" if reading.direction == FORWARD else "input")
 
 
 def _have_same(first: WrongTensor, second: WrongTensor) -> bool:
-    """Return whether ranks have the same values of two readings, shard by shard."""
+    """Return whether the shards of two readings have equal values."""
     if len(first.shards) != len(second.shards):
         return False
     return all(
@@ -303,11 +317,11 @@ def _have_same(first: WrongTensor, second: WrongTensor) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)  # two of them are never equal: `list.index` would compare their tensors
+@dataclass(frozen=True, eq=False)  # never compare by value: `list.index` would compare tensors
 class _Judged:
-    """A reading of one device, what all ranks have of it, in which micro-batches, and the worst relative error.
+    """Golden reading with the readings of all ranks, their micro-batches and the worst relative error.
 
-    `order` is the place of the first of these among what its rank read.
+    `order` is the smallest position of these readings in the sequence of their ranks.
     """
 
     reading: Reading
@@ -319,7 +333,7 @@ class _Judged:
 
 
 def _judge(reading: Reading, ranks: AllReadings, bound: float) -> _Judged | None:
-    """Return a reading as compared; None where it is not comparable on any rank."""
+    """Compare a golden reading with the ranks; None if no rank has a comparable reading."""
     found = ranks.gather(reading)
     if found is None:
         return None
@@ -331,7 +345,7 @@ def _judge(reading: Reading, ranks: AllReadings, bound: float) -> _Judged | None
 
 
 def _is_summed_up(wrong: _Judged, along: Sequence[_Judged]) -> bool:
-    """Return whether a module around what differs, forward, still puts out what it should."""
+    """Return whether a module around a wrong forward reading still has the right output."""
     module, later = wrong.reading.module, along[along.index(wrong) + 1 :]
     around = {*_list_around(module)} | ({module} if wrong.reading.end == "input" else set())
     return any(
@@ -341,9 +355,9 @@ def _is_summed_up(wrong: _Judged, along: Sequence[_Judged]) -> bool:
 
 
 def _is_passed_back(wrong: _Judged, along: Sequence[_Judged], known: Known) -> bool:
-    """Return whether a module around a gradient that differs still passes back what it should.
+    """Return whether a module around a wrong gradient still passes back the right gradient.
 
-    Its parameters must have right gradients too.
+    Its parameters must have right gradients, too.
     """
     module, later = wrong.reading.module, along[along.index(wrong) + 1 :]
     around = {*_list_around(module)} | ({module} if wrong.reading.end == "output" else set())
@@ -359,14 +373,17 @@ def _are_right(readings: Sequence[_Judged]) -> bool:
 
 
 def _list_around(module: str) -> Iterator[str]:
-    """Yield the modules around one, the whole model `` last."""
+    """Yield the enclosing modules; the last one is the whole model, named by an empty string."""
     while module:
         module = module.rpartition(".")[0]
         yield module
 
 
 def _find_caller(module: str, called: Collection[str]) -> str:
-    """Return the module that calls one; a list of modules, whose names are numbers, is never called itself."""
+    """Return the module that calls a module.
+
+    Module lists, whose children have numbers as names, are never called.
+    """
     around, _, own = module.rpartition(".")
     return _find_caller(around, called) if own.isdecimal() and around not in called else around
 
@@ -397,7 +414,7 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Ori
 
 
 def _list_equal(golden: Sequence[Reading], reading: Reading) -> tuple[str, ...]:
-    """Return the other modules at whose ends one device read the same values in the same direction."""
+    """Return the other modules with equal golden values at an end, in the same direction."""
     return tuple(
         dict.fromkeys(
             other.module
@@ -411,9 +428,10 @@ def _list_equal(golden: Sequence[Reading], reading: Reading) -> tuple[str, ...]:
 
 
 def _has_equal_rows(tensor: WrongTensor, bound: float) -> bool:
-    """Return whether the ranks together have the golden's tokens in another order.
+    """Return whether all ranks together have the golden's tokens in another order.
 
-    A module may sort the tokens that it flattens, by expert say: of the ranks of a layout each sorts its own.
+    A module may sort its flattened tokens, for example by expert. Under a layout, each rank sorts its own
+    tokens.
     """
     expected, actual = (values.flatten(0, 1) for values in (tensor.expected, tensor.whole))
     weights = torch.linspace(1.0, 2.0, expected.shape[1], dtype=expected.dtype)
@@ -430,7 +448,7 @@ def _errors_by_rank(tensor: WrongTensor) -> dict[int, float]:
 
 
 def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:
-    """Return what one device read at the input of the module, forward."""
+    """Return the golden's first forward input of a module."""
     return next(
         (
             other.local

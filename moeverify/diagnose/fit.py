@@ -1,8 +1,8 @@
-"""Least squares of wrong tensors on parts of their goldens: which linear combination of them was computed.
+"""Least squares of wrong tensors on parts of their goldens, to find the linear combination that was computed.
 
-With parts c_i (each a tensor of the golden's shape, all of them together the golden) a wrong sum is
-`actual = sum_i k_i * c_i`, so the error is `sum_i (k_i - 1) * c_i`. The error is fitted and not the tensor: a
-term that is 1e-5 of the gradient would drown in it, but it is all of its own error.
+The parts c_i have the shape of the golden and add up to it. A wrong sum is `actual = sum_i k_i * c_i`, so
+the error is `sum_i (k_i - 1) * c_i`. The fit uses the error, not the tensor: a term that is 1e-5 of the
+gradient would drown in the tensor, but it makes up all of its own error.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from torch import Tensor
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.part import Part
 
-Column = tuple[Part, Callable[[str], Tensor]]  # a part, and parameter name -> that part of its gradient
+Column = tuple[Part, Callable[[str], Tensor]]  # a part, and: parameter name -> this part of its gradient
 
 EXPLAINED = 1e-3
-"""The share of the error that may be left: rounding leaves 1e-5 of the smallest error that is found at all."""
+"""Largest share of the error that may remain; rounding leaves 1e-5 of the smallest detected error."""
 
 
 NEAR = 1e-2
-"""How far a coefficient may be from a number to be compared with it, of 1 or of the number where that is larger."""
+"""Largest distance of a coefficient from a candidate number, relative to max(1, |number|)."""
 
 _ALIKE = 1.2
-"""How many times the squares may be left by numbers that the fitted coefficients leave: noise is not quite alike."""
+"""Largest ratio of the squared residuals of candidate numbers and of the fitted coefficients."""
 
 _CHANCE = 4.0
-"""The same for each coefficient, in units of the mean square that is left: what chance does, in its square."""
+"""Additional allowance for each coefficient, in units of the residual mean square, for chance."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The coefficients of parts that explain some tensors best; each part of the golden once is the golden.
+    """Best-fitting coefficients of parts.
 
-    `residual` is what they leave of the error, as a share of it, in the tensor that they explain worst. `measure` is
-    the sum of squares that coefficients leave of `count` numbers.
+    The golden has coefficient 1 for each of its parts. `residual` is the share of the error that remains in
+    the tensor that is explained worst. `measure` returns the sum of squared residuals of `count` numbers
+    for given coefficients.
     """
 
     parts: tuple[Part, ...]
@@ -48,21 +49,23 @@ class Fit:
 
     @property
     def explains(self) -> bool:
-        """Return whether nothing of the errors is left but rounding."""
+        """Return whether only rounding remains of the errors."""
         return self.residual < EXPLAINED
 
     def settle(self, numbers: Sequence[float]) -> Fit:
-        """Return the fit with coefficients in whose place one of these numbers leaves as little of the errors.
+        """Return the fit with coefficients replaced by candidate numbers that fit equally well.
 
-        Rounding decides how exactly a coefficient is known: to ten digits in float64, in float32 to fewer, the less
-        there is of the part in the gradient. What the errors cannot tell from a number is that number.
+        Rounding limits the precision of a coefficient: ten digits in float64, and fewer in float32 for
+        small parts of the gradient. If the errors cannot distinguish a coefficient from one of `numbers`,
+        the coefficient becomes that number.
         """
         settled, free = list(self.coefficients), len(self.coefficients)
         allowed = self.measure(settled) * max(_ALIKE, 1.0 + _CHANCE * free / (self.count - free))
         for place, value in enumerate(self.coefficients):
             near = {number for number in numbers if abs(value - number) <= NEAR * max(1.0, abs(number))}
             tried = [[*settled[:place], number, *settled[place + 1 :]] for number in near]
-            # Beside nothing there may be one over the tokens of a batch, which the errors mostly tell from it.
+            # Several numbers may be near, such as 0 and 1 / tokens. The errors usually separate them; if
+            # not, keep the fit.
             right = [each for each in tried if self.measure(each) <= allowed]
             if len(right) == 1:
                 (settled,) = right
@@ -70,12 +73,13 @@ class Fit:
 
 
 def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fit | None:
-    """Return the best fit of some tensors' errors together, or None where it would prove nothing.
+    """Fit the errors of some tensors together. Return None if the fit would prove nothing.
 
-    Each tensor's error is scaled to norm 1, so that a small error in a large tensor must be explained as well as
-    a large one. It proves something where there are at least twice as many numbers as coefficients. Parts that are
-    zero in all of these tensors get no coefficient. Shapes: the tensors' elements one after another, (numbers,),
-    are fitted on (numbers, columns).
+    Each error is scaled to norm 1, so that a small error in a large tensor weighs as much as a large one.
+    The fit needs at least twice as many numbers as coefficients, and finite errors. Parts that are zero in
+    all tensors get no coefficient.
+
+    Shapes: the concatenated errors (numbers,) are fitted on (numbers, columns).
     """
     errors = [(tensor.whole - tensor.expected).reshape(-1) for tensor in tensors]
     norms = [float(error.norm()) or 1.0 for error in errors]
@@ -90,11 +94,11 @@ def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fi
     used = [number for number, length in enumerate(lengths) if length > 1e-12 * max(lengths)]
     if not used or len(target) < 2 * len(used):
         return None
-    # Columns of norm 1: terms differ by five orders of magnitude (lm 1, z 1e-5), and the solver cuts off small ones.
+    # Scale columns to norm 1: terms differ by 1e5 (lm 1, z 1e-5), and the solver cuts off small columns.
     matrix = torch.stack([stacked[number] / lengths[number] for number in used], dim=1)
     solution = torch.linalg.lstsq(matrix, target.unsqueeze(1), driver="gelsd").solution
     parts = tuple(columns[number][0] for number in used)
-    # The golden has every part once, and nothing of padding.
+    # The golden contains every part once, and no padding.
     right = [1.0 if part.belongs else 0.0 for part in parts]
     sizes = [len(error) for error in errors]
     scales = [lengths[number] for number in used]

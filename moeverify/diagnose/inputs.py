@@ -1,4 +1,4 @@
-"""Everything that was gathered about a mismatch, for the hypotheses to look at."""
+"""The data about a mismatch that hypotheses use."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Source
 from moeverify.train.module_taps import BACKWARD
 
-# The loss term of the tokens.
+# Name of the language-model loss term.
 LM = "lm"
 
-# What the golden's value at another time is called.
+# Names of the golden's values at other times.
 STEP_BEFORE, INITIAL_VALUE = "step-before", "initial-value"
 
-# Numbers that are made of all tensors, so that every axis has to do with them.
+# Quantities computed from all tensors: every axis affects them.
 _OF_THE_RUN = (Quantity.LOSS, Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 
 Read = Callable[[str], Tensor | None]
@@ -31,9 +31,10 @@ Read = Callable[[str], Tensor | None]
 
 @dataclass(frozen=True)
 class Saved:
-    """A saved state: `read` gives a whole tensor of it by name.
+    """A saved state. `read` returns a whole tensor by name.
 
-    `by_shape` has the names of all saved tensors of a shape, `wrong` those that were loaded wrong.
+    `by_shape` has the names of the saved tensors of each shape; `wrong` has the names that were loaded
+    wrong.
     """
 
     read: Read
@@ -43,7 +44,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Issued:
-    """The collectives that a rank issued inside a module, or inside the nearest one around it that has some."""
+    """Collectives that a rank issued in a module, or in the nearest enclosing module that issued any."""
 
     module: str = ""
     collectives: tuple[IssuedCollective, ...] = ()
@@ -51,17 +52,21 @@ class Issued:
 
 @dataclass
 class DiagnosisInputs:
-    """Everything that was gathered about a mismatch.
+    """The data about a mismatch that hypotheses use.
 
-    `search` says where modules first differ, None where that was not asked. `earlier` gives the golden's value of a
-    tensor at other times, by what these are called. `issued` gives the collectives of a module on a rank.
-    `num_tokens` are the tokens of the batch with padding. `stale` says whether the weights of a step earlier give
-    what a module put out, None where that cannot be asked. `saved` is there after a load. `regions` says what each
-    rank has of each parameter. `golden(kind, name, before)` gives the golden's value so many steps before this one.
-    `valid` (B, S) are the tokens that are no padding. `decays` gives, by the name of an optimizer's moment, the
-    factor that its value of the step before has in a step's sum. `shapes` has, of what has another shape under the
-    layout, the golden's and that one. `micro_batches` has by rank the rows and positions of each micro-batch.
-    `limits` has, by the name of each check, the relative error that it sees in half of its tensors.
+    - `search`: first modules that differ; None if modules were not compared.
+    - `earlier(key)`: the golden's values of a tensor at other times, by the name of the time.
+    - `issued(module, rank)`: the collectives of a module on a rank.
+    - `num_tokens`: the number of tokens of the batch, with padding.
+    - `stale(origin)`: whether the weights of the step before produce the module's output; None if unknown.
+    - `saved`: the saved state, after a load.
+    - `regions`: the region of each parameter on each rank.
+    - `golden(kind, name, before)`: the golden's value `before` steps earlier.
+    - `valid`: bool (B, S), true for tokens that are not padding.
+    - `decays`: by moment name, the factor of its previous value in the optimizer step.
+    - `shapes`: by name, (golden shape, shape under the layout) of tensors whose shapes differ.
+    - `micro_batches`: by rank, the rows and positions of each micro-batch.
+    - `limits`: by check, the relative error that it detects in half of its tensors.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
@@ -83,18 +88,18 @@ class DiagnosisInputs:
 
     @property
     def origins(self) -> Mapping[str, Origin]:
-        """Return where each direction first differs."""
+        """Return the first divergence of each direction."""
         return self.search.origins if self.search is not None else {}
 
     def origin_of(self, tensor: WrongTensor) -> Origin | None:
-        """Return where in a module a tensor was read; None for what is no module's output or gradient."""
+        """Return the module end where a tensor was read; None if it is not a module reading."""
         search = self.search
         around = (*search.around.values(), *search.beside.values()) if search is not None else ()
         known = [*self.origins.values(), *(each for found in around for each in found)]
         return next((origin for origin in known if origin.tensor is tensor), None)
 
     def list_beside(self, tensor: WrongTensor) -> Sequence[WrongTensor]:
-        """Return the other gradients of tokens that began to be wrong with this one."""
+        """Return the other wrong token gradients that begin beside this one."""
         origin = self.origins.get(BACKWARD)
         if self.search is None or origin is None or origin.tensor.key != tensor.key:
             return ()
@@ -102,30 +107,30 @@ class DiagnosisInputs:
         return [other for other in beside if other.expected.ndim >= 3]
 
     def comes_from_loss(self, origin: Origin) -> bool:
-        """Return whether what a loss passes back to the model is wrong: no gradient was right before it.
+        """Return whether a loss passes back a wrong gradient, that is, no earlier gradient is right.
 
-        Logits have a gradient of the lm loss alone.
+        Logits receive a gradient from the lm loss alone.
         """
         is_first = self.search is not None and not self.search.num_right[BACKWARD]
         return origin.direction == BACKWARD and origin.end == "output" and not origin.culprit and is_first
 
     def sources_of(self, tensors: Sequence[WrongTensor]) -> list[Source]:
-        """Return the integers of the run that a factor of these tensors may come from."""
+        """Return the integers of the run that may explain a factor of these tensors."""
         if any(tensor.quantity in _OF_THE_RUN for tensor in tensors):
             return list(self.axes.sources)
         return self.axes.sources_of(*map(self._name, tensors))
 
     def groups_of(self, tensor: WrongTensor) -> Groups:
-        """Return the groups of the axes that have to do with a tensor."""
+        """Return the rank groups of the axes that affect a tensor."""
         return self.axes.groups if tensor.quantity in _OF_THE_RUN else self.axes.groups_of(self._name(tensor))
 
     def _name(self, tensor: WrongTensor) -> str:
-        """Return the name of a tensor for look-ups of axes: that of its module, if it was read in a module."""
+        """Return the name to look up axes by: the module of a reading, or else the tensor."""
         origin = self.origin_of(tensor)
         return tensor.name if origin is None else origin.culprit
 
     def of_quantity(self, *quantities: Quantity) -> list[WrongTensor]:
-        """Return the wrong tensors of some quantities, in the order in which these are given."""
+        """Return the wrong tensors of some quantities, in the order of `quantities`."""
         return [
             tensor
             for quantity in quantities

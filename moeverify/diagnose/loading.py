@@ -1,4 +1,4 @@
-"""Findings after a load in, causes out: kept as it was, moved, exchanged, of another time."""
+"""Causes of findings after a load: tensors kept, moved, exchanged, or from another time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moeverify.results.operation import Altered, Zeroed
 
 
 def diagnose_load(findings: Sequence[Finding], inputs: DiagnosisInputs, step: int) -> list[Finding]:
-    """Return the findings with causes: what was lost first, then what was loaded wrong, then what follows from it.
+    """Return the findings with causes: lost tensors first, then wrongly loaded ones, then all that follows.
 
-    `step` is the one that was saved; `inputs.tensors` are those that were loaded wrong.
+    `step` is the step that was saved; `inputs.tensors` has the wrongly loaded tensors.
     """
     lost: list[Finding] = []
     loaded: list[Finding] = []
@@ -40,7 +40,7 @@ def _explain_lost(finding: Finding) -> Finding:
 
 
 def _explain_loaded(loaded: Sequence[Finding], inputs: DiagnosisInputs) -> Iterator[Finding]:
-    """Yield the findings of loaded tensors in their order; of one cause, the worst explains the others."""
+    """Yield the findings of loaded tensors in their order; those with one cause follow the worst."""
     causes = explain_tensors(list(inputs.tensors.values()), inputs)
     origins, _ = make_origins(causes, loaded, inputs)
     heads = {
@@ -50,13 +50,13 @@ def _explain_loaded(loaded: Sequence[Finding], inputs: DiagnosisInputs) -> Itera
     options: dict[object, str] = {}
     for finding in loaded:
         head = heads.get(finding.tensor)
-        if head is None:  # more were wrong than are examined
+        if head is None:  # more tensors were wrong than the diagnosis examines
             yield finding
         elif head.tensor != finding.tensor:
             yield finding.model_copy(update={"follows": head.tensor})
         else:
-            # Where one tensor was read in a wrong place, so were others of its kind, and short shards then lie
-            # outside of their tensors altogether: what they hold is no value that is known.
+            # If one tensor was read from a wrong place, so were others of its kind. Short shards then lie
+            # outside of their tensors and hold unknown values.
             is_unknown = head.explanation is None or isinstance(head.explanation.operation, Altered)
             follows = moved.get(_kind_of(finding.tensor), "") if is_unknown else ""
             option = _find_option(finding)
@@ -67,13 +67,13 @@ def _explain_loaded(loaded: Sequence[Finding], inputs: DiagnosisInputs) -> Itera
 
 
 def _find_option(finding: Finding) -> object:
-    """Return what is equal for parameters of which one option of the optimizer is wrong alike; None of tensors."""
+    """Return a key that is equal for parameters with the same wrong optimizer option; None for tensors."""
     parameter, _, option = finding.tensor.partition(": ")
     return (option, finding.expected, finding.actual) if parameter and option else None
 
 
 def _find_moved(loaded: Sequence[Finding], heads: Mapping[str, Finding]) -> dict[str, str]:
-    """Return the first tensor of each kind whose values stand in wrong places."""
+    """Return, for each kind, the first tensor whose values are in wrong places."""
     moved: dict[str, str] = {}
     for finding in loaded:
         head = heads.get(finding.tensor)
@@ -83,5 +83,5 @@ def _find_moved(loaded: Sequence[Finding], heads: Mapping[str, Finding]) -> dict
 
 
 def _kind_of(name: str) -> str:
-    """Return what a saved tensor is: weight, buffer or optimizer, which its name begins with."""
+    """Return the prefix of a saved tensor's name: weight, buffer or optimizer."""
     return name.partition("/")[0]

@@ -1,8 +1,8 @@
-"""Rows that a module has in an order of its own, such as copies of tokens sorted by expert: found by their values.
+"""Rows in a module's own order, such as copies of tokens sorted by expert, matched by their values.
 
-One device has all N rows; a rank has some of them, in another order and of other ranks' tokens. Rows that go into a
-module are matched with the golden's that have the same values, and rows that come out of it go with those. Copies of
-one token are equal where they go in, so each is taken for the copy that comes out most alike.
+The single device has all N rows. A rank has some of them, in another order and from other ranks' tokens.
+Input rows of a module are matched with golden rows of equal values, and output rows go with them. Copies of
+one token have equal inputs, so each is matched with the copy whose output is closest.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch import Tensor
 from moeverify.diagnose.slices import MOST_SLICES, measure_distances, scale_rows
 from moeverify.train.module_taps import Reading
 
-_FAR = 1e6  # a distance of rows that are no numbers
+_FAR = 1e6  # distance of rows that are not finite
 
 Call = tuple[int, str, int]
-"""A call of a module, of which there is one in a micro-batch: rank, module, micro-batch."""
+"""Call of a module, one in each micro-batch: (rank, module, micro-batch)."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which rows of the golden's the rows of each call are; `is_shared` where other ranks have the same ones too.
+    """Golden rows of the rows of each call; `is_shared` is true if other ranks have the same rows too.
 
-    `are_sure` says of each row whether it went in as the golden's does, of which there are as many. The others have
-    what was left: they may be rows that a rank computes and throws away, such as those of other ranks' experts.
+    `are_sure` tells for each row whether its input equals the golden's, with an equal number of copies.
+    Other rows get the remaining places: a rank may compute and discard them, such as rows of other ranks'
+    experts.
     """
 
     of_call: Mapping[Call, tuple[int, ...]]
@@ -39,12 +40,14 @@ class Places:
 def place_rows(
     golden: Sequence[Reading], found: Sequence[tuple[int, Reading]], groups: Mapping[int, int], equal: float
 ) -> Places:
-    """Return where the rows of one module stand among the golden's, which has one call of it.
+    """Match the rows of one module's calls with the rows of its one golden call.
 
-    `golden` and `found` (with its rank) are what was read of the module forward, of one number of rows in each call;
-    `groups` has for each rank the number of those that together have all tokens, such as its coordinate of tp. Rows
-    are equal if they differ by less than `equal` of their norm. No call has a place where the ranks of a group have
-    another number of rows than one device: some were dropped, or padded, or the module is not the same.
+    `golden` and `found` (with ranks) are forward readings of the module, with one number of rows in each
+    call. `groups` maps each rank to a group that together has all tokens, such as its tp coordinate. Rows
+    are equal if they differ by less than `equal` of their norm.
+
+    No call has a place if a group's number of rows differs from the single device: rows were dropped or
+    padded, or the module is another one.
     """
     nowhere = Places({}, is_shared=False)
     expected = _join(golden)
@@ -85,7 +88,7 @@ def _list_calls(found: Sequence[tuple[int, Reading]]) -> Iterator[tuple[Call, li
 
 
 def _join(readings: Sequence[Reading]) -> Tensor | None:
-    """Return what one call took and put out beside each other, (rows, columns) float64; None without an input."""
+    """Return the inputs and outputs of one call, (rows, columns) float64; None without an input."""
     ordered = sorted(readings, key=_side_of)
     if not ordered or ordered[0].end != "input" or len({len(rows_of(each)) for each in ordered}) > 1:
         return None
@@ -93,7 +96,7 @@ def _join(readings: Sequence[Reading]) -> Tensor | None:
 
 
 def rows_of(reading: Reading) -> Tensor:
-    """Return what was read as (rows, columns): what has as many rows as there are tokens was taken for those."""
+    """Return a reading as (rows, columns); readings that were viewed as tokens are flattened."""
     return reading.local.flatten(0, 1) if reading.is_flat else reading.local
 
 
@@ -106,12 +109,14 @@ def _num_columns(readings: Sequence[Reading]) -> int:
 
 
 def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> tuple[list[int], list[bool]]:
-    """Return for each row the golden's row that it is, each once; what is no copy of any gets what is left.
+    """Return a distinct golden row for each row, and whether each is sure (`Places`).
 
-    With it goes whether each is sure (`Places`). Shapes: `rows` and `expected` (N, inputs and outputs).
+    Rows without a copy among the golden's get the remaining places. Shapes: `rows` and `expected` are (N,
+    input and output columns).
     """
     distance = _measure(rows[:, :num_inputs], expected[:, :num_inputs])
-    # Inputs first: of rows that differ by rounding the outputs decide, by less than any other input would.
+    # Match by inputs first. Among equal inputs the outputs decide; they weigh less than any difference of
+    # inputs.
     is_equal = distance <= equal
     cost = torch.where(is_equal, 0.0, 1.0 + distance)
     outputs = _measure(rows[:, num_inputs:], expected[:, num_inputs:])
@@ -121,7 +126,7 @@ def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> tup
     while bool((places < 0).any()):
         open_rows, open_places = (places < 0).nonzero().flatten(), free.nonzero().flatten()
         best, at = cost[open_rows][:, open_places].min(dim=1)
-        # Of rows that want one place the last one written wins, which is the one that is most alike.
+        # If several rows want one place, the last write wins; sort so that this is the closest row.
         order = best.argsort(descending=True, stable=True)
         winner = torch.full((len(open_places),), -1)
         winner[at[order]] = open_rows[order]
@@ -135,10 +140,10 @@ def _match(rows: Tensor, expected: Tensor, num_inputs: int, equal: float) -> tup
 def _is_sure(
     places: Tensor, expected: Tensor, num_inputs: int, is_equal: Tensor, outputs: Tensor, equal: float
 ) -> Tensor:
-    """Return of each row whether it is the golden's row in its place, and no other one can be it, (N,).
+    """Return whether each row is certainly the golden row in its place, bool (N,).
 
-    Among copies of a token what they become decides. `is_equal` says of which inputs are equal, and `outputs` is how
-    far what came out is, (N, N) of rows and the golden's.
+    Outputs distinguish the copies of a token. `is_equal` (N, N) tells which inputs of rows and golden rows
+    are equal, and `outputs` (N, N) has the distances of their outputs.
     """
     wanted, made = expected[:, :num_inputs], expected[:, num_inputs:]
     copies = _measure(wanted, wanted) <= equal
@@ -150,6 +155,6 @@ def _is_sure(
 
 
 def _measure(found: Tensor, wanted: Tensor) -> Tensor:
-    """Return the distance of each row from each of the golden's, as a share of its norm or of a typical one."""
+    """Return the distance of each row from each golden row, relative to its norm or to a typical norm."""
     distance = measure_distances(found, wanted) / scale_rows(wanted)
     return distance.nan_to_num(nan=_FAR, posinf=_FAR).clamp(max=_FAR)

@@ -1,4 +1,4 @@
-"""Parameters that have another shape under the layout than on one device: their placement is wrong."""
+"""Parameters whose shape under the layout differs from the single device: wrong placements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> (expec
 
 
 def explain_shapes(shapes: Shapes, axes: Axes) -> list[DiagnosedCause]:
-    """Return one cause for all parameters whose shapes are off along the same dim by the same factor."""
+    """Return one cause for all parameters whose shapes differ along the same dim by the same factor."""
     groups: dict[tuple[int | None, float], list[str]] = {}
     for name, (expected, actual) in shapes.items():
         groups.setdefault(_compare(expected, actual), []).append(name)
@@ -26,7 +26,7 @@ def explain_shapes(shapes: Shapes, axes: Axes) -> list[DiagnosedCause]:
 
 
 def _compare(expected: Sequence[int], actual: Sequence[int]) -> tuple[int | None, float]:
-    """Return the only dim in which two shapes differ, and the factor; None for the dim if it is not one dim."""
+    """Return the only dim in which two shapes differ, and the factor; (None, 0.0) for other differences."""
     if len(expected) != len(actual):
         return None, 0.0
     dims = [dim for dim, (one, other) in enumerate(zip(expected, actual, strict=True)) if one != other]

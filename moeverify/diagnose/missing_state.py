@@ -1,4 +1,4 @@
-"""State that no rank has: where a layer or a parameter is missing, everything else follows from that."""
+"""State that no rank has: if a layer or parameter is missing, every other finding follows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _STATE = (Kind.INITIAL_WEIGHT, Kind.INITIAL_BUFFER)
 
 
 def find_missing_state(findings: Sequence[Finding]) -> list[Finding]:
-    """Return what no rank has of the model: one finding for all missing tensors, then those with missing parts.
+    """Return the findings of missing model state: one for all missing tensors, then those with missing parts.
 
-    Only weights and buffers before the first step: later tensors are missing because of these.
+    Only weights and buffers before the first step count: later tensors are missing because of these.
     """
     missing = [
         finding

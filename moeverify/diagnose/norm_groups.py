@@ -1,7 +1,8 @@
-"""The group of parameters whose squares a gradient norm counts more often than once, or not at all.
+"""Groups of parameters whose squares a gradient norm counts several times, or not at all.
 
-Groups are taken from simple to complex: what an axis replicates or shards, then the experts or all others, which lie
-on another mesh where both are sharded, then one family of parameters, then one parameter.
+Groups are tried from simple to complex: first the parameters that an axis replicates or shards. Next come
+the experts and all others, which lie on different meshes if both are sharded. Then follow families of
+parameters, and single ones.
 """
 
 from __future__ import annotations
@@ -15,29 +16,31 @@ from moeverify.diagnose.families import family_of, name_family
 from moeverify.results.part import Contribution, Group, Part
 
 Parts = Mapping[str, Mapping[int, str]]
-"""By parameter and rank, the key of the region that the rank has of it."""
+"""By parameter and rank, the key of the region that the rank holds."""
 
-# How exactly the count of a group must be a whole number. In float64 the squared norm is known to 1e-14 of itself,
-# and a group whose squares are less than 1e-5 of it leaves fewer digits, so it is not looked at. A narrower norm
-# leaves fewer still: among 100 groups, of which some ten have squares about as large as the excess, counts that may
-# be 4e-3 off are whole by chance in 10 * 2 * 4e-3 = 8 % of norms that are wrong in another way. So it is where the
-# excess is 2e-4 of a float32 norm; above that it falls as the excess grows.
+# Tolerance for an integer count. In float64 the squared norm is known to 1e-14. A group whose squares are
+# less than 1e-5 of the total leaves fewer digits and is skipped.
+#
+# A narrower norm leaves fewer digits still. Of 100 groups, about ten have squares as large as the excess.
+# With a tolerance of 4e-3, their counts are integers by chance in 10 * 2 * 4e-3 = 8 % of norms that are
+# wrong for another reason. A float32 norm reaches this at an excess of 2e-4; the share falls as the excess
+# grows.
 _WHOLE, _LEAST_SHARE, _MOST_WHOLE = 1e-6, 1e-5, 4e-3
 
 
 def find_miscounted_group(
     excess: float, squares: Mapping[str, float], parts: Parts, axes: Axes, *, noise: float = 0.0
 ) -> Contribution | None:
-    """Return the one group that counts k times, k a whole number, in a squared norm that is off by `excess`.
+    """Return the one group that a squared norm counts k times, where k is an integer other than 1.
 
-    `squares` has the squared norm of each parameter's gradient, and `noise` is how far the squared norm may be off by
-    its own rounding, relatively. None where no group explains it, and where groups that have nothing to do with each
-    other do, or where the excess is no number.
+    `excess` is the error of the squared norm, `squares` has the squared gradient norm of each parameter,
+    and `noise` is the relative rounding error of the squared norm. Return None if no group explains the
+    excess, if disjoint groups do, or if the excess is not finite.
     """
     if not math.isfinite(excess):
         return None
     total = sum(squares.values())
-    # A count above the number of ranks is no count of copies, and with enough of them any number is one.
+    # More copies than ranks are impossible, and a large enough count fits any number.
     most = max((source.size for source in axes.sources), default=1)
     found: list[tuple[Group, int]] = []
     for group in _list_groups(squares, parts, axes):
@@ -51,7 +54,8 @@ def find_miscounted_group(
     if not found or any(not _overlap(found[0][0], group) for group, _ in found[1:]):
         return None
     group, times = found[0]
-    # The axis that makes the group was tested; another one of its size makes another group, which does not fit.
+    # Prefer the axis that defines the group: another axis of the same size defines a group that does not
+    # fit.
     tested = [source for source in axes.sources if source.name == group.axis]
     factor = find_factor(float(times), tested)
     factor = factor if factor.equals else find_factor(float(times), axes.sources)
@@ -59,7 +63,7 @@ def find_miscounted_group(
 
 
 def _list_pairs(squares: Mapping[str, float], parts: Parts, axes: Axes) -> Iterator[tuple[Group, Group]]:
-    """Yield, for each axis, what it replicates and what it shards."""
+    """Yield, for each axis, the parameters that it replicates and those that it shards."""
     for axis, ranks in axes.groups.items():
         replicated = tuple(name for name in squares if _is_replicated(parts[name], ranks))
         sharded = tuple(name for name in squares if name not in replicated)
@@ -71,7 +75,7 @@ def _list_pairs(squares: Mapping[str, float], parts: Parts, axes: Axes) -> Itera
 
 
 def _list_apart(squares: Mapping[str, float]) -> Iterator[tuple[Group, Group]]:
-    """Yield, for each family that has a name, its parameters and all others."""
+    """Yield, for each named family, its parameters and all others."""
     names = {name: name_family([name]) for name in squares}
     for family in dict.fromkeys(filter(None, names.values())):
         own = tuple(name for name in squares if names[name] == family)
@@ -84,7 +88,10 @@ def _list_apart(squares: Mapping[str, float]) -> Iterator[tuple[Group, Group]]:
 
 
 def _list_kinds(squares: Mapping[str, float], parts: Parts) -> Iterator[Group]:
-    """Yield vectors and matrices, which optimizers keep apart; flat shards do not say which they are."""
+    """Yield vectors and matrices, which optimizers group separately.
+
+    Flat shards do not show the difference.
+    """
     dims = {name: {key.count(",") for key in parts[name].values()} for name in squares}
     flat = any(key.startswith("flat") for name in squares for key in parts[name].values())
     vectors = tuple(name for name in squares if dims[name] == {0})
@@ -98,7 +105,7 @@ def _overlap(first: Group, second: Group) -> bool:
 
 
 def _list_groups(squares: Mapping[str, float], parts: Parts, axes: Axes) -> Iterator[Group]:
-    """Yield the groups of parameters that have something in common, those of an axis first."""
+    """Yield groups of parameters with a common trait, those of an axis first."""
     for pair in (*_list_pairs(squares, parts, axes), *_list_apart(squares)):
         yield from pair
     yield from _list_kinds(squares, parts)
@@ -110,6 +117,6 @@ def _list_groups(squares: Mapping[str, float], parts: Parts, axes: Axes) -> Iter
 
 
 def _is_replicated(parts: Mapping[int, str], groups: Sequence[Sequence[int]]) -> bool:
-    """Return whether all ranks of each group that hold a parameter hold the same part of it."""
+    """Return whether the ranks of each group hold the same part of a parameter."""
     held = [[parts[rank] for rank in group if rank in parts] for group in groups]
     return any(len(part) > 1 for part in held) and all(len(set(part)) <= 1 for part in held)

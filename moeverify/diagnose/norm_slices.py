@@ -1,8 +1,8 @@
-"""A gradient norm whose squares are not summed over a mesh axis, of all parameters or of some.
+"""Gradient norms whose squares are not summed over a mesh axis, for all parameters or for a group of them.
 
-The ranks of one coordinate of an axis have a slice of the gradients: their own shards, and all that the axis
-replicates. A norm that lacks the sum over the axis is that of a rank's own slice; or the ranks then combine their
-norms, as if these were those of one tensor, by a mean or a sum; or that of one coordinate is that of all ranks.
+The ranks at one coordinate of an axis hold a slice of the gradients: their own shards, and everything that
+the axis replicates. If the sum over the axis is missing, each rank may report the norm of its own slice.
+Ranks may also combine the norms of the slices by a mean or a sum, or all use the norm of one coordinate.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _COMBINE: Mapping[_Combination, Callable[[Sequence[float]], float]] = {
     "root-mean-square": lambda squares: sum(squares) / len(squares),
 }
 
-# Among some hundred combinations of axes, parameters and formulas, each fits one in ten thousand of norms that are
-# wrong in another way, if it may be this far off. A norm that is known less well says nothing.
+# About a hundred combinations of axes, parameters and formulas are tried. With this tolerance, each fits
+# one in ten thousand norms that are wrong for another reason. Norms known less precisely are not examined.
 _MOST_NOISE = 1e-5
-_LEAST_SHARE = 1e-5  # of the square that is not there: less of it leaves no digits
+_LEAST_SHARE = 1e-5  # of the square that is missing; a smaller one leaves too few digits
 
 
 def find_norm_of_slices(facts: ClipFacts, axes: Axes, *, noise: float) -> NormOfSlices | None:
-    """Return over which axes, and of which parameters, a norm of each rank is not summed; None where over none.
+    """Return the axes and parameters over which a norm is not summed; None if nothing fits.
 
-    `noise` is how far a squared norm may be off by its own rounding, relatively.
+    `noise` is the relative rounding error of a squared norm.
     """
     if not facts.held or noise > _MOST_NOISE or not all(map(math.isfinite, facts.norms)):
         return None
@@ -66,7 +66,7 @@ def find_norm_of_slices(facts: ClipFacts, axes: Axes, *, noise: float) -> NormOf
 def _find_combination(
     facts: ClipFacts, slices: Mapping[tuple[str, ...], Sequence[float]], group: Group | None, noise: float
 ) -> NormOfSlices | None:
-    """Return what a norm of all ranks is made of the slices' norms, or of those of the group alone, or None."""
+    """Return the formula by which a common norm combines the norms of the slices, or None."""
     inside = set(facts.squares if group is None else group.tensors)
     others = sum(square for name, square in facts.squares.items() if name not in inside)
     square = facts.norms[0] ** 2
@@ -90,7 +90,7 @@ _Division = Sequence[frozenset[int]]
 
 
 def _list_divisions(axes: Axes, num_ranks: int) -> Iterator[tuple[tuple[str, ...], _Division]]:
-    """Yield the ranks by their coordinate of each axis, and of each two axes."""
+    """Yield the sets of ranks at each coordinate of each axis, and of each pair of axes."""
     single: dict[tuple[str, ...], _Division] = {}
     for axis, groups in axes.groups.items():
         width = max(map(len, groups), default=0)
@@ -105,7 +105,7 @@ def _list_divisions(axes: Axes, num_ranks: int) -> Iterator[tuple[tuple[str, ...
 
 
 def _list_groups(facts: ClipFacts) -> Iterator[Group | None]:
-    """Yield None for all parameters, and then the experts and all others, where both are there."""
+    """Yield None for all parameters, then each family and its complement, if both exist."""
     yield None
     families = {name: name_family([name]) for name in facts.squares}
     for family in dict.fromkeys(filter(None, families.values())):
@@ -117,7 +117,7 @@ def _list_groups(facts: ClipFacts) -> Iterator[Group | None]:
 
 
 def _measure(facts: ClipFacts, group: Group | None, division: _Division) -> list[float]:
-    """Return the square of each slice: what its ranks have of a group, and all of what is not in the group."""
+    """Return the squared norm of each slice: its ranks' part of a group, and everything outside the group."""
     inside = set(facts.squares if group is None else group.tensors)
     others = sum(square for name, square in facts.squares.items() if name not in inside)
     measured = []
@@ -133,7 +133,7 @@ def _measure(facts: ClipFacts, group: Group | None, division: _Division) -> list
 
 
 def _is_own(facts: ClipFacts, division: _Division, squares: Sequence[float], noise: float) -> bool:
-    """Return whether each rank's norm is that of its own slice."""
+    """Return whether each rank has the norm of its own slice."""
     return all(
         abs(facts.norms[rank] ** 2 - square) <= noise * square
         for ranks, square in zip(division, squares, strict=True)
@@ -144,7 +144,10 @@ def _is_own(facts: ClipFacts, division: _Division, squares: Sequence[float], noi
 def _find_one(
     facts: ClipFacts, slices: Mapping[tuple[str, ...], Sequence[float]], group: Group | None, noise: float
 ) -> NormOfSlices | None:
-    """Return the slice whose norm all ranks have, by the coordinate where the axes that fit agree in it, or None."""
+    """Return the one slice whose norm all ranks have, or None.
+
+    The coordinate is set if all fitting axes agree in it.
+    """
     square = facts.norms[0] ** 2
     places: dict[tuple[str, ...], int] = {}
     for name, squares in slices.items():
@@ -166,6 +169,6 @@ def _find_one(
 
 
 def _name(found: Sequence[tuple[str, ...]]) -> tuple[Product, ...]:
-    """Return the axes that fit: one alone, where any does."""
+    """Return the axes that fit; single axes are preferred to pairs."""
     fewest = min(map(len, found))
     return tuple(Product(times=names) for names in found if len(names) == fewest)

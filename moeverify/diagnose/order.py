@@ -1,4 +1,4 @@
-"""In which order hypotheses are tried, and which of what finds causes is left out. No torch."""
+"""Order of the hypotheses, and exclusion of some of them. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ORDER = (
 )
 
 EXPLAIN = "explain"
-"""The search for the first wrong operation."""
+"""Name of the search for the first wrong operation."""
 
 MECHANISMS = (*(name for tier in ORDER for name in tier), EXPLAIN)
 
@@ -51,7 +51,7 @@ _left_out: ContextVar[frozenset[str]] = ContextVar("_left_out", default=frozense
 
 @contextmanager
 def leaving_out(names: Iterable[str]) -> Iterator[None]:
-    """Try none of the hypotheses of these names while the block runs."""
+    """Exclude the hypotheses with these names while the block runs."""
     token = _left_out.set(frozenset(names))
     try:
         yield
@@ -60,5 +60,5 @@ def leaving_out(names: Iterable[str]) -> Iterator[None]:
 
 
 def is_left_out(name: str) -> bool:
-    """Return whether a hypothesis is not to be tried."""
+    """Return whether a hypothesis is excluded."""
     return name in _left_out.get()

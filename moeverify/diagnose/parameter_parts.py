@@ -1,4 +1,4 @@
-"""Which part of the parameters is affected: the simplest traits that all affected ones have, and no other one."""
+"""Part of the parameters that is affected: the simplest traits that select exactly the affected ones."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from moeverify.layout.region import Region
 from moeverify.results.parameter_part import ParameterPart, Trait
 
 _LEAST_BITS = 6.0
-"""By how many bits a description is shorter than the affected names: less is chance."""
+"""Minimum of bits that a description saves compared with a list of names; less may be chance."""
 
 _MOST_ALTERNATIVES = 1
-"""Other descriptions that are as simple, which are said beside it."""
+"""Number of equally simple descriptions that are reported in addition."""
 
 _INSIDE = ("norm", "bias")
-"""What is a part of names as a part of a word, too: `attention_norm`, `up_bias`."""
+"""Words that also match within a component of a name: `attention_norm`, `up_bias`."""
 
 Regions = Mapping[str, Mapping[int, Region]]
 
 
 @dataclass(frozen=True)
 class _Described:
-    """A trait, the parameters that have it, and how many others of its kind could have been named.
+    """A trait, the parameters that have it, and the number of traits of its kind.
 
-    `end` is the parameter with which a range begins or ends.
+    `end` is the parameter at which a range begins or ends.
     """
 
     trait: Trait
@@ -40,7 +40,7 @@ class _Described:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One trait, or two: what has them, and how long it is to say so."""
+    """One trait or two, the parameters that have them, and the cost of the description."""
 
     traits: tuple[Trait, ...]
     members: frozenset[str]
@@ -55,17 +55,19 @@ def find_part(
     groups: Groups,
     doubtful: Collection[str] = (),
 ) -> ParameterPart | None:
-    """Return what all affected parameters have in common, and no unaffected one; None where nothing simple is.
+    """Return the traits that exactly the affected parameters have; None if nothing simple fits.
 
-    Others, in which it could not be seen, may have it in common too, if they are fewer. `doubtful` ones are wrong in
-    a way that nobody knows, which may be this one: where such a one is not in the part, the part may be larger, and
-    is not said. `regions` are in the order of registration.
+    Parameters that are neither affected nor unaffected, because an error would be invisible, may have the
+    traits too, if they are fewer. `doubtful` parameters are wrong in an unknown way, possibly in this one.
+    If one of them lies outside of the part, the part may be too small, and the result is None. `regions`
+    must be in the order of registration.
     """
     inside, outside = frozenset(affected), frozenset(unaffected)
     if len(inside) < 2 or not outside or not inside <= set(regions):
         return None
     traits = [each for each in _list_traits(list(regions), regions, groups) if inside <= each.members]
-    # Of ranges that differ by parameters of neither kind one begins, or ends, with an affected one.
+    # Ranges may differ only in parameters of neither kind: keep those that begin or end with an affected
+    # one.
     traits = [each for each in traits if each.end is None or each.end in inside]
     found = [each for each in _list_choices(traits) if not each.members & outside]
     found = [each for each in found if each.bits + _LEAST_BITS <= _count_bits(each.members, outside, inside)]
@@ -75,7 +77,7 @@ def find_part(
     simplest = found[0]
     if not simplest.members.issuperset(doubtful):
         return None
-    # Only norms have one dim, so either trait may be the one that chose them.
+    # Only norms have one dim, so either trait may be the right one.
     as_simple = [
         each.traits
         for each in found[1:]
@@ -93,14 +95,14 @@ def find_part(
 
 
 def _count_bits(members: frozenset[str], outside: frozenset[str], inside: frozenset[str]) -> float:
-    """Return how long a list of the affected names is; nothing where a part has more of which nothing is known."""
+    """Return the length of a list of the affected names in bits; 0 if at least half of the part is unseen."""
     if len(members) >= 2 * len(inside):
         return 0.0
     return math.log2(math.comb(len(inside) + len(outside), len(inside)))
 
 
 def _list_choices(traits: Sequence[_Described]) -> Iterator[_Choice]:
-    """Yield each trait alone, and any two of different kinds."""
+    """Yield each trait alone, and each pair of traits of different kinds."""
     for each in traits:
         yield _Choice((each.trait,), each.members, each.cost, math.log2(each.num_alike))
     for one, other in combinations(traits, 2):
@@ -112,7 +114,7 @@ def _list_choices(traits: Sequence[_Described]) -> Iterator[_Choice]:
 
 
 def _list_traits(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:
-    """Yield all traits that distinguish parameters; traits that are easy to read have the least cost."""
+    """Yield all traits that distinguish parameters; simple traits have a low cost."""
     words = sorted({word for name in names for word in name.split(".") if not word.isdigit()})
     words += [each for each in _INSIDE if each not in words and any(each in word for word in words)]
     for word in words:
@@ -155,7 +157,7 @@ def _list_layers(names: Sequence[str]) -> Iterator[_Described]:
 
 
 def _list_placements(names: Sequence[str], regions: Regions, groups: Groups) -> Iterator[_Described]:
-    """Yield over which axes parameters are sharded or replicated, and which ranks hold them."""
+    """Yield the axes that shard or replicate parameters, and the sets of ranks that hold them."""
     for axis, members in groups.items():
         sharded = frozenset(name for name in names if _is_sharded(regions[name], members))
         whole = frozenset(names) - sharded
@@ -168,5 +170,5 @@ def _list_placements(names: Sequence[str], regions: Regions, groups: Groups) -> 
 
 
 def _is_sharded(regions: Mapping[int, Region], groups: Sequence[Sequence[int]]) -> bool:
-    """Return whether ranks of some group hold other parts of a parameter."""
+    """Return whether ranks of a group hold different parts of a parameter."""
     return any(len({regions[rank].key for rank in group if rank in regions}) > 1 for group in groups)

@@ -1,4 +1,4 @@
-"""The place of a cause: its module, ranks, axes and parts, and the collectives that were issued there."""
+"""Place of a cause: its module, ranks, axes and parts, and the collectives issued there."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _STAGES: Mapping[Quantity, Stage] = {
     Quantity.BUFFER: Stage.STATE,
     Quantity.LOADED: Stage.LOAD,
 }
-# Of these kinds the name of a tensor is that of a parameter or buffer, so that its module holds it.
+# Tensors of these kinds are named after a parameter or buffer, so a module holds them.
 _IN_MODULES = ("initial_weight", "initial_buffer", "gradient", "update", "optimizer_state", "buffer")
 
 
 def locate(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> Place:
-    """Return where the cause of a finding acts."""
+    """Return the place where the cause of a finding acts."""
     module = _find_module(finding, cause, inputs)
     issued = inputs.issued(module, finding.rank) if module else None
     fields: dict[str, object] = {}
@@ -66,7 +66,7 @@ def locate(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> 
 
 
 def _find_module(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> str:
-    """Return the module where it began, or the one that holds the parameter."""
+    """Return the module where the error begins, or the one that holds the parameter."""
     if cause.explanation is not None and cause.explanation.subject.module:
         return cause.explanation.subject.module
     origin = inputs.origin_of(cause.subject) if cause.subject is not None else None

@@ -1,4 +1,4 @@
-"""What all ranks read at the ends of modules, put together as the tensors that one device reads there."""
+"""Readings of all ranks at module ends, assembled to the tensors of the single-device reference."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Coordinates = Mapping[int, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class RankReadings:
-    """What one rank's tap read, with the rows and positions of each micro-batch; none of them if unknown.
+    """Readings of one rank's tap, with the rows and positions of each micro-batch; empty if unknown.
 
-    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient, `reached` the
-    ends of modules that are not read, and whether a gradient came back to them (see `Tap`).
+    `silent` has (module, end, slot, micro-batch) of tensors that were read forward and received no
+    gradient. `reached` maps unread module ends to whether a gradient arrived there (see `Tap`).
     """
 
     readings: Sequence[Reading]
@@ -31,14 +31,14 @@ class RankReadings:
 
 
 _Read = tuple[int, Reading, tuple[Indices, Indices]]
-"""A rank, what it read, and the rows and positions of that micro-batch."""
+"""A rank, its reading, and the rows and positions of that micro-batch."""
 
 _Located = tuple[int, Reading, Region, Tensor]
-"""A rank, what it read, and which region of the whole tensor these values of it are."""
+"""A rank, its reading, the region of the whole tensor, and the local values there."""
 
 
 class AllReadings:
-    """What all ranks read, found by the end of the module at which it was read."""
+    """Readings of all ranks, indexed by module end."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class AllReadings:
         self._precision = precision
         self._bound = bound
         self._batch = _global_batch(by_rank)
-        # Models of many modules have thousands of readings on each side: each is looked up, and not searched for.
+        # Large models have thousands of readings on each side: index them instead of searching.
         self._read: dict[tuple[str, str, str, str], list[_Read]] = {}
         self._rows_of_golden: dict[str, list[Reading]] = {}
         self._rows_of_ranks: dict[str, list[tuple[int, Reading]]] = {}
@@ -70,16 +70,17 @@ class AllReadings:
 
     def _add(self, rank: int, reading: Reading, read: RankReadings) -> None:
         if reading.micro_batch >= len(read.shares):
-            return  # a pass more than there are micro-batches, such as one for validation: it has no share
+            return  # an extra pass without a micro-batch, such as validation
         found = (rank, reading, read.shares[reading.micro_batch])
         self._read.setdefault(_end_of(reading), []).append(found)
         if _has_forward_rows(reading):
             self._rows_of_ranks.setdefault(reading.module, []).append((rank, reading))
 
     def gather(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
-        """Return a tensor as all ranks read it over the global batch, each shard's micro-batch, the least order.
+        """Assemble a tensor of all ranks over the global batch.
 
-        None where no rank read it. Rows in an order of a module's own are a tensor (1, rows, columns).
+        Return the tensor, the micro-batch of each shard, and the smallest order. Return None if no rank
+        read it. Rows in a module's own order become a tensor (1, rows, columns).
         """
         read = self._read.get(_end_of(golden), [])
         are_rows = golden.is_loose or any(reading.is_loose for _, reading, _ in read)
@@ -97,8 +98,8 @@ class AllReadings:
         return tensor, [each.micro_batch for each in readings], min(each.order for each in readings)
 
     def _locate(self, golden: Reading, expected: Tensor, read: Sequence[_Read]) -> Iterator[_Located]:
-        """Yield what ranks read of the tokens of the batch, with its region."""
-        # Every micro-batch has what is one for all rows, and a part of its gradient.
+        """Yield the readings of batch tokens, with their regions."""
+        # Every micro-batch reads a tensor that is common to all rows, but only a part of its gradient.
         is_one_for_all = expected.shape[0] == 1 < self._batch[0] and golden.direction == FORWARD
         if tuple(expected.shape[:2]) != self._batch and not (
             is_one_for_all and expected.shape[1] == self._batch[1]
@@ -111,7 +112,7 @@ class AllReadings:
                 yield rank, reading, region, reading.local
 
     def _locate_rows(self, golden: Reading, expected: Tensor, read: Sequence[_Read]) -> Iterator[_Located]:
-        """Yield what ranks read of rows in an order of their own, with their region of (1, rows, columns)."""
+        """Yield the readings of rows in the ranks' own order, with their regions of (1, rows, columns)."""
         module = golden.module
         if module not in self._places_of_rows:
             of_golden = self._rows_of_golden.get(module, [])
@@ -119,7 +120,7 @@ class AllReadings:
             self._places_of_rows[module] = place_rows(of_golden, of_ranks, self._places, self._bound)
         places = self._places_of_rows[module]
         if golden.direction == BACKWARD and places.is_shared:
-            return  # of the gradient of what all have, each has a part
+            return  # each rank has only a part of the gradient of shared rows
         for rank, reading, _ in read:
             call = (rank, module, reading.micro_batch)
             rows = places.of_call.get(call)
@@ -127,7 +128,8 @@ class AllReadings:
                 continue
             local = rows_of(reading)[None]
             if golden.direction == BACKWARD:
-                # A gradient goes with the row that went in; one that did not go in on one device has none there.
+                # A gradient belongs to a forward row. Skip rows that the single device did not feed to the
+                # module.
                 sure = [at for at, is_sure in enumerate(places.are_sure[call]) if is_sure]
                 rows, local = tuple(rows[at] for at in sure), local[:, sure]
                 if not rows:
@@ -142,9 +144,9 @@ def _has_forward_rows(reading: Reading) -> bool:
 
 
 def _list_silent(read: RankReadings) -> Iterator[Reading]:
-    """Yield zeros for the gradients that did not come back into a module's input, though its output has one.
+    """Yield zeros for missing gradients of module inputs whose outputs received a gradient.
 
-    So it is where something is cut from the graph inside of it.
+    The graph is cut inside such a module.
     """
     entered = {
         (reading.module, reading.micro_batch)
@@ -158,7 +160,7 @@ def _list_silent(read: RankReadings) -> Iterator[Reading]:
             yield replace(reading, direction=BACKWARD, order=_LAST, local=torch.zeros_like(reading.local))
 
 
-_LAST = 1 << 62  # what never came came after everything else
+_LAST = 1 << 62  # gradients that never arrived sort after all others
 
 
 def _end_of(reading: Reading) -> tuple[str, str, str, str]:
@@ -166,7 +168,7 @@ def _end_of(reading: Reading) -> tuple[str, str, str, str]:
 
 
 def _global_batch(by_rank: Sequence[RankReadings]) -> tuple[int, int]:
-    """Return rows and positions of the global batch, which all ranks see together."""
+    """Return the number of rows and positions of the global batch, over all ranks."""
     shares = [share for read in by_rank for share in read.shares]
     num_rows = max((max(rows) for rows, _ in shares), default=-1) + 1
     return num_rows, max((max(positions) for _, positions in shares), default=-1) + 1
@@ -175,10 +177,11 @@ def _global_batch(by_rank: Sequence[RankReadings]) -> tuple[int, int]:
 def locate_tokens(
     expected: Tensor, local: Tensor, rows: Indices, positions: Indices, place: tuple[int, int]
 ) -> Region | None:
-    """Return which part of the golden's tensor a rank read; tp may have cut positions or the last dims.
+    """Return the region of the golden's tensor that a rank read, or None if the shapes do not fit.
 
-    A golden's tensor of one row, such as rotary embeddings (1, S, D), is one for all rows, and no micro-batch of one
-    row. None where what was read is no part of it.
+    `place` is (rank, size) of tensor parallelism, which may split positions or trailing dims. A golden
+    tensor of one row, such as rotary embeddings (1, S, D), is common to all rows, not a micro-batch of one
+    row.
     """
     rank, size = place
     if expected.shape[:1] == (1,):
@@ -206,7 +209,7 @@ def locate_tokens(
 
 
 def error_of(shard: RankShard, expected: Tensor) -> float:
-    """Return the error of a shard relative to the golden in its region, or to all of it where that is zero."""
+    """Return the error of a shard, relative to its golden region or, if that is zero, to the whole golden."""
     assert shard.local is not None
     wanted = shard.region.take(expected)
     found = shard.local.to(torch.float64)

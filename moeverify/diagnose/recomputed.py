@@ -1,7 +1,7 @@
-"""Findings of checks that compute a rank's results again from its own values: how they stand to other findings.
+"""Findings of checks that recompute results from a rank's own values, related to other findings.
 
-Such a finding is a cause by itself, since what the result was made of plays no part. One bug is seen in many tensors
-and steps, and mostly by the comparison with the golden as well.
+Such a finding is a cause in itself, because the inputs of the result are given. One bug shows in many
+tensors and steps, and usually also in the comparison with the golden.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ RECOMPUTED: Mapping[str, frozenset[str]] = {
     CheckName.CLIP: frozenset({Kind.GRADIENT_NORM}),
     CheckName.OPTIMIZER_STEP: frozenset({Kind.UPDATE, Kind.OPTIMIZER_STATE}),
 }
-"""The kinds of logical tensors that each of these checks computes again."""
+"""Kinds of logical tensors that each of these checks recomputes."""
 
 LIKE = 0.05
-"""By how much factors of 16 bits may differ and still be one: of 1, or of the larger one."""
+"""Tolerance for equal factors in 16 bits, relative to the larger factor or to 1."""
 
 _OWN_NOISE = 1e-5
-"""How far a factor that float32 arithmetic leaves of a router's gradient may be off, relatively."""
+"""Relative error that float32 arithmetic leaves in a factor of a router's gradient."""
 
 _SCALARS = (
     CheckName.CLIP,
     CheckName.OBJECTIVE,
-)  # their tensors are single numbers, of which each is its own bug
+)  # their tensors are single numbers, each with its own bug
 
 
 def join_alike(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; of recomputed ones that are wrong alike, all follow from the first step's worst one.
+    """Join recomputed findings of the same bug: all follow the worst finding of the first step.
 
-    A loss that is reported wrong follows from its gradient, where that is wrong too: both have one formula.
+    A wrong reported loss follows its wrong gradient: one formula makes both.
     """
     heads: dict[object, Finding] = {}
     recomputed = [finding for finding in findings if finding.check in RECOMPUTED]
@@ -90,12 +90,12 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _rank_head(finding: Finding) -> tuple[bool | int | float, ...]:
-    """Return what sorts findings: those that tell how a result was made first, then the first step's worst."""
+    """Return the sort key of heads: sure rounding first, updates last, by step and decreasing error."""
     return not _find_sure_dtype(finding), finding.kind == Kind.UPDATE, finding.step, -finding.error
 
 
 def _is_unknown(finding: Finding) -> bool:
-    """Return whether a finding says only that the gradient of a router is wrong."""
+    """Return whether a finding only shows that the gradient of a router is wrong."""
     facts = finding.facts
     if not isinstance(facts, RouterGradientFacts):
         return False
@@ -103,7 +103,7 @@ def _is_unknown(finding: Finding) -> bool:
 
 
 def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
-    """Return a finding of the same step that says more: the wrong term of a router's gradient, or a wrong loss."""
+    """Return a more specific finding of the step: a wrong term of a router's gradient, or a wrong loss."""
     found = [
         each
         for each in heads
@@ -115,7 +115,7 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
 
 
 def _is_gradient_of(finding: Finding, loss: Finding) -> bool:
-    """Return whether a finding is of the gradient of a term which a wrong loss has, in the same step."""
+    """Return whether a finding is the gradient of a term of a wrong loss, in the same step."""
     facts = finding.facts
     if not isinstance(facts, RouterGradientFacts) or finding.step != loss.step:
         return False
@@ -126,11 +126,11 @@ def _is_gradient_of(finding: Finding, loss: Finding) -> bool:
 def merge_with_origins(
     origins: Sequence[Finding], recomputed: Sequence[Finding]
 ) -> tuple[list[Finding], list[Finding]]:
-    """Return both lists with one cause for each bug that the golden and a recomputation have seen at once.
+    """Return both lists with one cause for each bug that both the golden and a recomputation detected.
 
-    What the diagnosis has explained by more than the rank's own values stays the cause, and the recomputed finding
-    follows from it. Where it has not, the recomputed finding is the cause. So it is of moments that look as if the
-    step had begun with others: where they do not follow from those that the rank had, the step itself is wrong.
+    If the diagnosis explained an origin, it stays the cause and the recomputed finding follows it.
+    Otherwise, the recomputed finding is the cause. This includes moments that look as if the step began
+    with other state: if they do not follow from the rank's own previous moments, the step itself is wrong.
     """
     in_step = {finding.step for finding in recomputed if finding.kind == Kind.OPTIMIZER_STATE}
     explained = [
@@ -160,14 +160,17 @@ def merge_with_origins(
 
 
 def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
-    """Return whether an origin says less than what came back to a router, or the ranks' own squares, tell.
+    """Return whether a recomputed finding is more specific than the explanation of an origin.
 
-    That a norm is off by a factor, where they tell which parameters it counts otherwise. That an update or a moment
-    is off by a factor or as by rounding, where it is known which multiples of its terms it is made of. That only the
-    reported value of a loss is wrong; that a loss is computed otherwise, or that gradients are wrong from a module
-    on, where the gradient inside a router tells how. That an update is zero, where the learning rate was. That counts
-    of choices are others, where it is known by which rule the router chooses; that a router computes otherwise,
-    where its whole rule is known.
+    This is the case in these situations:
+
+    - A norm is off by a factor, and the ranks' own squares tell which parameters it miscounts.
+    - An update or moment is off by a factor or by rounding, and the multiples of its terms are known.
+    - A reported loss is wrong or computed by another formula, or gradients are wrong from a module on, and
+      the gradient in the router identifies the error.
+    - An update is zero, and the learning rate was too.
+    - Counts of choices or a router's output are wrong, and the rule by which the router chooses or weighs
+      is known.
     """
     explanation = origin.explanation
     if explanation is None or any(_tells_router(origin, finding) for finding in recomputed):
@@ -197,38 +200,38 @@ def _list_telling(explanation: Explanation, recomputed: Sequence[Finding]) -> li
 
 
 def _tells_router(origin: Finding, finding: Finding) -> bool:
-    """Return whether the rule by which a router chooses or weighs is known, and an origin is a result of it."""
+    """Return whether a finding has the rule of a router, and an origin results from this rule."""
     return is_made_by_choice(origin, finding) or tells_weights(origin, finding)
 
 
 def _tells_form(finding: Finding) -> bool:
-    """Return whether the gradient inside a router is that of a formula which is known."""
+    """Return whether the gradient in a router matches a known formula."""
     facts = finding.facts
     return isinstance(facts, RouterGradientFacts) and bool(facts.form) and None not in facts.factors.values()
 
 
 def _tells_step(finding: Finding) -> bool:
-    """Return whether it is known that a step was made by another rate."""
+    """Return whether a step used another learning rate that is known."""
     facts = finding.facts
     return isinstance(facts, RecomputedFacts) and facts.is_of_rate
 
 
 def _tells_terms(finding: Finding, origin: Finding) -> bool:
-    """Return whether a step of the optimizer is known to be made of other multiples of its terms."""
+    """Return whether an optimizer result is known to contain wrong multiples of its terms."""
     facts = finding.facts
     is_told = isinstance(facts, RecomputedFacts) and bool(facts.wrong_terms)
     return is_told and _is_of_same(origin, finding)
 
 
 def _tells_parameters(finding: Finding, origin: Finding) -> bool:
-    """Return whether the ranks' squares tell which parameters a norm counts otherwise, where nothing else does."""
+    """Return whether the ranks' squares name the miscounted parameters of a scaled norm."""
     operation = origin.explanation.operation if origin.explanation is not None else None
     is_plain = isinstance(operation, Scaled) and all(each.part == WHOLE for each in operation.contributions)
     is_told = isinstance(finding.facts, ClipFacts) and finding.explanation is not None
     return is_plain and is_told and finding.step == origin.step
 
 
-# By the cause that an origin was given: whether a recomputed finding says more of the same bug.
+# By the cause of an origin: whether a recomputed finding says more about the same bug.
 _SAYS_MORE: Mapping[Cause, Callable[[Finding, Finding], bool]] = {
     Cause.ROUNDING: _tells_terms,
     Cause.SCALE: _tells_terms,
@@ -238,7 +241,7 @@ _SAYS_MORE: Mapping[Cause, Callable[[Finding, Finding], bool]] = {
 
 
 def _comes_before(finding: Finding, origin: Finding) -> bool:
-    """Return whether a router got something wrong before an origin, which may be made of it."""
+    """Return whether an earlier error in a router may have caused an origin."""
     if _tells_router(origin, finding):
         return True
     if not isinstance(finding.facts, RouterGradientFacts) or finding.follows:
@@ -248,7 +251,7 @@ def _comes_before(finding: Finding, origin: Finding) -> bool:
 
 
 def explain_router_gradient(finding: Finding, facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Finding:
-    """Return the finding with what its factors are: integers of the run, or the ranks' numbers of valid tokens."""
+    """Explain the factors of a router's gradient by integers of the run or by the ranks' valid tokens."""
     own = _find_own_tokens(facts, inputs)
     if own is not None:
         factor = Factor(value=facts.factors[finding.rank] or 0.0)
@@ -274,14 +277,14 @@ def explain_router_gradient(finding: Finding, facts: RouterGradientFacts, inputs
 
 
 def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> OwnTokens | None:
-    """Return what the factors of a loss term are of the ranks' own numbers of valid tokens, if anything."""
+    """Return how the ranks' own numbers of valid tokens explain the factors of a loss term, or None."""
     if facts.in_router or facts.form or facts.term == "combine" or inputs.valid is None:
         return None
     counts: list[int] = []
     weights: list[float] = []
     for rank, factor in facts.factors.items():
         shares = inputs.micro_batches.get(rank, ())
-        if factor is None or len(shares) != 1:  # several micro-batches have weights of their own
+        if factor is None or len(shares) != 1:  # several micro-batches have separate weights
             return None
         rows, positions = shares[0]
         counts.append(int(inputs.valid[list(rows)][:, list(positions)].sum()))
@@ -294,33 +297,33 @@ def _is_carried(origin: Finding) -> bool:
 
 
 def _is_of_same(origin: Finding, finding: Finding) -> bool:
-    """Return whether an origin is about what a recomputed finding is about, in the same step."""
+    """Return whether an origin has a kind that a finding recomputes, in the same step."""
     return origin.step == finding.step and origin.kind in RECOMPUTED.get(finding.check, ())
 
 
 def _find_head(finding: Finding, heads: Mapping[object, Finding]) -> Finding | None:
-    """Return the head that a finding is like: that of its signature, or with factors that are nearly the same."""
+    """Return the head with the signature of a finding, or with nearly the same factors."""
     head = heads.get(_signature(finding))
     if head is not None or not isinstance(finding.facts, RecomputedFacts):
         return head
-    if finding.facts.rounded_to:  # nothing has changed, and rounding would leave it so
+    if finding.facts.rounded_to:  # the result did not change, and rounding explains that
         dtype = finding.facts.rounded_to
         return next((each for each in heads.values() if _find_sure_dtype(each) == dtype), None)
     if finding.kind == Kind.UPDATE and not finding.facts.wrong_terms:
-        # The update was made of moments that were rounded only when they were stored, as they are from some step on.
+        # Moments that were rounded only when stored, from some step on, made this update.
         moments = [each for each in heads.values() if _find_sure_dtype(each) and each.step <= finding.step]
         return next((each for each in moments if each.kind != Kind.UPDATE), None)
     return next((each for each in heads.values() if _has_like_factors(finding, each)), None)
 
 
 def _find_sure_dtype(finding: Finding) -> str:
-    """Return the narrower dtype to which a result was surely rounded, or nothing."""
+    """Return the narrower dtype to which a result was certainly rounded, or an empty string."""
     facts = finding.facts
     return facts.rounded_to if isinstance(facts, RecomputedFacts) and facts.is_rounding_sure else ""
 
 
 def _has_like_factors(finding: Finding, head: Finding) -> bool:
-    """Return whether two results of the optimizer lack the same of their terms, as far as rounding tells it."""
+    """Return whether two optimizer results have the same wrong terms with like factors."""
     one, other = finding.facts, head.facts
     if not isinstance(one, RecomputedFacts) or not isinstance(other, RecomputedFacts):
         return False
@@ -339,19 +342,19 @@ def _is_like(one: float | None, other: float | None) -> bool:
 
 
 def _name_result(finding: Finding) -> tuple[str, str]:
-    """Return which check speaks, and of what: an update, or which moment."""
+    """Return the check and its result: an update, or the name of a moment."""
     return finding.check, result_of(finding)
 
 
 def _signature(finding: Finding) -> object:
-    """Return a key that findings of one bug share: the quantity, and the factors of its terms."""
+    """Return a key that findings of one bug share: the quantity and the factors of its terms."""
     facts = finding.facts
     if not isinstance(facts, RecomputedFacts):
         term = facts.term if isinstance(facts, RouterGradientFacts) else ""
         return finding.check, finding.kind, finding.tensor if finding.check in _SCALARS else term
     told = facts.rounded_to if facts.is_rounding_sure else "still" if facts.is_still else ""
     if facts.is_of_rate and not told:
-        told = "rate"  # its factor is another one in each step
+        told = "rate"  # its factor changes from step to step
     if told:
         return *_name_result(finding), told
     factors = tuple(

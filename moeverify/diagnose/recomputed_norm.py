@@ -1,7 +1,7 @@
-"""A gradient norm that is not the norm of the ranks' own gradients: which squares it counts zero or several times.
+"""Gradient norms that are not the norm of the ranks' own gradients: squares counted zero or several times.
 
-No golden is needed: the squares are those of the run itself, so that a cause is named far below the bounds that the
-golden's noise leaves in bfloat16.
+This needs no golden. The squares come from the run itself, so a cause is found far below the bounds that
+the golden's noise allows in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from moeverify.results.finding import Finding
 from moeverify.results.operation import Operation, Scaled, Unreduced
 from moeverify.results.part import WHOLE, Contribution
 
-# How many machine epsilons a squared norm may be off, which is summed within tensors in float32: seen are up to 6
-# with embeddings of 4096 numbers. Against a handful of axes more may be allowed than against a hundred groups.
+# Largest error of a squared norm in machine epsilons. Squares are summed within tensors in float32: up to 6
+# were measured with embeddings of 4096 elements. A handful of axes allows a wider tolerance than a hundred
+# groups.
 _OF_ALL, _OF_A_GROUP = 32.0, 8.0
 
 
 def explain_norm(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) -> Finding:
-    """Return the finding with the axis over which squares are not summed, or the parameters that count otherwise.
+    """Explain a wrong norm by the axis without a sum, or by the parameters that it miscounts.
 
-    A wrong gradient is explained by itself: then nothing is said of the norm that is made of it.
+    A wrong gradient is a cause by itself; then the finding is returned unchanged.
     """
     if facts.is_coefficient or not facts.norms or inputs.of_quantity(Quantity.GRADIENT):
         return finding
@@ -49,7 +50,7 @@ def explain_norm(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) ->
 
 
 def _find_axis(facts: ClipFacts, inputs: DiagnosisInputs) -> Operation | None:
-    """Return that the squares of what the ranks of each group of an axis have add up to the right square."""
+    """Return a missing reduction, if the squared norms of each group of an axis add up to the total."""
     total, noise = sum(facts.squares.values()), _OF_ALL * facts.eps
     found = {
         axis: groups
@@ -65,7 +66,7 @@ def _find_axis(facts: ClipFacts, inputs: DiagnosisInputs) -> Operation | None:
 
 
 def _find_count(finding: Finding, facts: ClipFacts, inputs: DiagnosisInputs) -> Operation | None:
-    """Return how often a norm that is the same on all ranks counts all squares, or those of which parameters."""
+    """Return how often a norm common to all ranks counts all squares, or the squares of a group."""
     total, noise = sum(facts.squares.values()), _OF_ALL * facts.eps
     if finding.actual is None or not math.isfinite(finding.actual) or len(set(facts.norms)) > 1 or not total:
         return None

@@ -1,8 +1,8 @@
-"""Sums of replicas: k times the golden, for each region and each group of ranks of an axis.
+"""Sums of replicas as a multiple of the golden, for each region and each group of ranks of an axis.
 
-Ranks that keep the partial sums of a gradient (the part of their own tokens, or of their own experts) hold
-different values, and a reduction over the axis would add them up. So if the replicas differ and their sum is a
-multiple of the golden, in every region with the same multiple, that reduction is missing.
+Ranks with partial sums of a gradient (of their own tokens or experts) hold different values, and a
+reduction over the axis would add these up. If the replicas differ, and their sum is the same multiple of
+the golden in every region, that reduction is missing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from moeverify.results.trial import Reason
 
 @dataclass(frozen=True)
 class SumOfReplicas:
-    """What the sum of the replicas over one axis is: `factor` times the golden, or None and the reason why not.
+    """Sum of the replicas over one axis: `factor` times the golden, or None and the reason.
 
-    `residual` is what is left of the sum, None where there was nothing to add up. `is_whole` says that all ranks of
-    each group hold what was added up: where only some do, an axis inside of this one may be meant.
+    `residual` is the relative remainder of the sum, None if there was nothing to add. `is_whole` is true if
+    all ranks of each group hold a replica; if only some do, the reduction may belong to an axis inside of
+    this one.
     """
 
     axis: str
@@ -36,21 +37,21 @@ class SumOfReplicas:
 
     @property
     def explains(self) -> bool:
-        """Return whether the replicas are partial sums: of the golden, or of a mean over the axis.
+        """Return whether the replicas are partial sums of the golden, or of a mean over the axis.
 
-        A mean that was scaled by the number of ranks first, or twice, leaves n or 1/n.
+        A mean that was scaled by the number of ranks n in advance, or twice, leaves the factor n or 1/n.
         """
         wanted = (1.0, float(self.num_replicas), 1.0 / self.num_replicas)
         return self.factor is not None and any(is_same(self.factor, each) for each in wanted)
 
 
 def sum_replicas(tensor: WrongTensor, groups: Groups) -> list[SumOfReplicas]:
-    """Return what the sum over each axis is."""
+    """Return the sum of the replicas over each axis."""
     return [_sum_over_axis(tensor, axis, members) for axis, members in groups.items()]
 
 
 def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int]]) -> SumOfReplicas:
-    """Return k if, for every region and group, the sum of the replicas is k times the golden."""
+    """Return k if the sum of the replicas is k times the golden for every region and group."""
     size = max(map(len, groups))
     replicas = list(find_replicas(tensor, groups))
     if not replicas or min(map(len, replicas)) < 2:
@@ -62,7 +63,7 @@ def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int
     if len(factors) < len(measured):
         return SumOfReplicas(axis, size, None, Reason.ZERO_IN_A_PART)
     worst = max(residual for _, residual in measured)
-    if not all(residual < tensor.exact for _, residual in measured):  # also where it is not a number
+    if not all(residual < tensor.exact for _, residual in measured):  # also if NaN
         return SumOfReplicas(axis, size, None, Reason.NO_MULTIPLE, worst)
     if max(factors) - min(factors) > SAME * abs(max(factors)):
         return SumOfReplicas(axis, size, None, Reason.UNEQUAL_MULTIPLES, worst)
@@ -70,10 +71,11 @@ def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int
 
 
 def find_partial_slices(tensor: WrongTensor, groups: Sequence[Sequence[int]], dim: int) -> list[int] | None:
-    """Return the slices along a dim whose replicas over an axis add up to the golden, where all others are right.
+    """Return the slices along a dim whose replicas add up to the golden, if all other slices are right.
 
-    None where the ranks of a group do not hold the whole tensor, or where replicas are equal; empty where some slice
-    is neither right nor such a sum. Shape: the tensor as (slices, the rest).
+    Return None if the ranks do not hold the whole tensor, a group has fewer than two replicas, or all
+    replicas are equal. Return an empty list if some slice is neither right nor such a sum, or if no slice
+    is right. Slices are compared as (slices, elements of a slice).
     """
     partial: set[int] = set()
     replicas = list(find_replicas(tensor, groups))
@@ -96,7 +98,7 @@ def find_partial_slices(tensor: WrongTensor, groups: Sequence[Sequence[int]], di
 
 
 def find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Iterator[list[RankShard]]:
-    """Yield, for each region, what each group of ranks that have it holds."""
+    """Yield, for each region, the replicas in each group of ranks."""
     for shards in tensor.by_region().values():
         by_rank = {shard.rank: shard for shard in shards}
         for group in groups:
@@ -111,9 +113,9 @@ def _differ(members: Sequence[RankShard]) -> bool:
 
 
 def _factor(members: Sequence[RankShard], expected: Tensor) -> tuple[float | None, float]:
-    """Return (k, what is left) of the sum as k times the golden; no k where the golden is zero.
+    """Return (k, relative remainder) of the sum as k times the golden; k is None if the golden is zero.
 
-    k minimizes |sum - k * golden|, so it is <sum, golden> / <golden, golden>.
+    k = <sum, golden> / <golden, golden> minimizes |sum - k * golden|.
     """
     total = torch.stack([shard.values() for shard in members]).sum(dim=0)
     wanted = members[0].region.take(expected).reshape(total.shape)

@@ -1,4 +1,4 @@
-"""Findings of routers that name the rule of a choice or of weights, and what follows from these."""
+"""Router findings that name the rule of a choice or of weights, and the findings that follow from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_SCORES = frozenset(
 
 
 def find_weighed(finding: Finding, heads: Iterable[Finding]) -> Finding | None:
-    """Return the finding of weights that names the scores behind this choice; None if it is no choice."""
+    """Return the earlier finding of weights whose scores explain this choice; None for other findings."""
     facts = finding.facts
     if not isinstance(facts, RouterFacts) or facts.quantity != "choice":
         return None
@@ -29,12 +29,12 @@ def find_weighed(finding: Finding, heads: Iterable[Finding]) -> Finding | None:
 
 
 def is_rounded(finding: Finding) -> bool:
-    """Return whether it is a router whose weights are those of rounded scores, whose gradient is then another one."""
+    """Return whether a router's weights result from rounded scores, which also change its gradient."""
     return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
 
 
 def scores_otherwise(finding: Finding, loss: Finding) -> bool:
-    """Return whether a router has other scores in the same step, of which the balance loss is made too."""
+    """Return whether a router has wrong scores in the same step, which also enter the balance loss."""
     facts = finding.facts
     if not isinstance(facts, RouterFacts) or finding.step != loss.step:
         return False
@@ -45,12 +45,12 @@ def scores_otherwise(finding: Finding, loss: Finding) -> bool:
 
 
 def _changes_scores(facts: RouterFacts) -> bool:
-    """Return whether a router weighs by a rule whose scores are others, of all experts."""
+    """Return whether the rule of a router, if unambiguous, changes the scores of all experts."""
     return facts.rule is not None and not facts.rivals and bool(_OF_SCORES & set(facts.rule.split("+")))
 
 
 def tells_weights(origin: Finding, finding: Finding) -> bool:
-    """Return whether a router's rule is known, where an origin says that it computes otherwise."""
+    """Return whether the weight rule of a router explains an origin in the same module."""
     facts, explanation = finding.facts, origin.explanation
     if not isinstance(facts, RouterFacts) or explanation is None or origin.step != finding.step:
         return False
@@ -63,15 +63,16 @@ def tells_weights(origin: Finding, finding: Finding) -> bool:
 
 
 def _tells_choice(finding: Finding) -> bool:
-    """Return whether the rule is known by which a router chooses; its counts follow from the rule."""
+    """Return whether the choice rule of a router is known; its counts follow from the rule."""
     facts = finding.facts
     return isinstance(facts, RouterFacts) and facts.quantity == "choice" and facts.rule is not None
 
 
 def is_made_by_choice(origin: Finding, finding: Finding) -> bool:
-    """Return whether an origin is about counts of choices, or what a router feeds, where another choice is known.
+    """Return whether a router's known wrong choice explains an origin.
 
-    Such a module is compared as if its choices were the right ones, and as many: with others it looks otherwise made.
+    The origin has wrong counts, or is a module that the router feeds. Such a module is compared as if the
+    choices and their number were right, so it appears to differ when they are not.
     """
     explanation = origin.explanation
     if explanation is None or origin.step != finding.step or not _tells_choice(finding):

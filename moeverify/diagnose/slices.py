@@ -1,4 +1,4 @@
-"""Finds slices of a tensor among the slices of its golden: the right values in other places."""
+"""Search for the slices of a tensor among the slices of its golden: right values in wrong places."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moeverify.diagnose.wrong_tensor import EXACT
 from moeverify.results.part import Block
 
 MOST_SLICES = 4096
-"""Distances of so many slices from all others take (slices, slices) numbers: 128 MiB in float64."""
+"""Distances between all pairs of this many slices take 128 MiB in float64."""
 
 
 def make_block(name: str, dim: int, indices: Sequence[int]) -> Block:
-    """Return some slices of a tensor, by what the dim is: experts, rows, columns."""
+    """Return slices of a tensor as a block, with the unit of the dim: experts, rows or columns."""
     units = {0: name_family([name]) or "row", 1: "column"}
     return Block(dim=dim, indices=tuple(indices), unit=units.get(dim, "index"))
 
@@ -26,9 +26,9 @@ def match_slices(
 ) -> list[int] | None:
     """Return, for each slice of `actual` along a dim, the index of the equal slice of `expected`.
 
-    None where some slice has no equal one, or where slices are too small or too many to say. Two slices are equal if
-    their distance is at most `allowed` (slices,), by default a part of the norm. None, too, where all that
-    stand elsewhere are of one number each, such as zeros: what was lost is zero, and no copy of another's zeros.
+    Slices are equal if their distance is at most `allowed` (slices,), by default `EXACT` times the norm.
+    Return None if some slice has no equal one, or if slices are too small or too many. Also return None if
+    each moved slice is constant, such as zeros: lost values are zero, and not copies of other zeros.
     """
     measured = _measure_slices(expected, actual, dim)
     if measured is None:
@@ -38,7 +38,7 @@ def match_slices(
     best = distance.argmin(dim=1)
     if not bool((distance.amin(dim=1) <= allowed).all()):
         return None
-    # A slice that stands where it belongs is taken as such, even where another one equals it.
+    # A slice in its right place counts as such, even if another slice is equal.
     own = distance.diagonal() <= allowed
     moved = actual.movedim(dim, 0).reshape(len(best), -1)[~own]
     if len(moved) and bool((moved == moved[:, :1]).all()):
@@ -47,7 +47,7 @@ def match_slices(
 
 
 def count_matches(expected: Tensor, actual: Tensor, dim: int) -> int | None:
-    """Return how many slices of `actual` along a dim equal some slice of `expected`; None as above."""
+    """Return how many slices of `actual` equal some slice of `expected`; None if too small or too many."""
     measured = _measure_slices(expected, actual, dim)
     if measured is None:
         return None
@@ -56,12 +56,12 @@ def count_matches(expected: Tensor, actual: Tensor, dim: int) -> int | None:
 
 
 def has_same_values(expected: Tensor, actual: Tensor) -> bool:
-    """Return whether both hold exactly the same values, in whatever order."""
+    """Return whether both tensors hold exactly the same values, in any order."""
     return bool(torch.equal(expected.reshape(-1).sort().values, actual.reshape(-1).sort().values))
 
 
 def _measure_slices(expected: Tensor, actual: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
-    """Return the distance of each slice of `actual` from each of `expected`, and the norms of the former.
+    """Return the distances between slices of `actual` and `expected`, and the norms of the former.
 
     Shapes: (slices of actual, slices of expected) and (slices of actual,).
     """
@@ -74,12 +74,12 @@ def _measure_slices(expected: Tensor, actual: Tensor, dim: int) -> tuple[Tensor,
 
 
 def measure_distances(found: Tensor, wanted: Tensor) -> Tensor:
-    """Return the distance (N, M) of each row of `found` (N, D) from each of `wanted` (M, D)."""
-    # Without matrix products: |a|^2 - 2ab + |b|^2 loses half of the digits where rows are nearly equal.
+    """Return the distance (N, M) of each row of `found` (N, D) from each row of `wanted` (M, D)."""
+    # Without matrix products: |a|^2 - 2ab + |b|^2 loses half of the digits for nearly equal rows.
     return torch.cdist(found, wanted, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def scale_rows(rows: Tensor) -> Tensor:
-    """Return what errors of rows (N, D) are measured by, (N,): the norm of each, or that of a typical one."""
+    """Return the scale (N,) for errors of rows (N, D): the larger of each norm and the median norm."""
     norms = rows.norm(dim=1)
     return torch.maximum(norms, norms.median()).clamp(min=1e-300)

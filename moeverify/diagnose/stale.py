@@ -1,4 +1,4 @@
-"""A module that computes with the weights of a step earlier, all of them or one, from the right input."""
+"""Test whether a module computed a wrong output with the weights of the previous step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _SAME = 1e-9
 def explains_stale(
     recipe: Recipe, golden: StoredGolden, step: int, origin: Origin, device: torch.device
 ) -> bool | None:
-    """Return whether the golden's weights of a step earlier give the wrong output that was read.
+    """Return whether the golden weights of the previous step produce the wrong output.
 
-    Asked of modules that hold parameters themselves, in float64, from step 1 on; None where it cannot be asked.
+    All weights that the module itself holds are tried together, then one by one. Return None before step 1,
+    in other precisions than float64, without a reference model, or if the module holds no parameters or its
+    input is unknown.
     """
     if step < 1 or recipe.precision != "float64" or recipe.model.reference is None:
         return None
@@ -38,14 +40,14 @@ def explains_stale(
         return None
     load_weights(program, golden, step - 1)
     new = {name: weight.detach().clone() for name, weight in module.named_parameters(recurse=False)}
-    # A bucket may hold one of them alone; all together are what a module holds that was not gathered again.
+    # A bucket may hold a single weight; a module that was not gathered again has all old weights.
     choices = [old, *({**new, name: value} for name, value in old.items())]
     return any(_gives(module, chosen, origin, device) for chosen in choices)
 
 
 @torch.no_grad()
 def _gives(module: nn.Module, weights: Mapping[str, Tensor], origin: Origin, device: torch.device) -> bool:
-    """Return whether a module with these weights of its own makes the output that was read of the input."""
+    """Return whether a module with these weights produces the output that was read."""
     assert origin.input is not None
     for name, weight in module.named_parameters(recurse=False):
         weight.copy_(weights[name])

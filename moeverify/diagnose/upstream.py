@@ -1,8 +1,8 @@
-"""Takes back causes that say of gradients that they match, where these may be as wrong without being seen.
+"""Withdrawal of causes that require matching gradients, if gradients may be equally wrong without detection.
 
-In 16 bits a gradient may be off by a quarter of itself within its bound, a norm by a hundredth. A norm that is off
-by less than gradients may be says nothing of how it was made; and where it is the norm of the ranks' own gradients,
-these are wrong.
+In 16 bits, a gradient may be off by a quarter within its tolerance, a norm by a hundredth. If a norm is off
+by less than gradients may be, its computation may still be right. If it is the norm of the ranks' own
+gradients, these gradients are wrong.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from moeverify.results.part import WHOLE
 from moeverify.results.upstream import OffUpstream
 
 _OTHERWISE: Mapping[Cause, Cause] = {Cause.NORM: Cause.BACKWARD, Cause.METRIC: Cause.SCALE}
-"""What may be said in place of a cause that says that gradients match."""
+"""Replacements of causes that require matching gradients."""
 
 
 def doubt_causes(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Finding]:
-    """Return the findings, those of what gradients make as an open question where gradients may be as wrong."""
+    """Leave the cause of a finding open if gradients may be as wrong as the result computed from them."""
     unlike = {each.step for each in findings if each.check == CheckName.CLIP}
     return [_doubt(finding, inputs, is_of_own=finding.step not in unlike) for finding in findings]
 
 
 def _doubt(finding: Finding, inputs: DiagnosisInputs, *, is_of_own: bool) -> Finding:
-    """Return a finding; `is_of_own` says that no norm of its step is seen to be another than its gradients have."""
+    """Return a finding, with an open cause if gradients may be as wrong.
+
+    `is_of_own` is true if no norm of its step differs from the norm of the ranks' own gradients.
+    """
     explanation = finding.explanation
     if explanation is None or finding.follows or finding.check == CheckName.CLIP:
-        return finding  # the clip is compared with what the ranks' own gradients give
+        return finding  # the clip check compares with the ranks' own gradients
     factor = _find_factor(finding, explanation)
     if factor is None:
         return finding
     error, limit = abs(factor.value - 1.0), inputs.limits.get(CheckName.GRADIENT, 0.0)
     is_norm = explanation.subject.quantity is Quantity.GRADIENT_NORM
     is_sure = is_norm and is_of_own and inputs.limits.get(CheckName.CLIP, math.inf) < error
-    # A norm that is seen to be another than the ranks' own gradients have is wrong by itself.
+    # A norm that differs from the norm of the ranks' own gradients is wrong by itself.
     is_open = error <= limit and (is_of_own or not is_norm)
     if not is_sure and not is_open:
         return finding
@@ -52,7 +55,7 @@ def _doubt(finding: Finding, inputs: DiagnosisInputs, *, is_of_own: bool) -> Fin
 
 
 def _find_factor(finding: Finding, explanation: Explanation) -> Factor | None:
-    """Return how often something is there of which a cause says that its gradients match; None where none does."""
+    """Return the factor of a result whose cause requires matching gradients; None for other causes."""
     quantity, operation = explanation.subject.quantity, explanation.operation
     if quantity is Quantity.GRADIENT_NORM and explanation.cause is Cause.NORM:
         if finding.expected and finding.actual is not None and math.isfinite(finding.actual):

@@ -1,4 +1,4 @@
-"""What the weights of the batch's shares are of the ranks' own numbers of valid tokens."""
+"""Weights of the shares of a batch that depend on the ranks' own numbers of valid tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _COUNTS: Mapping[OwnTokens, Callable[[int, float, int], float]] = {
 def find_own_tokens(
     weights: Sequence[float], counts: Sequence[int], *, noise: float = SAME
 ) -> OwnTokens | None:
-    """Return what weights are of the number of valid tokens of the share that has each; None where they are none.
+    """Return the formula that gives each share's weight from its number of valid tokens, or None.
 
-    Each share has some tokens, and two have other numbers: equal ones are a factor like any other. A weight may be
-    off by `noise`, relatively.
+    Every share needs a valid token, and at least two counts must differ: with equal counts, the weights are
+    a common factor. `noise` is the relative tolerance of a weight.
     """
     if len(set(counts)) < 2 or min(counts) < 1:
         return None
@@ -42,7 +42,7 @@ def find_own_tokens(
 def find_own_tokens_of_terms(
     wrong: Sequence[Contribution], fit: Fit, components: Components
 ) -> OwnTokens | None:
-    """Return what the weights of all wrong terms are of the shares' valid tokens, where it is one and the same."""
+    """Return the formula that gives the weights of all wrong terms, if it is the same for all."""
     found: set[OwnTokens | None] = set()
     for term in {each.part.term for each in wrong}:
         weights = _weights_of(fit, term)

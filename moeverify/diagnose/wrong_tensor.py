@@ -1,4 +1,4 @@
-"""A logical tensor that differs from its golden: the golden's values, and what every rank has of it."""
+"""A logical tensor that differs from its golden: the golden values and the values on every rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from moeverify.train.module_taps import BACKWARD, FORWARD
 Key = tuple[int, str, str]  # step, kind, name
 
 EXACT = 1e-8
-"""Relative residual under which, in float64, a hypothesis explains a tensor: far above rounding, far below bugs.
+"""Largest relative residual, in float64, of a hypothesis that explains a tensor.
 
-A sum of 1e6 float64 numbers in another order is off by about 1e-13 of its terms; the smallest bug of the catalogue
-changes a tensor by 1e-6."""
+It is far above rounding and far below bugs. A sum of 1e6 float64 numbers in another order is off by about
+1e-13 of its terms. The smallest bug of the catalogue changes a tensor by 1e-6.
+"""
 
-# Readings of a module's ends are tensors too; their kinds are those of the two directions.
+# Readings at module ends are tensors, too; they have one kind for each direction.
 MODULE_KINDS = {FORWARD: "module output", BACKWARD: "module gradient"}
 
 _QUANTITIES: Mapping[str, Quantity] = {
@@ -46,7 +47,7 @@ _QUANTITIES: Mapping[str, Quantity] = {
 
 
 def quantity_of(kind: str, name: str) -> Quantity:
-    """Return what a kind of logical tensor is in a training step."""
+    """Return the quantity of a kind of logical tensor, `Quantity.TENSOR` if it is unknown."""
     if kind == Kind.GRADIENT_NORM:
         return Quantity.GRADIENT_NORM if name == "total" else Quantity.CLIP_COEFFICIENT
     return _QUANTITIES.get(kind, Quantity.TENSOR)
@@ -54,9 +55,10 @@ def quantity_of(kind: str, name: str) -> Quantity:
 
 @dataclass(frozen=True)
 class RankShard:
-    """What one rank has of a logical tensor; `local` is None where it has none although it should.
+    """The part of a logical tensor on one rank; `local` is None if the rank should have it but does not.
 
-    `before` is what it had before a checkpoint was loaded. Shapes: `local` and `before` hold `region`.
+    `before` is the value before a checkpoint was loaded. `local` and `before` hold the elements of
+    `region`.
     """
 
     rank: int
@@ -65,7 +67,7 @@ class RankShard:
     before: Tensor | None = None
 
     def values(self) -> Tensor:
-        """Return the values, zeros where there are none. Shape: that of the region; float64."""
+        """Return the values in the shape of the region, float64; zeros if there are none."""
         if self.local is None:
             return torch.zeros(self.region.local_shape, dtype=torch.float64)
         return self.local.to(torch.float64).reshape(self.region.local_shape)
@@ -75,7 +77,7 @@ class RankShard:
 class WrongTensor:
     """A logical tensor that differs from its golden.
 
-    `expected` is the whole golden, in float64; `precision` the dtype that the recipe asks for.
+    `expected` is the whole golden tensor, float64. `precision` is the dtype of the recipe.
     """
 
     key: Key
@@ -90,18 +92,18 @@ class WrongTensor:
 
     @property
     def quantity(self) -> Quantity:
-        """Return what it is in a training step."""
+        """Return the quantity of the tensor in a training step."""
         return quantity_of(self.key[1], self.name)
 
     @property
     def exact(self) -> float:
-        """Return the relative residual under which a hypothesis explains the tensor: `EXACT`, or rounding.
+        """Return the largest relative residual of a hypothesis that explains the tensor.
 
-        Below float64 the parts of a sum are each off by their own rounding, and the sum by that of all of them: 2^10
-        units, 1.2e-4 in float32, are what a comparison without measured noise allows a right gradient too
-        (`moeverify.captured.limits`). So what is explained is as near to the golden as a right tensor may be. Clean
-        runs had at most 31 units (FSDP2 with tensor parallelism). Coarser dtypes explain no more than 1e-3, which
-        16 bits never reach: no cause is better than a wrong one.
+        In float64 this is `EXACT`. In float32 the parts of a sum have rounding errors, and the sum has all
+        of them: 2^10 units (1.2e-4) are allowed. A comparison without measured noise allows right gradients
+        the same (`moeverify.captured.limits`), so an explained tensor is as close to the golden as a right
+        one may be. Clean runs had at most 31 units (FSDP2 with tensor parallelism). Coarser dtypes allow
+        1e-3, which 16 bits never reach: no cause is better than a wrong one.
         """
         if self.precision == torch.float64:
             return EXACT
@@ -109,9 +111,9 @@ class WrongTensor:
 
     @cached_property
     def whole(self) -> Tensor:
-        """Return the whole tensor, float64; where replicas differ, the one furthest from the golden.
+        """Return the whole tensor, float64. If replicas differ, use the one farthest from the golden.
 
-        A finding quotes the rank that is worst, and what is said of the tensor must be true of that rank.
+        A finding quotes the worst rank, so statements about the tensor must hold for this rank.
         """
         whole = torch.zeros_like(self.expected)
         for shard in sorted(self.shards, key=lambda shard: (self.error_of(shard), -shard.rank)):
@@ -120,21 +122,21 @@ class WrongTensor:
         return whole
 
     def expected_of(self, shard: RankShard) -> Tensor:
-        """Return what the golden has in the region of a shard."""
+        """Return the golden values in the region of a shard."""
         return shard.region.take(self.expected).reshape(shard.region.local_shape)
 
     def error_of(self, shard: RankShard) -> float:
-        """Return how far a shard is from the golden: the norm of the difference, infinite where one is not finite."""
+        """Return the distance of a shard from the golden: the norm of the difference, infinity for NaN."""
         error = float((shard.values() - self.expected_of(shard)).norm())
-        return error if error < float("inf") else float("inf")  # not a number is not less than anything
+        return error if error < float("inf") else float("inf")  # NaN compares false
 
     @property
     def worst_shard(self) -> RankShard:
-        """Return the shard that is furthest from the golden, of the lowest rank where several are."""
+        """Return the shard farthest from the golden; the lowest rank if several are."""
         return max(self.shards, key=lambda shard: (self.error_of(shard), -shard.rank))
 
     def differs(self) -> bool:
-        """Return whether any shard is further from the golden than float64's rounding."""
+        """Return whether any shard is missing, has another size, or differs by more than float64 rounding."""
         bound = 1e-11 * float(self.expected.norm())
         for shard in self.shards:
             if shard.local is None or shard.local.numel() != shard.region.numel:
@@ -153,7 +155,7 @@ class WrongTensor:
 
 
 def measure_distance(tensor: WrongTensor, value: Tensor) -> tuple[float, float]:
-    """Return how far the tensor, and how far its golden, is from another value, as shares of that value's norm."""
+    """Return the distances of the tensor and its golden from another value, relative to its norm."""
     wanted = value.to("cpu", torch.float64).reshape(tensor.expected.shape)
     norm = max(float(wanted.norm()), 1e-300)
     return float((tensor.whole - wanted).norm()) / norm, float((tensor.expected - wanted).norm()) / norm

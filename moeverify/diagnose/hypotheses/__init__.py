@@ -1,9 +1,10 @@
-"""The hypotheses, one file each, in the order in which they are tried: from simple to complex.
+"""The hypotheses, one file each, tried in order from simple to complex.
 
-What stands in one tier is tested together: on all wrong tensors, then on families, then on each alone, as far as a
-hypothesis asks for that. What a tier explains no later one sees. To add a hypothesis, write its file with a
-`HYPOTHESIS` in it and give its name a place in `moeverify.diagnose.order`; words for a new operation or observation
-are in `moeverify.report.words`.
+The engine tests each tier on all wrong tensors, then on families, then on single tensors, within the scopes
+of each hypothesis. Later tiers do not see tensors that an earlier tier explains.
+
+To add a hypothesis, write a file that defines `HYPOTHESIS` and add its name to `moeverify.diagnose.order`.
+Wording for a new operation or observation goes into `moeverify.report.words`.
 """
 
 from __future__ import annotations

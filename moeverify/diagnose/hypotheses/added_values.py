@@ -1,4 +1,4 @@
-"""Hypothesis: something else was added to a gradient: the weight, or the gradient of the step before."""
+"""Hypothesis: the weight, or the gradient of the previous step, was added to a gradient."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
 from moeverify.results.trial import Reason, Trial
 
-# What a buffer that is used again can hold, by the kind of the golden's value a step earlier.
+# Possible contents of a reused buffer, by the kind of the golden's value a step earlier.
 _ADDED = {"gradient-of-step-before": Kind.GRADIENT, "weight": Kind.WEIGHT}
 
 
 class AddedValues(Hypothesis):
-    """The error is a multiple of another tensor that has the parameter's shape: a buffer was not set to zero."""
+    """The error is a multiple of another tensor of the parameter's shape: a buffer was not zeroed."""
 
     name = "added_values"
     quantities = frozenset({Quantity.GRADIENT})
     generalizes = ("one_factor",)
 
     own_scopes = (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
-    """All of them: the more tensors one multiple explains, the less is chance."""
+    """All scopes: the more tensors one multiple explains, the less likely is chance."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
         """Fit the errors on each of the other tensors."""

@@ -1,4 +1,4 @@
-"""The last hypothesis: it comes out otherwise although all that it is made of is right, and how is not known."""
+"""Last hypothesis: a result is wrong although its inputs are right, for an unknown reason."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _CAUSES: Mapping[Quantity, Cause] = {
     Quantity.LOADED: Cause.STATE,
 }
 
-# That a router computes otherwise is said of right inputs alone.
+# A router's own computation is only blamed if its inputs are known to be right.
 _BEHIND_INPUTS = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
 
 
 class AlteredHypothesis(Hypothesis):
-    """Named for quantities whose place is known by itself: the inputs match, and this does not.
+    """Names a result whose place is known: the inputs match, and the result does not.
 
-    Of a gradient or an update it would say nothing, so these stay without a cause.
+    Gradients and updates are excluded: they are not tied to a place, and stay without a cause.
     """
 
     name = "altered"
     quantities = frozenset(_CAUSES)
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Say so, with what is off. It is no test, and leaves no trial."""
+        """Accept without a test, with the observed error; leave no trial."""
         (tensor,) = tensors
         if tensor.quantity in _BEHIND_INPUTS and inputs.search is None:
-            # In bfloat16 modules are not compared: what came into the router may have been wrong already.
+            # In bfloat16, modules are not compared: the router's input may have been wrong.
             return self.untried(Reason.MODULES_NOT_COMPARED)
         cause = _CAUSES[tensor.quantity]
         if tensor.quantity in _BEHIND_INPUTS and _puts_out_right(tensor, inputs):
@@ -76,7 +76,7 @@ def _is_finite(tensor: WrongTensor) -> bool:
 
 
 def _puts_out_right(tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
-    """Return whether the block of a router puts out what it should: then what is reported is not what was done."""
+    """Return whether the block of a router has the right output: then only the reported value is wrong."""
     block = module_of(tensor.name)
     return inputs.search is not None and block in inputs.search.matched
 

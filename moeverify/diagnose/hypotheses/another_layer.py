@@ -1,4 +1,4 @@
-"""Hypothesis: a parameter has what is another one's: a layer or stage is a copy of another, or got its gradient."""
+"""Hypothesis: a parameter has the value or gradient of another one, as in a copied layer or stage."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _KINDS = {
 
 
 class AnotherLayer(Hypothesis):
-    """It has exactly what another parameter of its shape begins with, or another router counts.
+    """The values equal the initial values, the gradient or the counts of another parameter or router.
 
-    Or the gradient of another parameter, as where a buffer is read that still has those of an earlier layer.
+    A gradient of another parameter results from reading a buffer that still contains an earlier layer's
+    gradients.
     """
 
     name = "another_layer"
     quantities = frozenset({Quantity.INITIAL_VALUE, Quantity.ROUTING_COUNT, Quantity.GRADIENT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Compare with the golden's initial values of all parameters, or counts of all routers."""
+        """Compare with the golden's values of all parameters, or the counts of all routers."""
         (tensor,) = tensors
         is_count = tensor.quantity is Quantity.ROUTING_COUNT
         kind = _KINDS[tensor.quantity]
         actual = tensor.whole
-        # Constants, such as the ones of a norm, are alike in all layers and say nothing.
+        # Constants, such as the ones of a norm, are equal in all layers and prove nothing.
         if actual.numel() < 2 or bool((actual == actual.reshape(-1)[0]).all()):
             return self.untried(Reason.NOT_COMPARABLE)
-        # Routers are named by their modules, and have parameters.
+        # Routers are named after their modules, and have parameters.
         for name in dict.fromkeys(module_of(each) if is_count else each for each in inputs.regions):
             if name == tensor.name:
                 continue
@@ -54,7 +55,10 @@ class AnotherLayer(Hypothesis):
 
 
 def _is_same(tensor: WrongTensor, other: Tensor) -> bool:
-    """Return whether a tensor has the values of another: of a gradient, which is summed, up to rounding."""
+    """Return whether a tensor has the values of another.
+
+    Gradients, which are sums, may differ by rounding.
+    """
     if tensor.quantity is not Quantity.GRADIENT:
         return torch.equal(other, tensor.whole)
     norm = float(other.norm())

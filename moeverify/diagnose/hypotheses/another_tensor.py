@@ -1,4 +1,4 @@
-"""Hypothesis: it has the values of another tensor that was saved."""
+"""Hypothesis: a loaded tensor has the values of another saved tensor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from moeverify.results.trial import Reason
 
 
 class AnotherTensor(Hypothesis):
-    """What is wrong of it equals another saved tensor of its shape; if that one is wrong too, they were exchanged.
+    """The wrong shards equal another saved tensor of the same shape.
 
-    Ranks that have loaded it right may be left out: they have parts of their own, or copies.
+    If that one is wrong too, they were exchanged. Ranks that loaded the tensor correctly, with their own
+    parts or copies, may be excluded.
     """
 
     name = "another_tensor"
@@ -29,7 +30,7 @@ class AnotherTensor(Hypothesis):
         """Compare with all saved tensors of the same shape."""
         (tensor,) = tensors
         saved, wrong = inputs.saved, _list_wrong(tensor)
-        # What is one number throughout is equal to others by chance.
+        # Constant tensors equal others by chance.
         if saved is None or not any(
             bool((each.values() != each.values().flatten()[0]).any()) for each in wrong
         ):
@@ -51,7 +52,7 @@ class AnotherTensor(Hypothesis):
 
 
 def _list_wrong(tensor: WrongTensor) -> list[RankShard]:
-    """Return the shards that are not what was saved."""
+    """Return the shards that differ from the saved values."""
     return [
         shard
         for shard in tensor.shards
@@ -62,7 +63,7 @@ def _list_wrong(tensor: WrongTensor) -> list[RankShard]:
 
 
 def _has(shards: Sequence[RankShard], whole: Tensor) -> bool:
-    """Return whether each shard is its region of another tensor."""
+    """Return whether each shard equals its region of another tensor."""
     return all(
         torch.equal(shard.values(), shard.region.take(whole).reshape(shard.region.local_shape))
         for shard in shards

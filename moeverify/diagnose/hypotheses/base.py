@@ -1,4 +1,4 @@
-"""The interface of a hypothesis: the tensors it is about, and the outcome of its test on some of them."""
+"""Base class of the hypotheses, and the outcome of a test."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from moeverify.results.trial import Reason, Trial
 
 
 class Scope(IntEnum):
-    """How many tensors a hypothesis must explain at once; the wider, the less can be chance."""
+    """Number of tensors that a hypothesis explains at once. Wider scopes make chance matches less likely."""
 
-    TOGETHER = 0  # all that are wrong
-    FAMILY = 1  # the same parameter of all layers
+    TOGETHER = 0  # all wrong tensors
+    FAMILY = 1  # the same parameter in all layers
     ALONE = 2
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a hypothesis says of some tensors: its tests, and the explanation if one of them says yes.
+    """Result of testing a hypothesis on some tensors: the trials, and the explanation if one passed.
 
-    `num_coefficients` are the free numbers in the explanation: of two that explain as well, the one with fewer is
-    reported and the other is its rival. `observations` are the evidence for it.
+    `num_coefficients` counts the free numbers of the explanation. If several hypotheses explain the same
+    tensors, the engine reports the one with the fewest coefficients and lists the others as rivals.
+    `observations` are its evidence.
     """
 
     trials: tuple[Trial, ...] = ()
@@ -41,10 +42,11 @@ class Outcome:
 
 
 class Hypothesis(ABC):
-    """One way in which a tensor can have become wrong.
+    """One way in which a tensor can become wrong.
 
-    `name` is the name of its file; `quantities` are those that it can be about. If a hypothesis of `generalizes`
-    explains the same tensors, this one would explain them too, with more coefficients, and is not tested.
+    `name` is the file name of the hypothesis; `quantities` lists the quantities that it covers.
+    `generalizes` names simpler hypotheses. If one of them explains the same tensors, this one would too,
+    with more coefficients, and is not tested.
     """
 
     name: ClassVar[str]
@@ -53,30 +55,30 @@ class Hypothesis(ABC):
     own_scopes: ClassVar[tuple[Scope, ...]] = (Scope.ALONE,)
 
     def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return how many tensors of a quantity it is tested on at once, the widest first: `own_scopes` of any."""
+        """Return the scopes in which to test a quantity, the widest first. The default is `own_scopes`."""
         del quantity
         return self.own_scopes
 
     def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
-        """Return whether it is about this tensor at all; one that is not leaves no trace in the log."""
+        """Return whether the hypothesis covers this tensor. If not, the log has no entry for it."""
         del inputs
         return tensor.quantity in self.quantities
 
     @abstractmethod
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Return what it says of these tensors together; it applies to each of them, and there is at least one."""
+        """Test the hypothesis on `tensors` together. There is at least one, and each satisfies `applies`."""
 
     def untried(self, reason: Reason) -> Outcome:
-        """Return that there was nothing to look at."""
+        """Return an outcome without a test, with the reason."""
         return Outcome((Trial(hypothesis=self.name, verdict="untried", reason=reason),))
 
     def refuse(self, *observations: Observation, reason: Reason | None = None, **fields: Any) -> Outcome:
-        """Return that the test says no, with what was seen."""
+        """Return an outcome whose test failed, with the observations."""
         trial = Trial(hypothesis=self.name, verdict="no", reason=reason, observations=observations, **fields)
         return Outcome((trial,))
 
     def accept(self, explanation: Explanation, *observations: Observation, **fields: Any) -> Outcome:
-        """Return that the test says yes, with what was seen, which is also the evidence."""
+        """Return an outcome whose test passed. The observations are also the evidence."""
         trial = Trial(hypothesis=self.name, verdict="yes", observations=observations, **fields)
         return Outcome((trial,), explanation, observations)
 
@@ -89,7 +91,11 @@ def explain_by(
     *,
     residual: float | None = None,
 ) -> Explanation:
-    """Return the explanation of some tensors, or of the module or loss that made the only one, where it was read."""
+    """Return an explanation of some tensors.
+
+    The subject is the loss or the module if the tensor was read at a module end, and else the tensors
+    themselves.
+    """
     origin = inputs.origin_of(tensors[0])
     if origin is not None and inputs.comes_from_loss(origin):
         subject = Subject(quantity=tensors[0].quantity, tensors=(LM,))

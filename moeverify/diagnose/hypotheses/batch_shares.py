@@ -1,4 +1,4 @@
-"""Hypothesis: the shares of the batch, of each data rank and micro-batch, are weighted incorrectly or missing."""
+"""Hypothesis: shares of the batch, by data rank and micro-batch, are missing or weighted incorrectly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moeverify.results.part import Contribution, Part
 
 
 class BatchShares(LinearFit):
-    """Every share of the batch has a coefficient of its own, the same for all loss terms."""
+    """One coefficient for each share of the batch, common to all loss terms."""
 
     name = "batch_shares"
     generalizes: ClassVar[tuple[str, ...]] = ("detached", "one_factor")
@@ -36,7 +36,7 @@ class BatchShares(LinearFit):
         ]
 
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
-        """Return none: a weight of one share that equals the size of an axis does so by chance."""
+        """Return no sources: the weight of one share equals the size of an axis only by chance."""
         return []
 
     def numbers(self, inputs: DiagnosisInputs) -> Sequence[float]:
@@ -45,7 +45,7 @@ class BatchShares(LinearFit):
         return list_means(inputs.components())
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
-        """Return the parts that are off, and whether means of means or own tokens weight the shares so."""
+        """Return the wrong shares, with an explanation by a mean of means or the ranks' own token counts."""
         assert inputs.components is not None
         components = inputs.components()
         found = describe_means(wrong, fit, inputs, components)
@@ -58,11 +58,11 @@ class BatchShares(LinearFit):
 def describe_means(
     wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs, components: Components
 ) -> Scaled:
-    """Return the shares that are off, and whether those of each such term have the weights of a mean of means.
+    """Return the wrong shares, and whether the weights of each wrong term are those of a mean of means.
 
-    The right loss of V valid tokens in n shares is sum_i(sum of share i) / V; the mean of means is
-    1/n * sum_i(sum of share i) / V_i. So share i then has the weight f * V / (n * V_i), with f = 1, or another number
-    that all shares have in common where the means are added up or divided by something else.
+    The right loss of V valid tokens in n shares is sum_i(sum of share i) / V. A mean of means is 1/n *
+    sum_i(sum of share i) / V_i, so share i has the weight f * V / (n * V_i) with f = 1. Another common f
+    means that the means are summed, or divided by another number.
     """
     count = len(components.cells)
     terms = {each.part.term for each in wrong}
@@ -81,7 +81,10 @@ def list_means(components: Components) -> list[float]:
 
 
 def _measure_means(term: str, fit: Fit, components: Components) -> float | None:
-    """Return f of a term, None where its weights are not those of a mean of means, or all shares are as long."""
+    """Return f of a term.
+
+    None if its weights are not those of a mean of means, or all shares have equal length.
+    """
     weights = {
         part.tokens: value
         for part, value in zip(fit.parts, fit.coefficients, strict=True)

@@ -1,4 +1,4 @@
-"""Hypothesis: slices along a dim have factors of their own: rows, columns or experts are scaled otherwise."""
+"""Hypothesis: slices along a dim (rows, columns or experts) have different factors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
 from moeverify.results.trial import Reason
 
-_MOST_FACTORS = 3  # of as many slices as there are, each with a number of its own, anything is made
+_MOST_FACTORS = 3  # a separate factor for each slice would fit anything
 
 
 class BlockFactors(Hypothesis):
-    """Each slice along some dim is a multiple of the expected one, and there are few different multiples.
+    """Each slice along some dim is a multiple of the golden slice, with few different multiples.
 
-    A reduction that is done twice for a part of a tensor, a scale for some experts alone, rows that a load left zero.
+    Examples are a reduction that is done twice for a part of a tensor, a scale for some experts, and rows
+    that a load left zero.
     """
 
     name = "block_factors"
@@ -64,14 +65,15 @@ class BlockFactors(Hypothesis):
 
 
 def _measure_factors(tensor: WrongTensor, dim: int) -> tuple[Tensor, float] | None:
-    """Return k of each slice along a dim, not a number where it is zero in both; None where one is no multiple.
+    """Return the factor of each slice along a dim, and the relative residual of the whole tensor.
 
-    And what such multiples leave of the tensor, relative to it.
+    The factor is NaN if both slices are zero. Return None if a slice is no multiple, or if slices are too
+    few or too short.
     """
     wanted = tensor.expected.movedim(dim, 0).flatten(1)
     found = tensor.whole.movedim(dim, 0).flatten(1)
     squares = (wanted * wanted).sum(dim=1)
-    if wanted.shape[0] < 4 or wanted.shape[1] < 2:  # one number is a multiple of any other
+    if wanted.shape[0] < 4 or wanted.shape[1] < 2:  # a single number is a multiple of any other
         return None
     factors = (found * wanted).sum(dim=1) / squares
     left = (found - factors.nan_to_num().unsqueeze(1) * wanted).norm(dim=1)
@@ -81,9 +83,9 @@ def _measure_factors(tensor: WrongTensor, dim: int) -> tuple[Tensor, float] | No
 
 
 def _group_factors(factors: Tensor, numbers: Sequence[float], exact: float) -> dict[float, list[int]]:
-    """Return the indices by their factor; slices that are zero have none.
+    """Return the indices of the slices by factor, without slices that are zero in both tensors.
 
-    A factor that is one of these `numbers` of the run, or of another slice, up to `exact` is that number.
+    A factor within `exact` of one of `numbers`, or of another slice's factor, is replaced by it.
     """
     groups: dict[float, list[int]] = {}
     allowed = max(SAME, exact)

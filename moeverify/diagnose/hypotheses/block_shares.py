@@ -1,4 +1,4 @@
-"""Hypothesis: slices along a dim lack shares of the batch, or have them weighted otherwise; the others are right."""
+"""Hypothesis: some slices along a dim lack shares of the batch, or weight them differently."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import Block, Contribution, Part
 from moeverify.results.trial import Reason
 
-_SAME = 1e-6  # relative, of weights that are one
+_SAME = 1e-6  # relative, of equal weights
 
 
 class BlockShares(Hypothesis):
-    """A sum over ranks leaves one out for a part of a tensor: an expert that it holds too, some heads, some rows.
+    """A sum over ranks omits one of them for a part of a tensor, such as an expert, some heads or some rows.
 
     All wrong slices together are one combination of the shares of the loss ranks and micro-batches.
     """
@@ -36,7 +36,7 @@ class BlockShares(Hypothesis):
     quantities = frozenset({Quantity.GRADIENT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Fit the wrong slices along each dim along which some are right."""
+        """Fit the wrong slices along each dim that also has right slices."""
         (tensor,) = tensors
         components = inputs.components() if inputs.components is not None else None
         if components is None or not knows(components, tensors):
@@ -55,7 +55,7 @@ class BlockShares(Hypothesis):
             if fit is None or not fit.explains or _is_one_factor(fit.coefficients):
                 continue
             fit = fit.settle([0.0, 1.0])
-            # A weight of one share that equals the size of an axis does so by chance.
+            # The weight of one share equals the size of an axis only by chance.
             contributions = tuple(
                 Contribution(part=part, factor=find_factor(value, []))
                 for part, value in zip(fit.parts, fit.coefficients, strict=True)
@@ -73,12 +73,12 @@ class BlockShares(Hypothesis):
 
 
 def _is_one_factor(coefficients: Sequence[float]) -> bool:
-    """Return whether all shares have one weight: the slices are scaled, and no share is missing."""
+    """Return whether all shares have the same weight: the slices are scaled, and no share is missing."""
     return max(coefficients) - min(coefficients) <= _SAME * max(map(abs, coefficients))
 
 
 def list_shares(components: Components, block: Block) -> list[Column]:
-    """Return the shares of the loss ranks and micro-batches in some slices."""
+    """Return the shares of the loss ranks and micro-batches, restricted to a block."""
     return [
         (
             Part(tokens=cell.tokens, block=block),
@@ -89,7 +89,7 @@ def list_shares(components: Components, block: Block) -> list[Column]:
 
 
 def find_wrong_slices(tensor: WrongTensor, dim: int) -> list[int]:
-    """Return the indices along a dim at which the tensor is not the golden's."""
+    """Return the indices along a dim at which the tensor differs from the golden."""
     count = tensor.expected.shape[dim]
     error = (tensor.whole - tensor.expected).movedim(dim, 0).reshape(count, -1).norm(dim=1)
     size = tensor.expected.movedim(dim, 0).reshape(count, -1).norm(dim=1)
@@ -102,7 +102,7 @@ def take(whole: Tensor, block: Block) -> Tensor:
 
 
 def narrow(tensor: WrongTensor, block: Block) -> WrongTensor:
-    """Return the slices of a block as a wrong tensor of their own."""
+    """Return the slices of a block as a separate wrong tensor."""
     actual = take(tensor.whole, block)
     shards = (RankShard(0, Region.whole(actual.shape), actual),)
     return WrongTensor(tensor.key, take(tensor.expected, block), shards, tensor.precision)

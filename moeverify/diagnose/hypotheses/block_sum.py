@@ -1,4 +1,4 @@
-"""Hypothesis: replicas hold partial sums in some slices along a dim, and the right values in the others."""
+"""Hypothesis: replicas hold partial sums in some slices along a dim, and right values in the others."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from moeverify.results.trial import Reason
 
 
 class BlockSum(Hypothesis):
-    """A reduction is missing for a part of a tensor: rotary rows of a latent projection, some heads, some experts.
+    """A reduction is missing for a part of a tensor.
 
-    Along a dim every slice is either right on all ranks of an axis, or its replicas there add up to it.
+    Examples are rotary rows of a latent projection, some heads or some experts.
+
+    Along a dim, each slice is either right on all ranks of an axis, or its replicas there add up to the
+    right one.
     """
 
     name = "block_sum"
@@ -29,7 +32,7 @@ class BlockSum(Hypothesis):
     generalizes = ("replica_sum",)
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Try every axis and every dim of what the ranks hold whole."""
+        """Test every axis and every dim of tensors that ranks hold whole."""
         (tensor,) = tensors
         tried = False
         for axis, groups in inputs.groups_of(tensor).items():

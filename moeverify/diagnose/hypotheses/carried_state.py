@@ -1,10 +1,11 @@
-"""Hypothesis: a step began with other optimizer state than the step before had left, and then did as it should.
+"""Hypothesis: a step began with wrong optimizer state, and then computed correctly.
 
-An optimizer sums its state up: s' = d * s + h(gradient), with a decay d that the recipe gives. The gradient is right
-here, so what is wrong with s' is d times what was wrong with s, and the s that a step began with is known from the
-golden and the result: s = s_golden + (s' - s'_golden) / d. Where that is zero, another slice's, an older one or a
-multiple, the state was lost, or came from elsewhere, between the two steps: in an exchange of experts, a load, a
-reset.
+An optimizer accumulates s' = d * s + h(gradient), with a decay d from the recipe. The gradient is right
+here, so the error of s' is d times the error of s. The initial s follows from the golden and the result: s
+= s_golden + (s' - s'_golden) / d.
+
+If this s is zero, a multiple, older, or another slice's state, the state was lost or replaced between the
+two steps: in an exchange of experts, a load or a reset.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from moeverify.results.operation import Carried
 from moeverify.results.trial import Reason
 
 _OLDEST = 3
-"""So many steps back a state is looked for: that of a stale copy is one or two steps older."""
+"""Maximum age in steps of a stale state; copies are usually one or two steps older."""
 
 
 @dataclass(frozen=True)
 class Began:
-    """What the step began with, the golden's state of the step before, and how large rounding may be.
+    """State at the start of the step: `actual`, the golden's `expected`, and the rounding error `allowed`.
 
-    Shapes: all are those of the tensor, or of a region of it; `allowed` is the error of each element by rounding.
+    All have the shape of the tensor or of a region of it; `allowed` is the error of each element.
     """
 
     actual: Tensor
@@ -50,37 +51,38 @@ class Began:
         return [Began(*slices) for slices in zip(*parts, strict=True)]
 
     def equals(self, expected: Tensor) -> bool:
-        """Return whether it began with some values, but for rounding."""
+        """Return whether the step began with these values, up to rounding."""
         return bool((self.actual - expected).norm() <= self.allowed.norm())
 
     def find_multiple(self) -> float | None:
-        """Return how many times the golden's state it began with; None where it is no multiple of it.
+        """Return the multiple of the golden's state with which the step began; None if it is no multiple.
 
-        One where the golden's is too small to tell zero from one, since nothing is wrong then.
+        Return 1 if the golden's state is too small to distinguish zero from one, because then nothing is
+        wrong.
         """
         if self.equals(self.expected):
             return 1.0
         if self.equals(torch.zeros_like(self.expected)):
             return 0.0
         square = float((self.expected * self.expected).sum())
-        if self.expected.numel() < 2 or square == 0.0:  # one number is a multiple of any other
+        if self.expected.numel() < 2 or square == 0.0:  # a single number is a multiple of any other
             return None
         factor = float((self.actual * self.expected).sum()) / square
         return factor if self.equals(factor * self.expected) else None
 
 
 class CarriedState(Hypothesis):
-    """The state that the step began with is zero, a multiple, older, or another slice's, in all that is wrong."""
+    """In all wrong parts, the initial state is zero, a multiple, older, or another slice's."""
 
     name = "carried_state"
     quantities = frozenset({Quantity.OPTIMIZER_STATE})
 
     def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
-        """Return whether it is a moment that is summed up over steps."""
+        """Return whether the tensor is a moment that accumulates over steps."""
         return super().applies(tensor, inputs) and inputs.decays.get(split_moment(tensor.name)[1], 0.0) > 0.0
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Compute what the step began with, and compare it rank by rank, then slice by slice."""
+        """Compute the initial state, and compare it by rank, then by slice."""
         (tensor,) = tensors
         before = inputs.earlier(tensor.key).get(STEP_BEFORE)
         if before is None or before.numel() != tensor.expected.numel():
@@ -107,9 +109,10 @@ class CarriedState(Hypothesis):
 def _find_began(
     tensor: WrongTensor, region: Region, values: Tensor, before: Tensor, inputs: DiagnosisInputs
 ) -> Began:
-    """Return the state at the beginning of the step in a region, computed from the state after it.
+    """Return the state at the start of the step in a region, computed from the state after it.
 
-    Shapes: `values` those of the region, `before` that of the tensor, the golden's state of the step before.
+    `values` has the shape of the region. `before` has the shape of the tensor: the golden's state of the
+    previous step.
     """
     decay = inputs.decays[split_moment(tensor.name)[1]]
     shape = region.local_shape
@@ -119,7 +122,8 @@ def _find_began(
     )
     values = values.to("cpu", torch.float64).reshape(shape)
     actual = left + (values - expected) / decay
-    # What is right may be zero, as of an expert without tokens; what is there was rounded all the same.
+    # The right state may be zero, as for an expert without tokens, but the actual state was rounded all the
+    # same.
     summed = torch.maximum(expected.abs(), values.abs())
     return Began(actual, left, tensor.exact * (summed / decay + left.abs()))
 
@@ -127,7 +131,7 @@ def _find_began(
 def _explain_ranks(
     by_rank: Sequence[tuple[int, Began]], tensor: WrongTensor, inputs: DiagnosisInputs
 ) -> Carried | None:
-    """Return the multiple that the shards of some ranks began with, where the others began right."""
+    """Return the multiple with which some shards began, if all others began right."""
     factor = _find_one([began.find_multiple() for _, began in by_rank])
     return None if factor is None else Carried(factor=_name(factor, tensor, inputs))
 
@@ -135,7 +139,7 @@ def _explain_ranks(
 def _explain_by_age(
     by_rank: Sequence[tuple[int, Began]], tensor: WrongTensor, inputs: DiagnosisInputs
 ) -> Carried | None:
-    """Return how old the state is that the shards of some ranks began with, where the others began right."""
+    """Return the age of the state with which some shards began, if all others began right."""
     regions = [shard.region for shard in tensor.shards if shard.local is not None and shard.region.numel]
     for num_steps in range(2, _OLDEST + 1):
         older = inputs.golden(tensor.key[1], tensor.name, num_steps)
@@ -152,7 +156,7 @@ def _explain_by_age(
 
 
 def _explain_slices(whole: Began, tensor: WrongTensor, inputs: DiagnosisInputs) -> Carried | None:
-    """Return the multiple, or the other slices' state, that some slices along a dim began with."""
+    """Return the multiple, or the other slices' state, with which some slices along a dim began."""
     for dim, size in enumerate(whole.actual.shape):
         if size < 2 or whole.actual.numel() < 2 * size:
             continue
@@ -164,7 +168,7 @@ def _explain_slices(whole: Began, tensor: WrongTensor, inputs: DiagnosisInputs) 
             ]
             block = make_block(tensor.name, dim, wrong)
             return Carried(factor=_name(factor, tensor, inputs), block=block)
-        # What was computed back is not as exact as a value that was read: a state of zero is zero but for rounding.
+        # A state computed backward is less exact than one that was read: zero means zero up to rounding.
         allowed = whole.allowed.movedim(dim, 0).flatten(1).norm(dim=1)
         source = match_slices(whole.expected, whole.actual, dim, allowed=allowed)
         moves = tuple((to, origin) for to, origin in enumerate(source or ()) if to != origin)
@@ -175,7 +179,7 @@ def _explain_slices(whole: Began, tensor: WrongTensor, inputs: DiagnosisInputs) 
 
 
 def _find_one(multiples: Sequence[float | None]) -> float | None:
-    """Return the one factor besides 1 that all multiples are; None where some are none, or several differ."""
+    """Return the common factor of all multiples other than 1; None if some are None, or several differ."""
     wrong = [each for each in multiples if each is None or not is_same(each, 1.0)]
     first = wrong[0] if wrong else None
     if first is None or any(

@@ -14,13 +14,13 @@ from moeverify.results.operation import Miscounted
 
 
 class CountedPadding(Hypothesis):
-    """It counts more choices than valid tokens make, and as many for each token of the batch with padding."""
+    """The sum of counts is too large, and divisible by the number of tokens of the batch with padding."""
 
     name = "counted_padding"
     quantities = frozenset({Quantity.ROUTING_COUNT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Compare the sum of the counts, on the rank that is furthest off, with the tokens of the batch."""
+        """Compare the sum of the counts on the worst rank with the tokens of the batch."""
         (tensor,) = tensors
         operation = count_choices(tensor)
         seen = ScalarValues(expected=operation.expected, actual=operation.actual, rank=operation.rank)
@@ -31,7 +31,7 @@ class CountedPadding(Hypothesis):
 
 
 def count_choices(tensor: WrongTensor) -> Miscounted:
-    """Return how many choices the rank that is furthest off counts, of those that the golden has there."""
+    """Return the expected and actual sum of counts on the worst rank."""
     worst = tensor.worst_shard
     expected, actual = (float(each.sum()) for each in (tensor.expected_of(worst), worst.values()))
     return Miscounted(expected=expected, actual=actual, rank=worst.rank)

@@ -1,8 +1,8 @@
-"""Hypothesis: a rank has put its parts of some slices into the sums of others: it took one group for another.
+"""Hypothesis: a rank added its parts of some slices to the sums of others, by using a wrong group.
 
-Whichever group a part was summed in, it was summed once. So the wrong sums together are the right ones together, and
-the ranks that met in one group hold the same value for different slices. Both are seen in the values of the ranks,
-without knowing any part.
+Each part was still summed once, in some group. So the wrong sums have the right total, and the ranks that
+met in one group hold the same value for different slices. The ranks' values show both, without any known
+part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moeverify.results.trial import Reason
 
 @dataclass(frozen=True)
 class Copy:
-    """What a rank has of the slice `index`, which is not the golden's."""
+    """A rank's values of the slice `index`, which differ from the golden."""
 
     rank: int
     index: int
@@ -34,13 +34,13 @@ class Copy:
 
 
 class CrossedSums(Hypothesis):
-    """As many different wrong values as wrong slices, with the right total, some shared by ranks for other slices."""
+    """As many wrong values as wrong slices, with the right total; some values occur in several slices."""
 
     name = "crossed_sums"
     quantities = frozenset({Quantity.GRADIENT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Sort the wrong slices of all ranks along dim 0 by their values, and add these up."""
+        """Group the wrong slices of all ranks along dim 0 by value, and add up one of each group."""
         (tensor,) = tensors
         if tensor.expected.ndim < 2 or tensor.expected.shape[0] < 2:
             return self.untried(Reason.NOT_COMPARABLE)
@@ -62,13 +62,13 @@ class CrossedSums(Hypothesis):
 
 
 def _list_wrong(tensor: WrongTensor) -> Iterator[Copy]:
-    """Yield the whole slices of every rank that are not the golden's."""
+    """Yield the whole slices of every rank that differ from the golden."""
     for shard in tensor.shards:
         if shard.local is None or not shard.region.dims or not shard.region.numel:
             continue
         rows, *others = shard.region.dims
         if [len(each) for each in others] != list(tensor.expected.shape[1:]):
-            continue  # parts of slices could be compared with those of the same place alone
+            continue  # parts of slices are comparable only with parts of the same place
         for index, values in zip(rows, shard.values(), strict=True):
             expected = tensor.expected[index]
             if not _is_equal(values, expected, tensor.exact):
@@ -76,7 +76,7 @@ def _list_wrong(tensor: WrongTensor) -> Iterator[Copy]:
 
 
 def _group_equal(copies: Sequence[Copy], exact: float) -> list[list[Copy]]:
-    """Return the copies with those of one value together."""
+    """Return the copies grouped by equal values."""
     groups: list[list[Copy]] = []
     for copy in copies:
         group = next((group for group in groups if _is_equal(copy.values, group[0].values, exact)), None)
@@ -88,7 +88,7 @@ def _group_equal(copies: Sequence[Copy], exact: float) -> list[list[Copy]]:
 
 
 def _is_crossed(members: Sequence[Copy]) -> bool:
-    """Return whether one value is that of different slices."""
+    """Return whether one value occurs for different slices."""
     return len({each.index for each in members}) > 1
 
 

@@ -15,7 +15,7 @@ from moeverify.results.trial import Reason
 
 
 class Detached(Hypothesis):
-    """All ranks have zeros, or none has anything, where the golden is not zero."""
+    """All ranks have zeros, or none has a value, although the golden is not zero."""
 
     name = "detached"
     quantities = frozenset(
@@ -23,13 +23,14 @@ class Detached(Hypothesis):
     )
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Look at the largest value of any rank."""
+        """Check the largest absolute value on any rank."""
         (tensor,) = tensors
         expected = float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
         if expected == 0.0:
             return self.untried(Reason.EXPECTED_IS_ZERO)
         held = [shard for shard in tensor.shards if shard.local is not None and shard.region.numel]
-        # Ranks that differ may have partial sums, and the zeros of one are no cause: all must be zero.
+        # Require zeros on all ranks: if ranks differ they may have partial sums, and zeros on one are no
+        # cause.
         actual = max((float(shard.values().abs().max()) for shard in held), default=0.0)
         absent = tuple(shard.rank for shard in tensor.shards if shard.local is None)
         seen = LargestValue(expected=expected, actual=actual, absent_on=absent)
@@ -39,13 +40,14 @@ class Detached(Hypothesis):
         operation = Zeroed(absent=bool(tensor.shards) and len(absent) == len(tensor.shards))
         explanation = _name_cut(explain_by(Cause.DETACHED, operation, tensors, inputs), tensor, inputs)
         if tensor.quantity is Quantity.GRADIENT and inputs.search is None:
-            # What a module leaves out has no gradient either. Where modules are not compared, wider runs are asked.
+            # Modules outside of the graph have no gradient either. Without module readings, report an
+            # estimate.
             explanation = explanation.model_copy(update={"is_estimate": True})
         return self.accept(explanation, seen)
 
 
 def _name_cut(explanation: Explanation, tensor: WrongTensor, inputs: DiagnosisInputs) -> Explanation:
-    """Return the explanation of what a dispatcher passes back, of the module inside of it that is cut, if known."""
+    """Replace the dispatcher by the cut module inside of it as the subject, if it is known."""
     origin = inputs.origin_of(tensor)
     cut = inputs.search.find_cut(origin) if inputs.search is not None and origin is not None else ""
     if not cut:

@@ -1,4 +1,4 @@
-"""Hypothesis: the gradients match, and their norm, or the clip coefficient made of it, is computed incorrectly."""
+"""Hypothesis: gradients match, but their norm or the clip coefficient is computed incorrectly."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from moeverify.results.operation import Replaced, Scaled
 from moeverify.results.part import WHOLE, Contribution
 
 _LEAST = 3.5
-"""Of a power of two that is a scale of the loss and no count of ranks: 16 at least."""
+"""Minimum exponent of a power of two that is a loss scale, and not a number of ranks: 16 or more."""
 
 _NEAR = 4e-3
-"""How near a logarithm must be to a whole number: of any other ratios one in 120 is as near."""
+"""Tolerance of an exponent of two; one in 120 other ratios is as close to an integer."""
 
 
 class GradientNorm(Hypothesis):
-    """The norm is off although all gradients are right.
+    """The norm is wrong although all gradients are right.
 
-    A norm is a root of a sum of squares over ranks: a square that is counted n times, or divided by n ranks, makes
-    it the root of n times the right one, so the square of the factor is what sources are found for.
+    A norm is the root of a sum of squares over ranks. If a square is counted n times, or divided by n
+    ranks, the norm is off by a root of n, so sources are searched for the square of the factor.
     """
 
     name = "gradient_norm"
     quantities = frozenset({Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Measure the factor on the rank that is furthest off, and whether the ranks agree."""
+        """Measure the factor on the worst rank, and whether ranks agree."""
         (tensor,) = tensors
         worst = tensor.worst_shard
         expected, actual = float(tensor.expected), float(worst.values())
@@ -60,7 +60,10 @@ class GradientNorm(Hypothesis):
 
 
 def find_loss_scale(ratio: float) -> int:
-    """Return n where a ratio is 2^n, from 16 or 1/16 on, up to what 16 bits leave of a norm; 0 where it is not."""
+    """Return n if a ratio is 2^n, with a factor of at least 16 or 1/16; 0 for other ratios.
+
+    The tolerance is the precision of a norm in 16 bits.
+    """
     if not 0.0 < ratio < math.inf:
         return 0
     exponent = math.log2(ratio)
@@ -68,7 +71,7 @@ def find_loss_scale(ratio: float) -> int:
 
 
 def _is_old(actual: float, expected: float, before: Tensor) -> bool:
-    """Return whether a number is that of the step before, where that is another one: to eight digits by no chance."""
+    """Return whether a number equals that of the previous step to eight digits, unlike the expected one."""
     value = float(before)
     return abs(actual - value) <= EXACT * abs(value) < abs(expected - value)
 

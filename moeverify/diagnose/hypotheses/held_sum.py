@@ -1,4 +1,4 @@
-"""Hypothesis: what is on several ranks, an expert say, holds partial sums there; what is on one is complete."""
+"""Hypothesis: slices on several ranks, such as experts, are partial sums; those on one are right."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from moeverify.results.trial import Reason
 
 
 class HeldSum(Hypothesis):
-    """A sum over the holders of each slice is missing; holders differ between slices and form no group of an axis.
+    """A sum over the holders of each slice is missing; holders differ by slice and are no group of an axis.
 
-    After a sum over its holders, every slice is the same multiple of the golden: 1, or a number of the layout, such
-    as a number of ranks that no code divided by.
+    After the sum over its holders, each slice is the same multiple of the golden: 1, or an integer of the
+    layout, such as a number of ranks by which no code divided.
     """
 
     name = "held_sum"
@@ -31,7 +31,7 @@ class HeldSum(Hypothesis):
     generalizes = ("one_factor", "replica_sum")
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Add up what the ranks have, each in its region."""
+        """Add the ranks' values, each in its region."""
         (tensor,) = tensors
         shards = [shard for shard in tensor.shards if shard.region.numel]
         if not shards or any(shard.local is None for shard in shards):
@@ -57,7 +57,7 @@ class HeldSum(Hypothesis):
 
 
 def _add_up(tensor: WrongTensor, shards: Sequence[RankShard]) -> tuple[Tensor, Tensor]:
-    """Return the sum of what ranks have of each element, and how many have it. Shapes: that of the tensor."""
+    """Return the sum over ranks and the number of holders of each element, in the shape of the tensor."""
     flat, holders = tensor.expected.new_zeros(tensor.expected.numel()), torch.zeros(tensor.expected.numel())
     for shard in shards:
         index = shard.region.flat_index().flatten()
@@ -67,7 +67,7 @@ def _add_up(tensor: WrongTensor, shards: Sequence[RankShard]) -> tuple[Tensor, T
 
 
 def _differ(tensor: WrongTensor, shards: Sequence[RankShard], shared: Tensor) -> bool:
-    """Return whether ranks have other values of what several of them have."""
+    """Return whether ranks differ in elements that several of them hold."""
     least, most = torch.full_like(tensor.expected, torch.inf), torch.full_like(tensor.expected, -torch.inf)
     for shard in shards:
         index = shard.region.flat_index().flatten()

@@ -1,4 +1,4 @@
-"""Hypothesis: a module is right in the first micro-batch, so something changed within the step that must not."""
+"""Hypothesis: a module is right in the first micro-batch, so state changed too early within the step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moeverify.results.operation import Altered
 
 
 class LaterMicroBatch(Hypothesis):
-    """A module is wrong from a later micro-batch on: state that should change once a step changed before."""
+    """A module is wrong from a later micro-batch on: state that should change once a step changed earlier."""
 
     name = "later_micro_batch"
     quantities = frozenset({Quantity.OUTPUT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Look at the first micro-batch in which a rank is wrong."""
+        """Check the first micro-batch in which a rank is wrong."""
         (tensor,) = tensors
         origin = inputs.origin_of(tensor)
         if origin is None or origin.first_micro_batch == 0:

@@ -1,4 +1,4 @@
-"""The hypotheses that a wrong tensor is a wrong sum of right parts: they differ in the parts alone."""
+"""Base class of hypotheses that a wrong tensor is a wrong sum of right parts; subclasses define the parts."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
 from moeverify.results.trial import Reason, Trial
 
-_FITTED = 1e-10  # of a coefficient: what the fit leaves of rounding
+_FITTED = 1e-10  # of a coefficient: the rounding that a fit leaves
 
 
 class LinearFit(Hypothesis):
-    """Gradients are a sum of some parts of their goldens, each with a coefficient of its own.
+    """Gradients are a sum of parts of their goldens, with one coefficient for each part.
 
-    Tested on all gradients together first, then on families, then alone: a wrong combination cannot fit that many
-    numbers by chance, and one cause for all is simpler than one for each.
+    Test all gradients together first, then families, then single ones: a wrong combination cannot fit that
+    many numbers by chance, and one common cause is simpler than several.
     """
 
     quantities = frozenset({Quantity.GRADIENT})
     cause: Cause
 
     own_scopes = (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
-    """All of them."""
+    """All scopes."""
 
     @abstractmethod
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
-        """Return the parts that may have another weight; none where these are not known."""
+        """Return the parts that may have wrong coefficients; empty if they are unknown."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Fit, and explain where nothing of the errors is left."""
+        """Fit the errors, and explain them if only rounding remains."""
         if not all(bool(torch.isfinite(tensor.whole).all()) for tensor in tensors):
             return self.untried(Reason.NOT_COMPARABLE)
         columns = self.columns(tensors, inputs)
@@ -57,7 +57,7 @@ class LinearFit(Hypothesis):
         sources, counts = self.sources(tensors, inputs), self.counts(inputs)
         fit = fit.settle([*list_numbers(sources, counts), *self.numbers(inputs)])
         contributions = list_contributions(fit, sources, counts)
-        # A factor of 1 + 1e-7 is right by itself, but it is all that is off, and so it is what is wrong.
+        # A factor of 1 + 1e-7 counts as right. If no other factor is off, it is the error.
         wrong = tuple(each for each in contributions if not each.is_right) or _list_off(contributions)
         operation = self.describe(wrong, fit, inputs)
         explanation = explain_by(self.cause, operation, tensors, inputs, residual=fit.residual)
@@ -68,16 +68,16 @@ class LinearFit(Hypothesis):
         return Outcome(trials, explanation, evidence, num_coefficients=len(fit.parts))
 
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
-        """Return the integers of the run that a wrong coefficient may come from."""
+        """Return the integers of the run that may explain a wrong coefficient."""
         return inputs.sources_of(tensors)
 
     def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
-        """Return further integers of the recipe that a wrong coefficient may come from: none for whole gradients."""
+        """Return further integers of the recipe that may explain a coefficient; by default none."""
         del inputs
         return ()
 
     def numbers(self, inputs: DiagnosisInputs) -> Sequence[float]:
-        """Return what else a coefficient may be besides 0, 1 and these integers and their products."""
+        """Return possible coefficients other than 0, 1 and products of these integers; by default none."""
         del inputs
         return ()
 
@@ -95,7 +95,7 @@ class LinearFit(Hypothesis):
 def list_contributions(
     fit: Fit, sources: Sequence[Source], counts: Sequence[Source] = ()
 ) -> tuple[Contribution, ...]:
-    """Return each part with its coefficient, and where that may come from."""
+    """Return each part with its coefficient and the possible sources of this factor."""
     return tuple(
         Contribution(part=part, factor=find_factor(value, sources, counts=counts))
         for part, value in zip(fit.parts, fit.coefficients, strict=True)
@@ -103,14 +103,14 @@ def list_contributions(
 
 
 def _has_measured(operation: Scaled) -> bool:
-    """Return whether a factor is a number that nothing of the run equals: rounding may have made it of another."""
+    """Return whether a factor equals nothing in the run: rounding may have changed it."""
     factors = (each.factor for each in operation.contributions)
     is_made = operation.local_means or operation.own_tokens
     return not is_made and any(not each.is_zero and not each.equals for each in factors)
 
 
 def _list_off(contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
-    """Return the parts whose factors are off by more than a fit in float64 leaves; all where none is."""
+    """Return the parts whose factors are off by more than a float64 fit leaves, or else all parts."""
     off = (each for each in contributions if abs(each.factor.value - float(each.part.belongs)) > _FITTED)
     return tuple(off) or contributions
 

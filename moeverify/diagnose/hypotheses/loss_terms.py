@@ -1,4 +1,4 @@
-"""Hypothesis: the terms of the loss have factors of their own, or one is missing."""
+"""Hypothesis: loss terms have different factors, or one is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.factor import Source
 
 
 class LossTerms(LinearFit):
-    """The gradient has each loss term (lm, balance, z) with a coefficient of its own."""
+    """One coefficient for each loss term (lm, balance, z)."""
 
     name = "loss_terms"
     generalizes = ("detached", "one_factor")
@@ -25,7 +25,7 @@ class LossTerms(LinearFit):
         return list_terms(components) if components is not None and knows(components, tensors) else []
 
     def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
-        """Return what a term may be divided by besides the ranks."""
+        """Return possible divisors of a loss term other than ranks."""
         return inputs.axes.loss_counts
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis: a loss term is computed in another way, which its own value shows."""
+"""Hypothesis: a loss term is computed by another formula, so its own value is wrong."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from moeverify.results.observation import ScalarValues
 from moeverify.results.operation import Altered, Offset
 from moeverify.results.trial import Reason
 
-_LARGEST_OFFSET = 50.0  # beyond it the exponential is no number of ranks
-TOTAL = "total"  # the sum of the terms, which says nothing of its own
+_LARGEST_OFFSET = 50.0  # beyond this, the exponential is no number of ranks
+TOTAL = "total"  # the sum of the terms, without information of its own
 
 
 class LossValue(Hypothesis):
-    """The gradients are no sum of right parts, and the value of a loss term is wrong over right module outputs."""
+    """The gradients are no sum of right parts, and a loss term is wrong although module outputs are right."""
 
     name = "loss_value"
     quantities = frozenset({Quantity.GRADIENT})
 
     own_scopes = (Scope.TOGETHER,)
-    """All gradients which are left have this one cause."""
+    """All remaining gradients have this one cause."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Look at the losses."""
+        """Check the values of the losses."""
         losses = [
             loss
             for loss in inputs.of_quantity(Quantity.LOSS)
@@ -47,17 +47,20 @@ class LossValue(Hypothesis):
             )
             for loss in losses
         ]
-        # The subject is the loss, and what it explains are the gradients.
+        # The subject is the loss; it explains the gradients.
         offset = _find_offset(losses, inputs)
         if offset is None and inputs.search is None:
-            # In 16 bits modules are not compared: what came into the loss may have been wrong already.
+            # In 16 bits, modules are not compared: the input of the loss may have been wrong.
             return self.untried(Reason.MODULES_NOT_COMPARED)
         operation = offset or Altered()
         return self.accept(explain_by(Cause.FORWARD, operation, losses, inputs), *seen)
 
 
 def _find_offset(losses: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Offset | None:
-    """Return by the logarithm of what a lone loss is off: a sum of exponentials that was taken so many times."""
+    """Return a constant offset of the only wrong loss, if its exponential is a product of axis sizes.
+
+    This happens if a log-sum-exp adds each exponential several times.
+    """
     if len(losses) != 1:
         return None
     (loss,) = losses

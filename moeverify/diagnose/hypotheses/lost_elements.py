@@ -1,4 +1,4 @@
-"""Hypothesis: some elements are zero and all others are right: a part of a buffer was never written or copied."""
+"""Hypothesis: some elements are zero and all others are right, because a part of a buffer was not written."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from moeverify.results.observation import WrongElements
 from moeverify.results.operation import LostElements
 from moeverify.results.trial import Reason
 
-_LEAST = 2  # one element is zero by chance, or rounded to it
+_LEAST = 2  # a single element may be zero by chance or by rounding
 _MOST_SLICES = 4
 
 
 class Lost(Hypothesis):
-    """Every element that is wrong is exactly zero, on the ranks that hold it."""
+    """Every wrong element is exactly zero, on the ranks that hold it."""
 
     name = "lost_elements"
     quantities = frozenset({Quantity.GRADIENT, Quantity.LOADED})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Look at the wrong elements of each shard."""
+        """Check the wrong elements of each shard."""
         (tensor,) = tensors
         allowed = tensor.exact * float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
         num_lost = num_elements = 0
@@ -66,15 +66,16 @@ class Lost(Hypothesis):
 
 
 def _are_last(shard: RankShard, num_wrong: int) -> bool:
-    """Return whether so many zeros, or a few more that are so by right, are the last elements of a shard."""
+    """Return whether the last `num_wrong` elements of a shard are all zero."""
     last = shard.values().reshape(-1)[-num_wrong:]
     return bool(torch.all(last == 0.0))
 
 
 def _find_slices(masks: Sequence[tuple[RankShard, Tensor]]) -> tuple[int | None, list[int]]:
-    """Return along which dim the wrong elements are whole slices, and their global indices; None where they are not.
+    """Return the dim along which wrong elements are whole slices, and their global indices.
 
-    An element that is zero by right is not wrong, so a slice may lack some. Of two dims that with fewer slices is it.
+    Return (None, []) if there is none. Elements whose right value is zero are not wrong, so slices may lack
+    some. If two dims fit, take the one with fewer slices.
     """
     found: dict[int, list[int]] = {}
     for dim in range(masks[0][1].ndim if masks[0][0].region.dims else 0):
@@ -95,7 +96,7 @@ def _find_slices(masks: Sequence[tuple[RankShard, Tensor]]) -> tuple[int | None,
 
 
 def _find_own(masks: Sequence[tuple[RankShard, Tensor]], dim: int | None) -> tuple[int, ...]:
-    """Return which slices of a rank's part these are, where they are not the global ones and are the same on all."""
+    """Return the local indices of the slices, if equal on all ranks and different from the global ones."""
     if dim is None:
         return ()
     found = {

@@ -1,4 +1,4 @@
-"""Hypothesis: a load has left a tensor, or the part of it that is wrong, as it was before."""
+"""Hypothesis: a load left a tensor, or its wrong part, unchanged."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from moeverify.results.operation import Replaced
 
 
 class NotLoaded(Hypothesis):
-    """Every element that is wrong is bit for bit what it was before the load."""
+    """Every wrong element is bit for bit the value before the load."""
 
     name = "not_loaded"
     quantities = frozenset({Quantity.LOADED})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Count the wrong elements that were kept."""
+        """Count the wrong elements that did not change."""
         (tensor,) = tensors
         num_kept = num_wrong = num_elements = 0
         ranks = []
         for shard in tensor.shards:
             if shard.local is None or shard.before is None:
                 continue
-            # In the tensor's own dtype: what was loaded and what was there before must have the same bits.
+            # Compare in the tensor's own dtype, bit for bit.
             local, before = (part.reshape(shard.region.local_shape) for part in (shard.local, shard.before))
             wrong = shard.values() != tensor.expected_of(shard)
             num_wrong += int(wrong.sum())

@@ -1,4 +1,4 @@
-"""Hypothesis: everything is the same number of times the right one."""
+"""Hypothesis: all values have the same factor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
 
-# What ranks reduce, so that the size of a group can be a factor of it.
+# Quantities that ranks reduce: their factor may be the size of a group.
 _REDUCED = (
     Quantity.GRADIENT,
     Quantity.OUTPUT,
@@ -29,14 +29,14 @@ _REDUCED = (
     Quantity.TENSOR,
 )
 _CAUSES = {
-    # The gradients were compared before, and are right: what is off is the number that is reported.
+    # Gradients were compared before and are right: only the reported number is wrong.
     Quantity.LOSS: Cause.METRIC,
     Quantity.ROUTING_COUNT: Cause.METRIC,
 }
 
 
 class OneFactor(LinearFit):
-    """All elements have one factor: a wrong divisor, a missing mean, a sum taken twice."""
+    """All elements have one factor: a wrong divisor, a missing mean or a repeated sum."""
 
     name = "one_factor"
     quantities = frozenset(
@@ -56,34 +56,34 @@ class OneFactor(LinearFit):
     cause = Cause.SCALE
 
     def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return all for gradients; other tensors have units of their own."""
+        """Return all scopes for gradients; other tensors have different units and are tested alone."""
         return super().scopes(quantity) if quantity is Quantity.GRADIENT else (Scope.ALONE,)
 
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
-        """Return the golden itself as the one part."""
+        """Return the golden itself as the only part."""
         del inputs
         whole = {tensor.name: tensor.expected for tensor in tensors}
         return [(WHOLE, lambda name: whole[name])]
 
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
-        """Return none for what is no sum or mean over ranks: a count or an update is 2 times right by chance.
+        """Return no sources for quantities that are not reduced over ranks, or if only some replicas are off.
 
-        None either where only some replicas have the factor: what ranks reduce comes out alike on all of them.
+        A count or an update equals an axis size by chance. Reduced values are the same on all replicas.
         """
         is_reduced = tensors[0].quantity in _REDUCED and not list_ranks_alone(tensors)
         return super().sources(tensors, inputs) if is_reduced else []
 
     def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:
-        """Return the tokens of the batch: no axis has their number by chance."""
+        """Return the token counts of the batch: no axis has this size by chance."""
         return [each for each in inputs.axes.loss_counts if each.name in (TOKENS, VALID_TOKENS)]
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Fit one coefficient; a reported number has one in any case."""
+        """Fit one coefficient; a scalar loss always has one."""
         first = tensors[0]
         if not any(bool(tensor.expected.any()) for tensor in tensors):
             return self.untried(Reason.EXPECTED_IS_ZERO)
         if first.quantity is Quantity.LOADED and _is_constant(first):
-            return self.untried(Reason.EXPECTED_IS_CONSTANT)  # any two constants are multiples of each other
+            return self.untried(Reason.EXPECTED_IS_CONSTANT)  # constants are multiples of each other
         if first.quantity is Quantity.LOSS and first.expected.numel() == 1:
             value = float(first.whole) / float(first.expected)
             factor = find_factor(value, self.sources(tensors, inputs), counts=inputs.axes.loss_counts)
@@ -101,7 +101,7 @@ class OneFactor(LinearFit):
 
 
 def _restrict(explanation: Explanation, tensors: Sequence[WrongTensor]) -> Explanation:
-    """Return the explanation with the ranks that alone have the factor."""
+    """Return the explanation, limited to the ranks that have the factor."""
     ranks = list_ranks_alone(tensors)
     if not ranks or not isinstance(explanation.operation, Scaled):
         return explanation

@@ -1,4 +1,4 @@
-"""Hypothesis: some ranks started from values of their own, where the others have those of the seed."""
+"""Hypothesis: some ranks started with their own values, and the others with those of the seed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moeverify.results.operation import OwnValues
 
 
 class OwnValuesHypothesis(Hypothesis):
-    """The last thing that initial values can be: no part of them is known."""
+    """The last hypothesis for initial values: their origin is unknown."""
 
     name = "own_values"
     quantities = frozenset({Quantity.INITIAL_VALUE})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """List the ranks whose values are not the golden's."""
+        """List the ranks whose values differ from the golden."""
         (tensor,) = tensors
         wrong = {
             shard.rank
@@ -35,7 +35,7 @@ class OwnValuesHypothesis(Hypothesis):
         found = {
             axis: max(map(len, each)) for axis, each in groups.items() if _have_replicas(off, right, each)
         }
-        # Larger groups hold those of the axis itself.
+        # Larger groups contain those of the axis itself.
         axes = tuple(axis for axis, size in found.items() if size == min(found.values()))
         operation = OwnValues(ranks=tuple(sorted(wrong)), axes=axes)
         return self.accept(explain_by(Cause.REPLICAS, operation, tensors, inputs))
@@ -44,7 +44,7 @@ class OwnValuesHypothesis(Hypothesis):
 def _have_replicas(
     off: Sequence[tuple[str, int]], right: Collection[tuple[str, int]], groups: Sequence[Sequence[int]]
 ) -> bool:
-    """Return whether each (region, rank) that is off has a replica in its group that is right."""
+    """Return whether each wrong (region, rank) has a right replica in its group."""
     group_of = {rank: group for group in groups for rank in group}
     return all(any((region, other) in right for other in group_of.get(rank, ())) for region, rank in off)
 

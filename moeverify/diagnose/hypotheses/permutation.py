@@ -1,4 +1,4 @@
-"""Hypothesis: the right values stand in other places: permuted, or copied from other parts of the same tensor."""
+"""Hypothesis: right values are in wrong places, permuted or copied from other parts of the same tensor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moeverify.results.observation import MatchingSlices
 from moeverify.results.operation import Moved
 from moeverify.results.trial import Reason
 
-MOST_MOVES = 16  # kept as evidence; a permutation of an embedding has thousands
-_LEAST_ELEMENTS = 8  # fewer have the same values in another order by chance too often
+MOST_MOVES = 16  # kept as evidence; a permuted embedding has thousands
+_LEAST_ELEMENTS = 8  # fewer elements have the same values in another order by chance
 
 
 class Permutation(Hypothesis):
-    """Every slice along some dim equals a slice of the golden, and some do not stand where they belong."""
+    """Every slice along some dim equals a golden slice, and some slices are in wrong places."""
 
     name = "permutation"
     quantities = frozenset(
@@ -36,7 +36,7 @@ class Permutation(Hypothesis):
     )
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Match slices along every dim, then elements without regard to their order."""
+        """Match slices along every dim, then elements regardless of order."""
         (tensor,) = tensors
         actual, expected = tensor.whole, tensor.expected
         for dim in range(actual.ndim):

@@ -1,4 +1,4 @@
-"""Hypothesis: it is the value of another time: of the step before, or the initial one."""
+"""Hypothesis: the tensor has its value of another time, the previous step or the start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeverify.results.trial import Reason, Trial
 
 
 class PreviousValue(Hypothesis):
-    """Nothing new was accumulated or counted, the step changed no state, or a checkpoint has the state of before."""
+    """Nothing was accumulated or counted, the step changed no state, or a checkpoint has an older state."""
 
     name = "previous_value"
     quantities = frozenset(
@@ -31,7 +31,7 @@ class PreviousValue(Hypothesis):
     )
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Compare with what the golden had at other times."""
+        """Compare with the golden's values at other times."""
         (tensor,) = tensors
         trials = tuple(self._try(tensor, time, value) for time, value in inputs.earlier(tensor.key).items())
         is_old = any(trial.verdict == "yes" and trial.about == STEP_BEFORE for trial in trials)

@@ -1,4 +1,4 @@
-"""Hypothesis: the right values stand in the order of another layout: a reshape, a transpose, chunks in turn."""
+"""Hypothesis: right values are in a wrong order, after a wrong reshape, transpose or chunk order."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OF_KEYS, _OF_EXPERTS = (".k_", ".v_", ".key", ".value"), ".experts."
 
 
 class ReorderedHypothesis(Hypothesis):
-    """One order of the grammar of layouts puts every value where it stands, on all ranks or on those that are wrong.
+    """One order of the grammar of layouts explains all places, on all ranks or on the wrong ones.
 
-    Orders that put values elsewhere and give the same tensor are said beside it.
+    Other orders that result in the same tensor are reported in addition.
     """
 
     name = "reordered"
@@ -37,7 +37,7 @@ class ReorderedHypothesis(Hypothesis):
     )
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Try the orders of what each rank has, of what groups of ranks have together, and of the whole."""
+        """Test the orders of each rank's values, of groups of ranks, and of the whole tensor."""
         outcome = self._search(tensors[0], inputs)
         for other in inputs.list_beside(tensors[0]):
             if outcome.explanation is not None:

@@ -1,4 +1,4 @@
-"""Hypothesis: two ranks started with the same values in parts that should differ."""
+"""Hypothesis: two ranks started with equal values in parts that should differ."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from moeverify.results.operation import RepeatedShard
 
 
 class RepeatedShardHypothesis(Hypothesis):
-    """The shards of two regions are equal bit for bit, where the golden's are not: each rank drew the same numbers.
+    """The shards of two regions are equal bit for bit, unlike the golden's.
 
-    Shards of one number alone, such as the ones of a norm, are equal without having been drawn.
+    Both ranks drew the same random numbers. Constant shards, such as the ones of a norm, are skipped,
+    because they were not drawn.
     """
 
     name = "repeated_shard"

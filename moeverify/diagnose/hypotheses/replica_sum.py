@@ -17,20 +17,20 @@ from moeverify.results.operation import Unreduced
 from moeverify.results.trial import Reason, Trial
 
 _CAUSES = {
-    # The gradients were compared before, and are right: what is off is the number that is reported.
+    # Gradients were compared before and are right: only the reported number is wrong.
     Quantity.LOSS: Cause.METRIC,
     Quantity.ROUTING_COUNT: Cause.STATE,
 }
-# There was nothing to add up, which is not the same as a sum that is something else.
+# There was nothing to add, which differs from a wrong sum.
 _UNTRIED = (Reason.OTHER_REGIONS, Reason.NOT_HELD, Reason.REPLICAS_EQUAL, Reason.ZERO_IN_A_PART)
 
 
 class ReplicaSumHypothesis(Hypothesis):
-    """What the ranks of an axis hold differs, and the sum of it is the golden, or a mean's multiple of it.
+    """The replicas on an axis differ, and their sum is the golden, or the multiple that a mean leaves.
 
-    Every axis is tried. The first that explains it is named, axes whose ranks all hold a replica before others, then
-    those of the data before those of the experts, with all axes of the same groups: only another layout can tell
-    these apart.
+    Every axis is tested. The first that fits is named: axes whose ranks all hold a replica come before
+    others, then data axes before expert axes. Axes with the same groups are named together, because only
+    another layout can distinguish them.
     """
 
     name = "replica_sum"
@@ -46,7 +46,7 @@ class ReplicaSumHypothesis(Hypothesis):
     )
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Add up the replicas over every axis."""
+        """Add the replicas over every axis."""
         (tensor,) = tensors
         groups = inputs.groups_of(tensor)
         sums = sum_replicas(tensor, groups)
@@ -54,7 +54,7 @@ class ReplicaSumHypothesis(Hypothesis):
         fitting = [each for each in sums if each.explains]
         if not fitting:
             return Outcome(trials)
-        # Of the dp_shard ranks only those that share an expert's slices over etp may hold a part: then it is etp.
+        # If only the dp_shard ranks that share an expert's slices over etp hold a part, the axis is etp.
         first = next((each for each in fitting if each.is_whole), fitting[0])
         alike = [each for each in fitting if _same_groups(groups[each.axis], groups[first.axis])]
         explanation = self._explain(tensor, first, alike, inputs)

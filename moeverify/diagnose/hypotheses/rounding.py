@@ -1,13 +1,17 @@
 """Hypothesis: the values are right up to the rounding of a narrower dtype than the recipe's.
 
-A norm alone shows no rounding: a bug that touches few elements, or adds a term of low rank, can have any. So nearly
-all elements must be off by a share of what they are off on average, and no tensor, nor all together, may be a number
-of times the right one, beyond the standard error that rounding leaves of such a factor. Where it began, at a module,
-the error must have that size too, and those of its tokens no direction of their own: singular values of one size.
+A norm alone does not identify rounding: a bug in few elements, or an added low-rank term, can have any
+norm. The test therefore has these conditions:
 
-A number rounded to a dtype with p bits of significand is off by up to 2^-p of itself: 2^-24 for float32, 2^-8 for
-bfloat16. A tensor made of such numbers is off by about that much in the Frobenius norm: less where errors of many
-terms average out, more where terms cancel.
+- Nearly all elements are off by a share of the average error.
+- No tensor, and not all tensors together, are a multiple of the right one beyond the standard error that
+  rounding leaves in such a factor.
+- At the module where the error begins, it has the size of rounding, and the errors of its tokens have no
+  common direction: their singular values are similar.
+
+A number rounded to a dtype with p bits of significand is off by up to 2^-p of itself: 2^-24 for float32,
+2^-8 for bfloat16. A tensor of such numbers is off by about that in the Frobenius norm: less if errors of
+many terms average out, more if terms cancel.
 """
 
 from __future__ import annotations
@@ -31,26 +35,26 @@ from moeverify.results.operation import Rounded
 from moeverify.results.trial import Reason
 from moeverify.train.module_taps import BACKWARD
 
-# The narrowest first: what bfloat16 can represent, float32 can too.
+# The narrowest first: float32 can represent every bfloat16 number.
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 _WINDOW = (0.01, 8.0)  # errors of sums and products of rounded numbers, in units of rounding
-_LEAST_DIRECTIONS = 8  # fewer tokens or elements show no spectrum
+_LEAST_DIRECTIONS = 8  # fewer tokens or elements have no meaningful spectrum
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT, Quantity.GRADIENT)
 _SHARE = 0.9  # of the tensors: where terms cancel, rounding may be more
-_DENSE = 0.9  # of the elements that are not zero must be off: rounding spares few numbers
-_OFF = 0.05  # of what elements are off on average, each by its own size: one in thirty is off by less
-_WHITE = 0.05  # median over largest singular value of the errors: 0.3 for noise, 0 for a sum of few terms
+_DENSE = 0.9  # of the elements that are not zero must be off: rounding leaves few numbers exact
+_OFF = 0.05  # of the average relative error of the elements: one in thirty has less
+_WHITE = 0.05  # median / largest singular value of the errors: 0.3 for noise, 0 for a sum of few terms
 _LEAST_SIGNS, _BALANCE = (
     256,
     0.1,
-)  # numbers, and the least share of them that rounding makes larger, or smaller
+)  # elements, and the least share of them that rounding makes larger, or smaller
 _ALONG = 0.99  # cosine of an error with the values themselves
-_LEAST_ANGLE = 8  # numbers, of which the angle to others says something
-_LARGEST = 0.05  # relative error above which values that a dtype can represent are not the golden's, rounded
+_LEAST_ANGLE = 8  # elements; with fewer, the angle is not meaningful
+_LARGEST = 0.05  # relative error above which representable values are not the rounded golden
 
 
 class Rounding(Hypothesis):
-    """Every value is one of a narrower dtype, or nearly all errors have the size of its rounding and no direction."""
+    """All values are representable in a narrower dtype, or errors have its size and no direction."""
 
     name = "rounding"
     quantities = frozenset(
@@ -68,11 +72,11 @@ class Rounding(Hypothesis):
     )
 
     def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return that of gradients all that are left must look like rounding: one alone may do so by chance."""
+        """Return the widest scope for gradients: a single one may look like rounding by chance."""
         return (Scope.TOGETHER,) if quantity is Quantity.GRADIENT else (Scope.ALONE,)
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Try the narrower dtypes."""
+        """Test the narrower dtypes."""
         errors = [(tensor, error) for tensor in tensors if (error := measure_error(tensor)) > 0.0]
         if not errors:
             return self.untried(Reason.EXPECTED_IS_ZERO)
@@ -82,7 +86,7 @@ class Rounding(Hypothesis):
             return self._test_cast(tensors, inputs, seen)
         for dtype, unit in _UNITS.items():
             if any(tensor.precision.itemsize <= dtype.itemsize for tensor, _ in errors):
-                continue  # the recipe's own precision is no narrower one
+                continue  # the recipe's own precision is not narrower
             is_narrow = all(error < _LARGEST and is_representable(tensor, dtype) for tensor, error in errors)
             if is_narrow or (
                 _have_size_of(unit, errors)
@@ -97,7 +101,7 @@ class Rounding(Hypothesis):
     def _test_cast(
         self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs, seen: RelativeError
     ) -> Outcome:
-        """Compare what was loaded with a cast of what was saved: a load computes nothing, so all bits must be its."""
+        """Compare loaded values with a cast of the saved ones, bit for bit: a load computes nothing."""
         for dtype in list_narrower(*(tensor.precision for tensor in tensors)):
             if all(_is_cast(tensor, dtype) for tensor in tensors):
                 operation = Rounded(dtype=name_dtype(dtype), is_representable=True)
@@ -110,18 +114,18 @@ def _is_cast(tensor: WrongTensor, dtype: torch.dtype) -> bool:
 
 
 def measure_error(tensor: WrongTensor) -> float:
-    """Return the relative error in the Frobenius norm; 0 where the golden is zero."""
+    """Return the relative error in the Frobenius norm; 0 if the golden is zero."""
     norm = float(tensor.expected.norm())
     return float((tensor.whole - tensor.expected).norm()) / norm if norm else 0.0
 
 
 def is_representable(tensor: WrongTensor, dtype: torch.dtype) -> bool:
-    """Return whether a narrower dtype can hold all that ranks have."""
+    """Return whether a narrower dtype can represent all values on the ranks."""
     return torch.equal(tensor.whole.to(dtype).to(tensor.whole.dtype), tensor.whole)
 
 
 def _have_size_of(unit: float, errors: Sequence[tuple[WrongTensor, float]]) -> bool:
-    """Return whether nearly all errors have the size of a unit of rounding, in all elements, and point nowhere."""
+    """Return whether nearly all errors are of the size of rounding, spread over elements, and undirected."""
     inside = [_is_of_size(error, unit) for _, error in errors]
     loose = [_is_unstructured(tensor, error, unit) for tensor, error in errors]
     spread = [_is_spread(tensor, error) for tensor, error in errors]
@@ -133,20 +137,20 @@ def _is_of_size(error: float, unit: float) -> bool:
 
 
 def _is_dense(tensor: WrongTensor) -> bool:
-    """Return whether nearly all elements are off, of those that are not zero in the golden."""
+    """Return whether nearly all elements that are not zero in the golden are off."""
     return float((_list_off(tensor) > 0.0).double().mean()) >= _DENSE
 
 
 def _is_spread(tensor: WrongTensor, error: float) -> bool:
-    """Return whether nearly all elements are off by a share of the error, and not by what other sums leave."""
+    """Return whether nearly all elements are off by a share of the error, unlike after a sparse bug."""
     is_off = _list_off(tensor) > _OFF * error
-    # Of few elements chance leaves fewer: three standard deviations.
+    # With few elements, chance reduces the share: allow three standard deviations.
     least = _DENSE - 3.0 * math.sqrt(_DENSE * (1.0 - _DENSE) / max(len(is_off), 1))
     return float(is_off.double().mean()) >= least
 
 
 def _list_off(tensor: WrongTensor) -> Tensor:
-    """Return the relative error of each element (n) that is not zero in the golden."""
+    """Return the relative error (n) of each element that is not zero in the golden."""
     expected = tensor.expected.reshape(-1)
     off = (tensor.whole.reshape(-1) - expected).abs()
     held = expected != 0.0
@@ -154,9 +158,10 @@ def _list_off(tensor: WrongTensor) -> Tensor:
 
 
 def _has_no_factor(tensors: Sequence[WrongTensor], unit: float) -> bool:
-    """Return whether all tensors together are once the right ones, within the standard error that rounding leaves.
+    """Return whether the common factor of all tensors is 1 within the standard error of rounding.
 
-    All count alike: of few numbers a standard error is an estimate itself, and the least one would count most.
+    All tensors have equal weight: with few elements a standard error is an estimate, and weighting by it
+    would favor estimates that are too small.
     """
     factors = [fit_noisy(tensor.whole, tensor.expected, unit) for tensor in tensors]
     known = [factor for factor in factors if factor is not None]
@@ -171,20 +176,21 @@ def _has_no_factor(tensors: Sequence[WrongTensor], unit: float) -> bool:
 
 
 def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs, unit: float) -> bool:
-    """Return whether the errors at the module where it began have no direction; true where no module is known.
+    """Return whether the errors at the module where they begin have no direction; true if it is unknown.
 
-    Shape: (rows, positions, width) is looked at as (tokens, width).
+    Readings (rows, positions, width) are viewed as (tokens, width).
     """
     origins = [inputs.origin_of(tensor) for tensor in tensors]
     found = origins[0] or inputs.origins.get(BACKWARD)
     if tensors[0].quantity not in _OF_MODULES or found is None:
         return True
-    # What follows from a module may be off by less than it, and rounding is as large everywhere.
+    # Rounding has the same size everywhere, but results of a module may have smaller errors than the
+    # module.
     began = measure_error(found.tensor)
     if began and not (_is_of_size(began, unit) and _is_spread(found.tensor, began)):
         return False
     error = (found.tensor.whole - found.tensor.expected).flatten(0, -2)
-    # Rounding makes as many numbers larger as smaller.
+    # Rounding increases about as many numbers as it decreases.
     moved = (error * found.tensor.expected.flatten(0, -2)).flatten()
     moved = moved[moved != 0.0]
     larger = float((moved > 0.0).double().mean()) if len(moved) >= _LEAST_SIGNS else 0.5
@@ -195,23 +201,24 @@ def _began_as_noise(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs, uni
     if min(rows.shape) < _LEAST_DIRECTIONS:
         return True
     if _are_multiples(rows, found.tensor.expected.flatten(0, -2)[scale.squeeze(1) > 0.0]):
-        # One number of each token was rounded, such as what a norm divides by: by a unit at most.
+        # One number of each token, such as the divisor of a norm, was rounded, by at most one unit.
         return float(rows.norm(dim=1).max()) <= unit
     values = torch.linalg.svdvals(rows)
     return float(values.median()) > _WHITE * float(values[0])
 
 
 def _are_multiples(errors: Tensor, expected: Tensor) -> bool:
-    """Return whether most rows (n, width) of errors lie along what is expected there."""
+    """Return whether most rows (n, width) of the errors are parallel to the expected values."""
     along = (errors * expected).sum(dim=1).abs()
     return float((along / (errors.norm(dim=1) * expected.norm(dim=1)).clamp(min=1e-300)).median()) > _ALONG
 
 
 def _is_unstructured(tensor: WrongTensor, error: float, unit: float) -> bool:
-    """Return whether the error is nearly orthogonal to the golden, as rounding up and down leaves it.
+    """Return whether the error is nearly orthogonal to the golden, as rounding up and down is.
 
-    A wrong factor lies along the golden: |<error, golden>| / |golden|^2 is then all of the relative error. It may be
-    as large as its standard error allows. Of fewer than 8 numbers the angle says nothing.
+    A wrong factor is parallel to the golden: |<error, golden>| / |golden|^2 is then the whole relative
+    error. It may be as large as its standard error. With fewer than 8 elements, the angle is not
+    meaningful.
     """
     expected = tensor.expected.reshape(-1)
     difference = tensor.whole.reshape(-1) - expected

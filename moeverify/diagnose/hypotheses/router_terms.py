@@ -1,4 +1,4 @@
-"""Hypothesis: the balance or z losses of some layers have another weight, or are lost."""
+"""Hypothesis: the balance or z losses of some layers are weighted differently or lost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moeverify.results.part import Part
 
 
 class RouterTerms(LinearFit):
-    """The gradient has the lm loss, and the balance and z loss of each router, with coefficients of their own.
+    """One coefficient for the lm loss, and one for the balance and z loss of each router.
 
-    Early layers get the losses of later ones as well, through the stream: a stage that loses its own losses leaves
-    gradients that are no sum of whole terms.
+    Early layers also receive the losses of later ones through the residual stream. A stage that loses its
+    own losses therefore leaves gradients that are no sum of whole terms.
     """
 
     name = "router_terms"
@@ -24,7 +24,7 @@ class RouterTerms(LinearFit):
     cause = Cause.TERM_SCALE
 
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
-        """Return the lm loss, and both losses of each router; with one router they are those of `loss_terms`."""
+        """Return the lm loss and both losses of each router; empty with one router, as in `loss_terms`."""
         components = inputs.components() if inputs.components is not None else None
         if components is None or not knows(components, tensors):
             return []

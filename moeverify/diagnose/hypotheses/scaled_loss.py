@@ -1,6 +1,6 @@
-"""Hypothesis: the loss is a number of times the right one, and so is its gradient, in a precision that hides it.
+"""Hypothesis: the loss and its gradient are scaled, in a precision that hides the factor.
 
-In float64 one factor fits all gradients to eight digits, and needs no loss to say so.
+In float64, one factor fits all gradients to eight digits, without the loss values.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
 
 _NEAR = 3e-3
-"""How far the factors of the total loss and of its gradients may be apart besides their noise: a unit of bfloat16."""
+"""Tolerance between the factors of the loss and of its gradients, besides their noise: a unit of bfloat16."""
 
 
 class ScaledLoss(Hypothesis):
-    """All terms of the loss are off alike, and by least squares the gradients are off by that factor too.
+    """All loss terms have the same factor, and by least squares the gradients have it too.
 
-    What the factor leaves of the gradients is their noise, which must be a third of what it changes at most: a loss
-    that is computed otherwise, whose value happens to be off by some factor, turns its gradient as well.
+    The residual of the gradients is their noise. It must be at most a third of the change by the factor: a
+    loss with a different formula, whose value happens to be off by some factor, also changes the direction
+    of its gradient.
     """
 
     name = "scaled_loss"
     quantities = frozenset({Quantity.GRADIENT})
 
     own_scopes = (Scope.TOGETHER,)
-    """All gradients which are left have this one cause."""
+    """All remaining gradients have this one cause."""
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Compare the factor of the total loss with that of all gradients."""
+        """Compare the factor of the total loss with the common factor of all gradients."""
         losses = [loss for loss in inputs.of_quantity(Quantity.LOSS) if loss.key[1] == Kind.LOSS]
         total = next((loss for loss in losses if loss.name == TOTAL), None)
         if total is None or tensors[0].precision == torch.float64:
@@ -68,7 +69,7 @@ def _find_ratio(loss: WrongTensor) -> float:
 
 
 def _fit(tensors: Sequence[WrongTensor]) -> tuple[float, float]:
-    """Return (k, share of the gradients that is left) of all gradients together as k times their goldens."""
+    """Return (k, relative residual) of all gradients together as k times their goldens."""
     products = squares = actual = 0.0
     for tensor in tensors:
         found = tensor.whole

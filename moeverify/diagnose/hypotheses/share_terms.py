@@ -1,4 +1,4 @@
-"""Hypothesis: the loss terms of each share of the batch are weighted incorrectly or missing."""
+"""Hypothesis: loss terms of some shares of the batch are missing or weighted incorrectly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.results.part import Part
 
 
 class ShareTerms(BatchShares):
-    """Every loss term of every share of the batch has a coefficient of its own."""
+    """One coefficient for each loss term of each share of the batch."""
 
     name = "share_terms"
     generalizes = ("detached", "one_factor", "loss_terms", "batch_shares")

@@ -18,13 +18,13 @@ _MOST_SHIFT = 4096  # elements; each shift costs a comparison of the whole shard
 
 
 class ShiftedRead(Hypothesis):
-    """What a rank holds is its part of the tensor, beginning some elements too far along or too early."""
+    """A rank's values are its part of the tensor, shifted by some elements in either direction."""
 
     name = "shifted_read"
     quantities = frozenset({Quantity.LOADED})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Try every offset on every rank that is wrong."""
+        """Test every offset on every wrong rank."""
         (tensor,) = tensors
         for shard in tensor.shards:
             expected, actual = (each.reshape(-1) for each in (tensor.expected_of(shard), shard.values()))
@@ -38,7 +38,7 @@ class ShiftedRead(Hypothesis):
 
 
 def _find_offset(expected: Tensor, actual: Tensor) -> int:
-    """Return how many elements too far along `actual` begins, negative for too early; 0 where it is no shift."""
+    """Return the offset at which `actual` begins in `expected`, negative if too early; 0 if not shifted."""
     for shift in range(1, min(_MOST_SHIFT, actual.numel() - 1)):
         rest = actual.numel() - shift
         if torch.equal(expected[shift:], actual[:rest]) and bool(actual[:rest].any()):

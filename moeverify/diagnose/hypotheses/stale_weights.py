@@ -1,4 +1,4 @@
-"""Hypothesis: a module computes with the weights that it had a step earlier."""
+"""Hypothesis: a module computes with its weights of the previous step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moeverify.results.trial import Reason
 
 
 class StaleWeightsHypothesis(Hypothesis):
-    """The module's own input and its weights of the step before give the wrong output that was read."""
+    """The module's own input and its previous weights produce the wrong output that was read."""
 
     name = "stale_weights"
     quantities = frozenset({Quantity.OUTPUT})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Run the module with the golden's weights of the step before."""
+        """Run the module with the golden's weights of the previous step."""
         (tensor,) = tensors
         origin = inputs.origin_of(tensor)
         is_stale = inputs.stale(origin) if origin is not None else None

@@ -1,4 +1,4 @@
-"""Hypothesis: an optimizer's counter of steps is off, so that its bias correction is that of another step."""
+"""Hypothesis: an optimizer's step counter is wrong, and with it the bias correction."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from moeverify.results.observation import ScalarValues
 from moeverify.results.operation import Stepped
 
 COUNTER = ".step"
-"""How the name of a counter of steps ends, in the optimizers of torch."""
+"""Suffix of the names of step counters in torch optimizers."""
 
 
 class StepCounter(Hypothesis):
-    """A counter has another whole number than the golden's."""
+    """A counter has another integer than the golden's."""
 
     name = "step_counter"
     quantities = frozenset({Quantity.OPTIMIZER_STATE})
 
     def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
-        """Return whether it counts steps."""
+        """Return whether the tensor is a step counter."""
         return super().applies(tensor, inputs) and is_counter(tensor)
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
@@ -39,7 +39,7 @@ class StepCounter(Hypothesis):
 
 
 def is_counter(tensor: WrongTensor) -> bool:
-    """Return whether a tensor is an optimizer's counter of steps."""
+    """Return whether a tensor is an optimizer's step counter."""
     return tensor.expected.numel() == 1 and tensor.name.endswith(COUNTER)
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis: what comes through a use of a tied weight is lost, counts otherwise, or was not added to the others."""
+"""Hypothesis: the gradient through a use of a tied weight is lost, weighted or not added to the others."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from moeverify.results.part import Contribution, Part
 from moeverify.results.trial import Reason
 
 Weights = tuple[float, ...]
-"""How often what comes through each use is there."""
+"""Coefficient of the gradient through each use."""
 
 
 class TiedUses(Hypothesis):
-    """Each copy of a tied weight has the gradient through each use so many times: once each where nothing is wrong.
+    """Each copy of a tied weight has one coefficient for the gradient through each use; the right ones are 1.
 
-    A rank may have several copies, as of the first and the last stage of a pipeline; some of them may be right.
+    A rank may hold several copies, as for the first and last stage of a pipeline; some of them may be
+    right.
     """
 
     name = "tied_uses"
@@ -35,12 +36,12 @@ class TiedUses(Hypothesis):
     generalizes = ("detached", "one_factor")
 
     def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
-        """Return whether a tensor is a weight that has several uses."""
+        """Return whether the tensor is a weight with several uses."""
         has_uses = any(source.name == TIED_USES for source in inputs.axes.sources_of(tensor.name))
         return super().applies(tensor, inputs) and has_uses
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Fit every copy on what comes through the uses."""
+        """Fit every copy on the gradients through the uses."""
         (tensor,) = tensors
         by_use = inputs.components().by_use() if inputs.components is not None else {}
         parts = {use: vector[tensor.name] for use, vector in by_use.items() if tensor.name in vector}
@@ -53,7 +54,7 @@ class TiedUses(Hypothesis):
         residual = max(left for _, left in fits)
         if not residual <= tensor.exact:
             return self.refuse(residual=residual)
-        # The sum may have reached one of the copies and not another: what that one has is the cause.
+        # The sum may have reached only some copies: a wrong copy shows the cause.
         found = {weights for weights, _ in fits if set(weights) != {1.0}} or {fits[0][0]}
         if len(found) > 1:
             return self._explain_unsummed(tensor, [weights for weights, _ in fits], residual, inputs)
@@ -73,7 +74,7 @@ class TiedUses(Hypothesis):
     def _explain_unsummed(
         self, tensor: WrongTensor, found: Sequence[Weights], residual: float, inputs: DiagnosisInputs
     ) -> Outcome:
-        """Explain copies that have one use each, of which each use is in some."""
+        """Explain copies that each have one use, if every use has a copy."""
         single = {
             tuple(float(use == other) for other in range(len(found[0]))) for use in range(len(found[0]))
         }
@@ -87,7 +88,7 @@ class TiedUses(Hypothesis):
 
 
 def _fit(shard: RankShard, parts: Mapping[str, Tensor], tensor: WrongTensor) -> tuple[Weights, float]:
-    """Return how often what comes through each use is in a shard, and the share of it that is left."""
+    """Return the coefficients of the uses in a shard, and the relative residual."""
     columns = torch.stack([shard.region.take(part).flatten() for part in parts.values()], dim=1)
     actual = shard.values().flatten()
     weights = torch.linalg.lstsq(columns, actual.unsqueeze(1), driver="gelsd").solution.flatten()
@@ -97,7 +98,7 @@ def _fit(shard: RankShard, parts: Mapping[str, Tensor], tensor: WrongTensor) -> 
 
 
 def _clean(value: float) -> float:
-    """Return a weight as it was meant: rounding leaves 1e-16 of what is not there."""
+    """Return a coefficient without rounding: the fit leaves about 1e-16 of an absent use."""
     near = next((whole for whole in (0.0, 1.0) if abs(value - whole) < 1e-9 or is_same(value, whole)), None)
     return float(f"{value:.10g}") if near is None else near
 

@@ -22,7 +22,7 @@ class UnmovedHypothesis(Hypothesis):
     quantities = frozenset({Quantity.UPDATE, Quantity.OPTIMIZER_STATE})
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Look at the largest change."""
+        """Check the largest change."""
         (tensor,) = tensors
         expected, actual = (float(each.abs().max()) for each in (tensor.expected, tensor.whole))
         if expected == 0.0:
@@ -39,7 +39,7 @@ class UnmovedHypothesis(Hypothesis):
 
 
 def _find_unmoved(tensor: WrongTensor) -> tuple[int, ...]:
-    """Return the ranks whose part is zero where it should not be; none where other parts are wrong too."""
+    """Return the ranks whose part is wrongly zero; none if other parts are wrong, too."""
     unmoved: list[int] = []
     for shard in tensor.shards:
         expected, actual = tensor.expected_of(shard), shard.values()
@@ -52,7 +52,7 @@ def _find_unmoved(tensor: WrongTensor) -> tuple[int, ...]:
 
 
 def _find_unused(tensor: WrongTensor, inputs: DiagnosisInputs) -> set[int]:
-    """Return the ranks that hold a parameter, and to which no gradient of it comes."""
+    """Return the ranks that hold a parameter but receive no gradient for it."""
     step, _, name = tensor.key
     gradient = inputs.tensors.get((step, Kind.GRADIENT, name))
     shards = gradient.shards if gradient is not None else ()

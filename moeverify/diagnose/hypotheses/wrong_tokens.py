@@ -1,4 +1,4 @@
-"""Hypothesis: a module is wrong at some tokens alone: padding, one rank's, one micro-batch's."""
+"""Hypothesis: a module is wrong only at padding tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from moeverify.results.operation import Altered
 from moeverify.results.part import Tokens
 from moeverify.results.trial import Reason
 
-_RIGHT = (
-    1e-9  # of the largest token, above which a token is wrong: as the search for the first divergence has it
-)
+_RIGHT = 1e-9  # of the largest token; a larger error is wrong, as in the search for the first divergence
 
 
 class WrongTokens(Hypothesis):
-    """All tokens that are wrong are padding, and tokens that are none are right."""
+    """All wrong tokens are padding, and all valid tokens are right."""
 
     name = "wrong_tokens"
     quantities = frozenset({Quantity.OUTPUT, Quantity.MODULE_GRADIENT})

@@ -1,1 +1,1 @@
-"""The right values in another layout: which mistake of reshapes, transposes and chunks puts each where it stands."""
+"""Right values in a wrong layout: search for the wrong reshape, transpose or chunk order."""

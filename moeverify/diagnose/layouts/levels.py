@@ -1,6 +1,6 @@
-"""What is laid out as one grid: what a rank has, what the ranks of a group have together, or the whole tensor.
+"""Levels of a layout: grids of the values of one rank, of a group of ranks, or of the whole tensor.
 
-A level has pieces, each of which is a grid of right values, and members, which are what ranks have of it.
+A level has pieces, which are grids of right values, and members, which are the ranks' values of a piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _MOST_DIVISORS = 12
 
 @dataclass(frozen=True)
 class Member:
-    """What one rank has of a piece: flat places in its grid, the values (n) that stand there, and the micro-batch."""
+    """One rank's values of a piece.
+
+    `places` (n) are positions in the flat grid, `actual` (n) the values there. `call` is the number of the
+    micro-batch.
+    """
 
     rank: int
     places: Tensor
@@ -32,7 +36,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Piece:
-    """The right values (n) of a grid, flat, and what ranks have of them."""
+    """The right values (n) of a flat grid, and the ranks' values."""
 
     expected: Tensor
     members: tuple[Member, ...]
@@ -40,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Level:
-    """The pieces of one scope, which are of one shape, and the grids that it may be taken for, the simplest first."""
+    """Pieces of one scope with equal shapes, and the possible grids, the simplest first."""
 
     scope: Scope
     pieces: tuple[Piece, ...]
@@ -50,9 +54,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many parts there may be of a tensor's dims: `named` by what they are, and the sizes of the axes.
+    """Possible numbers of parts of a tensor's dims: `named` parts such as heads, and the sizes of the axes.
 
-    `named` are those of one device; of what a rank has of them, its share is `share` of them.
+    `named` counts the parts on the single device; a rank has the fraction `share` of them.
     """
 
     named: Mapping[DimName, int]
@@ -60,11 +64,11 @@ class Counts:
     share: Fraction = Fraction(1)
 
     def of_rank(self, whole: int, local: int) -> Counts:
-        """Return the counts of a rank that has so many of a dim's elements."""
+        """Return the counts of a rank that has `local` of the `whole` elements of a dim."""
         return replace(self, share=Fraction(local, whole))
 
     def list_parts(self, size: int, of: DimName) -> Iterator[Dim]:
-        """Yield the dims that a dim of a size may be taken apart into, the fewest parts first."""
+        """Yield the outer dims into which a dim of this size may be split, the fewest parts first."""
         names = {int(count * self.share): name for name, count in reversed(list(self.named.items()))}
         divisors = list_divisors(size)
         few = {*divisors[:_MOST_DIVISORS], *names}
@@ -76,7 +80,10 @@ class Counts:
 def list_token_levels(
     tensor: WrongTensor, groups: Mapping[str, Sequence[Sequence[int]]], counts: Counts
 ) -> Iterator[Level]:
-    """Yield the levels of what a module puts out or passes back: (batch, sequence, features or heads, width)."""
+    """Yield the levels of a module output or gradient.
+
+    Shape of the tensor: (batch, sequence, features) or (batch, sequence, heads, width).
+    """
     rest = tensor.expected.shape[2:]
     names: tuple[DimName, ...] = ("features",) if len(rest) == 1 else ("heads", "width")
     if len(rest) != len(names):
@@ -115,7 +122,7 @@ def _list_group_levels(
         ranks = Dim(name="ranks", size=size, axis=axis)
         pieces = tuple(_take_together(tensor, shards) for shards in together)
         first, *others = _list_token_grids((ranks, *dims), counts, 1, ranks=size)
-        # Ranks in another order come first, then parts of what they divide, then what needs more dims.
+        # Try reordered ranks first, then parts of the divided dim, then grids with more dims.
         yield Level("group", pieces, (first,), axis)
         yield from _list_joined_levels(tensor, together, dims, axis, counts)
         yield Level("group", pieces, tuple(others), axis)
@@ -128,7 +135,7 @@ def _list_joined_levels(
     axis: str,
     counts: Counts,
 ) -> Iterator[Level]:
-    """Yield the level of what ranks that divide one dim among them have, one part of it after another."""
+    """Yield the level of ranks that divide one dim, with their parts concatenated along this dim."""
     size = len(together[0])
     divided = {
         dim
@@ -156,7 +163,7 @@ def _list_joined_levels(
 
 
 def _list_token_grids(dims: tuple[Dim, ...], counts: Counts, at: int, *, ranks: int = 0) -> Iterator[Grid]:
-    """Yield the grids of tokens, whose batch is the dim `at`, with one dim at most taken apart."""
+    """Yield grids of tokens with at most one dim split; the batch is dim `at`."""
     grid = Grid(dims)
     yield grid
     sequence = dims[at + 1].size
@@ -179,7 +186,7 @@ def _list_token_grids(dims: tuple[Dim, ...], counts: Counts, at: int, *, ranks: 
 
 
 def list_parameter_levels(tensor: WrongTensor, counts: Counts) -> Iterator[Level]:
-    """Yield the levels of a parameter, its gradient or its state: what ranks have of it together, and each alone."""
+    """Yield the levels of a parameter, its gradient or its state: the whole tensor, then each rank."""
     shape = tensor.expected.shape
     names: Mapping[int, tuple[DimName, ...]] = {
         1: ("rows",),
@@ -207,7 +214,7 @@ def _list_parameter_grids(dims: tuple[Dim, ...], counts: Counts, shape: Sequence
 
 
 def _list_nested(grid: Grid, at: int, counts: Counts, inner: DimName) -> Iterator[Grid]:
-    """Yield the grids of which a dim is made of groups of parts: heads of several ranks, that may be interleaved."""
+    """Yield grids with groups of parts along a dim, such as interleaved heads of several ranks."""
     dim = grid.dims[at]
     for part in counts.list_parts(dim.size, dim.name):
         for number in list_divisors(part.size)[:_MOST_DIVISORS]:
@@ -219,7 +226,7 @@ def _list_nested(grid: Grid, at: int, counts: Counts, inner: DimName) -> Iterato
 
 
 def _list_calls(tensor: WrongTensor) -> list[dict[int, RankShard]]:
-    """Return what each rank has, by micro-batch: the first of each rank, the second, and so on."""
+    """Return the shards of each rank by micro-batch: the first of each rank, the second, and so on."""
     by_rank: dict[int, list[RankShard]] = {}
     for shard in tensor.shards:
         if shard.local is not None and shard.region.numel:
@@ -248,7 +255,7 @@ def _take_whole(tensor: WrongTensor) -> Piece:
 
 
 def _take_together(tensor: WrongTensor, shards: Sequence[RankShard]) -> Piece:
-    """Return the piece of the ranks of a group, one after another."""
+    """Return the piece of a group: the shards of its ranks, concatenated."""
     size = shards[0].region.numel
     members = [
         Member(shard.rank, torch.arange(number * size, (number + 1) * size), shard.values().flatten())
@@ -258,7 +265,7 @@ def _take_together(tensor: WrongTensor, shards: Sequence[RankShard]) -> Piece:
 
 
 def _join(tensor: WrongTensor, shards: Sequence[RankShard], dim: int) -> Piece:
-    """Return the piece of the ranks of a group whose parts of a dim stand one after another."""
+    """Return the piece of a group whose shards are concatenated along a dim."""
     expected = torch.cat([tensor.expected_of(shard) for shard in shards], dim=dim)
     places = torch.arange(expected.numel()).view(expected.shape).chunk(len(shards), dim=dim)
     members = [

@@ -1,9 +1,9 @@
-"""The grammar of layouts: in which other orders the values of a tensor may stand.
+"""Grammar of layouts: the possible wrong orders of a tensor's values.
 
-A tensor is a row-major grid of named dims, some of which are a dim taken apart: a sequence of chunks, columns of
-heads. A mistake takes the grid for one whose dims come in another order, which is a transpose too many or too few, or
-puts the parts along one dim into another order: reversed, rolled, in zigzag. Nothing of it is fitted, so each is a
-function from the place of an element to the place where its value belongs.
+A tensor is a row-major grid of named dims. A dim may be split in two: a sequence into chunks, columns into
+heads. A mistake permutes the dims, as a missing or additional transpose does, or reorders the parts along
+one dim: reversed, rolled or in zigzag. Nothing is fitted: each order is a function from the place of an
+element to its right place.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from torch import Tensor
 
 from moeverify.results.layout import Dim, DimName, Order, OrderWay
 
-_MOST_DIMS = 5  # of which all orders are tried: 120
+_MOST_DIMS = 5  # all orders of these are tried: 120
 _OF_HALVES = ("sequence", "features", "rows", "columns")
-"""Dims of which a roll by half is said of their two halves."""
+"""Dims whose roll by half is described as an exchange of their halves."""
 
-_MOST_ROLLED = 8  # parts of a dim, by each number of which they may be rolled
+_MOST_ROLLED = 8  # parts of a dim for which rolls by all numbers are tried
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The dims of a tensor, the slowest first. `apart` are the places of two dims that are one taken apart.
+    """The dims of a tensor, the slowest first.
 
-    Of a grid that `is_nested` these are parts of a dim that have parts themselves, and only these two change places.
+    `apart` has the positions of two dims that result from a split. If `is_nested`, these two are the outer
+    parts of a dim with nested parts, and only they change places.
     """
 
     dims: tuple[Dim, ...]
@@ -42,14 +43,14 @@ class Grid:
         return tuple(dim.size for dim in self.dims)
 
     def take_apart(self, at: int, outer: Dim, inner: DimName) -> Grid:
-        """Return the grid with a dim as so many parts, one after another, of `inner` elements each."""
+        """Return the grid with dim `at` split into the parts `outer`, each with a dim `inner`."""
         size = self.dims[at].size // outer.size
         dims = (*self.dims[:at], outer, Dim(name=inner, size=size), *self.dims[at + 1 :])
         return Grid(dims, (at, at + 1))
 
 
 def locate(order: Order, places: Tensor) -> Tensor:
-    """Return where the values belong that stand at flat places of a grid of `order.right`, in this order."""
+    """Return the right places of the values that this order puts at flat places of the grid `order.right`."""
     sizes = [dim.size for dim in order.right]
     if order.way == "stored":
         digits = dict(zip(order.dims, _split(places, [dim.size for dim in order.dims]), strict=True))
@@ -64,11 +65,11 @@ def locate(order: Order, places: Tensor) -> Tensor:
 
 
 def list_parts(order: Order) -> Tensor:
-    """Return which part of the one dim of an order stands at each place."""
+    """Return, for each place along the order's single dim, the part that it contains."""
     size, number = order.dims[0].size, order.number
     places = torch.arange(size)
     half = torch.arange(size // 2)
-    # Of four chunks a zigzag gives the first rank 0 and 3, and the second 1 and 2.
+    # With four chunks, a zigzag gives chunks 0 and 3 to the first rank, 1 and 2 to the second.
     zigzag = torch.stack([half, size - 1 - half], dim=1).flatten()
     ways: dict[str, Callable[[], Tensor]] = {
         "reversed": lambda: size - 1 - places,
@@ -97,7 +98,7 @@ def _join(digits: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def list_orders(grid: Grid) -> Iterator[Order]:
-    """Yield the orders of the dims of a grid, those that move no part of a dim that is taken apart left out."""
+    """Yield the permutations of the dims, except those that keep the parts of a split dim adjacent."""
     if len(grid.dims) > _MOST_DIMS and not grid.is_nested:
         return
     places = tuple(range(len(grid.dims)))
@@ -113,20 +114,20 @@ def list_orders(grid: Grid) -> Iterator[Order]:
 
 
 def _moves(turned: Sequence[int], grid: Grid) -> bool:
-    """Return whether an order changes anything that a grid with fewer dims does not."""
+    """Return whether an order differs from all orders of the grid without the split."""
     if list(turned) == sorted(turned) or any(dim.size == 1 for dim in grid.dims):
         return False
     return grid.apart is None or grid.apart not in set(pairwise(turned))
 
 
 def list_turns(grid: Grid, at: int, *, but: Sequence[OrderWay] = ()) -> Iterator[Order]:
-    """Yield the orders in which the parts along one dim may stand, and that all are the same one."""
+    """Yield the orders of the parts along one dim, including copies of one part to all places."""
     dim = grid.dims[at]
     if grid.apart is not None and at == grid.apart[1] and dim.size > _MOST_ROLLED:
-        return  # within parts that have many elements
+        return  # inside parts with many elements
     numbers = range(1, dim.size) if dim.size <= _MOST_ROLLED else (1, dim.size - 1)
     found = [Order(way="reversed", dims=(dim,), right=grid.dims)] if dim.size > 1 else []
-    # Of two parts the reverse order is the same as that of one roll.
+    # With two parts, the reversed order equals a roll by one.
     rolls = list(numbers) if dim.size > 2 else []
     if grid.apart is None and dim.name in _OF_HALVES:
         rolls = [number for number in rolls if 2 * number != dim.size]
@@ -139,7 +140,7 @@ def list_turns(grid: Grid, at: int, *, but: Sequence[OrderWay] = ()) -> Iterator
 
 
 def list_divisors(size: int) -> list[int]:
-    """Return the numbers of equal parts that a dim has, but for one part and parts of one."""
+    """Return the divisors of a size in ascending order, without 1 and the size itself."""
     return [number for number in range(2, math.isqrt(size) + 1) if size % number == 0] + [
         size // number
         for number in range(math.isqrt(size), 1, -1)

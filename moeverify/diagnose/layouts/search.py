@@ -1,4 +1,4 @@
-"""Finds the orders of a grammar that put right values where ranks have them: on a sample first, then on all."""
+"""Search for the orders of a grammar that explain misplaced values: test a sample first, then all values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from moeverify.diagnose.layouts.orders import Grid, list_orders, list_turns, loc
 from moeverify.diagnose.wrong_tensor import WrongTensor
 from moeverify.results.layout import Order, Scope
 
-MOST_ELEMENTS = 1 << 21  # of the tensor: what is tried on all of larger ones would take seconds
+MOST_ELEMENTS = 1 << 21  # of the tensor; testing all values of larger ones takes seconds
 _SAMPLE = 96
 _NAMED = ("heads", "key-value heads", "experts")
-_LEAST_WRONG = 4  # elements: two that are exchanged have another order by chance
+_LEAST_WRONG = 4  # elements; two exchanged elements fit another order by chance
 _LEAST_ROUNDED, _MARGIN = 16, 16.0
-"""Below float64: of so many wrong elements half must be off by so many times what rounding may do."""
+"""Below float64: minimum of wrong elements, and of their median error in units of the allowed rounding."""
 
-_MOST_ORDERS = 3  # others than so many explain as well, and none of them is said
+_MOST_ORDERS = 3  # if more orders fit, report none
 
 
 @dataclass(frozen=True, order=True)
 class Where:
-    """The ranks, or the micro-batches, that alone have an order; none where all have it."""
+    """The ranks or micro-batches that have an order; both are empty if all have it."""
 
     micro_batches: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class Where:
 
 @dataclass(frozen=True)
 class FoundOrders:
-    """Orders that explain a tensor, the simplest first, and where alone it is so."""
+    """Orders that explain a tensor, the simplest first, and the place to which they are limited."""
 
     scope: Scope
     orders: tuple[Order, ...]
@@ -42,7 +42,7 @@ class FoundOrders:
 
 
 class OrderSearch:
-    """Looks for the orders of all levels; `num_tried` counts them."""
+    """Search of all levels for orders; `num_tried` counts the tested orders."""
 
     def __init__(self, tensor: WrongTensor) -> None:
         self.tensor = tensor
@@ -50,7 +50,7 @@ class OrderSearch:
         self.allowed = tensor.exact * float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
 
     def run(self, levels: Iterator[Level]) -> FoundOrders | None:
-        """Return the orders of the first grid of the first level that explains all; None where none does."""
+        """Return the orders of the first grid in the first level that explains the tensor, or None."""
         if self.tensor.expected.numel() > MOST_ELEMENTS or not self._has_right_values():
             return None
         for level in levels:
@@ -60,7 +60,7 @@ class OrderSearch:
         return None
 
     def _has_right_values(self) -> bool:
-        """Return whether a sample of what is wrong has values of the golden: what is moved has no others."""
+        """Return whether a sample of the wrong values occurs in the golden, as moved values do."""
         if not self.tensor.shards or (shard := self.tensor.worst_shard).local is None:
             return False
         actual, expected = shard.values().flatten(), self.tensor.expected_of(shard).flatten()
@@ -77,7 +77,7 @@ class OrderSearch:
         right = self.tensor.expected.flatten().sort().values
         at = torch.searchsorted(right, values).clamp(max=len(right) - 1)
         near = torch.minimum((right[at] - values).abs(), (right[(at - 1).clamp(min=0)] - values).abs())
-        # Values that are all one, such as zeros, are no others' values.
+        # Values that are all equal, such as zeros, are not moved values.
         return bool((near <= self.allowed).all()) and float((values - values[0]).abs().max()) > self.allowed
 
     def _search(self, level: Level) -> FoundOrders | None:
@@ -102,7 +102,7 @@ class OrderSearch:
         return None
 
     def _name(self, order: Order, level: Level, grids: Sequence[Grid]) -> Order:
-        """Return the same order of parts with a name, such as heads, where it is that too."""
+        """Return an equal order that takes a named part such as heads apart, if there is one."""
         if order.way not in ("stored", "read") or any(dim.name in _NAMED for dim in order.dims):
             return order
         places = torch.arange(len(level.pieces[0].expected))
@@ -115,7 +115,7 @@ class OrderSearch:
         return order
 
     def _sample(self, piece: Piece, member: Member) -> Tensor:
-        """Return some places of a member that are wrong, and some others."""
+        """Return a sample of the wrong places of a member."""
         wrong = ((member.actual - piece.expected[member.places]).abs() > self.allowed).nonzero().flatten()
         if not len(wrong):
             return wrong
@@ -128,7 +128,7 @@ class OrderSearch:
     def _confirm(
         self, order: Order, level: Level, samples: Sequence[tuple[Piece, Member, Tensor]]
     ) -> Where | None:
-        """Return where alone what ranks have is in this order; None where it is not, or where that is not clear."""
+        """Return the ranks or micro-batches that have an order; None if it does not fit or is ambiguous."""
         if not all(self._gives(order, *each) for each in samples):
             return None
         moved: list[Member] = []
@@ -153,7 +153,7 @@ class OrderSearch:
         return None
 
     def _drop_equal(self, found: Sequence[tuple[Order, Where]], level: Level) -> list[tuple[Order, Where]]:
-        """Return one of the orders that put every value into the same place."""
+        """Return one of each set of orders that move every value to the same place."""
         kept: list[tuple[Order, Where]] = []
         places = torch.arange(len(level.pieces[0].expected))
         maps: list[Tensor] = []
@@ -166,7 +166,7 @@ class OrderSearch:
 
 
 def _list_all(grid: Grid) -> Iterator[Order]:
-    """Yield all orders of a grid; of one with a dim taken apart those that need it."""
+    """Yield all orders of a grid. If a dim is taken apart, yield only the orders that need this."""
     yield from list_orders(grid)
     if grid.is_nested:
         return
