@@ -29,7 +29,7 @@ class Origins:
         return describe_op(self._joint.programs[at[0]], self._joint.op(at))
 
     def is_made_of(self, theirs: int, taken: At) -> bool:
-        """Return whether a value has, or is computed from, elements that a rank's operand is a multiple of."""
+        """Return whether a value has, or is computed from, elements that a rank's operand is multiples of."""
         known = self._alignment.find(taken)
         if known is None or known.ids is None:
             return False

@@ -1,4 +1,4 @@
-"""Debugger stop inside the module, or at the all-reduce, that the cause of a finding names."""
+"""Debugger stop inside the module that the cause of a finding names. Runs on every rank."""
 
 from __future__ import annotations
 
