@@ -53,8 +53,8 @@ def find_stop(result: CaseResult) -> StopPoint | None:
     """Return the point at which ranks should stop to inspect the first finding, or None.
 
     The point is a tensor that the ranks compute, or a collective that they issue differently. The latter
-    also applies to a run that hung without findings. A finding that comes from a run in a wider precision
-    does not occur in this precision, so the first finding of this case's own run is used.
+    also applies to a run that hung without findings. Findings of a run in a wider precision are skipped:
+    they do not occur in this precision.
     """
     if result.verdict == "error":
         return _find_disagreement(result)

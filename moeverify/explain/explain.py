@@ -319,7 +319,7 @@ class Explainer:
                 found = self._try(numbers, target, unknown, state, end)
                 if found is not None:
                     return found
-            # Use values known without edits: a first step may have turned a module's output into a known
+            # Require values known without edits: a first step may have made a module's output a known
             # value.
             returns = (
                 edit

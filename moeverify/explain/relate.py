@@ -48,9 +48,9 @@ class _Blocks:
 class Reference:
     """A tensor of the other side, in which tensors of ranks are looked up.
 
-    A rank's tensor may be the whole tensor, one of equal blocks along one or more dims, or its rows (along
-    the last dim) in any order, with rows of zeros as padding. `bound` is the maximum relative error of a
-    match.
+    A rank's tensor may be the whole tensor or one of equal blocks along one or more dims. It may also have
+    rows of this tensor (along the last dim) in any order, with rows of zeros as padding. `bound` is the
+    maximum relative error of a match.
     """
 
     def __init__(self, data: Tensor, bound: float) -> None:

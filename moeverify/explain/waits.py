@@ -48,8 +48,7 @@ class Waits:
             work = this if owner is dist.Work else self._works.get(this)
             if name == "then" and work is not None:
                 args = (self._inside(work, args[0]), *args[1:])
-            # gloo executes a part of some collectives during the wait. Callbacks, however, belong to the
-            # program.
+            # gloo executes a part of some collectives during the wait. Callbacks belong to the program.
             with self._pause() if owner is dist.Work and name == "wait" else nullcontext():
                 returned = call(this, *args, **named)
             if work is not None and name in ("get_future", "then"):

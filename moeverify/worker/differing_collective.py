@@ -22,9 +22,9 @@ _KEY = "debug: a rank has stopped before the collective that differs"
 class DifferingStop:
     """Stops this rank once, before it issues the collective that differs between ranks.
 
-    A rank that issues no more collectives in the group stops at its next collective of any kind after
-    others have stopped, or else at the end of training. A rank of another group of the same axis stops at
-    the collective with the same number, for comparison.
+    A rank that issues no more collectives in the group stops at its next collective of any kind, once
+    others have stopped. If there is none, it stops at the end of training. A rank of another group of the
+    same axis stops at the collective with the same number, for comparison.
     """
 
     def __init__(self, at: DifferingCollective, rank: int, trace: CollectiveTrace, stop: Stop) -> None:

@@ -28,8 +28,7 @@ def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap
         if key in found:
             share = _divide(found[key].error, found[key].bound)
         elif key in tensors:
-            # Relative errors are undefined for an all-zero golden. Without a finding, the tensor is within
-            # its bound.
+            # An all-zero golden has no relative error. Without a finding, the tensor is within its bound.
             share = min(_divide(tensors[key].difference.relative_error, limit), 1.0)
         else:
             continue

@@ -110,8 +110,7 @@ class GoldenReference(Watch[None]):
         statistics = measure(expected, actual.reshape(region.local_shape))
         known = _Known(step, kind, name, region, local, statistics)
         if kind == Kind.UPDATE:
-            # Updates exist only for this comparison. Keeping all of them would take as much memory as the
-            # model.
+            # Updates exist only for this comparison. All of them together need as much memory as the model.
             self._last_update, known = known, replace(known, local=None)
         self._known.append(known)
 

@@ -144,8 +144,7 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
     if known := read_error(folder):
         return known
     try:
-        # Other nodes may not share the golden cache of rank 0. Rank 0 checks its own cache before the first
-        # case.
+        # Other nodes do not share the golden cache of rank 0, which is checked before the first case.
         is_remote = context.local_rank == 0 and context.rank != 0
         if is_remote and (not is_stored(folder) or find_damage(job.case.recipe, folder)):
             with single_rank_world(context.device):

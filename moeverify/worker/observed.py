@@ -63,7 +63,7 @@ def _comparing_with(reference: Reference | None) -> Iterator[None]:
 
 def make_bounds(case: Case, golden: StoredGolden) -> Bounds:
     """Return the bounds on differences between a case's tensors and its golden."""
-    # In float64 free-running and forced steps round alike, so both use the same calibration.
+    # In float64 a free-running step rounds no more than a forced one, so one calibration serves both.
     forced = case.checks.steps == "forced" and case.recipe.precision != "float64"
     return Bounds(case.checks.tolerance, case.recipe.precision, golden.noise, forced)
 

@@ -81,8 +81,7 @@ def verify_case(
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
     with injected(fault):
-        # Made once and reused: creating groups is expensive, and they keep no state that differs between
-        # runs.
+        # Made once and reused: creating groups is expensive, and they keep no state between runs.
         meshes = build_meshes(case.layout, device.type)
         admit([meshes.data, meshes.dense, meshes.sparse, meshes.loss])
         assemble_program = Assembly(case, device, meshes)
