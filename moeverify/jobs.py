@@ -114,8 +114,9 @@ class CoverageJob(CaseFields):
 class BlamedPlace(Record):
     """The place that the cause of a finding names: the call of a module.
 
-    It is inside `module`, forward or backward, in one micro-batch: where its output is complete, or with `inner`
-    where that module takes its input or gets its gradient.
+    The place is inside `module`, in the forward or backward pass of one micro-batch. There it is where the
+    module's output is complete or, with `inner`, where that inner module receives its input or its
+    gradient.
     """
 
     about: str

@@ -1,1 +1,1 @@
-"""Mesh axes as plain arithmetic: degrees, views, groups, and what each axis divides. Imports no torch."""
+"""Mesh axes as plain arithmetic: degrees, views, groups, and the tensors that each axis affects. No torch."""

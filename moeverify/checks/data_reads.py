@@ -1,8 +1,8 @@
 """Batch data that a rank's model and loss read, recorded where it is used, not where it is made.
 
-Tokens are what the embedding looks up, labels what the cross entropy of torch is given, positions and padding masks
-what blocks of the reference model are called with. Neither recomputed passes count, nor those from which a
-pipeline learns shapes.
+Tokens are the ids that the embedding looks up. Labels are the targets of torch's cross entropy. Positions
+and padding masks are the arguments of the reference model's blocks. Recomputed passes do not count, nor do
+passes from which a pipeline learns shapes.
 """
 
 from __future__ import annotations

@@ -31,13 +31,18 @@ _SUMS = 1e-12  # relative error of sums of squares, and of differences between t
 class Row:
     """One recomputed tensor of one rank.
 
-    `worst` is by how many times the allowed error one element is off, at most; `index` is its global index there.
-    `gram` (T + 1, T + 1) are the products of the terms' values and, last, of the result, so that the coefficients
-    that the rank used can be found by least squares. `sum_allowed2` and `sum_expected2` are sums of squares; so are
-    `sum_spread2`, of how far apart two results are that both may be stored, and `sum_stored2`, of what should be.
-    `rate` is the learning rate that the optimizer had, where that is known. `rounded_to` is the narrower dtype in
-    which all elements are what the right result is rounded to, if any, and `is_changed` whether any is not as before.
-    `number` counts the steps of the parameter from 1: those in which it had a gradient.
+    - `key`: its logical tensor.
+    - `terms`: (name, coefficient) of each term of the formula.
+    - `worst`: the largest ratio of an element's error to its allowed error; `index` is its global index.
+    - `gram`: (T + 1, T + 1), the products of the terms' values and, last, of the result. Least squares yields
+      the coefficients that the rank used.
+    - `sum_allowed2`, `sum_expected2`: sums of squares of the allowed errors and the expected values.
+    - `sum_spread2`, `sum_stored2`: sums of squares of the distance between two results that may both be
+      stored, and of the value that should be stored.
+    - `rate`: the optimizer's learning rate, if known.
+    - `rounded_to`: the narrower dtype to which the right result is rounded in all elements, if any.
+    - `is_changed`: whether any element changed.
+    - `number`: the steps of the parameter, counted from 1; only steps with a gradient count.
     """
 
     key: Key
@@ -275,7 +280,7 @@ def _find_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
 
 
 def read_batch(batch: Batch) -> Iterator[Row]:
-    """Yield the rows of a batch; waits for the device."""
+    """Yield the rows of a batch. Synchronizes with the device."""
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)
     for sampled, row in zip(batch.members, batch.numbers.tolist(), strict=True):
@@ -321,7 +326,8 @@ def fit(row: Row) -> RecomputedFacts:
     expected = torch.tensor([row.terms[number][1] for number in solved.known], dtype=torch.float64)
     wrong = expected - solved.found
     error2 = _quadratic(solved.products, wrong)
-    # What is left may be rounding: what leaves more is another formula. Most of the error must be explained.
+    # The remainder may be rounding; a larger one means another formula. Most of the error must be
+    # explained.
     if not solved.left2 <= min(row.sum_allowed2 + _SUMS * solved.total, 0.25 * error2):
         return unexplained
     # A small term absorbs the remainder of the others, so only terms with a large part of the error are

@@ -1,4 +1,4 @@
-"""Helpers for findings of an optimizer step: the result that each is about, and copies with other facts."""
+"""Names of the optimizer results that findings are about."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from moeverify.results.finding import Finding
 
 
 def name_result(kind: str, tensor: str) -> str:
-    """Return the result of an optimizer: an update, or the name of a moment.
+    """Return the name of an optimizer's result: the update, or the name of a moment.
 
-    `tensor` is `up.weight.exp_avg` for a moment.
+    For a moment, `tensor` is its full name, such as `up.weight.exp_avg`.
     """
     return kind if kind == Kind.UPDATE else tensor.rpartition(".")[2]
 

@@ -46,13 +46,11 @@ _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 
 
 class CollectiveTrace:
-    """Context manager that records the newest `capacity` collectives.
+    """Context manager that records the newest `capacity` collectives of this process.
 
-    `ledger` has count and hash of all that was issued on each group, to be compared between ranks.
-
-    `on_issue` is called before any collective, with it, the frame that issues it, and the operands.
-
-    With a `path`, the last records are also kept in a file, for `flight_recorder.read_flight`.
+    `ledger` has the count and a hash of all collectives of each group, for comparison between ranks.
+    `on_issue` is called before each collective with the collective, the issuing frame and the operands.
+    With a `path`, the last records are also written to a file that `flight_recorder.read_flight` reads.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 4096) -> None:

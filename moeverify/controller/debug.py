@@ -50,11 +50,11 @@ _DIRECTIONS: Mapping[Quantity, Direction] = {
 
 
 def find_stop(result: CaseResult) -> StopPoint | None:
-    """Return the point at which ranks should stop to inspect the first finding, or None if there is none.
+    """Return the point at which ranks should stop to inspect the first finding, or None.
 
     The point is a tensor that the ranks compute, or a collective that they issue differently. The latter
-    also applies to a run that hung without findings. A finding named by a run in a wider precision does not
-    occur in this precision. In that case the finding of this case that it explains is used.
+    also applies to a run that hung without findings. Findings of a run in a wider precision are skipped:
+    they do not occur in this precision.
     """
     if result.verdict == "error":
         return _find_disagreement(result)
@@ -106,7 +106,7 @@ def _stop_before(facts: CollectiveFacts) -> StopPoint:
 
 
 def find_place(explanation: Explanation, step: int) -> BlamedPlace | None:
-    """Return the module call that a cause names, or None where it names none."""
+    """Return the module call that a cause names, or None."""
     operation, subject = explanation.operation, explanation.subject
     direction = _DIRECTIONS.get(subject.quantity)
     fields: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""Why a step differs: operators are recorded, aligned with those of one device, and executed with changes."""
+"""Explanation of wrong steps by their operators: recorded, aligned with a single device, re-executed."""

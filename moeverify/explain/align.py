@@ -1,8 +1,12 @@
-"""Aligns what ranks computed with what one device computed: which of their values are right values, and where.
+"""Alignment of the ranks' values with the single-device run: which values are right, and where they belong.
 
-A value of a rank is known if its elements are elements of one device (a region, in any order, with padding), if such
-values of several ranks or micro-batches add up to some, or if it is a multiple of some. What is not known need not be
-wrong: layouts compute things that one device does not.
+A value of a rank is known if one of these holds:
+
+- its elements are elements of single-device values (a region, in any order, with padding);
+- values of several ranks or micro-batches, including this one, add up to such elements;
+- it is a multiple of such elements.
+
+An unknown value is not necessarily wrong: a layout computes values that the single device does not.
 """
 
 from __future__ import annotations
@@ -33,15 +37,16 @@ from moeverify.explain.operators import NotExecutable
 from moeverify.explain.program import BATCH, Op, Program
 
 Key = tuple[object, ...]
-"""Identifies a place of the program: calls of one operator there, on all ranks and micro-batches, have one key."""
+"""Identifies a place in the program. An operator's calls there share it on all ranks and micro-batches."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A value that is right: `ids` has the identity of each element.
+    """A right value. `ids` has the identity of each element (see `Elements`), with the shape of the value.
 
-    None for whole numbers and masks that are right as a whole. `over` has the values that are summed to such
-    elements, this one among them; it is empty for a value that is right by itself. Elements are `scale` times those.
+    `ids` is None for integers, masks and sums that are right as a whole. `over` lists the values, including
+    this one, that add up to these elements; it is empty for a value that is right by itself. Elements are
+    `scale` times the single-device elements.
     """
 
     ids: Tensor | None
@@ -50,9 +55,10 @@ class Known:
 
 
 class Alignment:
-    """What is known of the values of all ranks, looked up when it is asked for.
+    """Known values of all ranks, looked up lazily.
 
-    `scales` are the multiples under which a value is still known, such as the number of ranks that share a loss.
+    `scales` are factors under which a multiple of a right value is known, such as the number of ranks that
+    share a loss.
     """
 
     def __init__(self, joint: Joint, one: Program, scales: Sequence[float] = ()) -> None:
@@ -74,7 +80,7 @@ class Alignment:
             for number, key in keys.items():
                 self._by_key.setdefault(key, []).append((rank, number))
                 self._by_loose_key.setdefault(_loosen(key), []).append((rank, number))
-        # Numbers the places of the program. A place is a function here: the line within it does not count.
+        # Number the places of the program. Here a place is a function; the line within it is ignored.
         self._places = {at: place for place, group in enumerate(self._by_loose_key.values()) for at in group}
         self._one_by_key: dict[Key, set[int]] = {}
         for number, key in list_keys(one).items():
@@ -82,7 +88,7 @@ class Alignment:
         self._groups = _list_groups(joint)
 
     def under(self, execution: Execution) -> Alignment:
-        """Return the alignment of the values that ranks have when their programs are executed with changes."""
+        """Return the alignment of the values that `execution`, a run with changes, computes."""
         others = execution.changed()
         if not others and self._execution is None:
             return self  # nothing has changed
@@ -92,11 +98,11 @@ class Alignment:
         return changed
 
     def without_scale(self, scale: float | None) -> Alignment:
-        """Return an alignment in which values that are `scale` times those of one device count as wrong."""
+        """Return an alignment in which multiples by `scale` of single-device values count as wrong."""
         changed = copy(self)
         changed._wrong_scale, changed._same = scale, {}
         if scale is not None:
-            # A value may be a multiple of several others: this scale is tried first.
+            # A value may be a multiple of several others, so try this scale first.
             changed._scales = (1.0, scale, *self._scales[1:])
             changed._known = {at: known for at, known in self._known.items() if known and known.scale == 1.0}
             changed._before = None
@@ -107,16 +113,16 @@ class Alignment:
         return self.joint.data(at) if self._execution is None else self._execution.data(at)
 
     def find(self, at: At) -> Known | None:
-        """Return what is known of a value."""
+        """Return the known single-device elements of a value, or None."""
         if at not in self._known:
             inherited = self._inherit(at)
-            self._known[at] = inherited[0] if inherited else None  # a sum looks up its parts
+            self._known[at] = inherited[0] if inherited else None  # a sum looks up its parts recursively
             if not inherited:
                 self._known[at] = self._look_up(at)
         return self._known[at]
 
     def _inherit(self, at: At) -> tuple[Known | None] | None:
-        """Return what was found of a value before the changes, if it holds under them; None if it does not."""
+        """Return a 1-tuple of the result before the changes if it is still valid, else None."""
         before, execution = self._before, self._execution
         if before is None or execution is None or at in execution.changed():
             return None
@@ -125,12 +131,12 @@ class Alignment:
             return None
         known = found[0]
         if known is None:
-            # Changed values at this place of the program may make it a part of a sum.
+            # With changed values at this place of the program, the value may now be a part of a sum.
             return None if self._places[at] in self._changed_places else found
         return None if any(each in execution.changed() for each in known.over) else found
 
     def is_right(self, at: At) -> bool:
-        """Return whether a value is known, or is new memory that nothing has written."""
+        """Return whether a value is known, is uninitialized memory or is an input of the batch."""
         op = self.joint.op(self.joint.maker(at))
         known = self.find(at)
         if (
@@ -144,10 +150,11 @@ class Alignment:
         return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
 
     def _has_same_elements(self, at: At, known: Known) -> bool:
-        """Return whether ranks compute the elements that one device computes in the same line of the same module.
+        """Return whether ranks compute the same elements as the single device at the same line and module.
 
-        Each of them must be an element of one device there, and together they must be all of these. True where this
-        cannot be decided: values that are moved, parts of sums, multiples, and lines that one device does not run.
+        Each element of a rank must occur there on the single device, and together the ranks must have all
+        of them. Return True where this cannot be decided: moved values, parts of sums, multiples, and lines
+        that the single device does not run.
         """
         op = self.joint.op(self.joint.maker(at))
         key = self.key(at)
@@ -167,7 +174,7 @@ class Alignment:
 
     def _compare_elements(self, key: Key, theirs: AbstractSet[int]) -> bool:
         right = [self.elements.ids[number] for number in theirs]
-        # Zeros are the elements of no value.
+        # All-zero values carry no identities, so skip them.
         known = [self.find(at) for at in self._by_key[key] if self.tells(at) or self._has_numbers(at)]
         if any(each is None for each in right):
             return True
@@ -192,15 +199,18 @@ class Alignment:
         return known[1]
 
     def is_wrong(self, at: At) -> bool:
-        """Return whether a value that `tells` is not known to be right."""
+        """Return whether a value is distinguishable (see `tells`) and not known to be right."""
         return self.tells(at) and not self.is_right(at)
 
     def key(self, at: At) -> Key:
-        """Return the key of the place of the program that computes a value."""
+        """Return the key of the place in the program that computes a value."""
         return self._keys[at[0]][at[1]]
 
     def is_on_one_device(self, at: At) -> bool:
-        """Return whether one device computes values at this place too, and their number divides that of the rank."""
+        """Return whether the single device also computes values at this place.
+
+        Its number of values there must divide the rank's.
+        """
         theirs = len(self._one_by_key.get(self.key(at), ()))
         return theirs > 0 and sum(each[0] == at[0] for each in self.siblings(at)) % theirs == 0
 
@@ -209,11 +219,11 @@ class Alignment:
         return self._by_key[self.key(at)]
 
     def occurrence(self, at: At) -> int:
-        """Return how many values the same place of the program has computed before on this rank."""
+        """Return how many values the same place of the program has computed before this one, on this rank."""
         return [each for each in self.siblings(at) if each[0] == at[0]].index(at)
 
     def locate(self, data: Tensor, op: Op, key: Key = ()) -> Known | None:
-        """Look up data among the values of one device; `op` and `key` decide between equal ones."""
+        """Look up data among the single-device values. `op` and `key` break ties between equal values."""
         likely: AbstractSet[int] = self._one_by_key.get(key, frozenset())
 
         def prefer(root: int) -> object:
@@ -250,7 +260,7 @@ class Alignment:
         return self.joint.value(at).alias >= 0 or is_move(op) or kind in MOVING
 
     def _look_up_moved(self, at: At, op: Op) -> Known | None:
-        """Move the identities of the operands as the operator moves their elements."""
+        """Apply a data movement to the identities of its operands."""
         rank = at[0]
         scales: set[float] = set()
         overs: set[tuple[At, ...]] = set()
@@ -278,7 +288,7 @@ class Alignment:
             return None
         ids = made[place]
         data = self.data(at)
-        # Padding may have any number, but an operand that is not known counts as padding only where it is zero.
+        # Padding may hold any number, but an unknown operand counts as padding only where it is zero.
         is_other = data is not None and bool(unknown) and bool(((ids == 0) & (data != 0)).any())
         if data is None or ids.shape != data.shape or is_other:
             return None
@@ -299,7 +309,7 @@ class Alignment:
         return [each.to(torch.int64) for each in made]
 
     def _look_up_exact(self, at: At, data: Tensor, op: Op) -> Known | None:
-        """Find a tensor of whole numbers, masks or simple numbers: as a whole, or as a result beside a known one."""
+        """Look up integers, masks or simple numbers: as a whole, or as a result next to a known one."""
         if fingerprint(data) in self._exact:
             return Known(None)
         for number in op.results:
@@ -308,7 +318,7 @@ class Alignment:
         return None
 
     def _look_up_sum(self, at: At, op: Op) -> Known | None:
-        """Find values of other ranks and micro-batches with which this one adds up to elements of one device."""
+        """Look up the sum of this value and values of other ranks or micro-batches."""
         for parts in self._list_sums(at):
             data = [self.data(each) for each in parts]
             if len({None if each is None else each.shape for each in data}) == 1 and data[0] is not None:
@@ -321,7 +331,10 @@ class Alignment:
         return None
 
     def _match_total(self, total: Tensor, key: Key) -> Known | None:
-        """Return what is known of a total if it is that of one device's micro-batches, whose rows may differ."""
+        """Return a match if a total equals the single device's total over its micro-batches.
+
+        The rows of micro-batches may differ between a rank and the single device.
+        """
         values = [self.one.values[number].data for number in self._one_by_key.get(key, ())]
         if len(values) < 2 or any(each is None or each.shape != total.shape for each in values):
             return None
@@ -332,7 +345,7 @@ class Alignment:
 
     def _list_sums(self, at: At) -> Iterator[tuple[At, ...]]:
         yield from self._list_sums_of(at, self.siblings(at))
-        # Ranks may compute their parts in different lines of one function.
+        # Ranks may compute their parts in different lines of the same function.
         yield from self._list_sums_of(at, self._by_loose_key[_loosen(self.key(at))])
 
     def _list_sums_of(self, at: At, members: Sequence[At]) -> Iterator[tuple[At, ...]]:
@@ -352,9 +365,10 @@ class Alignment:
 
 
 def list_keys(program: Program) -> dict[int, Key]:
-    """Return the key of each value of a program.
+    """Return the key of each value of a program, by its number.
 
-    The derivative of an operator may call one operator twice, for two operands: their order distinguishes these.
+    The derivative of one operator may call an operator twice, for two operands. Their order distinguishes
+    these calls.
     """
     keys: dict[int, Key] = {}
     counts: dict[tuple[int, str], int] = {}
@@ -368,14 +382,14 @@ def list_keys(program: Program) -> dict[int, Key]:
 
 
 def _loosen(key: Key) -> Key:
-    """Return a key without line numbers: calls of an operator in different lines of one function get the same."""
+    """Return a key without line numbers, equal for all calls of an operator in one function."""
     step, phase, module, name, sites, place, slot = key
     functions = tuple((site.file, site.function) for site in sites)  # type: ignore[attr-defined]
     return step, phase, module, name, functions, place, slot
 
 
 def _distance(op: Op, other: Op) -> tuple[bool, ...]:
-    """Return in what two operators differ, the most important first, for sorting."""
+    """Return a sort key of the differences between two operators, the most important first."""
     return (
         other.step != op.step,
         other.short.rstrip("_") != op.short.rstrip("_"),
@@ -385,7 +399,7 @@ def _distance(op: Op, other: Op) -> tuple[bool, ...]:
 
 
 def _list_groups(joint: Joint) -> list[tuple[int, ...]]:
-    """Return the groups of ranks that a sum may be over: those of the collectives, then all ranks."""
+    """Return the rank groups that sums may be over: those of the collectives, then all ranks."""
     groups = {
         op.meeting.group.ranks: None
         for program in joint.programs
@@ -398,6 +412,6 @@ def _list_groups(joint: Joint) -> list[tuple[int, ...]]:
 
 
 def _without_padding(ids: Tensor) -> Tensor:
-    """Return the different identities of a tensor, in order."""
+    """Return the sorted distinct identities of a tensor, without padding."""
     found: Tensor = torch.unique(ids)
     return found[found > 0]

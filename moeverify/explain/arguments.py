@@ -1,4 +1,4 @@
-"""Arguments of operators as data: tensors by their values, lists by their members, memory by where it lies."""
+"""Operator arguments as plain data: tensors become value references; memory is located by its geometry."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def name_of(func: OpOverload) -> str:
 def pair(
     func: OpOverload, args: Any, named: Mapping[str, Any]
 ) -> Iterator[tuple[int | str, tuple[Any, Any]]]:
-    """Yield the place of each argument, with its declaration and its value."""
+    """Yield (position or name, (schema argument, value)) for each argument of a call."""
     for number, argument in enumerate(func._schema.arguments):
         if number < len(args):
             yield number, (argument, args[number])
@@ -48,7 +48,7 @@ def argument_at(args: Sequence[Any], named: Mapping[str, Any], place: int | str)
 
 
 def encode(value: Any, find: Any) -> Any:
-    """Return an argument as data."""
+    """Return an argument as data, with tensors replaced by `Ref(find(tensor))`."""
     if isinstance(value, Tensor):
         return Ref(find(value)) if has_memory(value) else f"<{value.layout} tensor>"
     if isinstance(value, list):
@@ -72,7 +72,7 @@ def list_tensors(value: Any) -> list[Tensor]:
 
 
 def count_members(func: OpOverload, taken: Sequence[Any]) -> int:
-    """Return how many tensors an operator on lists processes one by one; 0 for other operators."""
+    """Return how many tensors a list operator (`_foreach_*`, fused optimizers) processes; else 0."""
     if not func.overloadpacket.__name__.startswith(
         ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
     ):
@@ -86,7 +86,7 @@ def count_members(func: OpOverload, taken: Sequence[Any]) -> int:
 
 
 def member(values: Any, number: int, count: int) -> Any:
-    """Return the arguments of the operator for one member of its lists: each list has this member alone."""
+    """Return the arguments of a list operator for one member: each list with that member alone."""
 
     def take(value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == count:
@@ -112,7 +112,7 @@ def member_of(named: Mapping[str, Any], number: int, count: int) -> dict[str, An
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has elements to read: FSDP1 frees the storage of tensors that it keeps."""
+    """Return whether a tensor has readable elements. FSDP1 frees the storage of tensors that it keeps."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
         return False
     last = tensor.storage_offset() + sum(
@@ -122,7 +122,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_equal(data: Tensor, tensor: Tensor) -> bool:
-    """Return whether a copy has the bits of a tensor, where NaN equals NaN."""
+    """Return whether a copy equals a tensor bit for bit, with NaN equal to NaN."""
     actual = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     if torch.equal(data, actual):
         return True
@@ -132,7 +132,7 @@ def is_equal(data: Tensor, tensor: Tensor) -> bool:
 
 
 def is_covered(size: int, places: Sequence[Geometry], wanted: Geometry) -> bool:
-    """Return whether what was written covers what is read."""
+    """Return whether the written places cover the place that is read, in a storage of `size` elements."""
     seen = torch.zeros(size, dtype=torch.bool)
     for place in places:
         seen.as_strided(place.shape, place.stride, place.offset).fill_(True)

@@ -1,4 +1,4 @@
-"""The cause of wrong results, as operators of the ranks' programs."""
+"""Causes of wrong results, as operators in the ranks' programs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from moeverify.explain.suspects import Target
 
 @dataclass
 class Cause:
-    """The cause of wrong results: operators at one place of the program, and the edits that repair them, if any did.
+    """A cause of wrong results: operators at one place of the program and the edits that repair them, if any.
 
-    `repairs` are alternatives: each repairs the same. `ops` are the operators of all ranks and layers. `repaired`
-    names results that the first of `repairs` makes right; `residual` is their largest relative error after it.
-    `stretch` are the operators up to the next end of a module. `known` says how the wrong results relate to values of
-    one device: they are `factor` times the right ones, parts of a sum, or right values in other places. In a race,
-    `launch` is the collective that may still use the memory that `ops` use.
+    - `ops`: the operators of all ranks and layers.
+    - `repairs`: alternative edits; each repairs the same results.
+    - `repaired`: results that the first repair makes right.
+    - `residual`: the largest relative error of these results after the repair.
+    - `stretch`: the operators from `ops` to the next end of a module.
+    - `known`: the relation of the wrong results to single-device values: multiplied by `factor` ("scale"),
+      parts of a sum ("reduction") or right values in other places ("moved"). "race" marks a race.
+    - `launch`: in a race, the collective that may still use the memory that `ops` use.
+    - `is_local`: edits of the training loop's own operators belong to the repair and are left out.
     """
 
     ops: list[At]

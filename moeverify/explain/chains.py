@@ -1,4 +1,4 @@
-"""How values get from where they are computed to where they are used: views, moves, and the indices of these."""
+"""Chains of data movement: the views, moves and index computations between an operator and its users."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moeverify.explain.meetings import MOVING
 
 _LONGEST = 64
 _MASK_DEPTH = 3
-"""Most operators between a mask and the floating-point numbers made of it."""
+"""Maximum number of operators between a mask and floating-point numbers computed from it."""
 
 
 def is_passing(joint: Joint, op: At) -> bool:
-    """Return whether an operator only moves elements, or computes with whole numbers and masks alone.
+    """Return whether an operator only moves elements, or computes only with integers and masks.
 
-    To multiply by a mask is to move the elements that it keeps.
+    Multiplication by a mask counts as moving the elements that it keeps.
     """
     recorded = joint.op(op)
     if not recorded.results:
@@ -32,7 +32,7 @@ def is_passing(joint: Joint, op: At) -> bool:
 
 
 def is_of_masks(joint: Joint, at: At, depth: int = _MASK_DEPTH) -> bool:
-    """Return whether a value has whole numbers or masks, is one constant, or is computed from such values alone."""
+    """Return whether a value is an integer, a mask or a constant, or is computed only from these."""
     if not joint.value(at).is_floating:
         return True
     reads = joint.reads(joint.maker(at))
@@ -53,7 +53,7 @@ def skip_moves(joint: Joint, at: At) -> At:
 
 
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
-    """Return the operators that moved values from where they were computed, the last first."""
+    """Return the operators that moved values from where they were computed, the last one first."""
     found: dict[At, None] = {}
     waiting = [joint.maker(at) for at in values]
     while waiting and len(found) < _LONGEST:
@@ -76,7 +76,7 @@ def list_ancestors(joint: Joint, op: At, depth: int) -> Iterator[At]:
 
 
 def list_group(alignment: Alignment, op: At, inside: set[At] | None = None) -> tuple[At, ...]:
-    """Return the operators of all ranks and micro-batches at the same place of the program."""
+    """Return the operators of all ranks and micro-batches at one place of the program, within `inside`."""
     joint = alignment.joint
     results = joint.op(op).results
     group = [joint.maker(each) for each in alignment.siblings((op[0], results[0]))] if results else [op]

@@ -1,4 +1,4 @@
-"""Whether two tensors are the same, up to rounding in float64."""
+"""Comparison of tensors up to float64 rounding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _TOLERANCE = 1e-8
 
 
 def is_right(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether a tensor has the expected values, up to rounding in float64."""
+    """Return whether a tensor has the expected values up to float64 rounding; shapes may differ."""
     if actual.numel() != expected.numel():
         return False
     return relative_error(actual, expected) <= _TOLERANCE
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference of two tensors, divided by the norm of the second; shapes may differ."""
+    """Return norm(actual - expected) / norm(expected); shapes may differ."""
     one, two = actual.reshape(-1).to(torch.float64), expected.reshape(-1).to(torch.float64)
     if torch.equal(one, two):
         return 0.0

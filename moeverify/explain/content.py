@@ -1,8 +1,8 @@
-"""The elements of one device's tensors, found by their values.
+"""Elements of the single device's tensors, found by their values.
 
-Every element that an operator of one device has computed has an identity: a number from 1 on. Operators that only
-move elements, such as `cat` or `index`, hand identities on. A tensor of a rank is described by the identities of its
-elements, whatever its shape, order or padding; 0 stands for padding.
+Every element that a single-device operator computes has an identity: an integer from 1 on. Operators that
+only move elements, such as `cat` or `index`, pass identities on. A tensor of a rank is described by the
+identities of its elements, whatever its shape, order or padding. Identity 0 means padding.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from moeverify.explain.operators import NotExecutable, run
 from moeverify.explain.program import READ, Op, Program
 
 TOLERANCE = 1e-9
-"""How far elements may be apart, relative to the root mean square of their tensor and to themselves."""
+"""Maximum distance of equal elements, relative to themselves and to the root mean square of their tensor."""
 
 _NUM_SAMPLES = 16
 _NUM_LOOKED_AT = 96
 _DIVISORS = torch.arange(1, 129, dtype=torch.float64)
 _LARGE = 1e6
-"""Whole numbers beyond this are counts of nothing."""
+"""Integers beyond this are not treated as simple numbers, such as counts."""
 
 _MOST_QUOTIENTS = 65536
 _MOST_HITS = 64
-"""An element that occurs in more tensors than this identifies none of them."""
+"""An element that occurs in more tensors than this does not identify a tensor."""
 
 _MOST_ROOTS = 4
-"""Most tensors that one tensor may be composed of, such as two projections that are computed as one."""
+"""Maximum number of tensors that one tensor may be composed of, such as two fused projections."""
 
 MOVES = frozenset(
     {
@@ -65,7 +65,7 @@ MOVES = frozenset(
         READ,
     }
 )
-"""Operators whose results consist of elements that they take."""
+"""Operators whose results consist of elements of their operands."""
 
 
 def is_move(op: Op) -> bool:
@@ -74,22 +74,22 @@ def is_move(op: Op) -> bool:
         dtypes = [each for each in (*op.args, *op.kwargs.values()) if isinstance(each, torch.dtype)]
         return all(dtype in (torch.float64, torch.float32) for dtype in dtypes)
     if op.name in ("aten.masked_fill.Scalar", "aten.masked_fill_.Scalar"):
-        return True  # it fills in padding
+        return True  # the filled elements count as padding
     if op.short.rstrip("_") == "index_put":
         return not any(each is True for each in op.args)
     return op.short.rstrip("_") in MOVES or op.short == READ
 
 
 def is_blank(op: Op) -> bool:
-    """Return whether an operator allocates memory without writing it."""
+    """Return whether an operator allocates memory without writing to it."""
     return op.short.startswith(("empty", "new_empty"))
 
 
 def move(op: Op, operand: Callable[[int], Tensor | None]) -> list[Tensor] | None:
     """Return the identities in the results of an operator that moves elements; None if they are unknown.
 
-    `operand` returns what a value stands for: identities in float64, which every operator takes and which are exact
-    up to 2^53, or positions and masks as they are.
+    `operand` maps a value's number to its identities in float64, or to its data for indices and masks.
+    Every operator accepts float64, and it represents identities exactly up to 2^53.
     """
     if op.short.rstrip("_") == "masked_fill":
         op = replace(op, args=(*op.args[:2], 0.0))
@@ -101,7 +101,7 @@ def move(op: Op, operand: Callable[[int], Tensor | None]) -> list[Tensor] | None
 
 
 class Elements:
-    """The identities of all elements of one device's program, and an index of their values."""
+    """Identities of all elements of the single-device program, with an index of their values."""
 
     def __init__(self, one: Program) -> None:
         self._one = one
@@ -126,7 +126,7 @@ class Elements:
         self._index_quotients()
 
     def _index_quotients(self) -> None:
-        """Index the quotients of neighbouring elements, which a tensor and its multiples have in common."""
+        """Index the quotients of adjacent elements, which a tensor shares with its multiples."""
         quotients, places, owners = [], [], []
         for place, root in enumerate(self._roots):
             made, at = list_quotients(self._shaped(root))
@@ -139,7 +139,7 @@ class Elements:
         self._quotient_owners = torch.cat(owners)[order] if owners else order
 
     def find_factor(self, data: Tensor, prefer: Callable[[int], object]) -> float | None:
-        """Return the factor if a tensor is likely a multiple of elements of one device, else None."""
+        """Return the likely factor by which a tensor is a multiple of single-device elements, or None."""
         made, at = list_quotients(data.to(torch.float64))
         if len(made) > _NUM_SAMPLES:
             step = len(made) // _NUM_SAMPLES
@@ -154,7 +154,7 @@ class Elements:
                 owner = int(self._quotient_owners[other])
                 right = float(self._flat(self._roots[owner])[int(self._quotient_places[other])])
                 votes.setdefault(owner, []).append(float(flat[place]) / right)
-        # Rows that are each divided by their own norm have the same quotients, and no common factor.
+        # Normalized rows have the same quotients but different factors, so the factors must agree.
         best = [
             (owner, found)
             for owner, found in votes.items()
@@ -180,13 +180,13 @@ class Elements:
         return data.detach().reshape(-1).to(torch.float64)
 
     def _number(self, number: int) -> Tensor | None:
-        """Return the identities of a value: those of moved elements, or new ones."""
+        """Return the identities of a value: passed on for moved elements, new otherwise."""
         value = self._one.values[number]
         if value.data is None or not value.data.is_floating_point():
             return None
         op = self._one.ops[value.op]
         if is_blank(op):
-            return None  # new memory holds arbitrary numbers
+            return None  # uninitialized memory holds arbitrary numbers
         if value.alias >= 0 or is_move(op):
             made = move(op, self._operand)
             place = op.results.index(number) if number in op.results else 0
@@ -200,7 +200,7 @@ class Elements:
         return torch.arange(self._size - count + 1, self._size + 1).reshape(value.data.shape)
 
     def _list_sources(self, number: int, ids: Tensor | None) -> frozenset[int]:
-        """Return the values whose elements a value may have."""
+        """Return the numbers of the values whose elements a value may contain."""
         if ids is None:
             return frozenset()
         if number in self._places:
@@ -218,15 +218,15 @@ class Elements:
         return None if ids is None else ids.to(torch.float64)
 
     def root(self, identity: int) -> int:
-        """Return the value that computed an element."""
+        """Return the number of the value that computed an element."""
         return self._roots[bisect_right(self._bases, identity - 1) - 1]
 
     def roots(self, ids: Tensor) -> list[int]:
-        """Return the values that computed some elements, those of most elements first."""
+        """Return the numbers of the values that computed the elements, the most frequent first."""
         return list(self.shares(ids))
 
     def shares(self, ids: Tensor) -> dict[int, float]:
-        """Return the values that computed some elements, with the share of each, the largest first."""
+        """Return the values that computed the elements with their fractions of `ids`, the largest first."""
         flat = ids.reshape(-1)
         flat = flat[flat > 0]
         if not len(flat):
@@ -237,7 +237,7 @@ class Elements:
         return {self._roots[place]: int(counts[place]) / ids.numel() for place in found.tolist()}
 
     def pick(self, ids: Tensor) -> Tensor:
-        """Return the values of elements; zero for padding. Shape: that of `ids`, float64."""
+        """Return the values of elements, with 0 for padding. Same shape as `ids`, float64."""
         out = torch.zeros(ids.shape, dtype=torch.float64)
         for root in self.roots(ids):
             base = self._bases[self._places[root]]
@@ -249,10 +249,10 @@ class Elements:
     def find(
         self, data: Tensor, prefer: Callable[[int], object], first: Tensor | None = None
     ) -> Tensor | None:
-        """Return the identities of the elements of a tensor; None if an element is neither found nor zero.
+        """Return the identities of a tensor's elements; None if a nonzero element is not found.
 
-        `prefer` is the sort key of tensors that have the same elements. `first` is a `sample` of the data, where it
-        is known already.
+        `prefer` returns a sort key that chooses between tensors with the same elements. `first` is
+        `sample(data)`, if it is already computed.
         """
         flat = data.detach().reshape(-1).to(torch.float64)
         ids = torch.zeros(len(flat), dtype=torch.int64)
@@ -273,7 +273,7 @@ class Elements:
         return None if bool(left.any()) else ids.reshape(data.shape)
 
     def _choose(self, wanted: Tensor, prefer: Callable[[int], object]) -> int | None:
-        """Return the tensor that has most of a sample of elements."""
+        """Return the tensor that contains most elements of a sample."""
         if not len(wanted) or not len(self._values):
             return None
         width = TOLERANCE * wanted.abs()
@@ -290,7 +290,7 @@ class Elements:
         return min(best, key=lambda root: (prefer(root), root))
 
     def _locate(self, root: int, flat: Tensor) -> Tensor:
-        """Return the identity of each element in one tensor, 0 where it is not there."""
+        """Return the identity of each element within one tensor, and 0 where the tensor lacks it."""
         if root not in self._sorted:
             own = self._flat(root)
             values, order = torch.sort(own, stable=True)
@@ -306,7 +306,7 @@ class Elements:
         return torch.where(is_found, order[nearest] + base + 1, 0)
 
     def _straighten(self, root: int, data: Tensor, found: Tensor) -> Tensor:
-        """Return identities with equal elements resolved as a regular region, where it is one."""
+        """Return identities in which ties between equal elements form a regular region, if one fits."""
         own = self._one.values[root].data
         assert own is not None
         base = self._bases[self._places[root]]
@@ -321,7 +321,7 @@ class Elements:
 
 
 def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Return quotients of neighbours in a row that distinguish a tensor, and the place of the first element."""
+    """Return distinctive quotients of adjacent elements in a row, and flat indices of the first elements."""
     if not data.ndim or data.shape[-1] < 2 or not data.numel():
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     rows = data.reshape(-1, data.shape[-1])
@@ -339,13 +339,13 @@ def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_near(one: Tensor, two: Tensor, size: float) -> bool:
-    """Return whether two tensors of one shape have the same elements at the same places."""
+    """Return whether two tensors of one shape are equal up to `TOLERANCE`."""
     width = TOLERANCE * (two.abs() + size)
     return bool((((one - two).abs() <= width) | (one == two)).all())
 
 
 def sample(data: Tensor) -> Tensor:
-    """Return some elements that distinguish a tensor: neither zero nor quotients of small numbers."""
+    """Return some elements that distinguish a tensor: neither 0 nor quotients of small integers."""
     flat = data.detach().reshape(-1).to(torch.float64)
     flat = flat[flat.isfinite() & (flat.abs() > 1e-200)]
     if len(flat) > _NUM_LOOKED_AT:
@@ -364,7 +364,7 @@ def says_something(data: Tensor | None) -> bool:
 
 
 def fit_region(index: Tensor, size: int) -> Tensor | None:
-    """Return the affine map of places that most elements of an index follow; None if it leaves the tensor."""
+    """Return the affine index map that most elements of `index` follow; None if it leaves the tensor."""
     if index.ndim == 0 or not index.numel():
         return None
     steps = [
@@ -384,7 +384,7 @@ def fit_region(index: Tensor, size: int) -> Tensor | None:
 
 
 def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, list[int]]:
-    """Group values of whole numbers, masks and simple numbers by their bytes."""
+    """Group values of integers, masks and simple numbers by their bytes."""
     found: dict[object, list[int]] = {}
     for number, data in values:
         if data is not None and data.numel() and not (data.is_floating_point() and len(sample(data))):
@@ -393,6 +393,6 @@ def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, lis
 
 
 def fingerprint(data: Tensor) -> object:
-    """Return a hash of dtype, shape and bytes of a tensor."""
+    """Return a hash of a tensor's dtype, shape and bytes."""
     flat = data.detach().contiguous().reshape(-1)
     return str(data.dtype), tuple(data.shape), hash(bytes(flat.view(torch.uint8).numpy()))

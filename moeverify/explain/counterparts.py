@@ -1,4 +1,4 @@
-"""Finds the operators of one device that do the same as an operator of a rank."""
+"""Counterparts: the single-device operators that correspond to an operator of a rank."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from moeverify.explain.program import Op, Program, Ref
 
 _MOST = 4
 _MADE_ALIKE = 0.8
-"""Overlap of two operands that operators which are counterparts of each other have computed."""
+"""Overlap of two operands whose operators are counterparts of each other."""
 
 _ALMOST_ALL = 0.99
-"""A value `holds` elements if it has this share: some may be equal to elements of other values."""
+"""Fraction of elements for which a value `holds` them: some may equal elements of other values."""
 
 _NEAR = 3
-"""Most operators between two values to count as computed from each other."""
+"""Maximum number of operators between two values that count as computed from each other."""
 
 _MOST_READERS = 400
-"""Most readers of one value that are considered as counterparts."""
+"""Maximum number of readers of one value that are considered as counterparts."""
 
 Place = tuple[int | str, ...]
-"""Where an argument stands: its position or name, then its position in a list."""
+"""Place of an argument: its position or name, then its position in a list."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same place of two calls: the value that a rank takes, and the one that one device takes."""
+    """Corresponding arguments of two calls: the rank's value and the single device's value."""
 
     place: Place
     mine: int
@@ -41,7 +41,7 @@ class Pair:
 
 
 class OneDevice:
-    """The program of one device, with what reads each element."""
+    """The single-device program, with an index of the readers of each element."""
 
     def __init__(self, program: Program, elements: Elements) -> None:
         self.program, self.elements = program, elements
@@ -68,7 +68,7 @@ class OneDevice:
                 members.append(op.number)
 
     def _list_scaled(self, number: int) -> frozenset[int]:
-        """Return the values of which a value is a multiple."""
+        """Return the values that a value is a multiple of."""
         op = self.program.ops[self.maker(number)]
         operands = list(op.reads())
         is_scaled = op.short.rstrip("_") in ("mul", "div") and len(operands) == 1
@@ -79,11 +79,11 @@ class OneDevice:
         return self.program.values[number].data
 
     def ids(self, number: int) -> Tensor | None:
-        """Return the identities of the elements of a value."""
+        """Return the identities of a value's elements."""
         return self.elements.ids[number]
 
     def has(self, number: int, ids: Tensor) -> float:
-        """Return the share of these elements that a value has."""
+        """Return the fraction of these elements that a value contains."""
         own = self.ids(number)
         if not self.elements.sources[number].intersection(self.roots(ids)):
             return 0.0
@@ -94,13 +94,13 @@ class OneDevice:
         return float((self.find_places(number, flat) >= 0).double().mean())
 
     def holds(self, number: int, ids: Tensor) -> bool:
-        """Return whether a value has almost all of these elements."""
+        """Return whether a value contains almost all of these elements."""
         return self.has(number, ids) > _ALMOST_ALL
 
     def find_places(self, number: int, ids: Tensor) -> Tensor:
-        """Return the index of each element in the flattened value, -1 for padding and elements that it lacks.
+        """Return the flat index of each element in a value, or -1 for padding and missing elements.
 
-        Shape: that of `ids`.
+        Same shape as `ids`.
         """
         if number not in self._sorted:
             own = self.ids(number)
@@ -114,7 +114,7 @@ class OneDevice:
         return torch.where((values[at] == ids) & (ids > 0), order[at], -1)
 
     def roots(self, ids: Tensor) -> list[int]:
-        """Return the values that computed some elements; found once for each tensor of identities."""
+        """Return the values that computed the elements. Results are cached for each `ids` tensor."""
         known = self._roots.get(id(ids))
         if known is None:
             known = self._roots[id(ids)] = (ids, self.elements.roots(ids))
@@ -130,12 +130,15 @@ class OneDevice:
         return [] if ids is None else self.roots(ids)
 
     def label(self, ids: Tensor) -> str:
-        """Return the name of the parameter or buffer that all elements belong to, or nothing."""
+        """Return the name of the parameter or buffer that contains all elements, or an empty string."""
         roots = self.roots(ids)
         return self._labels.get(roots[0], "") if len(roots) == 1 else ""
 
     def resembles(self, mine: Tensor, theirs: Tensor) -> float:
-        """Return how related two sets of elements are: versions of one parameter, or one computed from the other."""
+        """Return a similarity of two sets of elements.
+
+        0.5 for versions of one parameter, 0.3 if one is computed from the other, else 0.
+        """
         label = self.label(mine)
         if label and label == self.label(theirs):
             return 0.5
@@ -145,7 +148,7 @@ class OneDevice:
         return 0.0
 
     def _list_before(self, root: int) -> frozenset[int]:
-        """Return the values from which another one is computed in a few steps."""
+        """Return the values from which a value is computed in a few steps."""
         if root not in self._before:
             found, front = {root}, {root}
             for _ in range(_NEAR):
@@ -158,21 +161,21 @@ class OneDevice:
         return self._before[root]
 
     def place(self, op: Op) -> object:
-        """Return an identity of the line of code that calls an operator; all layers that run this line share it."""
+        """Return a key of the source line that calls an operator, shared by all layers that run the line."""
         return op.name, op.phase, self.program.sites_of(op)[:1]
 
     def find_on_line(self, op: Op, place: object, occurrence: int) -> Op | None:
-        """Return the call of the same line in the same module and step; the last if it is called less often."""
+        """Return the call with this number on the same line, module and step, or the last one there."""
         found = [self.program.ops[number] for number in self._by_place.get(place, ())]
         found = [each for each in found if (each.step, each.module) == (op.step, op.module)]
         return found[min(occurrence, len(found) - 1)] if found else None
 
     def maker(self, number: int) -> int:
-        """Return the operator that has computed a value, through its views."""
+        """Return the operator that computed a value, looking through views."""
         return self.program.base(number).op
 
     def occurrence(self, op: Op) -> int:
-        """Return how many operators the same place of the program has called before this one."""
+        """Return how many operators the same place of the program called before this one."""
         return self._occurrences.get(op.number, 0)
 
     def count(self, op: Op) -> int:
@@ -180,7 +183,7 @@ class OneDevice:
         return len(self._by_key[self.keys[op.results[0]][:-1]]) if op.results else 1
 
     def candidates(self, key: Key, roots: Iterable[int]) -> list[Op]:
-        """Return the operators at the same place of the program, and those that read some elements."""
+        """Return the operators at the same place of the program, and those that read given elements."""
         found = dict.fromkeys(self._by_key.get(key, ()))
         for root in roots:
             found |= dict.fromkeys(self._readers.get(root, ())[:_MOST_READERS])
@@ -188,16 +191,16 @@ class OneDevice:
 
 
 class Counterparts:
-    """Finds the operators of one device that correspond to an operator of a rank."""
+    """Search for the single-device operators that correspond to operators of ranks."""
 
     def __init__(self, alignment: Alignment, one: OneDevice) -> None:
         self._alignment, self._one = alignment, one
         self._found: dict[At, list[Op]] = {}
 
     def find(self, at: At) -> list[Op]:
-        """Return the operators of one device that may correspond to an operator of a rank, the likeliest first."""
+        """Return possible counterparts of an operator of a rank, the likeliest first."""
         if at not in self._found:
-            self._found[at] = []  # ends the recursion: operands look up the operators that made them
+            self._found[at] = []  # ends the recursion: the search looks up the makers of operands
             self._found[at] = self._find(at)
         return self._found[at]
 
@@ -228,7 +231,7 @@ class Counterparts:
         return [one.program.ops[number] for _, number in scored[:_MOST]]
 
     def _maker(self, at: At) -> At | None:
-        """Return the operator that has computed a value, through its views."""
+        """Return the operator that computed a floating-point value, looking through views."""
         value = self._alignment.joint.programs[at[0]].base(at[1])
         return (at[0], value.op) if value.is_floating else None
 
@@ -242,10 +245,10 @@ def _score(
     makers: Mapping[int, int],
     occurrence: int,
 ) -> tuple[float, ...]:
-    """Return a sort key: the smaller it is, the likelier `other` is the counterpart of `op`.
+    """Return a sort key: the smaller, the likelier `other` is the counterpart of `op`.
 
-    `ids` has the identities of the operands of `op`, as far as they are known. For an unknown operand `makers` has
-    the operator of one device that corresponds to the one that computed it.
+    `ids` maps known operands of `op` to their identities. `makers` maps each unknown operand to the
+    counterpart of the operator that computed it.
     """
     is_same = op.short.strip("_") == other.short.strip("_")
     pairs = pair_tensors(op, other) if is_same else list(_pair_by_elements(op, other, one, ids))
@@ -278,9 +281,9 @@ def _pair_by_elements(op: Op, other: Op, one: OneDevice, ids: Mapping[int, Tenso
 
 
 def pair_tensors(op: Op, other: Op) -> list[Pair]:
-    """Return the tensor arguments that stand at the same place of two calls of one operator.
+    """Return the corresponding tensor arguments of two calls of one operator.
 
-    An operator on lists takes its tensors in the order of the operator on a tensor.
+    A list operator takes its tensors in the order of the single-tensor operator.
     """
     if op.name != other.name and op.short == other.short:
         mine_all = [each for place, arg in enumerate(op.args) for each in _list_places((place,), arg)]
@@ -300,7 +303,7 @@ def pair_tensors(op: Op, other: Op) -> list[Pair]:
 
 
 def _list_places(place: Place, argument: object) -> Iterator[tuple[Place, int]]:
-    """Yield the places of the values in an argument, with their numbers."""
+    """Yield (place, number) of the values in an argument."""
     if isinstance(argument, Ref):
         yield place, argument.number
     elif isinstance(argument, list | tuple):

@@ -1,4 +1,4 @@
-"""Causes as records: the operators and values that they are about, by their names and lines."""
+"""Conversion of causes to records, with the names and lines of their operators and values."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ _MOST_REPAIRED = 20
 _MOST_OTHERS = 4
 _MOST_MIXED = 2
 _LEAST_SHARE = 0.05
-"""Least share of the elements of a mix for which a value is named."""
+"""Minimum fraction of a mixed value's elements for which a source is named."""
 _MOST_BETWEEN = 12
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
 
 class Culprits:
-    """Makes the records of causes. `groups` has the rank groups of each mesh axis, `sizes` named sizes of the run."""
+    """Converter of causes to records.
+
+    `groups` has the rank groups of each mesh axis, `sizes` the named sizes of the run.
+    """
 
     def __init__(
         self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None
@@ -53,7 +56,7 @@ class Culprits:
         others = {self._operation(at): None for at in cause.ops}
         here = self._operation(first)
         is_known = cause.known != "" and (edit is None or edit.kind == "value")
-        # Where the results are known to be values of one device, that says more than a replaced value.
+        # A known relation of the results to single-device values says more than a replaced value.
         mechanism = cause.known if cause.known and is_known else "place" if edit is None else edit.kind
         culprit = Culprit(
             mechanism=mechanism,
@@ -80,7 +83,7 @@ class Culprits:
         return culprit if edit is None else culprit.model_copy(update=self._describe(first, edit))
 
     def _describe_known(self, cause: Cause) -> dict[str, Any]:
-        """Return how the wrong results relate to values of one device, as fields of a culprit."""
+        """Return fields of a culprit for results that relate to single-device values."""
         target = cause.targets[0]
         at = next(iter(target.values.values()))
         found: dict[str, Any] = {"taken": self._source(at), "between": self._list_between(cause)}
@@ -93,9 +96,9 @@ class Culprits:
         return found
 
     def _find_usual_writer(self, first: At) -> Operation | None:
-        """Return the operation that wrote most of the weights and buffers that are right before the first step.
+        """Return the operation that wrote most weights and buffers that are right before the first step.
 
-        None if no function wrote most of them, or if it wrote the wrong ones too.
+        None if no single function wrote most of them, or if it wrote the wrong ones too.
         """
         wrong, right = find_targets(self._joint, self._one.program, SETUP)
         writers = [self._list_writers(target, first[0]) for target in right]
@@ -106,7 +109,7 @@ class Culprits:
         return next((each[function] for function in usual for each in writers if function in each), None)
 
     def _list_writers(self, target: Target, rank: int) -> dict[tuple[str, str], Operation]:
-        """Return the operations that wrote into the memory of a rank's value, by their function."""
+        """Return the operations that wrote to the memory of a rank's value, by their function."""
         values = [at for at in target.values.values() if at[0] == rank]
         written = [at for at in list_chain(self._joint, values) if self._joint.op(at).written]
         found: dict[tuple[str, str], Operation] = {}
@@ -116,7 +119,10 @@ class Culprits:
         return found
 
     def _name_factor(self, factor: float, maker: At) -> tuple[str, ...]:
-        """Return the names of sizes that a factor or its inverse equals; none in the step, which has other rates."""
+        """Return the names of sizes that equal a factor or its inverse.
+
+        Empty in the optimizer's step, where other rates occur.
+        """
         op = self._joint.op(maker)
         if op.phase == "step" or not (op.meeting is not None or op.short.rstrip("_") in _SCALING):
             return ()
@@ -130,7 +136,7 @@ class Culprits:
         return describe_op(self._joint.programs[at[0]], self._joint.op(at))
 
     def _list_between(self, cause: Cause) -> tuple[Operation, ...]:
-        """Return the operations from right inputs to the first wrong result, one for each line of code."""
+        """Return the operations from right inputs to the first wrong result, one for each source line."""
         first = cause.ops[0]
         moves = [each for at in self._joint.reads(first) for each in list_chain(self._joint, [at])]
         stretch = [at for at in cause.stretch if at[0] == first[0]]
@@ -143,7 +149,7 @@ class Culprits:
         return join(map(self._operation, users or order))[-_MOST_BETWEEN:]
 
     def _describe(self, first: At, edit: Edit) -> dict[str, Any]:
-        """Return what an edit changes, as fields of a culprit."""
+        """Return fields of a culprit that describe an edit."""
         op, other = self._joint.op(first), edit.other
         if edit.kind == "returned" and other is not None:
             return self._describe_returned(first, other)
@@ -181,14 +187,14 @@ class Culprits:
         }
 
     def _describe_returned(self, maker: At, other: Op) -> dict[str, Any]:
-        """Return the value that a module returns on the ranks, and the one that it returns on one device."""
+        """Return fields for a module that returns another value than on the single device."""
         end, *_ = self._landmarks.list_ends(self._joint, maker)
         module, *_ = self._landmarks.by_rank[end[0]][end[1]]
         right = describe_value(self._one.program, other.results[0])
         return {"taken": self._source(end), "right": right, "results": (module,)}
 
     def _describe_operand(self, reader: At, taken: At, theirs: int) -> dict[str, Any]:
-        """Return the origin of a wrong operand: it is traced back to the first operator that takes a wrong one."""
+        """Return fields for a wrong operand, traced back to the first operator that takes a wrong one."""
         factor, maker = self._origins.trace_scale(taken)
         if factor != 1.0 and self._origins.is_made_of(theirs, taken):
             return self._describe_scale(factor, maker)
@@ -210,7 +216,7 @@ class Culprits:
         return found | self._origins.list_moves(taken, theirs)
 
     def _source(self, at: At) -> Source | None:
-        """Return the value of one device that a rank's value equals; None if it is not known."""
+        """Return the single-device value that a rank's value equals, or None."""
         known = self._alignment.find(at)
         if known is None or known.ids is None:
             return None
@@ -230,7 +236,7 @@ class Culprits:
         )
 
     def name_over(self, over: Sequence[At]) -> tuple[str, ...]:
-        """Return the mesh axes over which values are summed."""
+        """Return the mesh axes over which values are summed, and "micro-batches" for several per rank."""
         if not over:
             return ()
         ranks = sorted({rank for rank, _ in over})
@@ -241,6 +247,6 @@ class Culprits:
 
 
 def _find_place(op: Op, number: int) -> int:
-    """Return the position of a value among the operands of an operator."""
+    """Return the position of a value among an operator's operands, or -1."""
     numbers = list(op.refs())
     return numbers.index(number) if number in numbers else -1

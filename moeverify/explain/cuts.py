@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank should have: along each dimension the indices that it has in related tensors."""
+"""Parts of a tensor that a rank should hold, inferred from the indices that it holds of related tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch import Tensor
 from moeverify.explain.program import Program
 
 _AGREED = 0.8
-"""Least share of elements that agree on the place of a part."""
+"""Minimum fraction of elements that agree on the place of a part."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Indices of a dimension with `size` elements; `dim` is the dimension where they were seen, -1 for the batch."""
+    """Indices along a dimension with `size` elements.
+
+    `dim` is the dimension in which they were seen, -1 for the batch.
+    """
 
     size: int
     index: Tensor
@@ -25,7 +28,7 @@ class Cut:
 
 
 def list_batch_cuts(one: Program, program: Program, occurrence: int) -> Iterator[Cut]:
-    """Yield the rows, positions and tokens that a rank has of the batch in one of its micro-batches."""
+    """Yield the batch rows, positions and tokens that a rank has in one of its micro-batches."""
     if not one.shares or not program.shares:
         return
     all_rows = sorted({row for rows, _ in one.shares for row in rows})
@@ -39,9 +42,9 @@ def list_batch_cuts(one: Program, program: Program, occurrence: int) -> Iterator
 
 
 def list_cuts(places: Tensor, shape: Sequence[int]) -> Iterator[Cut]:
-    """Yield along each dimension of a tensor with this shape the indices of a part, if the part is a block.
+    """Yield the indices along each dimension of a part of a tensor with this shape, if the part is a block.
 
-    `places` are the indices of its elements in the flattened tensor, -1 for padding. Shape: that of the part.
+    `places` has the flat index of each element in the tensor, -1 for padding, with the shape of the part.
     """
     if places.ndim != len(shape) or not places.numel():
         return
@@ -54,14 +57,14 @@ def list_cuts(places: Tensor, shape: Sequence[int]) -> Iterator[Cut]:
         common = torch.stack(
             [row[row >= 0].mode().values if bool((row >= 0).any()) else row[0] for row in along]
         )
-        # Equal elements cannot be distinguished, so a few may be found at other places.
+        # Equal elements are indistinguishable, so a few may be found at other places.
         agreed = (along == common[:, None]) | (along < 0)
         if bool((common >= 0).all()) and float(agreed.double().mean()) > _AGREED:
             yield Cut(shape[dim], common, dim)
 
 
 def take(whole: Tensor, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor | None:
-    """Return the part of a tensor with this shape, cut like other tensors; None if no cut fits."""
+    """Return the part of a tensor with this shape, cut like related tensors; None if no cut fits."""
     if whole.ndim != len(shape):
         return whole.reshape(tuple(shape)) if whole.numel() == math.prod(shape) else None
     for dim, size in enumerate(shape):
@@ -81,7 +84,7 @@ def take(whole: Tensor, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor | N
 
 
 def _widen(cut: Cut, size: int) -> Cut | None:
-    """Return a cut of the batch for a dimension in which the batch is flattened with later dimensions."""
+    """Return a batch cut for a dimension in which the batch is flattened with later dimensions."""
     if cut.dim >= 0 or size == cut.size or size % cut.size:
         return None
     inner = size // cut.size

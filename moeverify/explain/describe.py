@@ -1,4 +1,4 @@
-"""Descriptions of operators, values and lines of code as records."""
+"""Conversion of operators, values and source lines to records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeverify.explain.sites import is_own
 from moeverify.results.culprit import CodeLine, Operation, Source
 
 _AROUND = 1
-"""Lines of the file that are shown before and after a call."""
+"""Number of lines shown before and after a call."""
 
 
 def describe_op(program: Program, op: Op) -> Operation:
@@ -31,7 +31,7 @@ def describe_op(program: Program, op: Op) -> Operation:
 
 
 def describe_value(program: Program, number: int) -> Source:
-    """Return a value by its name, or by the operation that made it."""
+    """Return a value with its name, or with the operation that made it."""
     value = program.values[number]
     while value.alias >= 0 and not value.label:
         value = program.values[value.alias]
@@ -40,7 +40,7 @@ def describe_value(program: Program, number: int) -> Source:
 
 
 def make_line(site: Site) -> CodeLine:
-    """Return a call with its expression and the lines of the file around it."""
+    """Return a call with its expression and the surrounding lines of the file."""
     shown = [
         (number, text.rstrip())
         for number in range(site.line - _AROUND, site.line + _AROUND + 1)
@@ -56,7 +56,7 @@ def make_line(site: Site) -> CodeLine:
 
 
 def read_expression(site: Site) -> str:
-    """Return the source code of a call, in one line."""
+    """Return the source code of a call on one line, or "" if it is unknown."""
     if site.span is None:
         return ""
     first, begin, last, end = site.span
@@ -77,7 +77,7 @@ def shorten(path: str) -> str:
 
 
 def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
-    """Return the arguments that are no tensors and differ between two calls of one operator."""
+    """Return the pairs of non-tensor arguments that differ between two calls of one operator."""
     if other is None:
         return ()
     pairs = list(zip(op.args, other.args, strict=False))
@@ -90,13 +90,13 @@ def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
 
 
 def name_of(source: Source) -> object:
-    """Return a key that is equal for values which a report names alike."""
+    """Return a key that is equal for values with the same name in a report."""
     line = source.operation.line if source.operation is not None else None
     return source.label or (line and (line.file, line.line, line.expression)), source.step
 
 
 def join(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Return one operation for each line of code."""
+    """Return the first operation of each source line."""
     found: dict[tuple[str, int], Operation] = {}
     for each in operations:
         if each.line is not None and each.operator not in HIDDEN:
@@ -105,7 +105,7 @@ def join(operations: Iterable[Operation]) -> tuple[Operation, ...]:
 
 
 def join_last(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Return the last operation of each line of code, which has the whole expression, in their order."""
+    """Return the last operation of each source line, which has the whole expression, in order."""
     return join(reversed(list(operations)))[::-1]
 
 
@@ -116,12 +116,15 @@ def line_of(operation: Operation) -> tuple[str, int]:
 
 
 def is_alike(op: Op, other: Op) -> bool:
-    """Return whether two calls have the same operator and the same arguments that are no tensors."""
+    """Return whether two calls have the same operator and the same non-tensor arguments."""
     return op.short == other.short and not list_differences(op, other)
 
 
 def list_numbers(op: Op, other: Op) -> list[tuple[str, str]]:
-    """Return the numbers that differ between two calls of one operator, without sizes, which depend on the layout."""
+    """Return the numbers that differ between two calls of one operator.
+
+    Sizes are left out: they depend on the layout.
+    """
     if op.short != other.short:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Edits: changes of one operator of the ranks that follow one device. Each can be executed."""
+"""Edits: executable changes of the ranks' operators that make them follow the single device."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ result; divides an operand by its factor."""
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of the operators `ops` of all ranks, made at one place of the program.
+    """A change of the operators `ops` of all ranks at one place of the program.
 
-    `others` has the counterpart of each on one device; `place` is the argument that is replaced. `numbers` are
-    pairs of numbers of the first operator, before and after.
+    `others` maps each operator to its single-device counterpart. `place` is the place of the replaced
+    argument. `numbers` has pairs of numbers of the first operator: (before, after).
     """
 
     kind: Kind
@@ -54,14 +54,14 @@ class Edit:
 
     @property
     def other(self) -> Op | None:
-        """Return the counterpart of the first operator on one device, if there is one."""
+        """The single-device counterpart of the first operator, or None."""
         return self.others.get(self.ops[0])
 
 
 def list_edits(
     alignment: Alignment, one: OneDevice, counterparts: Counterparts, ops: Sequence[At]
 ) -> Iterator[Edit]:
-    """Yield changes that make operators at one place of the program do what one device does."""
+    """Yield edits that make the operators at one place of the program compute as on the single device."""
     yield from _list_totals(alignment, one, ops)
     yield from _list_shares(alignment, ops)
     found = {at: counterparts.find(at) for at in ops}
@@ -72,7 +72,7 @@ def list_edits(
 
 
 def _choose_like(one: OneDevice, found: Sequence[Op], other: Op) -> Op | None:
-    """Return the likeliest counterpart that is at the same place of the program as `other`."""
+    """Return the likeliest counterpart at the same place of the program as `other`."""
     place = one.place(other)
     return next((each for each in found if one.place(each) == place), None)
 
@@ -116,7 +116,7 @@ def _execute(op: Op) -> Callable[[Callable[[int], Tensor]], list[Tensor]]:
 def _list_operands(
     alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At, Op]], place: Place
 ) -> Iterator[Edit]:
-    """Yield edits that replace the operand at a place. The value changes, for all operators that take it."""
+    """Yield edits that replace the operand at a place, for all operators that take this value."""
     found: dict[Kind, list[list[tuple[At, Tensor]]]] = {"operand": [], "whole": []}
     for at, other in pairs:
         pair = next(
@@ -130,7 +130,7 @@ def _list_operands(
     first = pairs[0][0]
     ranks = {each[0] for each in alignment.siblings((first[0], alignment.joint.op(first).results[0]))}
     if ranks != {at[0] for at, _ in pairs}:
-        found["whole"] = []  # parts of a sum: all ranks have to be edited together
+        found["whole"] = []  # parts of a sum: all ranks must be edited together
     for kind, alternatives in found.items():
         for chosen in zip(*alternatives, strict=False):
             if any(_is_other(alignment.data(at), data) for at, data in chosen):
@@ -144,14 +144,14 @@ def _is_other(actual: Tensor | None, data: Tensor) -> bool:
 
 
 def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair) -> list[Tensor]:
-    """Return values that a rank should perhaps take at a place, in the shape of the operand, the likeliest first."""
+    """Return candidates for the right operand of a rank, in the operand's shape, the likeliest first."""
     whole = one.data(pair.theirs)
     mine = alignment.joint.value((at[0], pair.mine))
     known = alignment.find((at[0], pair.mine))
     is_right_here = alignment.is_right((at[0], pair.mine))
     tells = alignment.tells((at[0], pair.mine))
     if whole is None or (tells and (known is None or known.ids is None or not is_right_here)):
-        return []  # it may be wrong because of an earlier operator
+        return []  # an earlier operator may have made it wrong
     ids = None if known is None or known.over else known.ids
     found = [None if ids is None else _same_rows(one, pair.theirs, whole, ids)]
     found.append(_beside(alignment, one, at, other, pair))
@@ -161,7 +161,7 @@ def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair
 
 
 def list_all_cuts(alignment: Alignment, one: OneDevice, at: At, other: Op) -> list[Cut]:
-    """Return which indices along each dimension a rank has of the operands and of the batch."""
+    """Return the indices along each dimension that a rank holds of the operands and of the batch."""
     op, joint = alignment.joint.op(at), alignment.joint
     cuts = list(
         list_batch_cuts(one.program, joint.programs[at[0]], alignment.occurrence((at[0], op.results[0])))
@@ -176,7 +176,7 @@ def list_all_cuts(alignment: Alignment, one: OneDevice, at: At, other: Op) -> li
 
 
 def _find_wholes(alignment: Alignment, one: OneDevice, at: At, pair: Pair) -> list[Tensor]:
-    """Return the whole tensor of which a rank takes a part."""
+    """Return the whole tensor if a rank takes a part of it, as a list of at most one."""
     whole, known = one.data(pair.theirs), alignment.find((at[0], pair.mine))
     if whole is None or known is None or known.ids is None or not one.holds(pair.theirs, known.ids):
         return []
@@ -184,7 +184,7 @@ def _find_wholes(alignment: Alignment, one: OneDevice, at: At, pair: Pair) -> li
 
 
 def _same_rows(one: OneDevice, value: int, whole: Tensor, ids: Tensor) -> Tensor | None:
-    """Return the rows of a tensor from which the rank's rows are; a row of the rank may lack some elements."""
+    """Return the whole rows of a tensor that contain the rank's rows, which may lack some elements."""
     own = one.ids(value)
     if own is None or not own.numel() or ids.ndim < 2 or own.ndim < 2 or ids.shape[-1] != own.shape[-1]:
         return None
@@ -197,7 +197,7 @@ def _same_rows(one: OneDevice, value: int, whole: Tensor, ids: Tensor) -> Tensor
 
 
 def _same_places(one: OneDevice, whole: Tensor, ids: Tensor) -> Tensor | None:
-    """Return the elements of `whole` at the indices that `ids` have in their own tensor, if both have one size."""
+    """Return the elements of `whole` at the indices that `ids` have in their own tensor of the same size."""
     roots = one.roots(ids)
     source = one.ids(roots[0]) if len(roots) == 1 else None
     if source is None or source.numel() != whole.numel():
@@ -207,7 +207,7 @@ def _same_places(one: OneDevice, whole: Tensor, ids: Tensor) -> Tensor | None:
 
 
 def _beside(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair) -> Tensor | None:
-    """Return the elements of one device's operand that are broadcast with the rank's elements of another operand."""
+    """Return the elements of the single device's operand that broadcast with another operand of the rank."""
     op = alignment.joint.op(at)
     theirs = one.program.values[pair.theirs]
     wanted = alignment.joint.value((at[0], pair.mine)).shape
@@ -223,19 +223,22 @@ def _beside(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair)
 
 
 def _positions(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
-    """Return the index of each element in a value of one device; None if one is missing or padding."""
+    """Return the flat index of each element in a single-device value; None if any is missing or padding."""
     places = _find_places(one, value, ids)
     return None if places is None or bool((places < 0).any()) else places
 
 
 def _find_places(one: OneDevice, value: int, ids: Tensor) -> Tensor | None:
-    """Return the index of each element in a value of one device, -1 for padding; None if one is missing."""
+    """Return the flat index of each element in a single-device value, -1 for padding.
+
+    None if an element is missing.
+    """
     places = one.find_places(value, ids)
     return places if bool(((places >= 0) | (ids == 0)).all()) else None
 
 
 def _broadcast_pick(one: OneDevice, value: int, data: Tensor | None, positions: Tensor) -> Tensor | None:
-    """Return the elements of a tensor at positions of a value, after broadcasting it to the shape of that value."""
+    """Return a tensor's elements at positions of a value, after broadcasting it to the value's shape."""
     shape = one.program.values[value].shape
     try:
         return None if data is None else data.expand(shape).reshape(-1)[positions]
@@ -246,7 +249,8 @@ def _broadcast_pick(one: OneDevice, value: int, data: Tensor | None, positions: 
 def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Tensor | None:
     """Return the right result of an operator on a rank, taken from the result of its counterpart.
 
-    It is the part that the rank's operands or its share of the batch select. None if no part has its shape.
+    It is the part selected by the rank's operands or its share of the batch. None if no part has the right
+    shape.
     """
     op = alignment.joint.op(at)
     if not other.results or not op.results:
@@ -277,7 +281,7 @@ def _find_result(alignment: Alignment, one: OneDevice, at: At, other: Op) -> Ten
 def _pick_rows(
     shape: tuple[int, ...], data: Tensor, positions: Tensor, wanted: tuple[int, ...]
 ) -> Tensor | None:
-    """Return the rows of a result that belong to rows of an operand, if the operator computes row by row."""
+    """Return the rows of a result that belong to an operand's rows, for operators that compute row by row."""
     if not shape or not wanted or not positions.numel() or not positions.ndim or data.ndim < 1:
         return None
     rows = (positions.reshape(-1, positions.shape[-1]) // shape[-1])[:, 0]
@@ -289,7 +293,7 @@ def _pick_rows(
 
 
 def _list_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits that replace an operand by the total if it is a part of a sum over ranks or micro-batches."""
+    """Yield edits that replace an operand, a part of a sum over ranks or micro-batches, by the total."""
     joint = alignment.joint
     for place in range(max((len(list(joint.op(at).reads())) for at in ops), default=0)):
         changes = Changes()
@@ -303,7 +307,7 @@ def _list_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Ite
 
 
 def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits that divide an operand by the number of ranks if it meets a part of a sum on each of them."""
+    """Yield edits that divide an operand by the number of ranks if it meets a part of a sum on each rank."""
     joint = alignment.joint
     for place in range(max((len(list(joint.op(at).reads())) for at in ops), default=0)):
         changes = Changes()
@@ -322,9 +326,9 @@ def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
 
 
 def list_chain_numbers(alignment: Alignment, one: OneDevice, op: At) -> Iterator[Edit]:
-    """Yield edits that give an operator the numbers of the same line on one device.
+    """Yield edits that give an operator the numbers of the same line on the single device.
 
-    For operators that compute masks and indices, whose results do not `tell`.
+    For operators that compute masks and indices, whose results are not distinguishable by their values.
     """
     joint = alignment.joint
     recorded = joint.op(op)
@@ -333,7 +337,7 @@ def list_chain_numbers(alignment: Alignment, one: OneDevice, op: At) -> Iterator
         or not list(recorded.reads())
         or joint.value((op[0], recorded.results[0])).alias >= 0
     ):
-        return  # sizes of new tensors and views are those of a rank's part
+        return  # sizes of new tensors and views depend on the rank's part
     pairs: list[tuple[At, Op]] = []
     for at in list_group(alignment, op):
         own = joint.op(at)
@@ -348,9 +352,10 @@ def list_chain_numbers(alignment: Alignment, one: OneDevice, op: At) -> Iterator
 
 
 def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits that multiply an operand with another value, or add that to it, before an operator takes it.
+    """Yield edits that multiply an operand by another value, or add this value, before an operator takes it.
 
-    `others` are values on the rank of the first operator; the other operators get those from the same place.
+    `others` are values on the rank of the first operator. Other operators use the values at the same
+    places.
     """
     joint = alignment.joint
     for place, number in enumerate(joint.op(ops[0]).reads()):
@@ -378,7 +383,7 @@ def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At
 
 
 def _same_place(alignment: Alignment, first: At, other: At, at: At) -> At | None:
-    """Return the value on the rank of `op` that corresponds to `other` on the rank of the first operator."""
+    """Return the value on the rank of `at` that corresponds to `other` on the rank of the first operator."""
     if at == first:
         return other
     joint = alignment.joint
@@ -390,7 +395,7 @@ def _same_place(alignment: Alignment, first: At, other: At, at: At) -> At | None
 
 
 def _apply(apply: Callable[[Tensor, Tensor], Tensor], one: Tensor, two: Tensor) -> Tensor | None:
-    """Return one tensor with another applied to it, by rows where that has one number a row; the shape may grow."""
+    """Return `apply(one, two)`, broadcasting `two` along rows if needed; the shape may grow."""
     for each in (two, two.unsqueeze(-1)):
         try:
             made = apply(one, each)
@@ -404,12 +409,12 @@ def _apply(apply: Callable[[Tensor, Tensor], Tensor], one: Tensor, two: Tensor) 
 def list_removals(alignment: Alignment, ops: Sequence[At], depth: int = 0) -> Iterator[Edit]:
     """Yield edits that remove an operator: one of its operands replaces its result.
 
-    With a `depth` also values that this operand was moved from, of any shape.
+    With `depth` > 0, also try values that an operand was moved from, of any shape.
     """
     joint = alignment.joint
     results = joint.op(ops[0]).results
     if not results or alignment.is_on_one_device((ops[0][0], results[0])):
-        return  # one device does this too
+        return  # the single device does this too
     lists = {at: list(list_ancestors(joint, at, depth)) for at in ops}
     count = min(len(each) for each in lists.values())
     result = joint.value((ops[0][0], results[0]))
@@ -424,11 +429,11 @@ def list_removals(alignment: Alignment, ops: Sequence[At], depth: int = 0) -> It
 
 
 def list_numbers(alignment: Alignment, ops: Sequence[At], numbers: Sequence[float]) -> Iterator[Edit]:
-    """Yield edits that put other numbers of the same function into an operator."""
+    """Yield edits that replace a number of an operator by other numbers of the same function."""
     joint = alignment.joint
     op = joint.op(ops[0])
     if not op.results or joint.value((ops[0][0], op.results[0])).alias >= 0:
-        return  # the sizes of views are right, or nothing fits
+        return  # sizes of views cannot be wrong: the recorded shapes would not fit
     for place, mine in enumerate(op.args):
         if isinstance(mine, bool) or not isinstance(mine, int | float):
             continue
@@ -450,7 +455,7 @@ def _pass(number: int, count: int) -> Callable[[Callable[[int], Tensor]], list[T
 
 
 def _options(op: Op) -> tuple[Any, ...]:
-    """Return the arguments of an operator that are no tensors."""
+    """Return the non-tensor arguments of an operator."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, Ref):

@@ -1,4 +1,8 @@
-"""Finds the causes of wrong results: edits operators between right and wrong values, and keeps those that repair."""
+"""Search for the causes of wrong results.
+
+It edits operators between right and wrong values, executes the programs, and keeps the edits that repair
+the results.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +41,16 @@ from moeverify.explain.suspects import Target, find_targets, list_unknown
 from moeverify.results.checks import Kind
 
 _VAGUE = frozenset({"removed", "inserted", "whole", "value"})
-"""Edits that say less than a known relation of the result to a value of one device."""
+"""Kinds of edits that say less than a known relation of the result to single-device values."""
 
 _SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
-"""Edits that insert values of one device."""
+"""Kinds of edits that insert single-device values."""
 
 _MOST_SUSPECTS = 12
 _MOST_ROUNDS = 40
 _LONGEST_CHAIN = 8
 _LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
-"""Kinds of results after those of the forward pass, each computed from those before it."""
+"""Kinds of results after the forward pass, each computed from the previous ones."""
 
 _AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.BUFFER)
 _MOST_BRANCHES = 2
@@ -63,7 +67,10 @@ _LARGEST = 1e6
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Operators between right values and wrong results, in program order; `ends` compute the wrong results."""
+    """Operators between right values and wrong results, in program order.
+
+    `ends` compute the wrong results.
+    """
 
     alignment: Alignment
     unknown: Sequence[At]
@@ -71,7 +78,7 @@ class _Stretch:
 
 
 class Explainer:
-    """Explains wrong results, from the programs of the ranks and of one device."""
+    """Search for the causes of wrong results, given the programs of the ranks and of the single device."""
 
     def __init__(self, programs: Sequence[Program], one: Program, step: int, scales: Sequence[float]) -> None:
         self.joint = Joint(programs)
@@ -96,10 +103,10 @@ class Explainer:
         proves: bool = True,
         on_place: Callable[[list[Cause]], object] = lambda causes: None,
     ) -> list[Cause]:
-        """Return the causes of wrong results that are found in the given seconds.
+        """Return the causes of wrong results that are found within `seconds`.
 
-        Without `proves` the first place is returned, and no edit is executed. `on_place` gets races and the first
-        place before any edit is executed.
+        With `proves=False`, return the first wrong place and execute no edit. `on_place` is called with
+        races and the first wrong place before any edit is executed.
         """
         self._proves, self._on_place = proves, on_place
         end = time.monotonic() + seconds
@@ -121,7 +128,7 @@ class Explainer:
             for cause in causes:
                 self._add(cause)
             if state.has_other_choices():
-                self.is_done = True  # what follows from it cannot be executed
+                self.is_done = True  # later results depend on integers that changed and cannot be executed
                 break
             if not proves:
                 break
@@ -130,7 +137,7 @@ class Explainer:
         return self.causes
 
     def _list_races(self) -> Iterator[Cause]:
-        """Yield the uses of memory that a collective may still be using, where a wrong result depends on them."""
+        """Yield races that a wrong result depends on: uses of memory that a collective may still be using."""
         for rank, program in enumerate(self.joint.programs):
             for race in program.races:
                 if (
@@ -149,7 +156,7 @@ class Explainer:
                     yield Cause([(rank, race.other)], [], reached, known="race", launch=(rank, race.op))
 
     def _note_repaired(self, causes: Sequence[Cause], left: Sequence[Target], state: Execution) -> None:
-        """Note which wrong results are right after the repairs of causes."""
+        """Record on the causes which wrong results are right after their repairs."""
         proved = [cause for cause in causes if cause.repairs and not cause.is_local]
         done = [target for target in left if proved and self._proof.is_repaired(target, state)]
         for cause in proved:
@@ -163,9 +170,9 @@ class Explainer:
             cause.residual = max(errors, default=None)
 
     def _follows(self, target: Target) -> bool:
-        """Return whether a known cause may explain a result: it is computed from the cause, or after it.
+        """Return whether a known cause may explain a result, which depends on it or comes after it.
 
-        Python numbers, such as the coefficient of a clip, carry a mistake where no operator shows it.
+        Python numbers, such as the coefficient of a clip, carry errors along without an operator.
         """
         for cause in self.causes:
             if _order(target) > min(map(_order, cause.targets)):
@@ -178,7 +185,7 @@ class Explainer:
         return False
 
     def _patch(self, target: Target, state: Execution) -> Execution:
-        """Return the values with a target replaced by the right one, which may repair what follows from it."""
+        """Return the execution with a target replaced by the right value, which may repair later results."""
         changes = Changes()
         for rank, at in target.values.items():
             for same in self._list_copied(at):
@@ -186,7 +193,7 @@ class Explainer:
         return self.joint.execute(changes, None, state)
 
     def _list_copied(self, at: At) -> list[At]:
-        """Return a value, and the values that it is a full copy or full view of."""
+        """Return a value, followed by the values of which it is a full copy or full view."""
         found = [at]
         while True:
             op = self.joint.op(self.joint.maker(found[-1]))
@@ -200,7 +207,7 @@ class Explainer:
             found.append(source)
 
     def _add(self, cause: Cause) -> None:
-        """Keep a cause, joined with an earlier one of the same line."""
+        """Add a cause, or merge it with an earlier cause of the same line."""
         for known in self.causes:
             if self._place(known) == self._place(cause):
                 known.ops += cause.ops
@@ -215,7 +222,7 @@ class Explainer:
         return op.name, self.joint.programs[cause.ops[0][0]].sites_of(op)[:1], repair
 
     def _explain_first(self, target: Target, state: Execution, end: float) -> tuple[list[Cause], Execution]:
-        """Return the causes of a wrong result, and the values of the ranks after the repair.
+        """Return the causes of a wrong result, and the execution after the repair.
 
         A cause without repairs is only a place.
         """
@@ -241,14 +248,14 @@ class Explainer:
         return found
 
     def _open(self, alignment: Alignment, target: Target) -> _Stretch:
-        """Return the operators from right values to the target, or to the first wrong ends of modules before it."""
+        """Return the operators from right values to the target, or to the first wrong module ends before."""
         values = list(target.values.values())
         ends = self.landmarks.find_first_wrong(alignment, values)
         makers = frozenset(self.joint.maker(at) for at in (*values, *ends))
         return _Stretch(alignment, list_unknown(alignment, ends or values), makers)
 
     def _find_factor(self, target: Target, state: Execution) -> float | None:
-        """Return the factor if a result is a multiple of the right one, the same on all ranks where it is wrong."""
+        """Return the factor if a result is the same multiple of the right one on all ranks, else None."""
         factors = []
         for rank, at in target.values.items():
             data, right = state.data(at), target.right[rank].reshape(-1).to(torch.float64)
@@ -261,14 +268,14 @@ class Explainer:
             if data.numel() == 1 and not any(
                 math.isclose(factor, scale, rel_tol=1e-9) for scale in self._scales
             ):
-                return None  # any number is a multiple of any other
+                return None  # any single number is a multiple of any other
             factors.append(factor)
         return factors[0] if max(factors) - min(factors) <= 1e-9 * abs(factors[0]) else None
 
     def _find_kind(
         self, alignment: Alignment, target: Target, factor: float | None
     ) -> Literal["", "scale", "reduction", "moved"]:
-        """Return how wrong results relate to values of one device."""
+        """Return the relation of wrong results to single-device values."""
         if factor is not None:
             return "scale"
         known = [alignment.find(at) for at in target.values.values()]
@@ -281,11 +288,11 @@ class Explainer:
         )
 
     def _comes_after(self, edit: Edit, suspects: set[At]) -> bool:
-        """Return whether an edit replaces values computed from suspects: it would hide what is wrong in those."""
+        """Return whether an edit replaces values computed from suspects, which would hide errors in these."""
         return bool(suspects) and not suspects.isdisjoint(self.joint.list_before(list(edit.changes.values)))
 
     def _list_stretch(self, ops: Sequence[At], unknown: Sequence[At]) -> list[At]:
-        """Return the unknown operators from a suspect to the next end of a module, in the order of the program."""
+        """Return the unknown operators from a suspect to the next module end, in program order."""
         joint, inside = self.joint, set(unknown)
         found, waiting = dict.fromkeys(ops), list(ops)
         while waiting:
@@ -302,9 +309,10 @@ class Explainer:
     def _search(
         self, target: Target, state: Execution, stretch: _Stretch, end: float, depth: int
     ) -> tuple[list[Cause], Execution] | None:
-        """Return edits that together repair a target, or the next end of a module before it.
+        """Return edits that together repair a target, or the next module end before it.
 
-        An edit that makes only the results of its operators right is a first step, and the search goes on after it.
+        An edit that makes only the results of its own operators right is a first step; the search continues
+        after it.
         """
         alignment, unknown = stretch.alignment, stretch.unknown
         suspects = list(itertools.islice(self._list_suspects(stretch), _MOST_SUSPECTS))
@@ -317,7 +325,8 @@ class Explainer:
                 found = self._try(numbers, target, unknown, state, end)
                 if found is not None:
                     return found
-            # A first step may have turned the output of a module into a known value.
+            # Require values known without edits: a first step may have made a module's output a known
+            # value.
             returns = (
                 edit
                 for edit in list_returns(alignment, self.one, self.landmarks, ops)
@@ -355,7 +364,7 @@ class Explainer:
     def _try(
         self, edits: Iterable[Edit], target: Target, unknown: Sequence[At], state: Execution, end: float
     ) -> tuple[list[Cause], Execution] | None:
-        """Return the first of some edits that repairs a target, or the next end of a module before it."""
+        """Return the first edit that repairs a target, or the next module end before it."""
         for edit in edits:
             if time.monotonic() > end:
                 return None
@@ -373,15 +382,15 @@ class Explainer:
         unknown: Sequence[At],
         state: Execution,
     ) -> tuple[list[Cause], Execution]:
-        """Return a chain of edits without its first, if the others repair the same by themselves.
+        """Return a chain of edits without its first one, if the others alone repair the same results.
 
-        An edit that inserts a right value repairs what follows, whatever was wrong before it.
+        An edit that inserts a right value repairs later results, whatever was wrong before it.
         """
         first = set(chain[0].ops)
         later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
         comes_after = bool(later) and not first.isdisjoint(self.joint.list_before(later))
         if comes_after and any(cause.repairs[0].changes.values for cause in chain[1:]):
-            return chain, done  # those values were computed with the first edit
+            return chain, done  # the inserted values were computed with the first edit
         changes = Changes()
         for cause in chain[1:]:
             changes = changes | cause.repairs[0].changes
@@ -391,7 +400,7 @@ class Explainer:
         return (chain, done) if again is None else (chain[1:], again)
 
     def _drop_patches(self, chain: list[Cause]) -> list[Cause]:
-        """Return a chain without edits of the training loop's own operators that follow an edit of user code."""
+        """Return a chain without edits of the training loop's own operators, if it also edits user code."""
         kept = [cause for cause in chain if not self._is_of_package(cause)] or chain
         if len(kept) < len(chain):
             kept[0].is_local = True
@@ -408,7 +417,7 @@ class Explainer:
         unknown: Sequence[At],
         suspects: Sequence[tuple[At, ...]],
     ) -> Iterator[Edit]:
-        """Yield edits whose own results cannot be compared with one device: later results decide."""
+        """Yield edits whose own results cannot be compared with the single device; later results decide."""
         for ops in suspects:
             yield from list_removals(alignment, ops)
         for group in self._list_makers(alignment, suspects):
@@ -479,7 +488,10 @@ class Explainer:
         return list(found)[:_MOST_NUMBERS]
 
     def _list_suspects(self, stretch: _Stretch) -> Iterator[tuple[At, ...]]:
-        """Yield operators of a stretch with right operands and wrong results, in program order, grouped by place."""
+        """Yield operators of a stretch with right operands and wrong results, grouped by place.
+
+        Groups come in program order.
+        """
         joint, alignment = self.joint, stretch.alignment
         seen: set[At] = set()
         inside = set(stretch.unknown)
@@ -497,12 +509,12 @@ class Explainer:
             yield tuple(group) or (at,)
 
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
-        """Return whether no operand of an operator is known to be wrong."""
+        """Return whether no operand of an operator is wrong."""
         return not any(map(alignment.is_wrong, self.joint.needs(op)))
 
 
 def _order(target: Target) -> int:
-    """Return a number for the part of a step that computes a result, for sorting."""
+    """Return a sort key for the part of a step that computes a result."""
     kind = target.mark[1]
     if kind in _AFTER_STEP:
         return len(_LATER_KINDS) + 1
@@ -510,7 +522,7 @@ def _order(target: Target) -> int:
 
 
 def _group(alignment: Alignment, ops: Sequence[At]) -> Iterator[tuple[At, ...]]:
-    """Group operators by their place of the program, in program order."""
+    """Yield operators grouped by their place in the program, in program order."""
     inside = set(ops)
     seen: set[At] = set()
     for at in ops:

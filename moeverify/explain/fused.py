@@ -1,4 +1,4 @@
-"""Records fused operators as their parts, since other code may compute the same with separate operators."""
+"""Recording of fused operators as their parts, to compare them with code that uses separate operators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FUSED = (
 
 @cache
 def list_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
-    """Return a function for each fused operator of this torch version that computes it from its parts."""
+    """Return, for each fused operator of this torch version, a function that computes it from its parts."""
     packets = [getattr(torch.ops.aten, name) for name in _FUSED if hasattr(torch.ops.aten, name)]
     found = {op: made for op, made in get_decompositions(packets).items() if isinstance(op, OpOverload)}
     own: dict[OpOverload, Callable[..., Any]] = {
@@ -59,7 +59,7 @@ def _log_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
 
 
 def _add_mask(scores: Tensor, mask: Tensor, *, alpha: float = 1) -> Any:
-    """Add a mask as a fill, if it is zero wherever it does not mask; other sums stay sums."""
+    """Add a mask as `masked_fill` if it consists of 0 and one fill value; otherwise return NotImplemented."""
     if alpha != 1 or not isinstance(mask, Tensor) or not mask.numel() or scores.dtype != mask.dtype:
         return NotImplemented
     if not mask.is_floating_point():
@@ -74,6 +74,6 @@ def _add_mask(scores: Tensor, mask: Tensor, *, alpha: float = 1) -> Any:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Compute `scaled_dot_product_attention` with matrix products and a softmax while the block runs."""
+    """Compute `scaled_dot_product_attention` with matrix products and a softmax during the block."""
     with sdpa_kernel(SDPBackend.MATH):
         yield

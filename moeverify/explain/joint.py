@@ -1,4 +1,4 @@
-"""The programs of all ranks as one, which can be executed again with changes."""
+"""Joint program of all ranks, which can be executed again with changes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from moeverify.explain.operators import NotExecutable, is_random, run
 from moeverify.explain.program import Op, Program, Value
 
 At = tuple[int, int]
-"""A rank, and the number of an operator or value of its program."""
+"""(rank, number of an operator or value in the rank's program)."""
 
 Replacement = Callable[[Callable[[int], Tensor]], list[Tensor]]
-"""Computes the results of an operator. Its argument is a function that returns the data of a value by its number."""
+"""Function that computes the results of an operator.
+
+Its argument maps the number of a value to its data.
+"""
 
 
 @dataclass
 class Changes:
-    """Changes of an execution: `ops` replace operators, `values` replace data."""
+    """Changes of an execution: `ops` replaces operators, `values` replaces data."""
 
     ops: dict[At, Replacement] = field(default_factory=dict)
     values: dict[At, Tensor] = field(default_factory=dict)
 
     def __or__(self, other: Changes) -> Changes:
-        """Return both changes; those of `other` where both change the same."""
+        """Return the union of both; `other` has precedence."""
         return Changes({**self.ops, **other.ops}, {**self.values, **other.values})
 
 
 class Joint:
-    """The programs of all ranks, whose collectives are executed together.
+    """Joint program of all ranks, whose collectives are executed together.
 
-    `order` sorts the operators of all ranks: each comes after those whose results it takes, and a collective after
-    the inputs of all of its ranks.
+    `order` is a topological order of the operators of all ranks. A collective comes after the inputs of all
+    its ranks.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -77,26 +80,26 @@ class Joint:
         return self._place[op]
 
     def sources(self, op: At) -> list[At]:
-        """Return the values that an operator takes; those of all ranks for a collective."""
+        """Return the values that an operator takes; for a collective, those of all ranks."""
         members = self._peers.get(op, (op,))
         return [(rank, number) for rank, each in members for number in self._refs[rank][each]]
 
     def reads(self, op: At) -> list[At]:
-        """Return the values that the results of an operator depend on; those of all ranks for a collective."""
+        """Return the values that an operator's results depend on; for a collective, those of all ranks."""
         members = self._peers.get(op, (op,))
         return [(rank, number) for rank, each in members for number in self._reads[rank][each]]
 
     def needs(self, op: At) -> list[At]:
-        """Return what an operator reads, and the value that a Python number among its arguments was computed from."""
+        """Return the values that an operator reads, and its hidden source (see `hidden`) if it has one."""
         hidden = self.hidden(op)
         return self.reads(op) if hidden is None else [*self.reads(op), hidden]
 
     def hidden(self, op: At) -> At | None:
-        """Return the value that a Python number among the arguments of an operator was computed from."""
+        """Return the value from which a Python number among an operator's arguments was computed, or None."""
         return self._hidden.get(op)
 
     def members(self, op: At) -> tuple[At, ...]:
-        """Return the operators of all ranks that are one collective, or the operator alone."""
+        """Return the operators of all ranks that form a collective, or the operator alone."""
         return self._peers.get(op, (op,))
 
     def _sort(self) -> list[At]:
@@ -109,7 +112,7 @@ class Joint:
                 waiting[at] = len(makers)
                 for maker in makers:
                     following.setdefault(maker, []).append(at)
-        # Ranks take turns, so that operators of the same time are neighbours.
+        # Ranks take turns, so that operators executed at the same time are adjacent.
         ready = [(number, rank) for (rank, number), count in waiting.items() if count == 0]
         heapq.heapify(ready)
         order: list[At] = []
@@ -125,14 +128,14 @@ class Joint:
     def execute(
         self, changes: Changes, wanted: Iterable[At] | None = None, base: Execution | None = None
     ) -> Execution:
-        """Execute again what follows from changes, in addition to those of `base`.
+        """Execute the operators that depend on `changes`, in addition to the changes of `base`.
 
-        Only what `wanted` values need is executed, if these are given.
+        With `wanted`, execute only operators that these values need.
         """
         return Execution(self, changes, None if wanted is None else self.list_before(wanted), base)
 
     def list_before(self, values: Iterable[At]) -> set[At]:
-        """Return all operators that values depend on."""
+        """Return all operators that the values depend on."""
         key = tuple(values)
         if key not in self._before:
             found: set[At] = set()
@@ -147,7 +150,7 @@ class Joint:
 
 
 class Execution:
-    """What values become under changes. `tainted` are those that could not be computed again."""
+    """Values under changes. `tainted` has the values that could not be computed again."""
 
     def __init__(
         self, joint: Joint, changes: Changes, needed: set[At] | None = None, base: Execution | None = None
@@ -183,14 +186,14 @@ class Execution:
         return self._data[at] if at in self._data else self._joint.data(at)
 
     def has_other_choices(self) -> bool:
-        """Return whether whole numbers have changed: what the recorded program did with them may not fit any more.
+        """Return whether integers have changed, in which case the recorded program may no longer apply.
 
-        Sizes of splits are Python numbers, made of counts that the program has read.
+        For example, split sizes are Python numbers computed from counts that the program has read.
         """
         return self.first_choice() is not None
 
     def first_choice(self) -> At | None:
-        """Return the first operator whose results are whole numbers that have changed, in program order."""
+        """Return the first operator, in program order, with integer results that changed."""
         changed = (
             self._joint.maker(at)
             for at, data in self._data.items()
@@ -200,23 +203,23 @@ class Execution:
 
     @classmethod
     def meet_with(cls, joint: Joint, op: At, brought: Mapping[At, Tensor]) -> list[Tensor]:
-        """Return the outputs of a collective on one rank, given other inputs of the ranks.
+        """Return the outputs of a collective on one rank, for other inputs of the ranks.
 
-        Raises: NotExecutable
+        Raises: NotExecutable.
         """
         execution = cls(joint, Changes(values=dict(brought)), set())
         return execution._meet(op, joint.op(op))
 
     def changed(self) -> Mapping[At, Tensor]:
-        """Return all values that have changed."""
+        """Return the data of all changed values."""
         return self._data
 
     def _run(self, op: At) -> list[At]:
-        """Execute an operator and return which of its results have changed."""
+        """Execute an operator and return the results that changed."""
         rank, recorded = op[0], self._joint.op(op)
         results = [(rank, number) for number in recorded.results]
         if recorded.meeting is None and op not in self.changes.ops and is_random(recorded):
-            return []  # random numbers depend on no value
+            return []  # random numbers do not depend on values
         hidden = self._joint.hidden(op)
         if (hidden is not None and hidden in self._data) or any(
             source in self.tainted for source in self._joint.sources(op)
@@ -272,7 +275,7 @@ class Execution:
             options = [members[rank].kwargs for rank in ranks]
             try:
                 flat = meet(kind, options, brought, ranks.index(op[0]))
-            except RuntimeError as error:  # inputs have other sizes under changes
+            except RuntimeError as error:  # changes may give inputs other sizes
                 raise NotExecutable(str(error)) from error
         return _cut(flat, recorded.kwargs["shapes"])
 
@@ -303,7 +306,7 @@ def is_same(one: Tensor, two: Tensor | None) -> bool:
     sizes = two.abs().nan_to_num(0.0)
     largest = sizes.max()
     others = sizes[sizes < largest]
-    # A mask fills in one large number, which would raise the tolerance of all others.
+    # A mask fills in one large number, which would inflate the tolerance of all other elements.
     is_filled = others.numel() and int((sizes == largest).sum()) > 1
     scale = float(others.max() if is_filled else largest)
     return bool(
@@ -312,7 +315,7 @@ def is_same(one: Tensor, two: Tensor | None) -> bool:
 
 
 def _find_meetings(programs: Sequence[Program]) -> list[tuple[At, ...]]:
-    """Return the operators of all ranks that are one collective."""
+    """Return the operators of all ranks that form each collective."""
     found: dict[tuple[object, ...], list[At]] = {}
     for rank, program in enumerate(programs):
         for op in program.ops:

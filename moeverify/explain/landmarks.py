@@ -1,4 +1,4 @@
-"""Ends of modules as landmarks: results that should be those of one device, and the first of them that are not."""
+"""Module ends as landmarks: results that should equal the single device's, and the first that do not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Program
 
 EndName = tuple[str, bool, int]
-"""Module, whether a gradient, and which of several tensors."""
+"""(module, whether it is a gradient, index among several tensors)."""
 
 _MOST_FOLLOWED = 60
-"""Most operators that are followed from an end that looks wrong to values that are right again."""
+"""Maximum number of operators followed from a seemingly wrong end to values that are right again."""
 
 
 class Landmarks:
-    """The ends of modules in a step, on all ranks and on one device."""
+    """Module ends in a step, on all ranks and on the single device."""
 
     def __init__(self, programs: Sequence[Program], one: OneDevice, step: int) -> None:
         self._one = one
@@ -27,7 +27,7 @@ class Landmarks:
         self.by_rank = [self._name_ends(_list_ends(program, step)) for program in programs]
 
     def _name_ends(self, ends: Sequence[tuple[int, EndName]]) -> dict[int, EndName]:
-        """Return the name of each end: that of the innermost module that one device has too."""
+        """Return the name of each end: the innermost module that the single device also has."""
         found: dict[int, EndName] = {}
         for value, name in sorted(ends, key=lambda end: end[1] not in self._right):
             found.setdefault(value, name)
@@ -43,18 +43,18 @@ class Landmarks:
         return [at for at in results if self.is_end(at)]
 
     def list_right(self, at: At) -> list[int]:
-        """Return the values of one device at the same end of a module, in program order."""
+        """Return the single-device values at the same module end, in program order."""
         return sorted(self._right.get(self.by_rank[at[0]][at[1]], ()))
 
     def is_right(self, at: At, alignment: Alignment) -> bool:
-        """Return whether the end of a module has elements of the same end on one device."""
+        """Return whether a module end contains elements of the same end on the single device."""
         known = alignment.find(at)
         if known is None or known.ids is None:
             return False
         return any(self._one.holds(value, known.ids) for value in self.list_right(at))
 
     def find_first_wrong(self, alignment: Alignment, targets: Sequence[At]) -> list[At]:
-        """Return the first wrong ends that targets are computed from, one for each rank at most."""
+        """Return the first wrong ends that the targets depend on, at most one per rank."""
         joint = alignment.joint
         before = joint.list_before(targets)
         found = []
@@ -68,7 +68,7 @@ class Landmarks:
         return found
 
     def _is_recovered(self, at: At, alignment: Alignment, targets: set[At]) -> bool:
-        """Return whether all that is computed from an end that looks wrong is soon right again."""
+        """Return whether all values computed from a seemingly wrong end are soon right again."""
         joint = alignment.joint
         waiting = list(joint.users.get(at, ()))
         seen: set[At] = set()
@@ -92,6 +92,6 @@ class Landmarks:
 
 
 def _list_ends(program: Program, step: int) -> list[tuple[int, EndName]]:
-    """Return the values at the ends of modules in a step, of inner modules first."""
+    """Return the values at module ends in a step, inner modules first."""
     ends = [end for end in program.ends if end.step == step]
     return [(end.value, (end.module, end.is_gradient, end.slot)) for end in ends]

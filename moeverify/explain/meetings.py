@@ -1,4 +1,4 @@
-"""Collectives in one form for all APIs of torch, so that a joint program can execute them."""
+"""Uniform representation of torch's collective APIs, for execution in a joint program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _REDUCTIONS = ("sum", "avg", "product", "min", "max")
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: its kind, its inputs and outputs on this rank, and its parameters.
+    """A collective call on this rank.
 
-    `inputs` and `outputs` are tensors in the order of ranks where there is one for each rank. A functional collective
-    has no `outputs`: its results are new tensors.
+    `inputs` and `outputs` are in rank order where there is one tensor per rank. A functional collective has
+    no `outputs`: its results are new tensors.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Call:
     target: int = -1
 
 
-# Of the operators of `c10d`: kind, position of the outputs, position of the inputs (-1: none).
+# For operators of `c10d`: (kind, position of the outputs, position of the inputs); -1 means none.
 _FILLING = {
     "allreduce_": ("all_reduce", 0, 0),
     "allreduce_coalesced_": ("all_reduce", 0, 0),
@@ -59,7 +59,7 @@ _PEER_AT = {"send": 2, "recv_": 2}
 
 
 def read_filling(name: str, args: Sequence[Any]) -> Call | None:
-    """Return the call of an operator of `c10d`; None for one that moves no tensors, such as a barrier."""
+    """Return the call of a `c10d` operator, or None if it moves no tensors, such as a barrier."""
     if name not in _FILLING:
         return None
     kind, filled, brought = _FILLING[name]
@@ -96,7 +96,7 @@ _RETURNING = {
 
 
 def read_returning(name: str, args: Sequence[Any]) -> Call | None:
-    """Return the call of an operator of `_c10d_functional`; one that ends in `_` fills its inputs."""
+    """Return the call of a `_c10d_functional` operator; one that ends in `_` writes to its inputs."""
     kind = _RETURNING.get(name.rstrip("_"))
     if kind is None:
         return None
@@ -114,7 +114,7 @@ def read_returning(name: str, args: Sequence[Any]) -> Call | None:
 
 
 def describe(group: dist.ProcessGroup) -> GroupRef:
-    """Return a group as data."""
+    """Return a group as plain data."""
     try:
         ranks = tuple(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
@@ -155,9 +155,10 @@ MOVING = frozenset({"all_gather", "all_to_all", "broadcast", "gather", "recv", "
 def execute(
     kind: str, options: Sequence[Mapping[str, Any]], brought: Sequence[Sequence[Tensor]], own: int
 ) -> Tensor:
-    """Return all outputs of the rank at place `own` of a group, flattened and concatenated.
+    """Return all outputs of the rank at index `own` of a group, flattened and concatenated.
 
-    `options` and `brought` have the options and inputs of each rank, in the order of the group.
+    `options` and `brought` have the options and inputs of each rank, in group order. Raises: NotExecutable
+    for an unknown collective or reduction.
     """
     mine = brought[own]
     if kind in ("all_reduce", "reduce"):
@@ -177,7 +178,10 @@ def execute(
 
 
 def reduce(parts: Sequence[Tensor], reduction: str) -> Tensor:
-    """Return the reduction of tensors of one shape."""
+    """Return the reduction of tensors of one shape.
+
+    Raises: NotExecutable for an unknown reduction.
+    """
     if reduction in ("sum", "avg"):
         total = parts[0].clone()
         for part in parts[1:]:
@@ -197,7 +201,7 @@ def _join(parts: Iterable[Tensor]) -> Tensor:
 
 def _reduce_scatter(reduction: str, brought: Sequence[Sequence[Tensor]], own: int) -> Tensor:
     num_ranks = len(brought)
-    if num_ranks > 1 and len(brought[own]) == num_ranks:  # a list: one tensor for each rank
+    if num_ranks > 1 and len(brought[own]) == num_ranks:  # a list with one tensor for each rank
         return reduce([parts[own] for parts in brought], reduction).reshape(-1)
     totals = (reduce([parts[i] for parts in brought], reduction) for i in range(len(brought[own])))
     return _join(total.reshape(-1).chunk(num_ranks)[own] for total in totals)

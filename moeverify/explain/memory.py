@@ -1,4 +1,4 @@
-"""The state of memory during a recording: the value at each place, and collectives that may still use it."""
+"""State of memory during a recording: the values it holds and the collectives that may still use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Use:
 
 @dataclass
 class Memory:
-    """The state of one storage: the value at each place, and the writes that no later write covers."""
+    """State of one storage: the value at each place, and writes not fully overwritten since."""
 
     storage: StorageWeakRef
     epoch: int = 0
@@ -35,7 +35,7 @@ class Memory:
 
 @dataclass
 class Pending:
-    """Results of a collective, which are in memory only after the program has waited for it."""
+    """Results of a collective, which are in memory only after the program waits for it."""
 
     values: list[int]
     tensors: list[Tensor]

@@ -1,4 +1,4 @@
-"""Numbers that a program reads from tensors into Python, and gives to operators later."""
+"""Numbers that a program reads from tensors into Python and later passes to operators."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _MOST_SIMPLE = 4096.0
 
 
 def list_hidden_reads(program: Program) -> Mapping[int, int]:
-    """Return, by operator, the value that a number among its arguments was probably computed from in Python.
+    """Return the value from which a number among each operator's arguments was probably computed in Python.
 
-    It is a tensor with the same number, or else the last tensor that the same function has read a number from.
+    It is a tensor with the same number, or else the last tensor from which the same function read a number.
+    Maps the number of the operator to the number of the value.
     """
     exact: dict[float, int] = {}
     last: dict[tuple[str, str], int] = {}
@@ -40,7 +41,7 @@ def _functions(op: Op) -> list[tuple[str, str]]:
 
 
 def _list_telling(program: Program, op: Op) -> list[float]:
-    """Return the numbers of an operator that are hardly constants: neither whole nor quotients of small numbers."""
+    """Return an operator's numbers that are unlikely constants: no integers or simple fractions."""
     if op.name == f"memory.{LEAF}":
         data = program.values[op.results[0]].data
         numbers = [float(data)] if data is not None and data.numel() == 1 and data.is_floating_point() else []

@@ -1,4 +1,4 @@
-"""Recorded programs as lists of the operators of one step, with the values of their results."""
+"""Lists of a recorded program's operators in one step, with the values of their results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from moeverify.explain.program import BATCH, SETUP, Op, Program, Site
 from moeverify.results.operator_table import CallSite, Operator, OperatorList, OperatorResult, Phase
 
 MOST_OPERATORS = 20_000
-"""Most operators in the list of one process."""
+"""Maximum number of operators in the list of one process."""
 
 _MOST_SITES = 3
 
 
 @dataclass
 class Listed:
-    """The operators of one process in one step, and the values of their results.
+    """Operators of one process in one step, with the values of their results.
 
-    `data` has the results of each operator; None where they were not kept. `numbers` are those of the same values and
-    `ops` those of the operators in the recorded program. `taken` has for each operator the results that it takes,
-    or takes views of, as (operator, result), without those that are not listed.
+    All sequences are in the order of `operators`:
+
+    - `data`: the results of each operator; None for results that were not kept.
+    - `taken`: the (operator, result) pairs that each operator takes, or takes views of, if they are listed.
+    - `numbers`: the numbers of the result values in the recorded program.
+    - `ops`: the numbers of the operators in the recorded program.
     """
 
     operators: OperatorList
@@ -35,12 +38,12 @@ class Listed:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Return the position in the list of each operator of the recorded program."""
+        """The position in the list of each operator of the recorded program."""
         return {number: place for place, number in enumerate(self.ops)}
 
 
 def list_operators(program: Program, step: int) -> Listed:
-    """Return the operators of a step of a program."""
+    """Return the operators of a step of a program, up to `MOST_OPERATORS`."""
     found = [op for op in program.ops if op.step == step]
     kept = found[:MOST_OPERATORS]
     places = {op.number: place for place, op in enumerate(kept)}
@@ -80,12 +83,12 @@ def _list_taken(program: Program, op: Op, makers: Mapping[int, tuple[int, int]])
 
 
 def _name(op: Op) -> str:
-    """Return the name of an operator, without the namespace of torch."""
+    """Return the name of an operator without torch's namespace."""
     return op.name.removeprefix("aten.")
 
 
 def _find_phase(op: Op, last: int | None) -> Phase:
-    """Return the part of the step; operators after the last derivative belong to the optimizer."""
+    """Return the part of the step. Operators after the last derivative belong to the optimizer."""
     if op.step == SETUP:
         return "setup"
     if op.phase == "forward" and last is not None and op.number > last:
@@ -99,13 +102,13 @@ def _describe_result(program: Program, number: int) -> OperatorResult:
 
 
 def _describe_input(program: Program, number: int, places: dict[int, int]) -> int | str:
-    """Return the operator that made a value, or the name of the value."""
+    """Return the position of the operator that made a value, or the name of the value."""
     made_by = program.values[number].op
     return places[made_by] if made_by in places else name_value(program, number)
 
 
 def name_value(program: Program, number: int) -> str:
-    """Return the name of a value, or the operator and step that computed it."""
+    """Return the label of a value, or the operator and step that computed it."""
     value = program.values[number]
     maker = program.ops[value.op]
     when = "before the first step" if maker.step == SETUP else f"of step {maker.step}"

@@ -1,7 +1,8 @@
-"""Compares the operators of ranks with those of another run: each with its counterpart, value by value.
+"""Comparison of the ranks' operators with another run's: each operator with its counterpart, value by value.
 
-A counterpart stands at the same place of the program: phase, module, operator and calling lines. Of several (loops,
-micro-batches) the one counts whose values are nearest. Parts of a sum are found by adding those of other ranks.
+A counterpart is at the same place of the program: phase, module, operator and calling lines. Among several
+(loops, micro-batches) the one with the nearest values is used. Parts of a sum are found by adding the
+values of other ranks.
 """
 
 from __future__ import annotations
@@ -24,41 +25,41 @@ from moeverify.results.operator_table import (
 )
 
 BOUNDS: Mapping[str, float] = {"float64": 1e-8, "float32": 2.0**-13, "bfloat16": 2.0**-4, "float16": 2.0**-4}
-"""Largest relative error of a match, by the narrowest dtype of any computation."""
+"""Maximum relative error of a match, by the narrowest dtype of any computation."""
 
 _MOST_CANDIDATES = 5
 _MOST_CALLS = 16
-"""Most calls at one place of the program whose results are added."""
+"""Maximum number of calls at one place of the program whose results are added."""
 
 _MOST_LIKELY = 3
 _MOST_RESULTS = 16
 _MOST_REFERENCES = 1024
 _ORDER = ("uncompared", "match", "multiple", "alone", "shape", "differs")
-"""Outcomes of results, sorted: an operator has the last outcome among its results."""
+"""Outcomes of results, from best to worst. An operator has the worst outcome of its results."""
 
 Key = tuple[object, ...]
 
 At = tuple[int, int]
-"""A rank, and the position of an operator in its list."""
+"""(rank, position of an operator in the rank's list)."""
 
 ResultAt = tuple[int, int, int]
-"""A rank, the position of an operator, and that of its result."""
+"""(rank, position of an operator, index of its result)."""
 
 LookUp = Callable[[int, int], Compared | None]
-"""Looks up a value by its content. Arguments: the rank, and the number of the value in the recorded program."""
+"""Function that looks up a value by its content: (rank, number of the value in the recorded program)."""
 
 
 def choose_bound(lists: Iterable[Listed]) -> float:
-    """Return the largest relative error of a match, for the narrowest dtype of any computation."""
+    """Return the maximum relative error of a match, for the narrowest dtype of any computation."""
     dtypes = {result.dtype for each in lists for op in each.operators.operators for result in op.results}
     return max((BOUNDS[dtype] for dtype in dtypes if dtype in BOUNDS), default=BOUNDS["float64"])
 
 
 def list_keys(operators: OperatorList) -> Iterator[tuple[Key, ...]]:
-    """Yield for each operator the keys that it shares with counterparts, the strictest first."""
+    """Yield, for each operator, the keys that it shares with counterparts, the strictest first."""
     counts: dict[tuple[int, str], int] = {}
     for op in operators.operators:
-        # The derivative of one operator may call an operator twice, for two operands.
+        # The derivative of one operator may call another operator twice, once for each of two operands.
         part = counts[op.origin, op.name] = counts.get((op.origin, op.name), -1) + 1
         part = part if op.origin >= 0 else 0
         sites = [operators.sites[each] for each in op.sites[:2]]
@@ -71,7 +72,10 @@ def list_keys(operators: OperatorList) -> Iterator[tuple[Key, ...]]:
 
 @dataclass(frozen=True)
 class _Found:
-    """A result on the other side and the relation to it; `over` names the sum of which the value is a part."""
+    """A result on the other side and the relation to it.
+
+    `over` names the sum that the value is a part of.
+    """
 
     other: At
     slot: int
@@ -81,7 +85,10 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Others:
-    """Possible counterparts, the likeliest first; the first `num_near` are accepted whatever they return."""
+    """Possible counterparts, the likeliest first.
+
+    The first `num_near` are accepted as counterparts whatever they return.
+    """
 
     ops: tuple[At, ...]
     num_near: int
@@ -100,9 +107,11 @@ def make_table(
     causes: Iterable[At] = (),
     notes: Sequence[str] = (),
 ) -> OperatorTable:
-    """Return the operators of both sides with the comparisons that were made within the given seconds.
+    """Return the operators of both sides with the comparisons made within `seconds`.
 
-    `names` are those of the sides, `causes` the first wrong operators of `actual` by rank and number in the program.
+    `names` are the names of the two sides. `causes` lists the first wrong operators of `actual` as (rank,
+    number in the program). `bound` is the maximum relative error of a match; None chooses it by dtype.
+    `look_up` finds values that have no match at their own place.
     """
     limit = choose_bound([*expected, *actual]) if bound is None else bound
     compared, late = _Comparison(expected, actual, limit, look_up).compare(seconds)
@@ -131,7 +140,7 @@ def make_table(
 
 
 class _Comparison:
-    """Compares the lists of all ranks with those of another run."""
+    """Comparison of the lists of all ranks with those of another run."""
 
     def __init__(
         self,
@@ -173,10 +182,10 @@ class _Comparison:
         self._sums: dict[tuple[bool, tuple[At, ...], int], Tensor | None] = {}
 
     def compare(self, seconds: float) -> tuple[list[tuple[Compared, ...]], int]:
-        """Return the comparisons of all ranks, and how many operators were not compared for lack of time."""
+        """Return the comparisons of all ranks, and the number of operators left out for lack of time."""
         end, late = time.monotonic() + seconds, 0
         rows: list[tuple[Compared, ...]] = []
-        # Ranks take turns, so that all ranks lack the same part of the step when the time is over.
+        # Ranks take turns, so that all ranks lack the same part of the step when time runs out.
         found: list[list[Compared]] = [[] for _ in self._actual]
         for place in range(max((len(keys) for keys in self._keys), default=0)):
             is_late = time.monotonic() > end
@@ -189,7 +198,7 @@ class _Comparison:
         return rows, late
 
     def _compare(self, at: At) -> Compared:
-        """Return how the results of an operator relate to results of the other side."""
+        """Return the relation of an operator's results to results of the other side."""
         listed, place = self._actual[at[0]], at[1]
         others = self._list_others(at)
         made = [
@@ -203,7 +212,7 @@ class _Comparison:
         return max(made, key=lambda each: (_ORDER.index(each.outcome), each.error or 0.0))
 
     def _list_others(self, at: At) -> _Others:
-        """Return the operators of the other side that may be the counterpart of an operator."""
+        """Return the possible counterparts of an operator on the other side."""
         likely = [*self._list_derivatives(at), *self._list_readers(at)][:_MOST_LIKELY]
         found: dict[At, None] = dict.fromkeys(likely)
         num_near = 0
@@ -216,7 +225,7 @@ class _Comparison:
         return _Others(tuple(found)[:_MOST_CANDIDATES], max(num_near, len(likely[:1])))
 
     def _list_derivatives(self, at: At) -> list[At]:
-        """Return operators of the same name that are derivatives of the counterpart of its forward operator."""
+        """Return operators of the same name among the derivatives of the forward operator's counterpart."""
         op = self._actual[at[0]].operators.operators[at[1]]
         derived = self._counterparts.get((at[0], op.origin, 0))
         return (
@@ -226,7 +235,7 @@ class _Comparison:
         )
 
     def _list_readers(self, at: At) -> list[At]:
-        """Return operators with the same name that take most of the counterparts of this operator's operands."""
+        """Return operators of the same name that take most counterparts of this operator's operands."""
         counts: dict[At, int] = {}
         name = self._actual[at[0]].operators.operators[at[1]].name
         for place, slot in self._actual[at[0]].taken[at[1]]:
@@ -237,7 +246,7 @@ class _Comparison:
         return self._sort_by_occurrence(at, [each for each, count in counts.items() if count == most])
 
     def _sort_by_occurrence(self, at: At, others: Sequence[At]) -> list[At]:
-        """Return operators at one place of the program, first those with the same number of calls before them."""
+        """Return operators at one place of the program, nearest in the number of previous calls first."""
         same = [each for each in others if each[0] == at[0]]
         found = same if same and len(self._expected) == len(self._actual) else others
         if len(found) < 2:
@@ -267,7 +276,7 @@ class _Comparison:
         return Compared(outcome="shape", other=nearest[1], other_rank=nearest[0])
 
     def _place_known(self, at: At, slot: int, data: Tensor, known: Compared) -> Compared:
-        """Return the known relation of a value, with its place in the result of its counterpart if there is one."""
+        """Return the known relation of a value, with its place in its counterpart's result if it has one."""
         if known.other < 0:
             return known
         other = known.other_rank, known.other
@@ -277,11 +286,11 @@ class _Comparison:
         return self._describe(found) if is_part and found is not None else known
 
     def _find_nearest(self, data: Tensor, slot: int, others: Sequence[At]) -> _Found | None:
-        """Return the nearest result of the other side; None if none has a part with this shape."""
+        """Return the nearest result of the other side, or None if none has a part of this shape."""
         best: _Found | None = None
         for other in others:
             results = self._expected[other[0]].data[other[1]]
-            # Ranks may split a tensor into other parts.
+            # Ranks may split a tensor differently, so try the results in all slots.
             for place in sorted(range(len(results)), key=lambda each: (each != slot, each))[:_MOST_RESULTS]:
                 theirs = results[place]
                 if theirs is None or theirs.is_floating_point() != data.is_floating_point():
@@ -296,7 +305,7 @@ class _Comparison:
         return best
 
     def _refer(self, key: ResultAt, data: Tensor) -> Reference:
-        """Return a result of the other side as a reference; recent ones are cached."""
+        """Return a result of the other side as a cached reference."""
         if key not in self._references:
             if len(self._references) >= _MOST_REFERENCES:
                 self._references.pop(next(iter(self._references)))
@@ -316,7 +325,7 @@ class _Comparison:
         )
 
     def _find_sum(self, at: At, slot: int, data: Tensor, others: Sequence[At]) -> _Found | None:
-        """Return the sum of which a value is a part: over ranks, or over calls at one place of the program."""
+        """Return the sum that a value is a part of: over ranks, or over calls at one place of the program."""
         if data.dtype == torch.bool or not others:
             return None
         for over, parts in self._list_sums(at):
@@ -329,9 +338,9 @@ class _Comparison:
         return self._find_total(at, slot)
 
     def _find_total(self, at: At, slot: int) -> _Found | None:
-        """Return whether the results of all calls at a place of the program add up to those of the other side.
+        """Return a match if the results of all calls at one place add up to the total of the other side.
 
-        The rows of micro-batches may differ between a rank and one device.
+        The rows of micro-batches may differ between a rank and the single device.
         """
         key = self._keys[at[0]][at[1]][0]
         theirs: Sequence[At] = self._others.get(key, ())
@@ -373,7 +382,7 @@ class _Comparison:
         return self._sums[key]
 
     def _list_groups(self) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that a sum may be over: those of the collectives, then all ranks."""
+        """Return the rank groups that sums may be over: those of the collectives, then all ranks."""
         groups = {
             op.ranks: None
             for listed in self._actual
@@ -386,7 +395,7 @@ class _Comparison:
 
 
 def _is_blank(op: Operator) -> bool:
-    """Return whether an operator allocates memory without writing it."""
+    """Return whether an operator allocates memory without writing to it."""
     return op.name.startswith(("empty", "new_empty"))
 
 

@@ -1,4 +1,4 @@
-"""Executes one recorded operator on given values."""
+"""Execution of one recorded operator on given values."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch._ops import OpOverload
 from moeverify.explain.program import LEAF, READ, UNSEEN, Geometry, Op, list_refs, map_refs
 
 Lookup = Callable[[int], Tensor | None]
-"""Returns the data of a value by its number."""
+"""Function that returns the data of a value by its number; None if the data was not kept."""
 
 _ON_CPU = torch.device("cpu")
 
-# Views of copies: a copy need not have the strides of the original.
+# Executed as `reshape`: a copy may have other strides than the original.
 _AS_RESHAPE = {"aten.view.default", "aten._unsafe_view.default", "aten._reshape_alias.default"}
 
 
 class NotExecutable(Exception):
-    """An operator that cannot be executed again, such as one that draws random numbers."""
+    """Raised for an operator that cannot be executed again, such as one that draws random numbers."""
 
 
 @cache
 def find(name: str) -> OpOverload:
     """Return an operator by its full name.
 
-    Raises: NotExecutable where this process has no such operator.
+    Raises: NotExecutable if this process has no such operator.
     """
     space, packet, overload = (*name.split(".", 2), "default")[:3]
     found = getattr(getattr(torch.ops, space, None), packet, None)
@@ -40,7 +40,7 @@ def find(name: str) -> OpOverload:
 
 
 def is_random(op: Op) -> bool:
-    """Return whether an operator draws random numbers, or returns memory with arbitrary contents."""
+    """Return whether an operator draws random numbers or returns uninitialized memory."""
     space, packet, *_ = op.name.split(".")
     if space == "memory":
         return packet in (LEAF, UNSEEN)
@@ -50,7 +50,7 @@ def is_random(op: Op) -> bool:
 
 
 def _has_dropout(op: Op) -> bool:
-    """Return whether a call uses dropout, if its operator has any; other random operators always draw."""
+    """Return whether a call uses dropout. True for random operators without a dropout option."""
     for place, argument in enumerate(find(op.name)._schema.arguments):
         if argument.name == "dropout_p":
             given = (
@@ -61,9 +61,9 @@ def _has_dropout(op: Op) -> bool:
 
 
 def run(op: Op, lookup: Lookup) -> list[Tensor]:
-    """Return what an operator returns, then what it writes, in the order of its results.
+    """Return the values that an operator returns, then the values that it writes.
 
-    Raises: NotExecutable
+    They are in the order of `op.results`. Raises: NotExecutable.
     """
     if op.name == f"memory.{READ}":
         return [_read(op, lookup)]
@@ -79,12 +79,15 @@ def execute_all(
     written: Sequence[int | str],
     lookup: Lookup,
 ) -> list[Tensor]:
-    """Return what an operator returns, then what it writes; arguments that it writes are copied first."""
+    """Return the values that an operator returns, then those it writes. Written arguments are copied first.
+
+    Raises: NotExecutable if the operator fails or a value was not kept.
+    """
     func = find(name)
     if "scaled_dot_product" in name and _takes_empty(args, lookup):
         raise NotExecutable(
             f"{name} of no heads"
-        )  # torch 2.11 divides by zero on CPUs, which ends the process
+        )  # torch 2.11 divides by zero on CPU, which kills the process
     values = [_fill(each, lookup) for each in args]
     by_name = {key: _fill(each, lookup) for key, each in named.items()}
     changed: list[Tensor] = []
@@ -97,7 +100,7 @@ def execute_all(
         changed += _list(copies)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `out` has another size, since sizes have changed
+            warnings.simplefilter("ignore")  # torch warns if sizes have changed and `out` has another size
             result = _call(name, func, values, by_name)
     except (RuntimeError, TypeError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
         raise NotExecutable(f"{name}: {error}") from error
@@ -147,7 +150,7 @@ def _list(value: Any) -> list[Tensor]:
 
 
 def _read(op: Op, lookup: Lookup) -> Tensor:
-    """Assemble parts as they were written, and return the data at a place."""
+    """Assemble parts as they were written, and return the data at the wanted place."""
     sources, places, wanted, size = op.args
     parts = [_fill(each, lookup) for each in sources]
     memory = torch.zeros(size, dtype=parts[0].dtype)

@@ -1,4 +1,4 @@
-"""Where a wrong operand comes from: factors, earlier operands and moves, compared with one device."""
+"""Origins of wrong operands: factors, earlier operands and moves, compared with the single device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Origins:
         return describe_op(self._joint.programs[at[0]], self._joint.op(at))
 
     def is_made_of(self, theirs: int, taken: At) -> bool:
-        """Return whether a value has, or is computed from, elements of which a rank's operand is a multiple."""
+        """Return whether a value has, or is computed from, elements that a rank's operand is multiples of."""
         known = self._alignment.find(taken)
         if known is None or known.ids is None:
             return False
@@ -37,17 +37,17 @@ class Origins:
         return any(self._one.holds(each, known.ids) for each in (theirs, *operands))
 
     def count_zeros(self, mine: At, theirs: int) -> float:
-        """Return the share of zeros in a value, minus that in the right value."""
+        """Return the fraction of zeros in a value, minus the fraction in the right value."""
         here, there = self._alignment.data(mine), self._one.data(theirs)
         if here is None or there is None or not here.numel() or not there.numel():
             return 0.0
         return float((here == 0).double().mean()) - float((there == 0).double().mean())
 
     def trace_scale(self, taken: At) -> tuple[float, At]:
-        """Return the factor of a value that is too large, and the first operator that introduces it.
+        """Return the factor of a scaled value, and the first operator that introduces it.
 
-        It is the first operator on the way that repairs the value if its result is divided by its factor. A program
-        may correct an earlier factor by a later division.
+        This is the first operator on the path for which dividing its result by its factor repairs the
+        value. A program may correct an earlier factor by a later division.
         """
         known = self._alignment.find(taken)
         if known is None or known.over or known.scale == 1.0:
@@ -58,13 +58,13 @@ class Origins:
         for at, own in reversed(path):
             for scale in dict.fromkeys(
                 (own, math.sqrt(abs(known.scale)))
-            ):  # a square has the square of the factor
+            ):  # x * x has the square of the factor of x
                 if self._is_repaired(taken, at, scale):
                     return scale, self._joint.maker(at)
         return known.scale, self._joint.maker(taken)
 
     def _is_repaired(self, taken: At, at: At, scale: float) -> bool:
-        """Return whether a value becomes right when an earlier one is divided by a factor."""
+        """Return whether dividing an earlier value by a factor makes a value right."""
         data = self._alignment.data(at)
         if data is None:
             return False
@@ -73,15 +73,15 @@ class Origins:
         return found is not None and math.isclose(found.scale, 1.0)
 
     def _find_scaled(self, maker: At, factor: float) -> tuple[At, float] | None:
-        """Return the only operand of an operator that is a multiple of a right value, with its factor.
+        """Return the only operand of an operator that is a multiple of a right value, and its factor.
 
-        `factor` is that of the result.
+        `factor` is the factor of the result.
         """
-        reads = dict.fromkeys(self._joint.reads(maker))  # a value may be taken twice, as in x * x
+        reads = dict.fromkeys(self._joint.reads(maker))  # x * x takes a value twice
         found = [(at, known.scale) for at in reads if (known := self._alignment.find(at)) is not None]
         scaled = [(at, scale) for at, scale in found if scale != 1.0]
         if not scaled:
-            # The multiple of a value may be equal to a later one: 2 * x is computed for the gradient of x * x.
+            # A multiple may equal another right value: the gradient of x * x computes 2 * x.
             scaled = [
                 (at, scale)
                 for at in reads
@@ -91,7 +91,7 @@ class Origins:
         return scaled[0] if len(scaled) == 1 else None
 
     def _is_multiple(self, at: At, scale: float) -> bool:
-        """Return whether a value of the forward pass is a multiple of one, if it has elements of a later pass."""
+        """Return whether a forward value is a multiple although its elements match a later pass."""
         known, data = self._alignment.find(at), self._alignment.data(at)
         op = self._joint.op(self._joint.maker(at))
         if known is None or known.ids is None or data is None or op.phase != "forward":
@@ -112,7 +112,7 @@ class Origins:
             and known.scale == 1.0
             and self._one.label(known.ids) != ""
         )
-        # It has elements of the right operand: the operations that moved them are wrong, not the computation.
+        # If the value has elements of the right operand, the operators that moved them are wrong.
         is_mixed = not set(self.roots_of(taken)).isdisjoint(self._one.roots_of(theirs))
         if is_named or is_mixed or self._joint.op(maker).step < 0:
             return None
@@ -127,7 +127,7 @@ class Origins:
                 return None
             if known.ids is not None and not self._one.holds(pair.theirs, known.ids):
                 others.append(((maker[0], pair.mine), pair.theirs))
-        # The earliest: the others may be computed from it.
+        # Return the earliest one: the others may be computed from it.
         return (maker, *min(others, key=lambda each: self._joint.maker(each[0])[1])) if others else None
 
     def _root_of(self, number: int) -> int:
@@ -135,7 +135,10 @@ class Origins:
         return roots[0] if roots else number
 
     def list_moves(self, mine: At, theirs: int) -> dict[str, Any]:
-        """Return the moves of an operand since it was computed, on the ranks and on one device, if they differ."""
+        """Return the moves of an operand since it was computed, where ranks and the single device differ.
+
+        The result has fields of a culprit: `moves`, `moves_there` and `numbers`.
+        """
         here = list_chain(self._joint, [mine])
         there = list_chain(self._one_joint, [(0, theirs)])
         while here and there and self._is_alike(here[-1], there[-1]):
@@ -161,12 +164,12 @@ class Origins:
         return found | ({"numbers": tuple(dict.fromkeys(numbers))} if numbers else {})
 
     def _is_alike(self, mine: At, theirs: At) -> bool:
-        """Return whether two operators are the same with the same options, and no results show a difference."""
+        """Return whether two operators have the same options and no differing results."""
         op, other = self._joint.op(mine), self._one_joint.op(theirs)
         return is_alike(op, other) and not self._differs(mine, theirs)
 
     def _differs(self, mine: At, theirs: At) -> bool:
-        """Return whether whole numbers or masks of one shape differ."""
+        """Return whether integer or mask results of the same shape differ."""
         for number, other in zip(
             self._joint.op(mine).results, self._one_joint.op(theirs).results, strict=False
         ):
@@ -176,7 +179,7 @@ class Origins:
         return False
 
     def _drop_common(self, here: Sequence[At], there: Sequence[At]) -> tuple[list[At], list[At]]:
-        """Return two chains without the calls that both have: the same line, options and, if comparable, results."""
+        """Return two chains without common calls: same line, options and, if comparable, results."""
         pairs = {
             one: two
             for one in here
@@ -194,9 +197,9 @@ class Origins:
         return sites == self._one.program.sites_of(self._one_joint.op(theirs))[:1]
 
     def _list_reorder(self, taken: At) -> tuple[Operation, ...]:
-        """Return the moves that first put the rows of a value into another order, if it has that shape already.
+        """Return the moves that first reorder the rows of a value, if it already has its shape there.
 
-        A module may compute rows in any order, and return them in the order in which it got them.
+        A module may compute rows in any order, and return them in the order of its input.
         """
         joint, shape = self._joint, self._joint.value(taken).shape
         first = joint.op(joint.maker(taken))
@@ -214,7 +217,7 @@ class Origins:
         return ()
 
     def _is_reordered(self, at: At) -> bool:
-        """Return whether a value has the elements of one value of one device in another order."""
+        """Return whether a value has the elements of one single-device value in another order."""
         known = self._alignment.find(at) if self._joint.value(at).is_floating else None
         if known is None or known.ids is None or known.over or self._one.label(known.ids):
             return False
@@ -225,7 +228,7 @@ class Origins:
         return bool((flat.diff() < 0).any())
 
     def roots_of(self, at: At) -> list[int]:
-        """Return the values of one device whose elements a value has."""
+        """Return the single-device values whose elements a value contains."""
         known = self._alignment.find(at)
         return [] if known is None or known.ids is None else self._one.roots(known.ids)
 

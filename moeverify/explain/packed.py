@@ -1,6 +1,7 @@
-"""Programs as bytes: thousands of small tensors, which torch's own pickling writes one by one as files of their own.
+"""Serialization of programs, which have thousands of small tensors that share memory.
 
-Each memory is written once, as its bytes, and tensors as views of it.
+torch pickles each storage as a file of its own. Here each storage is written once, as bytes, and tensors as
+views of it.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ _PROTOCOL = 5
 
 
 def pack(value: object) -> bytes:
-    """Return a value as bytes. Tensors on the CPU keep their strides, and views the memory that they share."""
+    """Return a value as bytes. CPU tensors keep their strides, and views the memory that they share."""
     file = io.BytesIO()
     _Packer(file).dump(value)
     return file.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
-    """Return a value that was packed by this program."""
+    """Return a value from the bytes that `pack` returned. The bytes must be trusted: they are a pickle."""
     return pickle.loads(packed)
 
 
 class _Memory:
-    """The bytes of a storage, which are not copied before they are written."""
+    """Bytes of a storage, which are not copied before they are written."""
 
     def __init__(self, raw: bytearray) -> None:
         self.flat = torch.frombuffer(raw, dtype=torch.uint8)
@@ -50,7 +51,7 @@ class _Packer(pickle.Pickler):
         self._memories: dict[int, _Memory] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a plain tensor is made again; everything else is pickled as usual."""
+        """Return how to rebuild a plain tensor. Everything else is pickled as usual."""
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
         storage = value.untyped_storage()
@@ -62,7 +63,7 @@ class _Packer(pickle.Pickler):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is its memory, and nothing else."""
+    """Return whether a tensor is fully described by its memory and geometry."""
     is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     is_simple = not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
     return is_dense and is_simple and tensor.untyped_storage().nbytes() > 0

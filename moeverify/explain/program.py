@@ -1,8 +1,8 @@
-"""The operators of one process in one step, in static single assignment form.
+"""Operators of one process up to the end of a step, in static single assignment form.
 
-Every tensor is a `Value` with one number; every operator takes values and makes new ones. A write into memory makes a
-new value, so that a program can be executed again, with another operator or another value in some place. Programs are
-plain data: a rank pickles its program and sends it to the rank that explains.
+Every tensor is a `Value` with a unique number. Operators take values and make new ones; a write to memory
+makes a new value. So a program can be executed again with another operator or value at any place. Programs
+are plain data: a rank pickles its program and sends it to rank 0.
 """
 
 from __future__ import annotations
@@ -23,34 +23,37 @@ UNSEEN = "unseen"
 """Pseudo-operator: memory changed without a recorded operator."""
 
 READ = "read"
-"""Pseudo-operator: reads memory that several operators have written parts of. Arguments: the parts, as written."""
+"""Pseudo-operator: read of memory that several operators wrote parts of. Arguments: the parts, as written."""
 
 HIDDEN = frozenset({LEAF, READ, UNSEEN})
 """Pseudo-operators, which no line of code calls."""
 
 OVERWRITING = frozenset({"copy", "zero", "fill", "normal", "uniform", "all_gather_copy_in", "arange"})
-"""Operators that overwrite a tensor argument without reading it. Named outputs (`out=`) are overwritten too."""
+"""Operators that overwrite a tensor argument without reading it.
+
+Named outputs (`out=`) are overwritten too.
+"""
 
 BATCH = "batch "
-"""Prefix of the labels of a batch's tensors: tokens, targets and other inputs of a step."""
+"""Label prefix of a batch's tensors: tokens, targets and other inputs of a step."""
 
 Mark = tuple[int, str, str]
-"""Step, kind and name of a tensor that the training loop shows, such as (0, "gradient", "embed.weight")."""
+"""(step, kind, name) of a tensor that the training loop shows, such as (0, "gradient", "embed.weight")."""
 
 SETUP = -1
-"""Step number of what runs before the first step: the model is built, sharded and loaded."""
+"""Step number of operators before the first step: the model is built, sharded and loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value among the arguments of an operator."""
+    """Reference to a value in the arguments of an operator."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRef:
-    """A process group among the arguments of a collective; `ranks` are global. `axis` names a mesh axis, if known."""
+    """Process group of a collective. `ranks` are global ranks. `axis` names a mesh axis, if known."""
 
     name: str
     ranks: tuple[int, ...]
@@ -59,7 +62,7 @@ class GroupRef:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where a tensor lies in its storage, in elements of its dtype."""
+    """Location of a tensor in its storage, in elements of its dtype."""
 
     offset: int
     shape: tuple[int, ...]
@@ -68,9 +71,10 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A call in a line of source code. `offset` is that of its bytecode, which distinguishes calls of one line.
+    """A call in a line of source code.
 
-    `span` is the position of its expression: first line and column, last line and column; columns count bytes.
+    `offset` is the bytecode offset, which distinguishes calls on one line. `span` is the position of the
+    expression: (first line, first column, last line, last column). Columns count bytes.
     """
 
     file: str
@@ -82,7 +86,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What identifies one collective on all of its ranks.
+    """Identity of one collective on all of its ranks.
 
     `sequence` counts the collectives of the group, or the messages from `source` to `target` in it.
     """
@@ -97,11 +101,14 @@ class Meeting:
 class Op:
     """One call of an operator.
 
-    `name` is `namespace.operator.overload`. Tensors in `args` and `kwargs` are `Ref`s. `results` are the values that
-    it returned, then those that it wrote. `written` says which arguments it wrote, by position or name. `sites` are
-    lines of user code, the innermost first. `origin` is the operator of the forward pass of which a backward operator
-    is the derivative, -1 for others. `step` counts training steps. `scalar` is the Python number that it returned,
-    if any.
+    - `name`: `namespace.operator.overload`.
+    - `args`, `kwargs`: the arguments, with `Ref`s for tensors.
+    - `results`: the values that it returned, then the values that it wrote.
+    - `written`: the arguments that it wrote to, by position or name.
+    - `sites`: lines of user code, the innermost first.
+    - `origin`: for a backward operator, the forward operator that it differentiates; -1 for others.
+    - `step`: the training step, or `SETUP`.
+    - `scalar`: the Python number that it returned, if any.
     """
 
     number: int
@@ -120,7 +127,7 @@ class Op:
 
     @property
     def short(self) -> str:
-        """Return the name of the operator without namespace and overload."""
+        """The name of the operator without namespace and overload."""
         parts = self.name.split(".")
         name = parts[1] if len(parts) > 1 else self.name
         return name.removeprefix("_foreach_")
@@ -131,7 +138,10 @@ class Op:
         yield from list_refs(tuple(self.kwargs.values()))
 
     def reads(self) -> Iterator[int]:
-        """Yield the numbers of the values that the result depends on: not those that are only overwritten."""
+        """Yield the numbers of the values that the result depends on.
+
+        Values that are only overwritten are left out.
+        """
         overwritten = self.overwritten
         for place, each in enumerate(self.args):
             if place not in overwritten:
@@ -142,7 +152,7 @@ class Op:
 
     @property
     def overwritten(self) -> tuple[int | str, ...]:
-        """Return the places of arguments that are written without being read."""
+        """The places of arguments that are written without being read."""
         if self.short.strip("_") in OVERWRITING:
             return self.written
         return tuple(place for place in self.written if isinstance(place, str))
@@ -150,10 +160,11 @@ class Op:
 
 @dataclass(slots=True)
 class Value:
-    """One tensor. `op` is the number of the operator that made it; `label` names parameters, buffers and inputs.
+    """One tensor.
 
-    `data` is a copy on the CPU; None where the step was too large to keep it. `alias` is the number of the value of
-    which this is a view, -1 if none.
+    `op` is the number of the operator that made it. `label` names parameters, buffers and inputs. `data` is
+    a copy on the CPU, or None if the program was too large to keep it. `alias` is the number of the value
+    that this is a view of, or -1.
     """
 
     number: int
@@ -166,13 +177,16 @@ class Value:
 
     @property
     def is_floating(self) -> bool:
-        """Return whether it has a floating-point dtype."""
+        """Whether the dtype is a floating-point one."""
         return self.dtype.startswith(("float", "bfloat"))
 
 
 @dataclass(slots=True)
 class Shown:
-    """A value that the training loop has shown, with its region of the logical tensor; None if there is no tensor."""
+    """A value that the training loop showed, with its region of the logical tensor.
+
+    `value` is None if the rank has no tensor.
+    """
 
     value: int | None
     region: Region
@@ -180,7 +194,10 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A tensor at the end of a module: its output, or the gradient of its output. `count` counts calls in a step."""
+    """A tensor at the end of a module: its output, or the gradient of its output.
+
+    `slot` is the index among several tensors; `count` counts the module's calls in a step.
+    """
 
     step: int
     module: str
@@ -192,9 +209,9 @@ class End:
 
 @dataclass(slots=True)
 class Race:
-    """Memory that was written or read at `other` while the collective at `op` might still be using it.
+    """Use of memory by the operator `other` while the collective `op` might still be using it.
 
-    `is_direct` says that code outside torch has started that collective, and so has to wait for it.
+    `is_direct`: code outside torch started the collective, and so must wait for it.
     """
 
     op: int
@@ -205,10 +222,13 @@ class Race:
 
 @dataclass(slots=True)
 class Program:
-    """What one process did in one step.
+    """Recorded operators and values of one process.
 
-    `shares` has the rows and positions of the batch of each micro-batch. `is_complete` is False where the step was
-    too large to keep all values.
+    - `marks`: the tensors that the training loop showed.
+    - `ends`: the tensors at the ends of modules.
+    - `races`: uses of memory that a collective might still be using.
+    - `shares`: (rows, positions) of the batch, for each micro-batch.
+    - `is_complete`: False if the program was too large to keep all values.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -220,11 +240,11 @@ class Program:
     is_complete: bool = True
 
     def sites_of(self, op: Op) -> tuple[Site, ...]:
-        """Return the lines of an operator, or those of the operator of which it is the derivative."""
+        """Return the lines of an operator, or for a derivative the lines of its forward operator."""
         return self.ops[op.origin].sites if op.origin >= 0 and not op.sites else op.sites
 
     def base(self, value: int) -> Value:
-        """Return the value of which a value is a view, or the value itself."""
+        """Return the value that a value is a view of, or the value itself."""
         found = self.values[value]
         while found.alias >= 0:
             found = self.values[found.alias]
@@ -236,7 +256,7 @@ class Program:
 
 
 def list_refs(arguments: Any) -> Iterator[int]:
-    """Yield the numbers of the values in arguments, however deep in lists."""
+    """Yield the numbers of the values in arguments, including nested lists."""
     if isinstance(arguments, Ref):
         yield arguments.number
     elif isinstance(arguments, list | tuple):

@@ -1,4 +1,4 @@
-"""Whether a change repairs wrong results: the programs are executed with it."""
+"""Proof of repairs: executes the programs with an edit and checks that wrong results become right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moeverify.explain.suspects import Target, is_target_right
 
 
 class Proof:
-    """Executes changes. `right` are results that are right without them, and have to stay right."""
+    """Executes edits and judges the results. `right` are results that are right and must stay right."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Proof:
         self._landmarks, self._right = landmarks, right
 
     def is_local(self, edit: Edit, state: Execution) -> bool:
-        """Return whether the operators have the results of their counterparts after an edit."""
+        """Return whether an edit gives its operators the results of their counterparts."""
         if edit.kind in ("value", "removed"):
             return False
         if edit.kind == "returned":
@@ -53,7 +53,7 @@ class Proof:
         return True
 
     def _is_number_of(self, data: Tensor | None, other: Op | None) -> bool:
-        """Return whether a value that does not `tell`, such as one number, is the result of the counterpart."""
+        """Return whether an indistinct value, such as a single number, equals the counterpart's result."""
         right = self._one.data(other.results[0]) if other is not None and other.results else None
         if data is None or right is None or says_something(data) or data.shape != right.shape:
             return False
@@ -62,7 +62,10 @@ class Proof:
     def repairs(
         self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
     ) -> Execution | None:
-        """Return the values after an edit if the target, or the next landmarks before it, are right then."""
+        """Return the execution with an edit if it repairs the target or the next landmarks before it.
+
+        Otherwise return None.
+        """
         if not target.tells():
             return None
         marks = self._next_landmarks(edit, unknown)
@@ -74,16 +77,16 @@ class Proof:
             return None
         if self.is_repaired(target, after):
             return after
-        # The target cannot be computed again: the next results that can be computed decide.
+        # If the target cannot be computed again, the next results that can be computed decide.
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
         if marks and is_open:
             return after if self._goes_on(marks, after) else None
         return after if self._advances(edit, done, state) else None
 
     def _goes_on(self, marks: Sequence[At], after: Execution) -> bool:
-        """Return whether an end of a module beyond `marks` is right, if there is one before the first other choice.
+        """Return whether a module end beyond `marks` is right, or none precedes the first changed integer.
 
-        Not all need be: layouts have ends that are parts of sums.
+        One right end is enough: layouts have ends that are parts of sums.
         """
         joint, alignment = self._joint, self._alignment.under(after)
         choice = after.first_choice()
@@ -100,7 +103,7 @@ class Proof:
         return not later or any(self._landmarks.is_right(at, alignment) for at in later)
 
     def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
-        """Return whether a result has another shape after an edit; recorded sizes may not fit then."""
+        """Return whether a result has another shape after an edit, so that recorded sizes may not fit."""
         results = [(op[0], number) for op in edit.ops for number in self._joint.op(op).results]
         found = ((at, after.data(at)) for at in results)
         return any(
@@ -108,7 +111,7 @@ class Proof:
         )
 
     def _breaks(self, after: Execution) -> bool:
-        """Return whether results that were right before are wrong now."""
+        """Return whether results that were right become wrong."""
         changed = after.changed()
         return any(
             at in changed and at not in after.tainted and not is_target_right(changed[at], target, rank)
@@ -117,9 +120,9 @@ class Proof:
         )
 
     def _advances(self, edit: Edit, done: Execution, state: Execution) -> bool:
-        """Return whether all that an edit changes is known then, beyond what it changes itself.
+        """Return whether all values that an edit changes are known, including values beyond its own results.
 
-        So far as it can be executed: operators whose sizes are recorded cannot take other shapes.
+        Only values that can be executed count: operators with recorded sizes cannot take other shapes.
         """
         if edit.kind not in ("number", "operator") or not edit.others or done.tainted - state.tainted:
             return False
@@ -140,7 +143,7 @@ class Proof:
         return num_beyond > 1
 
     def _next_landmarks(self, edit: Edit, unknown: Sequence[At]) -> list[At]:
-        """Return the first ends of modules on each rank that are computed from what an edit changes."""
+        """Return the first module ends on each rank that depend on an edit."""
         joint, inside = self._joint, set(unknown)
         found: dict[int, At] = {}
         first = () if edit.kind == "returned" else edit.ops

@@ -1,4 +1,4 @@
-"""Records every operator of a step, with its inputs, its results and the line that called it."""
+"""Recorder of every operator of a step, with its inputs, its results and the line that called it."""
 
 from __future__ import annotations
 
@@ -60,31 +60,31 @@ from moeverify.layout.region import Region
 from moeverify.train.module_taps import list_floats
 
 MOST_ELEMENTS = 1 << 28
-"""Most elements that are kept of the values of a step: 2 GiB in float64."""
+"""Maximum number of elements kept of a program's values: 2 GiB in float64."""
 
 _SAME = frozenset({"detach", "alias", "lift_fresh", "wait_tensor", "_wrap_tensor_autograd"})
 """Operators whose result is the tensor that they take."""
 
 _READERS = {"c10d": read_filling, "_c10d_functional": read_returning}
-"""By namespace: the function that reads a collective from the arguments of its operator."""
+"""Maps a namespace to the function that reads a collective from its operator's arguments."""
 
 _NO_NODE = 1 << 63
-"""Sequence numbers of autograd from this one on belong to no operator, but to the accumulation of gradients."""
+"""Autograd sequence numbers from here on belong to the accumulation of gradients, not to an operator."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Records into `program` what this process computes while `recording` is entered.
+    """Dispatch mode that records the operators of this process in `program` while `recording` is entered.
 
-    Tensors are identified by their memory, so that a detached tensor, a tensor that autograd has saved and a gathered
-    parameter keep their values. Values are compared with the memory at each use: a change that no operator made is
-    recorded as `UNSEEN`. Tensor subclasses are recorded as the plain tensors that they hold.
+    Tensors are identified by their memory. So a detached tensor, a tensor saved by autograd and a gathered
+    parameter keep their values. Values are compared with the memory at each use: a change without an
+    operator is recorded as `UNSEEN`. Tensor subclasses are recorded as the plain tensors that they hold.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return that compiled code stays compiled: it is one operator."""
+        """Return True: compiled code stays compiled and counts as one operator."""
         return True
 
     def __init__(self, names: Mapping[int, str] | None = None, limit: int = MOST_ELEMENTS) -> None:
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._sequences: dict[tuple[Any, ...], int] = {}
 
     def name_tensors(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the labels of the values of tensors that exist already."""
+        """Set the labels of existing tensors."""
         for name, tensor in named:
             with _disable_current_modes():
                 local = local_part(tensor.detach())
@@ -114,15 +114,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                     self.program.values[self._find(local)].label = name
 
     def name_modules(self, model: nn.Module) -> None:
-        """Set the names of modules."""
+        """Register the FQNs of a model's modules."""
         self._fqns |= {id(module): logical_name(name) for name, module in model.named_modules()}
 
     @contextmanager
     def recording(self, *, hooks_optimizers: bool = True) -> Iterator[None]:
-        """Record while the block runs.
+        """Record during the block.
 
-        Without `hooks_optimizers`, operators of optimizers are not distinguished from others. The block may then end
-        in a hook of an optimizer's step, where the hooks of optimizers must not change.
+        With `hooks_optimizers=False`, operators of optimizers are not distinguished from others. Then the
+        block may end in a hook of an optimizer's step, where the hooks of optimizers must not change.
         """
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing while the block runs."""
+        """Suspend recording during the block."""
         before, self._is_open = self._is_open, False
         try:
             yield
@@ -151,14 +151,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             self._is_open = before
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Keep which value a tensor is that the training loop shows; see `moeverify.layout.observer.Observer`."""
+        """Record which value the training loop shows; see `moeverify.layout.observer.Observer`."""
         if self._is_open:
             with _disable_current_modes():
                 value = None if local is None else self._find(local_part(local.detach()))
             self.program.marks[step, kind, name] = Shown(value, region)
 
     def begin_step(self, step: int) -> None:
-        """Attribute the operators that follow to a step."""
+        """Set the step of the operators that follow."""
         self._step = step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return func(*args, **named) if func.namespace == "c10d" else self._note(func, args, named)
 
     def _note(self, func: OpOverload, args: Any, named: dict[str, Any]) -> Any:
-        """Call an operator that is no collective, and record it or its parts."""
+        """Call an operator that is not a collective, and record it or its parts."""
         if func.overloadpacket.__name__ in _SAME:
             result = func(*args, **named)
             self._note_same(args, result)
@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         written: tuple[int | str, ...],
         count: int,
     ) -> Any:
-        """Record an operator on lists as one operator for each member, since members are independent."""
+        """Record a list operator as one operator for each member: members are independent."""
         ops = [
             self._begin(name_of(func), member(taken, i, count), member_of(taken_named, i, count), written)
             for i in range(count)
@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return result
 
     def _expect(self, op: Op, call: Call, result: Any) -> Iterator[int]:
-        """Yield the values of the outputs of a collective, which are filled in when the program waits for it."""
+        """Yield the output values of a collective. Their data is filled in when the program waits for it."""
         returned = result[-1] if isinstance(result, tuple | list) else result
         work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
         direct = is_direct(4)
@@ -305,7 +305,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             memory.uses = [use for use in memory.uses if use.work is not work]
 
     def _complete(self, pending: Pending) -> None:
-        """Keep the data of the outputs of a collective."""
+        """Copy the data of a collective's outputs."""
         self._pending.remove(pending)
         with _disable_current_modes():
             for number, tensor in zip(pending.values, pending.tensors, strict=True):
@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         memory = self._memories.get(storage_of(tensor))
         for use in memory.uses if memory is not None else ():
             if use.work is self._waits.in_callback:
-                return  # the callback of a collective uses its memory
+                return  # a collective's callback may use its memory
             if kind == "write" or use.writes:
                 self.program.races.append(Race(use.op, len(self.program.ops), kind, use.is_direct))
         if memory is not None and memory.uses:
@@ -346,7 +346,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return op
 
     def _note_same(self, args: Any, result: Any) -> None:
-        """Give a result that is the same tensor in other memory the value of its operand."""
+        """Give the operand's value to a result that is the same tensor in other memory."""
         for source, tensor in zip(list_tensors(args), list_tensors(result), strict=False):
             if storage_of(tensor) != storage_of(source):
                 number = self._find(source)
@@ -364,14 +364,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return memory
 
     def _view(self, func: OpOverload, args: Any, named: Any) -> list[Tensor]:
-        """Return the same views of the kept copies, which need no further memory."""
+        """Return the same views of the kept copies, which need no extra memory."""
         try:
             return list_tensors(execute(func, args, named, lambda number: self.program.values[number].data))
         except (NotExecutable, AttributeError, RuntimeError, TypeError):
             return []
 
     def _add_result(self, op: Op, tensor: Tensor, *, is_view: bool, data: Tensor | None = None) -> int:
-        """Keep a tensor that an operator has returned; `data` is the same view of a copy, if there is one."""
+        """Add a tensor that an operator returned. `data` is the same view of a kept copy, if there is one."""
         key = storage_of(tensor)
         is_view = (is_view and bool(list(op.refs()))) or key in self._memories
         value = self._new(op.number, tensor)
@@ -385,7 +385,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return value.number
 
     def _write(self, op: Op, tensor: Tensor, *, is_there: bool = True) -> int:
-        """Keep a tensor that an operator has written."""
+        """Add a tensor that an operator wrote."""
         value = self._new(op.number, tensor)
         if is_there:
             value.data = self._copy(tensor)
@@ -412,7 +412,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
 
     def _find(self, tensor: Tensor) -> int:
-        """Return the value of a tensor; a new value if no recorded operator computed it."""
+        """Return the value of a tensor; make a new value if no recorded operator computed it."""
         with _disable_current_modes():
             memory, geometry = self._memory(tensor), geometry_of(tensor)
             if memory.uses:
@@ -429,7 +429,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             return number
 
     def _read(self, memory: Memory, tensor: Tensor, geometry: Geometry) -> int:
-        """Return the value of memory that was written in parts, or that no recorded operator has written."""
+        """Return the value of memory that was written in parts, or by no recorded operator."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         same_dtype = all(
             self.program.values[number].dtype == str(tensor.dtype)[6:] for number, _ in memory.writes

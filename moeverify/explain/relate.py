@@ -1,4 +1,4 @@
-"""How a tensor of one rank relates to a tensor that another process computed: which part of it, or how far off."""
+"""Relation of a rank's tensor to another process's tensor: which part, which multiple, and the error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 _MOST_BLOCKS = 64
 _LEAST_ELEMENTS = 4
-"""Fewest elements for a multiple: with fewer, one tensor may be a multiple of another by chance."""
+"""Minimum number of elements for a multiple: fewer may be a multiple of others by chance."""
 
 _INFINITE = 1e30
 _NUM_SAMPLES = 8
@@ -21,9 +21,9 @@ _NUM_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Relation:
-    """`place` says which part of the other tensor it is, `factor` times that, up to a relative `error`.
+    """A tensor is `factor` times the part `place` of another tensor, up to a relative `error`.
 
-    The error of whole numbers and masks is the share of elements that differ.
+    The error of integers and masks is the fraction of elements that differ.
     """
 
     place: str
@@ -33,9 +33,10 @@ class Relation:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of equal shape as rows of a matrix, with their norms; `counts` has their number along each dim.
+    """Blocks of equal shape as the rows of a matrix, with their norms.
 
-    Elements that are not finite (`holes`, None if there are none) are 0 in them.
+    `counts` has the number of blocks along each dim. `holes` marks elements that are not finite and set to
+    0; None if there are none.
     """
 
     rows: Tensor
@@ -47,8 +48,9 @@ class _Blocks:
 class Reference:
     """A tensor of the other side, in which tensors of ranks are looked up.
 
-    A tensor may be all of it, one of equal blocks along one or several dims, or rows of it in any order, where rows
-    run along the last dim and rows of zeros are padding. `bound` is the relative error up to which it is found.
+    A rank's tensor may be the whole tensor or one of equal blocks along one or more dims. It may also have
+    rows of this tensor (along the last dim) in any order, with rows of zeros as padding. `bound` is the
+    maximum relative error of a match.
     """
 
     def __init__(self, data: Tensor, bound: float) -> None:
@@ -80,7 +82,7 @@ class Reference:
     def _find_multiple(
         self, flat: Tensor, shape: Sequence[int], blocks: _Blocks, dots: Tensor
     ) -> Relation | None:
-        """Return the block of which a tensor is a multiple; None if there is none."""
+        """Return the block that a tensor is a multiple of, or None."""
         if len(flat) < _LEAST_ELEMENTS:
             return None
         best = int((dots.abs() / blocks.norms).nan_to_num(0.0, 0.0, 0.0).argmax())
@@ -117,7 +119,7 @@ class Reference:
         return _Blocks(rows, holes, rows.norm(dim=1), counts)
 
     def _name(self, blocks: _Blocks, shape: Sequence[int], number: int) -> str:
-        """Return where a block is."""
+        """Return a description of a block's location."""
         names = []
         for dim in reversed(range(len(shape))):
             number, at = divmod(number, blocks.counts[dim])
@@ -156,9 +158,10 @@ class Reference:
         return measure_error(samples, part[found]) <= self._bound
 
     def _look_up(self, rows: Tensor, width: int, block: int) -> tuple[Tensor, Tensor]:
-        """Return the rows of this tensor, and for each row of another tensor the index of the likeliest of them.
+        """Return the rows of this tensor, and for each given row the index of the likeliest match.
 
-        Rows are found by their projections on one random vector. Shapes: `rows` (n, h); (m, h) and (n,).
+        Rows are found by their projections on one random vector. Shapes: `rows` (n, h); the result is (m,
+        h) and (n,).
         """
         key = width, block
         if key not in self._rows:
@@ -174,7 +177,7 @@ class Reference:
 
 
 def measure_error(mine: Tensor, right: Tensor) -> float:
-    """Return the norm of the difference, divided by the second norm; for whole numbers the share that differs."""
+    """Return norm(mine - right) / norm(right); for integers and masks the fraction of different elements."""
     if not mine.numel():
         return 0.0
     if not (_is_real(mine) or mine.is_complex()):
@@ -186,7 +189,7 @@ def measure_error(mine: Tensor, right: Tensor) -> float:
 
 
 def _fill(data: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Replace infinities, NaN and the fill values of masks by 0; return the tensor and where these were."""
+    """Replace infinities, NaN and the fill values of masks by 0; return the tensor and their mask."""
     holes = ~(data.abs() < _INFINITE)
     return (data.masked_fill(holes, 0.0), holes) if bool(holes.any()) else (data, None)
 
@@ -207,7 +210,7 @@ def _is_real(data: Tensor) -> bool:
 
 
 def _name_rows(rows: Sequence[int], count: int) -> str:
-    """Return which rows of a matrix are taken."""
+    """Return a description of the rows of a matrix."""
     if not rows:
         return "padding"
     steps = {second - first for first, second in itertools.pairwise(rows)}

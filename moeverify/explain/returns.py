@@ -1,4 +1,4 @@
-"""Edits for a module that returns one value where it returns another one on one device."""
+"""Edits for a module that returns another value than on the single device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from moeverify.explain.program import Op
 def list_returns(
     alignment: Alignment, one: OneDevice, landmarks: Landmarks, ops: Sequence[At]
 ) -> Iterator[Edit]:
-    """Yield edits that replace the output of a module, for its users outside, by the output on one device.
+    """Yield edits that replace a module's output, for its users outside, by the single device's output.
 
-    `ops` compute outputs of the module that are known, but are not the same output on one device.
+    `ops` compute outputs of the module that are known values but not the same output on the single device.
     """
     joint = alignment.joint
     ends = [end for op in ops for end in landmarks.list_ends(joint, op)]
@@ -45,7 +45,7 @@ def list_returns(
 def _find_right(
     alignment: Alignment, one: OneDevice, landmarks: Landmarks, end: At
 ) -> tuple[Tensor, Op] | None:
-    """Return the part of one device's output that a rank should return, and the operator that computes it."""
+    """Return the part of the single device's output that a rank should return, and its operator."""
     joint = alignment.joint
     known = alignment.find(end)
     if known is None or known.ids is None or known.over or known.scale != 1.0:
@@ -64,5 +64,5 @@ def _is_inside(inner: str, module: str) -> bool:
 
 
 def _run_with(op: Op, number: int, data: Tensor) -> Callable[[Callable[[int], Tensor]], list[Tensor]]:
-    """Return an operator that takes other data for one of its operands."""
+    """Return a replacement that runs an operator with other data for one operand."""
     return lambda lookup: run(op, lambda each: data if each == number else lookup(each))

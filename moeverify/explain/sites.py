@@ -1,4 +1,4 @@
-"""The lines of user code that call an operator, however deep inside torch the call is."""
+"""Lines of user code that call an operator, even if the call is deep inside torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from moeverify.explain.program import Site
 
 MOST_SITES = 6
-"""Most calling lines that are kept of each operator."""
+"""Maximum number of calling lines that are kept for each operator."""
 
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -45,14 +45,14 @@ _COLLECTIVES = tuple(
 )
 _WRAPPERS = (contextlib.__file__, functools.__file__, "<")
 _ENGINE = "_engine_run_backward"
-"""The function of torch that runs autograd: the frames above it have called `backward`."""
+"""The torch function that runs autograd: outer frames have called `backward`."""
 
 _IS_INNER: dict[CodeType, bool] = {}
 _SITES: dict[tuple[CodeType, int], Site] = {}
 
 
 def find_sites(skip: int = 2) -> tuple[Site, ...]:
-    """Return the lines of user code that the current call comes from, the innermost first.
+    """Return the lines of user code that made the current call, the innermost first.
 
     Empty for operators that autograd runs: the caller of `backward` did not choose them.
     """
@@ -73,7 +73,7 @@ def find_sites(skip: int = 2) -> tuple[Site, ...]:
 
 
 def is_direct(skip: int = 2) -> bool:
-    """Return whether code outside torch has called the current collective."""
+    """Return whether code outside torch called the current collective."""
     frame: FrameType | None = sys._getframe(skip)
     while frame is not None:
         code = frame.f_code
@@ -85,7 +85,7 @@ def is_direct(skip: int = 2) -> bool:
 
 def _make_site(code: CodeType, line: int, offset: int) -> Site:
     first, last, begin, end = next(islice(code.co_positions(), offset // 2, None), (None,) * 4)
-    # Without columns (python -X no_debug_ranges) there is no expression to show.
+    # Without column information (python -X no_debug_ranges) the expression is unknown.
     span = None if None in (first, last, begin, end) else (first, begin, last, end)
     return Site(code.co_filename, line, code.co_name, offset, span)  # type: ignore[arg-type]
 
@@ -104,5 +104,5 @@ def _is_watcher(code: CodeType) -> bool:
 
 
 def is_own(site: Site) -> bool:
-    """Return whether a line is of this package, which calls a user's code."""
+    """Return whether a line belongs to this package, which calls the user's code."""
     return site.file.startswith(_PACKAGE)

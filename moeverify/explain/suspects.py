@@ -1,4 +1,4 @@
-"""The stretch between right values and the first wrong result."""
+"""Wrong results, and the operators between right values and them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moeverify.explain.program import Mark, Program
 from moeverify.layout.region import Region
 
 _MANY = 16
-"""Being right proves something of a tensor with at least this many different absolute values."""
+"""Minimum number of distinct absolute values of a tensor for its match to prove a repair."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A wrong tensor that the training loop shows: its value on each rank, and the right data."""
+    """A tensor that the training loop shows: its value, right data and region on each rank."""
 
     mark: Mark
     values: dict[int, At]
@@ -27,15 +27,15 @@ class Target:
     regions: dict[int, Region]
 
     def tells(self) -> bool:
-        """Return whether its right data prove a repair: tensors with few different numbers may be right by chance."""
+        """Return whether a match proves a repair: tensors with few distinct values may match by chance."""
         sizes = [(data.numel(), len(set(data.abs().reshape(-1).tolist()))) for data in self.right.values()]
         return all(total == 1 or 2 * found > total or found >= _MANY for total, found in sizes)
 
 
 def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], list[Target]]:
-    """Return the tensors shown in a step that differ from those of one device, and those that do not.
+    """Return (wrong, right) tensors that are shown in a step, compared with the single device.
 
-    They are in program order; a target that differs has only the ranks on which it differs.
+    Both are in program order. A wrong target has only the ranks on which it differs.
     """
     wrong, right = [], []
     for mark, shown in one.marks.items():
@@ -77,7 +77,7 @@ def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:
 
 
 def is_target_right(data: Tensor, target: Target, rank: int) -> bool:
-    """Return whether data are the right data of a target on a rank, or a tensor that these are a part of."""
+    """Return whether data equal a target's right data on a rank, or the whole tensor around them."""
     right, region = target.right[rank], target.regions[rank]
     if data.numel() == right.numel():
         return is_right(data, right)

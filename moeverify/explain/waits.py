@@ -1,4 +1,4 @@
-"""Follows which collectives a program knows to be done, since it waited for them or asked whether they are."""
+"""Tracking of the collectives that a program knows to be complete: it waited for them or queried them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _CALLS = (
     (dist.Work, ("wait", "is_completed", "get_future")),
     (torch._C.Future, ("wait", "done", "then")),
 )
-"""Functions that wait for a collective, ask whether it is done, or return a future of it."""
+"""Methods that wait for a collective, query its completion, or return a future of it."""
 
 
 class Waits:
-    """Calls `note` with each collective that the program knows to be done; `pause` is entered while gloo works on it.
+    """Calls `note` with each collective that the program knows to be complete.
 
-    `in_callback` is the collective whose callback runs.
+    `pause` is entered during waits, in which gloo may do a part of a collective. `in_callback` is the
+    collective whose callback is running.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Waits:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the program while the block runs."""
+        """Track the program's waits during the block."""
         plain = [(owner, name, getattr(owner, name)) for owner, names in _CALLS for name in names]
         for owner, name, call in plain:
             setattr(owner, name, self._follow(owner, name, call))
@@ -47,7 +48,7 @@ class Waits:
             work = this if owner is dist.Work else self._works.get(this)
             if name == "then" and work is not None:
                 args = (self._inside(work, args[0]), *args[1:])
-            # gloo does a part of some collectives during the wait; callbacks belong to the program.
+            # gloo executes a part of some collectives during the wait. Callbacks belong to the program.
             with self._pause() if owner is dist.Work and name == "wait" else nullcontext():
                 returned = call(this, *args, **named)
             if work is not None and name in ("get_future", "then"):

@@ -87,10 +87,10 @@ class Explanation(Record):
     def names_operation(self) -> bool:
         """Return whether the explanation names an operation, not only the location or size of the error.
 
-        Errors of about the size of a rounding can be anything small, and a factor that equals nothing of the run is
-        a measurement, unless only some replicas have it; so is zero, which a sum that is missing leaves as well. Nor
-        does the first micro-batch in which a module differs say what was done. Runs that differ among themselves are
-        explained by that alone.
+        An error of the size of a rounding could have many causes. A factor that equals no number of the run
+        is only a measurement, unless only some replicas have it. A factor of zero is one too, because a
+        missing sum can also leave zero. The first micro-batch in which a module differs names no operation
+        either. For nondeterminism, the difference between runs is itself the explanation.
         """
         operation = self.operation
         if isinstance(operation, Altered):

@@ -1,4 +1,4 @@
-"""Right values in other places: the layouts of a tensor in memory."""
+"""Correct values in wrong positions: memory layouts of a tensor."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Dim(Record):
 class Order(Record):
     """The order in which values are stored that should be in the dims `right`.
 
-    They are `stored` with the dims in the order of `dims`, and read in that of `right`; or stored as `right` and
-    `read` as `dims`. Or the parts along the one dim of `dims` are `reversed`, `rolled` by `number`, all the `same`
-    one, or in the order of a zigzag or of what undoes one.
+    With `stored`, they are stored in the order `dims` and read as `right`. With `read`, they are stored as
+    `right` and read as `dims`. All other ways concern the parts along the single dim of `dims`. These are
+    `reversed`, `rolled` by `number`, all the `same` part, in zigzag order, or in the inverse of that order.
     """
 
     way: OrderWay

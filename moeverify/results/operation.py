@@ -35,11 +35,12 @@ OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "
 class Scaled(Record):
     """Parts with a wrong multiple: too large, too small, missing, or counted although they should not be.
 
-    `contributions` has the parts that are off. `local_means` says that the weights are those of a mean over the
-    means of so many shares, each divided by its own number of valid tokens, times `means_factor`. `own_tokens` says
-    what the weights are of the shares' own numbers of valid tokens. `ranks` are those that have it so, where replicas
-    on others are right. Where `loss_scale` is not 0, a norm is 2 to that power times the right one, as where
-    gradients keep a scale of the loss.
+    `contributions` has the wrong parts. `local_means` is the number of shares if the weights come from a
+    mean of means, where each share is divided by its own number of valid tokens; `means_factor` multiplies
+    it. `own_tokens` gives the weights as a function of the shares' valid tokens.
+
+    `ranks` are the affected ranks, if replicas on other ranks are correct. If `loss_scale` is nonzero, a
+    norm is 2 ** `loss_scale` times the correct one, as with gradients that keep a loss scale.
     """
 
     kind: Literal["scaled"] = "scaled"

@@ -14,8 +14,8 @@ NEAR = 0.02
 class TermFacts(Record):
     """A term of a recomputed value: its expected coefficient, and the one that explains the rank's value.
 
-    `found` is None where no coefficients explain it, or where the term is zero throughout; `error` is its standard
-    error.
+    `found` is None if no coefficients explain the value, or if the term is zero everywhere. `error` is the
+    standard error of `found`.
     """
 
     name: str
@@ -53,11 +53,15 @@ class TermFacts(Record):
 class RecomputedFacts(Record):
     """A result of the optimizer that does not follow from the inputs of this rank's optimizer.
 
-    `terms` make it up; `clip` is the coefficient by which the gradient should have been clipped, if any. `rate` is
-    the learning rate that the optimizer had, where that explains it, `scheduled` the one that the recipe gives, and
-    `rate_step` the step whose it is, if any. `rounded_to` is a narrower dtype in which every element is what the
-    right one is rounded to; that is not sure where nothing has changed, as where there was no step at all.
-    `is_still` holds of weights that should move and do not.
+    `terms` are the terms of the result. `clip` is the coefficient by which the gradient should have been
+    clipped, if any.
+
+    `rate` is the optimizer's learning rate if it explains the result, `scheduled` the rate from the recipe,
+    and `rate_step` the step that has `rate`, if any.
+
+    `rounded_to` is a narrower dtype if every element equals the correct one rounded to it.
+    `is_rounding_sure` is false if nothing has changed, because a missing step looks the same. `is_still`
+    means that weights should change and do not.
     """
 
     about: Literal["recomputed"] = "recomputed"
@@ -88,7 +92,7 @@ class RecomputedFacts(Record):
 
     @property
     def is_estimate(self) -> bool:
-        """Return whether all that is known are coefficients that are no number of the run, as far as it is seen."""
+        """Return whether only coefficients are known that match no number of the run."""
         if self.is_still or self.is_rounding_sure or self.is_of_rate:
             return False
         return any(self._is_unknown(term) for term in self.wrong_terms)

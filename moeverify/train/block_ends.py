@@ -30,10 +30,10 @@ Take = Callable[[str, Tensor, Region], Tensor]
 class BlockEnds:
     """Hooks that pass each block's output (B, S, H) to `take` and replace it by the returned tensor.
 
-    The input of the block called `first` is handed over too, as `EMBEDDING`. Each is handed over once in a step and
-    micro-batch: a second visit is a recomputation, and goes on with what it has, as does a pass of no
-    micro-batch. `tp` is this rank's place on that axis: under sequence parallelism the positions of a rank are
-    sharded over it once more.
+    `take` gets the block's name, the output and its region. The input of the block called `first` is passed
+    as `EMBEDDING`. Each tensor is passed once per step and micro-batch: a second visit is a recomputation
+    and keeps its own tensor. Passes that belong to no micro-batch are left alone. `tp` is this rank's
+    coordinate on the tp axis: sequence parallelism shards positions over it.
     """
 
     def __init__(self, program: Program, data: Data, tp: int, take: Take, *, first: str = "") -> None:
@@ -52,7 +52,7 @@ class BlockEnds:
                 self._handles.append(block.register_forward_pre_hook(unseen(self._make_pre_hook(root))))
 
     def begin_step(self) -> None:
-        """Count micro-batches from zero again."""
+        """Restart the count of micro-batches at zero."""
         self._passes = Passes()
         self._seen.clear()
 

@@ -93,7 +93,7 @@ class CustomSubject:
         return WideOperators()
 
     def split_gradient(self, run: Run, batch: Batch) -> CustomParts:
-        """Return the parts of the gradient, by the terms that the user's loss names: one `lm` where it names none."""
+        """Return the parts of the gradient by the loss's named terms, or one part `lm` without names."""
         return CustomParts(self, run, batch)
 
     def compute_own_terms(self, run: Run, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ class CustomSubject:
             if isinstance(logits, DTensor) and run.loss_context is nullcontext:
                 logits = (
                     logits.full_tensor()
-                )  # torch takes a sharded vocabulary only within its loss_parallel
+                )  # torch accepts a sharded vocabulary only inside its loss_parallel context
             return {LM: cross_entropy(logits, targets)}
         found = resolve(self.model.loss, "recipe.model.loss")(run.model, batch.tokens, targets)
         if not isinstance(found, dict):
@@ -150,7 +150,7 @@ class CustomParts:
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
         """Return the gradient of the loss over the valid tokens of a mask (B, S)."""
-        if not bool(mask.any()):  # a user's loss need not be made for no token at all
+        if not bool(mask.any()):  # a user's loss may not support zero tokens
             return {}
         targets = self.batch.targets.masked_fill(~mask, IGNORED)
         found: dict[str, Vector] = {}

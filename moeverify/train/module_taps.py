@@ -1,9 +1,9 @@
-"""Taps a model's modules: what goes into each, what comes out, and the gradients of both, in order.
+"""Taps that read the inputs and outputs of a model's modules, and their gradients, in order of execution.
 
-Every tensor of numbers that a module takes or returns is read, by position or by name, for one step, if it runs along
-the tokens of the batch: (rows, positions, ...), or (tokens, n), as a mixture of experts flattens them. Asked for, it
-reads any other (rows, n) too, such as copies of tokens sorted by expert; not inside our own mixtures of experts
-(`MoE`), whose dispatchers are tapped.
+A tap reads every floating-point tensor that a module takes or returns, by position or name, during one
+step. The tensor must run along the tokens of the batch: (rows, positions, ...), or (tokens, n) in
+mixture-of-experts modules. On request it also reads other tensors (rows, n), such as token copies sorted by
+expert. It does not read these inside the reference `MoE`, whose dispatchers are tapped instead.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class Reading:
-    """One tensor at one end of one module in one micro-batch.
+    """One tensor at the input or output of one module in one micro-batch.
 
-    `order` counts the readings of its direction; `end` is `input` or `output`, and `slot` says which of its tensors:
-    `0` is the first, `1.0` the first of a tuple that comes second, `weights` an argument by that name. `is_flat` is
-    true where the module has (tokens, n). Shape: (rows, positions, ...) of this rank; (rows, n) where it `is_loose`:
-    rows of any number, in an order of the module's own.
+    `order` counts the readings of its direction. `end` is `input` or `output`. `slot` identifies the
+    tensor: `0` is the first, `1.0` the first of a tuple in second place, `weights` an argument of that
+    name. `is_flat` is true where the module has (tokens, n). Shape of `local`: (rows, positions, ...) of
+    this rank. If `is_loose`, it is (rows, n) with any number of rows, in the module's own order.
     """
 
     direction: str
@@ -52,17 +52,20 @@ class Reading:
 
 
 class Tap:
-    """Reads the modules of a model while it trains one step; `readings` has what it saw.
+    """A reader of a model's modules during one training step; `readings` has the tensors.
 
-    `silent` has the module, end, slot and micro-batch of what was read forward and got no gradient.
-    `reached` has the ends of modules inside of our mixtures of experts, whose rows are not read: whether a gradient
-    other than zero came back to one that has a graph.
-    With `on_reading` that is called with each reading, in its hook, instead of keeping it.
+    Attributes of the result:
 
-    `num_rows` and `num_positions` are those of a micro-batch on this rank. `scale` is what the loss was multiplied
-    by and is divided out of gradients again. `limit` bounds the elements that are kept. With `reads_loose` loose rows
-    are read too. `count` says how many collectives this rank has issued so far; `spans` has what it said when each
-    module began and ended, by direction and module, for every visit that has ended.
+    - `silent`: (module, end, slot, micro-batch) of forward readings that got no gradient.
+    - `reached`: by end of a module inside a reference `MoE` whose rows are not read, whether a nonzero
+      gradient came back. Only tensors with a graph are listed.
+    - `spans`: by direction and module, the values of `count` when each finished visit began and ended.
+
+    If `on_reading` is set, the hook calls it with each reading instead of storing the reading.
+
+    `num_rows` and `num_positions` are the size of a micro-batch on this rank. Gradients are divided by
+    `scale`, the factor of the loss. `limit` bounds the number of stored elements. `reads_loose` also reads
+    loose rows. `count` returns the number of collectives that this rank has issued so far.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Tap:
         self._passes = Passes()
         self._seen: set[tuple[str, str, str, int]] = set()
         self.silent: set[tuple[str, str, str, int]] = set()
-        self._shapes: dict[str, torch.Size] = {}  # rows and positions of what went into a module last
+        self._shapes: dict[str, torch.Size] = {}  # (rows, positions) of each module's last input
         self._orders = {FORWARD: 0, BACKWARD: 0}
 
     @property
@@ -105,7 +108,7 @@ class Tap:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read while the block runs."""
+        """Read while the context is open."""
         handles: list[RemovableHandle] = []
         dispatchers: dict[MoE, Dispatcher] = {}
         root: nn.Module = self._model
@@ -131,7 +134,7 @@ class Tap:
                 block.dispatcher = dispatcher
 
     def _make_edge(self, block: str, root: nn.Module) -> Callable[[str, Tensor], Tensor]:
-        """Return what reads an end of the dispatcher of a block, and hands on what goes through it."""
+        """Return a function that reads an end of a block's dispatcher and returns the tensor."""
 
         def read(end: str, value: Tensor) -> Tensor:
             shape = self._shapes.get(block)
@@ -140,7 +143,7 @@ class Tap:
             name = f"{block}.dispatcher"
             if end == "input":
                 self._begin(FORWARD, name)
-            # A node of the graph of its own: its gradient is what comes through the experts, and by no other way.
+            # The view is a graph node of its own, so its gradient comes only through the experts.
             passed = value.view(*shape, -1)
             self._take(name, end, passed, self._passes.number(root))
             if end == "output":
@@ -185,7 +188,7 @@ class Tap:
                 tensor.register_hook(self._make_gradient_hook(key, is_first=is_first))  # type: ignore[no-untyped-call]
 
     def _watch(self, name: str, end: str, tensor: Tensor) -> None:
-        """Note whether a gradient comes back to rows that are not read."""
+        """Record whether a nonzero gradient comes back to rows that are not read."""
         key = (name, end)
         if (
             not tensor.requires_grad
@@ -215,7 +218,7 @@ class Tap:
         return on_gradient
 
     def _is_flat(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is (tokens, n), with the tokens of a micro-batch one after another."""
+        """Return whether a tensor is (tokens, n), with all tokens of a micro-batch in order."""
         return tensor.ndim == 2 and tensor.shape[0] == math.prod(self._tokens)
 
     def _is_read(self, name: str, tensor: Tensor) -> bool:
@@ -234,7 +237,7 @@ class Tap:
 
     def _keep(self, direction: str, key: tuple[str, str, str, int], tensor: Tensor) -> None:
         if is_partial(tensor):
-            return  # a partial sum: what it will be reduced to is read at the next end
+            return  # a partial sum; the reduced tensor is read at the next end
         local = local_part(tensor.detach())
         is_flat = self._is_flat(local)
         if local.numel() > self._room or not self._is_read(key[0], local):
@@ -253,34 +256,34 @@ class Tap:
 
 
 class _TappedDispatcher:
-    """A dispatcher whose tokens are read on their way in and out."""
+    """Dispatcher whose input and output tokens are read."""
 
     def __init__(self, inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> None:
         self.inner = inner
         self.read = read
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
-        """Return what the inner dispatcher does; shapes as there."""
+        """Return the inner dispatcher's output, with the same shapes."""
         return self.read("output", self.inner(self.read("input", x), ids, weights, experts))
 
 
 class _TappedOverlapping(_TappedDispatcher, Overlapping):
-    """One that computes something else while tokens travel."""
+    """Tapped dispatcher that runs other computation while tokens travel."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertFunction) -> Tensor:
-        """Return what the inner dispatcher does, with what it is to compute meanwhile."""
+        """Return the inner dispatcher's output, and pass on the computation to overlap."""
         assert isinstance(self.inner, Overlapping)
         self.inner.meanwhile, self.meanwhile = self.meanwhile, None
         return super().__call__(x, ids, weights, experts)
 
 
 def tap_dispatcher(inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> Dispatcher:
-    """Return a dispatcher that shows its input (N, H) and output to `read`, and goes on with what that returns."""
+    """Return a dispatcher whose input (N, H) and output are replaced by `read(end, tensor)`."""
     return (_TappedOverlapping if isinstance(inner, Overlapping) else _TappedDispatcher)(inner, read)
 
 
 def list_floats(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of numbers in what a module takes or returns, with the slot of each (see `Reading`)."""
+    """Yield (slot, tensor) of the floating-point tensors in a module's inputs or outputs; see `Reading`."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield slot or "0", value

@@ -19,10 +19,10 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class StepValues:
-    """Inputs and results of an optimizer step, in float64, for elements (N,) that share their options.
+    """Inputs and results of an optimizer step, for elements (N,) with the same options. Float64.
 
-    All in float64. `gradient` is the clipped one. `before` and `after` have the moments by name, before and after the
-    step; a moment that the step makes is not in `before`. `number` counts the steps from 1.
+    `gradient` is already clipped. `before` and `after` map moment names to values before and after the
+    step. A moment that the step creates is not in `before`. `number` counts the steps from 1.
     """
 
     number: int

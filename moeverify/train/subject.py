@@ -55,7 +55,10 @@ class GradientParts(Protocol):
     """
 
     def gradients(self, mask: Tensor) -> dict[str, Vector]:
-        """Return, by loss term, the gradient of its sum over the valid tokens of a mask (B, S), as the golden's."""
+        """Return, by loss term, the gradient of its sum over the valid tokens of a mask (B, S).
+
+        It is normalized like the golden's gradient.
+        """
 
     def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
         """Return, for each router in order, the gradients of its balance and z loss over all valid tokens.

@@ -1,1 +1,4 @@
-"""The ranks: they verify, diagnose, make goldens, save and load. Started by `moeverify.controller`."""
+"""Jobs that run on the ranks: verify, diagnose, make goldens, save and load.
+
+`moeverify.controller` starts them.
+"""

@@ -1,4 +1,4 @@
-"""On every rank: stop inside the module, or at the all-reduce, that the cause of a finding names."""
+"""Debugger stop inside the module that the cause of a finding names. Runs on every rank."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from moeverify.train.program import Program, dtype_of
 from moeverify.worker.golden_modules import read_golden_modules
 
 Stop = Callable[[str, FrameType | None, Mapping[str, object]], None]
-"""Stops the rank: the reason, the frame (None: whoever called the module), more names at the prompt."""
+"""Function that stops the rank: (reason, frame or None for the module's caller, names at the prompt)."""
 
 
 @dataclass(frozen=True)
 class ModuleValue:
-    """What this rank has at one end of a module, and what one device has there.
+    """A tensor at one end of a module: this rank's local value and the single-device value.
 
-    Shapes: `expected` (rows, positions, ...) of the global batch, float64; `actual` holds `region` of it.
+    Shapes: `expected` (rows, positions, ...) of the global batch, float64. `actual` is the `region` of it
+    that this rank holds. `bound` is the allowed relative error.
     """
 
     direction: str
@@ -51,17 +52,17 @@ class ModuleValue:
 
     @property
     def kind(self) -> str:
-        """Return what it is in a sentence: module output, or module gradient."""
+        """Return "module output" or "module gradient"."""
         return MODULE_KINDS[self.direction]
 
 
 def read_expected(
     case: Case, golden: StoredGolden, at: StopPoint, device: torch.device
 ) -> tuple[Reading, ...]:
-    """Return on every rank what one device reads where the blamed module first differs.
+    """Return on every rank the single-device readings at the point where the blamed module first differs.
 
-    Empty without a module, or in bfloat16, where rounding hides the first difference. Rank 0 trains the model on one
-    device as far as the step. Collective: all ranks of the default process group.
+    Empty if no module is blamed, and in bfloat16, where rounding hides the first difference. Rank 0 trains
+    the single-device model up to that step. Collective: all ranks of the default process group.
     """
     place = at.place
     if place is None or not place.reading or dtype_of(case.recipe.precision) not in READING_BOUNDS:
@@ -76,14 +77,14 @@ def read_expected(
 
 
 def is_at(place: BlamedPlace, reading: Reading) -> bool:
-    """Return whether a reading is the first in which ranks differ from one device."""
+    """Return whether a reading belongs to the blamed place: same direction, module and end."""
     return (reading.direction, reading.module, reading.end) == (place.direction, place.reading, place.end)
 
 
 class BlamedStop:
     """Stops this rank once, in one step, at the place that a cause names.
 
-    `show` gets the value of a module before the stop, so that the debugger can compare it.
+    Before the stop, `show` gets the module's value so that the debugger can compare it.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class BlamedStop:
         self._tp = (MeshPlan.of(case.layout).coordinates(rank).get("tp", 0), case.layout.tp)
         self._bound = READING_BOUNDS.get(
             dtype_of(case.recipe.precision), 0.0
-        )  # without one, nothing is expected
+        )  # without a bound, `expected` is empty
         self._num_rows = case.recipe.data.batch
         self._shares = program.share.micro_batches(program.num_micro_batches)
         self._passes = Passes()
@@ -113,7 +114,7 @@ class BlamedStop:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Stop while the block runs."""
+        """Install the hooks that stop this rank, for the duration of the block."""
         place = self._place
         with ExitStack() as stack:
             if place.direction == FORWARD and not place.inner:
@@ -130,7 +131,7 @@ class BlamedStop:
             others |= {"expected": expected, "actual": value.actual, "region": value.region}
         self._stop_rank(self._place.about, frame, others)
 
-    # At what a module takes in its midst, or at a gradient.
+    # Stop at a reading inside a module (loose inputs), or at a gradient.
 
     @contextmanager
     def _watch_readings(self) -> Iterator[None]:
@@ -151,20 +152,20 @@ class BlamedStop:
         is_due = reading.micro_batch == self._place.micro_batch and is_at(self._place, reading)
         if self.has_stopped or not is_due:
             return
-        if reading.is_loose:  # which rows of one device these are is known only if it is known for all ranks
+        if reading.is_loose:  # matching its rows to the single device needs the readings of all ranks
             self._stop(None, None, actual=reading.local)
             return
         value = self._find_value(reading.local, reading.micro_batch, reading.slot)
         if value is not None:
             self._stop(None, value)
 
-    # At the end of a module's own function.
+    # Stop at the return of a module's own function.
 
     @contextmanager
     def _watch_returns(self) -> Iterator[None]:
-        """Stop when the module's function returns: in its frame, at the line of the `return`."""
+        """Stop in the frame of the module's function, at its `return` line."""
         found = _find_callable(self._program.model, self._place.module)
-        if found is None:  # it is on another pipeline stage
+        if found is None:  # the module is on another pipeline stage
             yield
             return
         owner, called, root = found
@@ -190,7 +191,7 @@ class BlamedStop:
             if event != "return" or frame.f_code is not code or _first_argument(frame) is not called:
                 return
             sys.setprofile(None)
-            if not self.has_stopped and result is not None:  # None: it has raised
+            if not self.has_stopped and result is not None:  # None: the function raised
                 self._stop(frame, self._choose_value(result))
 
         def begin(module: nn.Module, inputs: Any) -> None:
@@ -200,7 +201,7 @@ class BlamedStop:
         return begin
 
     def _choose_value(self, result: Any) -> ModuleValue | None:
-        """Return the first tensor of an output that differs from the golden, or else the first that it has."""
+        """Return the first tensor of an output that differs from the single device, or its first tensor."""
         number = self._passes.number(self._root) or 0
         values = [
             value
@@ -211,7 +212,7 @@ class BlamedStop:
         return next((each for each in values if _differs(each)), values[0] if values else None)
 
     def _find_value(self, local: Tensor, micro_batch: int, slot: str = "") -> ModuleValue | None:
-        """Return a tensor of this rank with that of one device; None if one device has none of this shape."""
+        """Return a local tensor with its single-device value, or None if no reading has a matching shape."""
         share = self._shares[min(micro_batch, len(self._shares) - 1)]
         num_tokens = len(share.rows) * len(share.positions)
         if local.ndim == 2 and local.shape[0] == num_tokens:  # (tokens, n)
@@ -221,7 +222,7 @@ class BlamedStop:
             if reading.is_loose or (slot and reading.slot != slot):
                 continue
             if reading.direction == BACKWARD and len(expected) < self._num_rows:
-                continue  # this rank has a part of the gradient of what all rows share
+                continue  # a gradient that all rows share: this rank has only a partial sum of it
             region = locate_tokens(expected, local, share.rows, share.positions, self._tp)
             if region is not None:
                 place = self._place
@@ -236,15 +237,16 @@ def _differs(value: ModuleValue) -> bool:
 
 
 def _find_callable(model: nn.Module, path: str) -> tuple[nn.Module, Any, nn.Module] | None:
-    """Return the module of a path, what is called there, and the stage that it is in.
+    """Return (module, callable, pipeline stage) for a path, or None.
 
-    The module is called, or an attribute of it that is no module, such as the dispatcher of a MoE block.
+    The callable is the module itself, or an attribute that is not a module, such as the dispatcher of a MoE
+    block.
     """
     root = model
     modules: dict[str, tuple[nn.Module, nn.Module]] = {}
     for name, module in model.named_modules():
         root = module if isinstance(module, Stage) else root
-        modules[logical_name(name)] = (module, root)  # the innermost of those that wrap one another
+        modules[logical_name(name)] = (module, root)  # the innermost of nested wrappers comes last
     if path in modules:
         module, root = modules[path]
         return module, module, root

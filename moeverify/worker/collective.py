@@ -1,8 +1,8 @@
-"""What runs on the ranks of `moeverify comm`: one collective with its backward, by torch.distributed itself.
+"""Worker of `moeverify comm`: runs one collective and its backward with torch.distributed.
 
-Run as `python -m moeverify.worker.collective PLAN` by the launcher, in every rank. It imports as little as it can.
+The launcher runs `python -m moeverify.worker.collective PLAN` in every rank. Imports are kept to a minimum.
 
-Letters: n ranks; all tensors have one dim and float64, in which the whole numbers of a definition are exact.
+All tensors are one-dimensional float64: the integers in a collective's definition are exact in this dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moeverify.launch.world import find_node
 from moeverify.results.collective_name import Collective
 from moeverify.results.collective_run import RankTransfer, RankValues, Transfer, flatten
 
-# torch 2.13 renamed these two and warns about the names that 2.11 has.
+# torch 2.13 renamed these two functions and warns about their names in 2.11.
 _GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -32,14 +32,17 @@ Run = Callable[[Tensor, Transfer, RankTransfer], Tensor]
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Run the collective of a job on this rank; rank 0 returns what all ranks got."""
+    """Run the collective of a job on this rank. Rank 0 returns the values of all ranks."""
     return run_collective(context, job, COLLECTIVES)
 
 
 def run_collective(
     context: RankContext, job: Job, collectives: Mapping[Collective, tuple[Run, Run]]
 ) -> dict[str, Any] | None:
-    """Run the collective of a job by the forward and backward that stand for it in `collectives`."""
+    """Run the collective of a job. `collectives` maps its name to the (forward, backward) functions to call.
+
+    Rank 0 returns the values of all ranks; other ranks return an empty result.
+    """
     asked = read_job(job.payload)
     assert isinstance(asked, CollectiveJob)
     transfer, mine = asked.transfer, asked.transfer.ranks[context.rank]
@@ -60,7 +63,7 @@ def run_collective(
 
 
 class _Differentiable(Function):
-    """A collective whose backward is another one."""
+    """Autograd function of a collective whose backward is another collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: Transfer, mine: RankTransfer, there: Run, back: Run) -> Tensor:
@@ -89,7 +92,10 @@ def _exchange_back(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tens
 
 
 def _gather(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
-    """Return the parts of all ranks, gathered in buffers of the largest size: the collective needs equal sizes."""
+    """Return the parts of all ranks, concatenated.
+
+    The collective needs equal sizes, so parts are padded to the largest.
+    """
     sizes = _list_sizes(transfer)
     width = max(sizes)
     padded = torch.nn.functional.pad(x, (0, width - len(x)))
@@ -99,7 +105,7 @@ def _gather(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
 
 
 def _scatter_sum(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
-    """Return this rank's part of the sum over all ranks, scattered in buffers of the largest size."""
+    """Return this rank's part of the sum over all ranks. Parts are padded to the largest size."""
     sizes = _list_sizes(transfer)
     width = max(sizes)
     padded = [torch.nn.functional.pad(part, (0, width - len(part))) for part in torch.split(x, sizes)]
@@ -109,7 +115,7 @@ def _scatter_sum(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
 
 
 def _list_sizes(transfer: Transfer) -> list[int]:
-    """Return the size of each rank's part: its input of a gather, or its output of a scattered sum."""
+    """Return the size of each rank's part: its input of an all-gather, or its output of a reduce-scatter."""
     gives = transfer.collective is Collective.ALL_GATHER
     return [sum(rank.sends if gives else rank.receives) for rank in transfer.ranks]
 
@@ -127,7 +133,7 @@ def _copy(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
 
 
 def _sum_at_source(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
-    """Return the sum over all ranks on the source, and zeros on other ranks, whose inputs are unused."""
+    """Return the sum over all ranks on the source rank, and zeros elsewhere (unused there)."""
     total = grad.clone()
     dist.reduce(total, dst=transfer.source)
     return total if mine.rank == transfer.source else torch.zeros_like(total)
@@ -140,7 +146,7 @@ COLLECTIVES: Mapping[Collective, tuple[Run, Run]] = {
     Collective.ALL_REDUCE: (_sum, _sum),
     Collective.BROADCAST: (_copy, _sum_at_source),
 }
-"""The forward and the backward of each."""
+"""The (forward, backward) functions of each collective."""
 
 
 if __name__ == "__main__":

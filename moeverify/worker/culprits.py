@@ -1,4 +1,4 @@
-"""After a mismatch: all ranks record the step of the first difference; rank 0 finds the first wrong operations."""
+"""Search for the first wrong operations: all ranks record the first step that differs, rank 0 searches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from moeverify.worker.operators import keep_operators
 from moeverify.worker.recorded import record_one_device, record_ranks
 
 _KEPT = (Code.NORM, Code.REPLICAS)
-"""Causes that a check has named, and that say more than the kind of the operation by which it came so."""
+"""Finding codes that are kept, since they say more than the kind of the wrong operation."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The programs of all ranks in the step of the first difference, on rank 0."""
+    """Recorded programs of all ranks, up to the step of the first difference. Only rank 0 has them."""
 
     step: int
     programs: Sequence[Program]
@@ -43,10 +43,10 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Found:
-    """What rank 0 has found: each culprit with the (kind, tensor) of its wrong results; `failure` is an error.
+    """Result of the search on rank 0: each culprit with the (kind, tensor) pairs of its wrong results.
 
-    `is_complete` says that repairing the culprits makes all wrong results right, or all that can follow from them.
-    `operators` is the file with the operators of both sides, if there is one.
+    `is_complete`: the culprits are proved and explain all wrong results. `failure` is set if the search
+    raised an error. `operators` is the path of the file with the operators of both sides, or empty.
     """
 
     step: int = -1
@@ -57,9 +57,9 @@ class Found:
 
 
 def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
-    """Return on all ranks the step of the first wrong result, if it is to be recorded.
+    """Return on all ranks the step of the first wrong result, or None if it is not to be recorded.
 
-    `judgement` is given on rank 0 alone. Below float64, rounding hides the first difference, and nothing is
+    Only rank 0 passes `judgement`. Below float64 rounding hides the first difference, so nothing is
     recorded. Collective: all ranks.
     """
     request = [None if judgement is None or not _is_exact(case) else origin_step(judgement.findings)]
@@ -70,7 +70,7 @@ def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
 def record_origin(
     case: Case, golden: StoredGolden, assemble: Callable[[], Training], step: int
 ) -> Recorded | None:
-    """Return on rank 0 the programs of all ranks up to the end of a step; None on other ranks.
+    """Record the programs of all ranks up to the end of `step`. Return them on rank 0, None on other ranks.
 
     Collective: all ranks.
     """
@@ -95,11 +95,12 @@ def find_culprits(
     operators: Path | None = None,
     tell: Callable[[Found], object] = lambda found: None,
 ) -> Found:
-    """Return the first wrong operations that are found within the given seconds. Rank 0 alone; no collective.
+    """Return the first wrong operations that are found within `seconds`.
 
-    Without `proves` only the first place is found, and no change is tried: the cause is already named then.
-    `operators` is the file for the operators of both sides, if they are to be kept. `tell` gets the first place
-    before any change is tried, and all that is found before the operators are compared.
+    Rank 0 alone, without collectives. With `proves=False`, find only the first wrong place and try no
+    repair; use it if the cause is already named. `operators` is the file to write the operators of both
+    sides to. `tell` is called with the first place before any repair is tried, and with the complete result
+    before the operators are compared. Errors are not raised: they are returned in `Found.failure`.
     """
     if recorded is None:
         return Found()
@@ -131,16 +132,16 @@ def find_culprits(
         tell(found)
         kept = keep_operators(case, explainer, recorded.programs, one, causes, operators, seconds)
         return replace(found, operators=kept)
-    except Exception as error:  # the verdict stands, and the findings are reported without a cause
+    except Exception as error:  # keep the verdict: report the findings without a cause
         return Found(failure=describe_failure(error))
 
 
 def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
-    """Return the findings with their culprits.
+    """Return the findings with culprits attached.
 
-    If a check or a hypothesis names what was done, it leads, and the first wrong operation is part of its evidence.
-    Otherwise the operation leads, and findings that its repair makes right follow it. A race always leads. The
-    operation that made replicas differ before the first step leads them.
+    If a check or hypothesis already names the operation, its finding leads and the culprit is added to its
+    evidence. Otherwise the culprit leads, and findings that its repair fixes follow it. A race always
+    leads. A culprit that made replicas differ before the first step leads the finding of these replicas.
     """
     if found.failure is not None:
         return note_failure(findings, found.failure)
@@ -157,17 +158,17 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
 
 
 def _is_of_start(culprit: Culprit) -> bool:
-    """Return whether it is known which operation before the first step did not write what it should have."""
+    """Return whether a culprit is a proved missing write before the first step."""
     return culprit.proved and culprit.mechanism == "written"
 
 
 def is_named(findings: Sequence[Finding], recorded: Recorded | None) -> bool:
-    """Return whether a check or a hypothesis says what was done in the step of the first difference."""
+    """Return whether a check or hypothesis names the operation, up to the step of the first difference."""
     return recorded is not None and _find_named(findings, recorded.step) is not None
 
 
 def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
-    """Return the first finding up to this step that says what was done."""
+    """Return the first finding up to this step that names the wrong operation and has no culprit yet."""
     return next(
         (
             each
@@ -179,12 +180,12 @@ def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
 
 
 def _says_what(finding: Finding) -> bool:
-    """Return whether a finding says what was done: replicas that began apart were drawn apart."""
+    """Return whether a finding names the operation, or says that replicas were initialized differently."""
     return finding.names_operation or finding.code == Code.REPLICAS
 
 
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:
-    """Return the finding that a culprit explains."""
+    """Return the finding that a culprit explains, preferring `marks`, its (kind, tensor) pairs."""
     here = [finding for finding in findings if finding.step == step and not is_apart(finding)]
     named = [finding for mark in marks for finding in here if (finding.kind, finding.tensor) == mark]
     return next(iter([*named, *(each for each in here if not each.follows), *here]), None)
@@ -193,7 +194,7 @@ def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str
 def _attach(
     findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool
 ) -> list[Finding]:
-    """Return the findings with the culprit, its finding first."""
+    """Return the findings with the culprit attached to `lead`, which comes first."""
     is_kept = lead.code in _KEPT or not culprit.proved
     code = lead.code if lead.code and is_kept else culprit.code
     update = {"culprit": culprit.model_copy(update={"leads": True}), "follows": "", "code": code}

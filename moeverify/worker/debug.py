@@ -1,4 +1,7 @@
-"""On every rank: train a case as far as a finding, and stop in the debugger with what was expected at the prompt."""
+"""Debug job: train a case up to a finding and stop every rank in the debugger.
+
+The expected values are available at the prompt.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from moeverify.worker.golden_reference import GoldenReference
 from moeverify.worker.observed import make_bounds, train_observed
 from moeverify.worker.verify import Assembly
 
-# Frames that show and compare tensors are between the stop and the code that made them.
+# Modules that observe tensors: their frames lie between the stop and the code that produced the tensor.
 _INNER = (
     "moeverify.worker.",
     "moeverify.checks.",
@@ -51,10 +54,10 @@ _IN_PARAMETERS = frozenset(
 
 
 class StopWatch(Watch[bool]):
-    """Stops this rank once it has made the tensor that a finding is about; reports whether it has stopped.
+    """Watch that stops this rank at the tensor of a finding and reports whether the rank stopped.
 
-    A rank that has no part of the tensor, such as another pipeline stage, stops at the first one of that kind. One
-    that has come to the `blamed` place has stopped there, and does not stop again.
+    A rank without a part of the tensor, such as another pipeline stage, stops at the first tensor of the
+    same kind. A rank that already stopped at the `blamed` place does not stop again.
     """
 
     def __init__(
@@ -74,18 +77,18 @@ class StopWatch(Watch[bool]):
         self._has_stopped = False
 
     def begin_step(self, step: int) -> None:
-        """Hear that a step begins; see `Watch`."""
+        """Arm the stop at the blamed place if this is its step; see `Watch`."""
         self._reference.begin_step(step)
         self.close()
         if self._blamed is not None and step == self._at.step:
             self._watching.enter_context(self._blamed.watching())
 
     def close(self) -> None:
-        """Stop at the blamed place no longer."""
+        """Disarm the stop at the blamed place."""
         self._watching.close()
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Stop where the tensor is the finding's; see `Watch`."""
+        """Stop if this is the tensor of the finding; see `Watch`."""
         self._reference.observe(step, kind, name, local, region)
         if self._blamed is not None and self._blamed.has_stopped:
             return
@@ -102,17 +105,17 @@ class StopWatch(Watch[bool]):
         stop_rank(about, None, values)
 
     def report(self) -> bool:
-        """Return whether this rank has stopped; see `Watch`."""
+        """Return whether this rank stopped; see `Watch`."""
         return self._has_stopped or (self._blamed is not None and self._blamed.has_stopped)
 
 
 def stop_rank(about: str, frame: FrameType | None, values: Mapping[str, object]) -> None:
-    """Stop this rank in a frame, or else in the one that has the tensor."""
+    """Stop this rank in `frame`; by default, in the nearest frame outside of the observing code."""
     multiprocessing_pdb.stop(about, frame=frame or _find_caller(), frame_locals=values)
 
 
 def _find_caller() -> FrameType:
-    """Return the frame that has the tensor: that of the training loop, or the caller of a module with a hook."""
+    """Return the nearest frame outside of the observing code: the training loop or a module's caller."""
     caller = frame = sys._getframe(2)
     while frame.f_globals.get("__name__", "").startswith(_INNER):
         if frame.f_back is None:
@@ -122,7 +125,10 @@ def _find_caller() -> FrameType:
 
 
 def has_part(at: StopPoint, program: Program) -> bool:
-    """Return whether a rank will make the tensor; every rank makes those that are neither parameters nor modules."""
+    """Return whether a rank produces the tensor.
+
+    Tensors that belong to neither parameters nor modules are produced by every rank.
+    """
     if at.kind not in _IN_PARAMETERS:
         return True
     inside = (at.tensor, at.tensor.rpartition(".")[0]) if at.kind == Kind.OPTIMIZER_STATE else (at.tensor,)
@@ -137,19 +143,19 @@ def debug_case(
     trace: CollectiveTrace,
     fault: str | None = None,
 ) -> DebugResult | None:
-    """Return on rank 0 which ranks have stopped; None on the others.
+    """Train and stop at `at`. Return on rank 0 the ranks that stopped, None on other ranks.
 
-    Meanwhile `diff --golden` compares with the golden, and the timeouts of all process groups are raised. Collective:
-    all ranks of the default process group.
+    Until it returns, `diff --golden` compares with the golden, and the timeouts of all process groups are
+    raised. Collective: all ranks of the default process group.
     """
     expected = read_expected(
         case, golden, at, device
-    )  # before the fault is injected, which would change the model of one device too
+    )  # before `injected(fault)`, which would change the single-device model too
     differing = None
     with ExitStack() as stack:
         multiprocessing_pdb.arm(hold=True)
         stack.callback(multiprocessing_pdb.disarm)
-        if at.collective is not None:  # it may be issued before the model is there
+        if at.collective is not None:  # it may be issued while the model is built
             differing = DifferingStop(at.collective, dist.get_rank(), trace, stop_rank)
             stack.enter_context(differing.watching())
         stack.enter_context(injected(fault))

@@ -1,4 +1,4 @@
-"""On every rank: stop before the first collective in which the ranks of a group differ."""
+"""Debugger stop before the first collective that differs between the ranks of a group. Runs on every rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KEY = "debug: a rank has stopped before the collective that differs"
 
 
 class DifferingStop:
-    """Stops this rank once, before it issues the collective in which ranks differ.
+    """Stops this rank once, before it issues the collective that differs between ranks.
 
-    A rank that issues no further one in that group stops at the next collective of any kind when others have stopped,
-    or else when it has trained to the end. One of another group of the same axis stops at the collective of the same
-    number, so that it can be looked at beside the others.
+    A rank that issues no more collectives in the group stops at its next collective of any kind, once
+    others have stopped. If there is none, it stops at the end of training. A rank of another group of the
+    same axis stops at the collective with the same number, for comparison.
     """
 
     def __init__(self, at: DifferingCollective, rank: int, trace: CollectiveTrace, stop: Stop) -> None:
@@ -39,7 +39,7 @@ class DifferingStop:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Stop while the block runs, or at its end."""
+        """Stop this rank during the block, or at its end."""
         self._trace.on_issue = self._look
         try:
             yield
@@ -50,7 +50,7 @@ class DifferingStop:
 
     @property
     def _is_over(self) -> bool:
-        """Return whether this rank has issued its last collective in the group, and other ranks issue more."""
+        """Whether this rank has issued its last collective of the group while other ranks issue more."""
         return self._is_member and self._num_issued >= self._last < self._facts.number
 
     def _look(self, collective: Collective, frame: FrameType | None, operands: Any) -> None:
@@ -74,14 +74,18 @@ class DifferingStop:
         self._stop_rank(about, frame, names)
 
     def _list_peers(self) -> Iterator[tuple[int, str | None]]:
-        """Yield the collective of each rank of the group at this number; None if it has issued fewer."""
+        """Yield (rank, signature) of the group's collective with this number; None if not issued."""
         for issue in self._facts.issues:
             for rank in issue.ranks:
                 yield rank, issue.signature
 
 
 def is_alike(stream: Stream, facts: CollectiveFacts, is_member: bool) -> bool:
-    """Return whether to stop in a stream: that in which ranks differ or, in other groups, one of the same axis."""
+    """Return whether to stop in a stream.
+
+    A member of the differing group stops in the group's own stream. Other ranks stop in a stream of the
+    same axis.
+    """
     if is_member:
         found = (stream.group, stream.ranks, stream.is_message)
         return found == (facts.group, facts.ranks, facts.is_message)

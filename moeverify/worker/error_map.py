@@ -1,4 +1,4 @@
-"""The errors of all tensors that were compared, as shares of their bounds."""
+"""Errors of all compared tensors as fractions of their bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeverify.results.error_map import ErrorMap
 def map_errors(
     outcomes: Sequence[tuple[Check[Any], Outcome]], tensors: Mapping[Key, Assembled]
 ) -> tuple[ErrorMap, ...]:
-    """Return the errors of tensors relative to their bounds, for each check that measures relative errors."""
+    """Return an error map for each check that measures relative errors."""
     maps = (_map_outcome(outcome, tensors) for check, outcome in outcomes if check.kinds and outcome.limits)
     return tuple(maps)
 
@@ -28,7 +28,7 @@ def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap
         if key in found:
             share = _divide(found[key].error, found[key].bound)
         elif key in tensors:
-            # Relative to a golden of zeros there is no error. A tensor without a finding is within its bound.
+            # An all-zero golden has no relative error. Without a finding, the tensor is within its bound.
             share = min(_divide(tensors[key].difference.relative_error, limit), 1.0)
         else:
             continue
@@ -44,7 +44,7 @@ def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap
 
 
 def _divide(error: float, bound: float) -> float:
-    """Return an error divided by its bound, to three digits; infinity for NaN."""
+    """Return error / bound to three significant digits; infinity for NaN or a bound of 0."""
     if error == 0.0:
         return 0.0
     if bound <= 0.0 or not math.isfinite(error):

@@ -1,4 +1,4 @@
-"""On the ranks: make the goldens that are not kept yet, each on one rank, in parallel."""
+"""Job that makes missing goldens. Each golden is made on one rank; ranks work in parallel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ANSWERS: TypeAdapter[GoldenSummary | Refusal] = TypeAdapter(GoldenSummary | Ref
 
 
 def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
-    """Make the goldens that are missing or damaged, each on one rank; return their summaries on rank 0."""
+    """Make the goldens that are missing or damaged, each on one rank. Return their summaries on rank 0."""
     if context.rank == 0:
         for cache in {order.folder.parent for order in job.orders}:
             sweep_unfinished(cache)
@@ -49,10 +49,10 @@ def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
 
 
 class _NothingYet:
-    """Answers `diff --golden` while one device computes the golden; see `multiprocessing_pdb.rank.reference`."""
+    """Reference of `diff --golden` while the golden is computed; see `multiprocessing_pdb.rank.reference`."""
 
     def compare(self, value: Any, check: Callable[[], None]) -> Sequence[ReferenceRow]:
-        """Refuse. Raises: LookupError."""
+        """Raise LookupError: there is no golden to compare with yet."""
         raise LookupError(
             "this rank computes the golden itself, as the one device: there is nothing to compare with until the"
             " layout trains"
@@ -81,7 +81,7 @@ def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
 
 
 def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenSummary:
-    """Return the summary of a full golden; make it first if it is missing or damaged."""
+    """Return the summary of a stored golden. Make the golden first if it is missing or damaged."""
     damage = "" if order.fresh else find_damage(order.recipe, folder)
     seconds = None
     if order.fresh or damage or not is_stored(folder):
@@ -93,12 +93,12 @@ def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
 
 
 class _OverTimeError(BaseException):
-    """A golden is over its time; no Exception, so that a user's model does not catch it."""
+    """Timeout of a golden. It is not an Exception, so that a user's model does not catch it."""
 
 
 @contextmanager
 def _limit(seconds: float | None) -> Iterator[None]:
-    """Interrupt what runs inside after some time, unless it is stuck where no signal reaches Python.
+    """Interrupt the block after `seconds`, unless it blocks where signals do not reach Python.
 
     Raises: _OverTimeError.
     """
@@ -124,7 +124,7 @@ def _limit(seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def _limit_thread(seconds: float) -> Iterator[None]:
-    """Do the same in a thread, which gets no signals: the error is raised at its next line of Python."""
+    """Apply the same limit in a thread, which gets no signals: raise the error at its next line of Python."""
     ident = ctypes.c_ulong(threading.get_ident())
     timer = threading.Timer(
         seconds, ctypes.pythonapi.PyThreadState_SetAsyncExc, (ident, ctypes.py_object(_OverTimeError))
@@ -133,18 +133,19 @@ def _limit_thread(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # A timer that fires at the very end comes too late to be cancelled: what it raises is taken here, and hits no
-        # later code. It is not withdrawn by a None: that makes CPython 3.11 believe for ever that an exception is
-        # pending, and a traced thread, as under a debugger, then never gets into a function (RESUME in ceval.c).
+        # A timer that fires at the very end cannot be cancelled any more. Its error is caught here, so that
+        # it does not hit later code. Do not withdraw it with `PyThreadState_SetAsyncExc(ident, None)`:
+        # CPython 3.11 then believes forever that an exception is pending, and a traced thread (as under a
+        # debugger) never enters a function again (RESUME in ceval.c).
         with suppress(_OverTimeError):
             timer.cancel()
             timer.join()
-            for _ in range(100):  # the end of a loop's body is where Python looks for such exceptions
+            for _ in range(100):  # Python checks for asynchronous exceptions at the end of a loop body
                 pass
 
 
 def find_damage(recipe: Recipe, folder: Path) -> str:
-    """Return what is wrong with the files of a full golden; nothing if it is whole or does not exist."""
+    """Return a description of the damage to a stored golden; empty if it is intact or does not exist."""
     if not is_stored(folder):
         return ""
     try:
@@ -159,14 +160,14 @@ def find_damage(recipe: Recipe, folder: Path) -> str:
 
 
 def _note_error(folder: Path, text: str) -> Refusal:
-    """Write the error beside the golden's folder, so that no other case that needs this golden tries."""
+    """Write the error beside the golden's folder, so that no other case tries to make this golden again."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(_error_file(folder), text)
     return Refusal(error=text)
 
 
 def read_error(folder: Path) -> str:
-    """Return why the golden of this folder could not be made, or nothing."""
+    """Return the error of the last attempt to make the golden of this folder, or an empty string."""
     try:
         return _error_file(folder).read_text()
     except FileNotFoundError:
@@ -178,12 +179,12 @@ def _error_file(folder: Path) -> Path:
 
 
 def find_folder(folder: Path, device: torch.device) -> Path:
-    """Return the folder of a full golden that a device makes, whether or not it is there."""
+    """Return the folder of the golden for this kind of device. It need not exist."""
     return folder.with_name(f"{folder.name}-{device_class(device)}")
 
 
 def device_class(device: torch.device) -> str:
-    """Return the name of the kind of device: goldens of different kinds differ in rounding."""
+    """Return the name of the kind of device. Goldens of different kinds differ in rounding."""
     if device.type == "cpu":
         return "cpu"
     return re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device)).strip("-").lower()

@@ -1,4 +1,4 @@
-"""What one device reads at its modules in a step."""
+"""Readings at the modules of the single-device model in one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from moeverify.worker.step_tap import StepTap
 def read_golden_modules(
     recipe: Recipe, golden: StoredGolden, step: int, device: torch.device
 ) -> list[Reading]:
-    """Return the readings of one device at its modules in a step from the golden's state. No collective."""
+    """Return the module readings of the single-device model in `step`, starting from the golden's state.
+
+    The model computes in float64. No collective.
+    """
     program = assemble_single(recipe, device, compute="float64")
     batch = recipe.data
     tap = Tap(program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62, reads_loose=True)

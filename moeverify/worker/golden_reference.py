@@ -1,8 +1,9 @@
-"""On a rank that is stopped in the debugger: its values against the golden, for `diff --golden`.
+"""Reference of `diff --golden`: compares the values of a rank stopped in the debugger with the golden.
 
-A golden has a tensor as it is at one moment of a step: a gradient when it is complete and before the clip, a weight
-before step 0 and after each step. What the training loop shows at that moment is compared at once, since the loop may
-change it afterwards. A value at the prompt is found among what was shown by its memory.
+The golden holds each tensor at one moment of a step: a gradient when it is complete and not yet clipped, a
+weight before step 0 and after each step. Tensors are compared when the training loop shows them, because
+the loop may change them afterwards. A value at the prompt is matched to a shown tensor by its memory
+address.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class _Known:
-    """One shard that the golden has too. `statistics` are of the moment when it was shown; None asks for now's."""
+    """A shard that the golden also has.
+
+    `statistics` were measured when the shard was shown; None means that they are measured when asked for.
+    """
 
     step: int
     kind: str
@@ -54,7 +58,7 @@ class _Known:
     local: Tensor | None
     statistics: Tensor | None = None
     note: str = ""
-    scale: tuple[float, float] | None = None  # norm and bound of what is not in the golden
+    scale: tuple[float, float] | None = None  # (norm, bound) of a value that the golden does not store
 
     @property
     def title(self) -> str:
@@ -63,10 +67,10 @@ class _Known:
 
 
 class GoldenReference(Watch[None]):
-    """Compares what a rank has at the step in which it is stopped; see `multiprocessing_pdb.rank.reference`.
+    """Reference that compares a stopped rank's values in its step; see `multiprocessing_pdb.rank.reference`.
 
-    One that `waits` costs nothing until it is asked: from the next step on it compares all that is shown. Before that
-    it knows the weights, and gradients that are not complete yet.
+    With `waits=True` it compares nothing until the first question, to cost nothing. From the next step on
+    it compares every tensor that is shown. Until then it can compare only weights and incomplete gradients.
     """
 
     def __init__(
@@ -76,16 +80,16 @@ class GoldenReference(Watch[None]):
         self._golden = golden
         self._bounds = bounds
         self._step = 0
-        self.note = ""  # left out of the last answer
+        self.note = ""  # which values the last answer leaves out
         self._compares = not waits
         self._is_asked = not waits
-        self._missed: set[str] = set()  # kinds that this step has shown without a comparison
+        self._missed: set[str] = set()  # kinds that were shown in this step but not compared
         self._known: list[_Known] = []
         self._last_update: _Known | None = None
         self._read_norms = cache(self._compute_norms)
 
     def begin_step(self, step: int) -> None:
-        """Forget the step before."""
+        """Discard the tensors of the previous step."""
         self._step = step
         self._compares = self._is_asked
         self._missed.clear()
@@ -93,7 +97,7 @@ class GoldenReference(Watch[None]):
         self._last_update = None
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Compare one shard now; see `moeverify.layout.observer.Observer`."""
+        """Compare one shard with the golden; see `moeverify.layout.observer.Observer`."""
         if not self._compares:
             self._missed.add(kind)
             return
@@ -106,12 +110,12 @@ class GoldenReference(Watch[None]):
         statistics = measure(expected, actual.reshape(region.local_shape))
         known = _Known(step, kind, name, region, local, statistics)
         if kind == Kind.UPDATE:
-            # Updates are made for the comparison only, and all of them need as much memory as the model.
+            # Updates exist only for this comparison. All of them together need as much memory as the model.
             self._last_update, known = known, replace(known, local=None)
         self._known.append(known)
 
     def show(self, value: ModuleValue) -> None:
-        """Compare the value of a module with that of one device, which no golden keeps."""
+        """Compare a module's value with the single-device value, which the golden does not store."""
         expected = value.region.take(value.expected)
         statistics = measure(expected, value.actual.detach().reshape(value.region.local_shape))
         scale = (float(value.expected.norm()), value.bound)
@@ -120,7 +124,10 @@ class GoldenReference(Watch[None]):
         )
 
     def compare(self, value: Any, check: Callable[[], None]) -> Sequence[ReferenceRow]:
-        """Return how a value differs from the golden in this step; see `Reference`."""
+        """Return how a value, or every known tensor for None, differs from the golden; see `Reference`.
+
+        Raises: LookupError if the golden has no tensor for this value in this step.
+        """
         self._is_asked = True
         self.note = _NOTE if self._missed and value is None else ""
         if value is None:
@@ -163,7 +170,7 @@ class GoldenReference(Watch[None]):
         )
 
     def _list_weights(self, shards: Iterable[LocalShard]) -> Iterator[_Known]:
-        """Yield the parameters as they are now, against the golden's of the last step that has changed them."""
+        """Yield the current parameters, paired with the golden's weights after the last completed update."""
         is_updated = Kind.UPDATE in self._missed or any(
             known.kind == Kind.UPDATE and known.step == self._step for known in self._known
         )
@@ -173,7 +180,7 @@ class GoldenReference(Watch[None]):
             yield _Known(step, kind, shard.name, shard.region, shard.local())
 
     def _find(self, value: Any) -> list[_Known]:
-        """Return what a value at the prompt is."""
+        """Return the known shards for a value at the prompt: a name, module or tensor."""
         if isinstance(value, str):
             named = [shard for shard in self._program.shards if shard.name == value]
             return [
@@ -197,9 +204,9 @@ class GoldenReference(Watch[None]):
         return self._list_gradients(owners, value) if owners else self._find_by_memory(value)
 
     def _list_gradients(self, shards: Iterable[LocalShard], gradient: Tensor) -> list[_Known]:
-        """Return what `.grad` is: the gradient that was shown, or one that is not complete yet."""
+        """Return the shown gradient for a `.grad`, or the `.grad` itself marked as not complete yet."""
         found: list[_Known] = []
-        if Kind.GRADIENT in self._missed:  # the clip may have changed them since
+        if Kind.GRADIENT in self._missed:  # clipping may have changed them since
             return found
         for shard in shards:
             shown = [
@@ -213,7 +220,7 @@ class GoldenReference(Watch[None]):
         return found
 
     def _find_by_memory(self, value: Tensor) -> list[_Known]:
-        """Return the tensor that was shown in this step and has the same memory, with its data of that moment."""
+        """Return the tensors shown in this step that share memory with `value`, as they were when shown."""
         local = local_part(value.detach())
         shown = self._known if self._last_update is None else [*self._known, self._last_update]
         return [
@@ -227,7 +234,7 @@ class GoldenReference(Watch[None]):
         ]
 
     def _find_bound(self, known: _Known) -> tuple[float, float]:
-        """Return the norm of the whole tensor's golden, and what an error may be relative to it."""
+        """Return (norm of the whole golden tensor, allowed error relative to this norm)."""
         if known.scale is not None:
             return known.scale
         step, kind, name = known.step, known.kind, known.name
@@ -237,7 +244,7 @@ class GoldenReference(Watch[None]):
             return norm, self._bound_weight(step, name, norm)
         check = check_of(kind)
         criterion = check.criterion if isinstance(check, GoldenTensors) else None
-        assert criterion is not None  # kinds are those of such checks only
+        assert criterion is not None  # `observe` keeps only kinds of such checks
         if norm == 0.0 and not criterion.exact:
             return kind_norm, self._bounds.zero_bound()
         return norm, self._bounds.bound(step, kind, name, criterion, expected_norm=norm, kind_norm=kind_norm)
@@ -253,7 +260,7 @@ class GoldenReference(Watch[None]):
         return allowed / norm + floor if norm > 0.0 else floor
 
     def _compute_norms(self, step: int, kind: str, unit: tuple[int, str, str]) -> Mapping[str, float]:
-        """Return the norm of each golden tensor that is measured in one unit, by name."""
+        """Return the norm of each golden tensor of a unit (see `find_unit`), by name."""
         prefix = tensor_key(kind, "")
         names = [key.removeprefix(prefix) for key in self._golden.keys(step) if key.startswith(prefix)]
         return {

@@ -1,4 +1,4 @@
-"""On every rank, after a mismatch: run again up to the first step that differs, and gather what a diagnosis needs."""
+"""Diagnosis after a mismatch: rerun up to the first step that differs and gather evidence of all ranks."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ Assemble = Callable[[], Program]
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """The evidence of one rank in the first step that differs.
+    """Evidence of one rank in the first step that differs.
 
-    `issued` are the collectives that it issued inside each module, by module, and `timeline` all of the step.
-    `regions` says what it has of each parameter.
+    `issued` has the collectives inside each module, `timeline` all collectives of the step. `regions` has
+    the region of each parameter that this rank holds.
     """
 
     captured: Sequence[Captured]
@@ -74,14 +74,14 @@ class RankEvidence:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence of all ranks in the first step that differs."""
+    """Evidence of all ranks in the first step that differs."""
 
     step: int
     by_rank: Sequence[RankEvidence]
 
     @property
     def timeline(self) -> Timeline | None:
-        """Return the collectives of all ranks in the step; None if there are none."""
+        """The collectives of all ranks in the step, or None if there are none."""
         return join_timelines(self.step, [each.timeline for each in self.by_rank])
 
 
@@ -94,7 +94,7 @@ def gather_evidence(
 ) -> Evidence | None:
     """Return on rank 0 the evidence of all ranks in the first step that differs; None without findings.
 
-    `judgement` is given on rank 0 only. Collective: all ranks.
+    Only rank 0 passes `judgement`. Collective: all ranks.
     """
     request: list[Any] = [_make_request(judgement.findings) if judgement is not None else None]
     dist.broadcast_object_list(request)
@@ -110,10 +110,10 @@ def gather_evidence(
 def explain_findings(
     case: Case, golden: StoredGolden, judgement: Judgement, evidence: Evidence | None, device: torch.device
 ) -> list[Finding]:
-    """Return the findings with their causes, on rank 0 alone; without causes where the diagnosis fails."""
+    """Return the findings with their causes, or without causes if the diagnosis fails. Rank 0 only."""
 
     def explain() -> list[Finding]:
-        # The model of one device, also from a user's factory, must not see the ranks of the job.
+        # The single-device model, also one from a user's factory, must not see the ranks of the job.
         with single_rank_world(device):
             return _explain(case, golden, judgement, evidence, device)
 
@@ -121,7 +121,7 @@ def explain_findings(
 
 
 def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:
-    """Return the first step that differs and the tensors that are wrong in it."""
+    """Return the first step that differs and the keys of the tensors that are wrong in it."""
     step = origin_step(findings)
     if step is None:
         return None
@@ -129,7 +129,7 @@ def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:
     return step, [(step, kind, name) for kind in _KINDS for name in sorted(wrong)]
 
 
-# The kinds of tensors that a training step shows and a diagnosis uses, in the order of the step.
+# Kinds of tensors that a training step shows and the diagnosis uses, in the order of the step.
 _KINDS = tuple(
     kind
     for check in CHECKS
@@ -175,10 +175,11 @@ def _rerun(
 
 
 def _list_shares(micro_batches: Sequence[Share], num_passes: int) -> list[tuple[Indices, Indices]]:
-    """Return rows and positions of each micro-batch that a forward pass is of.
+    """Return (rows, positions) of the micro-batch of each forward pass.
 
-    With fewer passes than micro-batches nothing says which of these they are of. Without any, no common root of
-    the stages of a pipeline was called, and the pipeline has numbered them.
+    Empty if there are fewer passes than micro-batches: then passes cannot be mapped to micro-batches. With
+    no passes at all, the stages of a pipeline have no common root, and the pipeline itself numbers the
+    micro-batches.
     """
     is_known = num_passes == 0 or num_passes >= len(micro_batches)
     return [(share.rows, share.positions) for share in micro_batches] if is_known else []
@@ -238,14 +239,14 @@ def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:
 def _read_golden_value(
     read: Callable[[Key], Tensor | None], step: int, kind: str, name: str, before: int
 ) -> Tensor | None:
-    """Return the golden's value some steps earlier; before the first step a weight has its initial value."""
+    """Return the golden's value `before` steps earlier; a weight before step 0 has its initial value."""
     if kind == Kind.WEIGHT and step - before == INITIAL:
         kind = Kind.INITIAL_WEIGHT
     return None if step - before < INITIAL else read((step - before, kind, name))
 
 
 def _make_whole_batch(case: Case, step: int) -> Batch | None:
-    """Return the batch of a step, of all ranks."""
+    """Return the global batch of a step, or None before step 0."""
     if step < 0:
         return None
     recipe = case.recipe
@@ -254,7 +255,10 @@ def _make_whole_batch(case: Case, step: int) -> Batch | None:
 
 
 def _find_valid(case: Case, step: int) -> Tensor | None:
-    """Return the tokens (B, S) of a step that are no padding; None for a user's model, which may use it."""
+    """Return the mask (B, S) of tokens that are not padding.
+
+    None for a user's model, which may use padding tokens.
+    """
     batch = None if case.recipe.model.reference is None else _make_whole_batch(case, step)
     return None if batch is None else batch.valid
 
@@ -271,7 +275,7 @@ def _make_axes(case: Case, batch: Batch | None = None) -> Axes:
 
 
 def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:
-    """Return the golden's value of a tensor one step earlier; for a buffer also before the first step."""
+    """Return the golden's value of a tensor one step earlier; for a buffer also its initial value."""
     step, kind, name = key
     if step < 0:
         return {}
@@ -281,12 +285,12 @@ def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, T
 
 
 def _find_limits(judgement: Judgement) -> dict[str, float]:
-    """Return for each check the relative error that it would have found in half of its tensors."""
+    """Return, for each check, the smallest relative error that it would detect in half of its tensors."""
     return {check.name: check.limits.median for check in judgement.checks if check.limits is not None}
 
 
 def _failed_keys(judgement: Judgement) -> set[Key]:
-    """Return the logical tensors that differ from the golden, or between replicas."""
+    """Return the keys of the tensors that differ from the golden or between replicas."""
     kinds_of = {check.name: check.kinds for check in CHECKS if check.role is Role.DIAGNOSED}
     return {
         (finding.step, kind, finding.tensor)
@@ -305,7 +309,7 @@ def _component_source(
 
 
 def _find_known(judgement: Judgement, step: int) -> Known:
-    """Return what the checks have found in a step."""
+    """Return the results of the checks in a step that the search uses: wrong gradients, loss, noise."""
     found = [each for each in judgement.findings if each.step == step]
     wrong = [each for each in found if each.check == CheckName.GRADIENT]
     return Known(
@@ -319,7 +323,7 @@ def _search(
     case: Case, evidence: Evidence, read_right: Callable[[], list[Reading]], known: Known
 ) -> Search | None:
     if compute_dtype_of(case.recipe.precision) is torch.bfloat16 or evidence.step == INITIAL:
-        return None  # rounding of bfloat16 hides the first difference
+        return None  # bfloat16 rounding hides the first difference
     readings = read_right()
     plan = MeshPlan.of(case.layout)
     coordinates = {rank: plan.coordinates(rank) for rank in range(len(evidence.by_rank))}

@@ -1,4 +1,4 @@
-"""The collectives that a rank issued inside each module, for the evidence of a cause."""
+"""Collectives that a rank issues inside each module, as evidence of a cause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeverify.train.module_taps import FORWARD, Tap
 
 
 def list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple[IssuedCollective, ...]]:
-    """Return the collectives inside each module, those of the forward pass first."""
+    """Return the collectives inside each module, forward pass first."""
     records = {record.number: record for record in trace.records()}
     issued: dict[str, tuple[IssuedCollective, ...]] = {}
     for (direction, module), spans in sorted(tap.spans.items(), key=lambda item: item[0][0] != FORWARD):
@@ -30,7 +30,7 @@ def list_issued(case: Case, tap: Tap, trace: CollectiveTrace) -> dict[str, tuple
 def _summarize(
     case: Case, direction: Direction, records: Sequence[CollectiveRecord]
 ) -> Iterator[IssuedCollective]:
-    """Yield one entry for each operation, group, dtype and call site among records of a trace."""
+    """Yield one entry for each (operation, group, dtype, call site) in the records of a trace."""
     kinds: dict[tuple[str, tuple[int, ...], str, str], list[CollectiveRecord]] = {}
     for record in records:
         kinds.setdefault((record.op, record.group, record.dtype, record.site), []).append(record)
@@ -49,7 +49,7 @@ def _summarize(
 
 
 def find_issued(issued: Mapping[str, tuple[IssuedCollective, ...]], module: str) -> Issued:
-    """Return the collectives inside a module, or else inside the nearest one around it that issued some."""
+    """Return the collectives inside a module, or inside its nearest ancestor that issued any."""
     around = module
     while around and not issued.get(around):
         around = around.rpartition(".")[0]

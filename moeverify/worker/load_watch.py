@@ -1,4 +1,4 @@
-"""The load of the experts, noted while a case trains, and summed over the ranks when it is over."""
+"""Load of the experts, counted during training and summed over ranks at the end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moeverify.train.program import Program
 from moeverify.train.rebalancing import count_copies
 
 Copies = dict[tuple[int, int], Tensor]
-"""(step, layer): token copies of this rank for each expert, (E) int64."""
+"""Maps (step, layer) to the number of token copies of this rank for each expert, (E) int64."""
 
 
 class LoadWatch(Watch[Copies]):
-    """Counts the experts that routers of this rank choose, padding included, for each layer and micro-batch.
+    """Watch that counts the experts chosen by this rank's routers, for each layer and step.
 
-    Nothing is reduced while the run goes on.
+    Padding tokens are counted. It issues no collective during the run.
     """
 
     def __init__(self, program: Program) -> None:
@@ -31,7 +31,7 @@ class LoadWatch(Watch[Copies]):
         self._copies: Copies = {}
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Count the choices behind the combine weights that are shown; see `Watch`."""
+        """Count the expert choices of a router when its combine weights are shown; see `Watch`."""
         if kind != Kind.ROUTER_WEIGHTS or name not in self._routers:
             return
         for layer, counts in count_copies([self._routers[name]]):
@@ -39,16 +39,16 @@ class LoadWatch(Watch[Copies]):
             self._copies[key] = self._copies[key] + counts if key in self._copies else counts
 
     def close(self) -> None:
-        """Let go of the model; see `Watch`."""
+        """Release the model; see `Watch`."""
         self._routers = {}
 
     def report(self) -> Copies:
-        """Return what this rank has counted."""
+        """Return the counts of this rank."""
         return {key: counts.cpu() for key, counts in self._copies.items()}
 
 
 def sum_load(case: Case, by_rank: Sequence[Copies]) -> ExpertLoad | None:
-    """Return the load of a run from the counts of all ranks; None for a model whose routers cannot be seen."""
+    """Return the load of a run from the counts of all ranks, or None for a model without visible routers."""
     moe = case.recipe.model.moe
     keys = {key for copies in by_rank for key in copies}
     if moe is None or not keys:

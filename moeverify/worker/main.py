@@ -1,6 +1,6 @@
-"""What runs on the ranks: jobs that make goldens, and jobs that verify, save, load or measure a case.
+"""Worker process: runs jobs that make goldens, and jobs that verify, save, load or measure a case.
 
-Run as `python -m moeverify.worker.main PLAN` by the launcher, in every rank.
+The launcher runs `python -m moeverify.worker.main PLAN` in every rank.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
         problems: list[str] = [""] * context.world_size
         dist.all_gather_object(problems, _prepare(context, job))
         problem = next(filter(None, problems), "")
-        if problem:  # known on every rank, so that none waits for another
+        if problem:  # every rank returns, so that none waits for another
             return Refusal(error=problem)
         case, fault = job.case, job.fault
         golden = StoredGolden(find_folder(job.golden, context.device))
@@ -105,7 +105,7 @@ def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
 
 
 def _measure(context: RankContext, job: BenchJob) -> RankResult | None:
-    """Measure a case. A mistake of the user gives the same error on every rank."""
+    """Measure a case. A user error gives the same refusal on every rank."""
     with import_path(job.search_path):
         try:
             found = measure_case(
@@ -122,7 +122,7 @@ def _measure(context: RankContext, job: BenchJob) -> RankResult | None:
 
 
 def _follow(context: RankContext, job: RouteJob) -> RankResult | None:
-    """Follow the tokens of a case. A mistake of the user gives the same error on every rank."""
+    """Follow the tokens of a case. A user error gives the same refusal on every rank."""
     with import_path(job.search_path):
         try:
             found = follow_case(
@@ -139,12 +139,12 @@ def _follow(context: RankContext, job: RouteJob) -> RankResult | None:
 
 
 def _prepare(context: RankContext, job: CaseJob) -> str:
-    """Make sure that golden and functions exist; return what the user has to fix, or nothing."""
+    """Make sure that the golden and the user's functions exist. Return an error for the user, or ""."""
     folder = find_folder(job.golden, context.device)
     if known := read_error(folder):
         return known
     try:
-        # This node does not share the cache of rank 0, which checks its own before the first case.
+        # Other nodes do not share the golden cache of rank 0, which is checked before the first case.
         is_remote = context.local_rank == 0 and context.rank != 0
         if is_remote and (not is_stored(folder) or find_damage(job.case.recipe, folder)):
             with single_rank_world(context.device):
@@ -159,7 +159,7 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
 
 
 def _list_targets(job: CaseJob) -> Iterator[tuple[str, str]]:
-    """Yield the functions that a case names, each with the path of its field."""
+    """Yield the import targets of a case's functions, each with the path of its field."""
     yield from ((target, path) for path, target in job.case.recipe.functions.items())
     if job.case.layout.parallelize is not None:
         yield job.case.layout.parallelize, "layout.parallelize"

@@ -1,4 +1,4 @@
-"""One rank that trains a case under its layout, before observers and checks."""
+"""Training of a case on one rank, with observers and checks attached."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def train_observed(
     num_steps: int | None = None,
     reference: Reference | None = None,
 ) -> list[float]:
-    """Train under the layout before the checks, and return the learning rate of each step.
+    """Train under the layout with the checks attached, and return the learning rate of each step.
 
-    A rank that stops in the debugger meanwhile compares with the `reference`.
+    If the rank stops in the debugger, `diff --golden` compares with `reference`.
     """
     place = list_coordinates(case)[dist.get_rank()]
     training = Training(case.recipe, program, case.layout, place, golden)
@@ -53,7 +53,7 @@ def train_observed(
 
 @contextmanager
 def _comparing_with(reference: Reference | None) -> Iterator[None]:
-    """Let `diff --golden` compare with this reference while the block runs."""
+    """Set the reference of `diff --golden` for the duration of the block."""
     multiprocessing_pdb.set_reference(reference)
     try:
         yield
@@ -62,13 +62,13 @@ def _comparing_with(reference: Reference | None) -> Iterator[None]:
 
 
 def make_bounds(case: Case, golden: StoredGolden) -> Bounds:
-    """Return how far the tensors of a case may be from its golden."""
-    # In float64 a step that was not forced rounds no more than one that was: there is one calibration for both.
+    """Return the bounds on differences between a case's tensors and its golden."""
+    # In float64 a free-running step rounds no more than a forced one, so one calibration serves both.
     forced = case.checks.steps == "forced" and case.recipe.precision != "float64"
     return Bounds(case.checks.tolerance, case.recipe.precision, golden.noise, forced)
 
 
 def list_coordinates(case: Case) -> dict[int, dict[str, int]]:
-    """Return the place of each rank on every mesh axis."""
+    """Return the coordinates of each rank on every mesh axis."""
     plan = MeshPlan.of(case.layout)
     return {rank: plan.coordinates(rank) for rank in range(case.layout.world_size)}

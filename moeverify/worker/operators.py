@@ -1,4 +1,4 @@
-"""Writes the operators of the ranks and of one device in the first step that differs. Rank 0 alone."""
+"""Writer of the operators of all ranks and the single device in the first step that differs. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moeverify.report.operator_file import write
 from moeverify.results.operator_table import Compared, OperatorTable
 
 _LOOK_UP_SHARE = 0.5
-"""Share of the time for look-ups by content, which find values at other places of the program."""
+"""Fraction of the comparison's time for look-ups by content, which find values elsewhere in the program."""
 
 _SHARE = 0.5
-"""Share of the time of the search for causes that the comparison of operators may take after it."""
+"""Time limit of the operator comparison as a fraction of the time limit of the search for causes."""
 
 _BOUND = 1e-8
 
@@ -36,13 +36,13 @@ def keep_operators(
     path: Path,
     seconds: float,
 ) -> str:
-    """Write the operators of both sides to a file and return its name; nothing if that fails.
+    """Write the operators of both sides to `path` and return its name; return "" if writing fails.
 
-    Units: `seconds` are those of the search for causes; the comparison of operators may take a share of these.
+    `seconds` is the time limit of the search for causes. The comparison may take a fixed fraction of it.
     """
     try:
         write(_make_table(case, explainer, programs, one, causes, _SHARE * seconds), path)
-    except Exception:  # the findings stand without it; the log of the rank says why
+    except Exception:  # the findings are complete without the file; the error goes to the rank's log
         traceback.print_exc()
         return ""
     return str(path)
@@ -72,7 +72,7 @@ def _make_table(
 
 
 def _make_look_up(alignment: Alignment, expected: Listed, end: float) -> LookUp:
-    """Return a function that finds values of ranks among those of one device by content, until time is over."""
+    """Return a function that finds a rank's value among single-device values by content, until `end`."""
     makers = {number: place for place, made in enumerate(expected.numbers) for number in made}
 
     def look_up(rank: int, number: int) -> Compared | None:
@@ -86,7 +86,10 @@ def _make_look_up(alignment: Alignment, expected: Listed, end: float) -> LookUp:
 
 
 def _describe(alignment: Alignment, known: Known, makers: Mapping[int, int]) -> Compared:
-    """Describe which elements of one device a value has; `makers` has the listed operator that made each value."""
+    """Describe the single-device elements that a value holds.
+
+    `makers` maps each single-device value to its listed operator.
+    """
     roots = [] if known.ids is None else alignment.elements.roots(known.ids)
     ranks = ", ".join(str(rank) for rank in sorted({rank for rank, _ in known.over}))
     names = [

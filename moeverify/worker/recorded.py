@@ -1,4 +1,4 @@
-"""The operators of a case up to the first step that differs: on every rank, and on one device."""
+"""Recording of a case's operators up to the first step that differs, on every rank and on a single device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moeverify.train.subjects import replays_routing
 def record(
     recipe: Recipe, golden: StoredGolden, assemble: Callable[[], Training], step: int, *, forced: bool = False
 ) -> Program:
-    """Return what this process does until the end of a step. Collective where `assemble` is."""
+    """Return the recorded program of this process up to the end of a step. Collective where `assemble` is."""
     recorder = Recorder()
     with recorder.recording():
         training = assemble()
@@ -50,7 +50,7 @@ def record(
 
 
 class _QuietBatches:
-    """A subject whose batches are made without a recording, since they are inputs of a step."""
+    """Subject that makes its batches without recording: batches are inputs of a step."""
 
     def __init__(self, inner: Subject, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
@@ -59,7 +59,7 @@ class _QuietBatches:
         return getattr(self._inner, name)
 
     def make_batch(self, step: int, share: Share, device: torch.device) -> Batch:
-        """Return a micro-batch, whose tensors are labelled."""
+        """Return a micro-batch and label its tensors."""
         with self._recorder.paused():
             batch = self._inner.make_batch(step, share, device)
         named = {field.name: getattr(batch, field.name) for field in fields(batch)}
@@ -72,7 +72,7 @@ class _QuietBatches:
 def record_ranks(
     case: Case, golden: StoredGolden, assemble: Callable[[], Training], step: int
 ) -> list[Program] | None:
-    """Return the programs of all ranks on rank 0, None elsewhere. Collective: all ranks."""
+    """Record the programs of all ranks. Return them on rank 0, None elsewhere. Collective: all ranks."""
     found = record(case.recipe, golden, assemble, step, forced=case.checks.steps == "forced")
     is_first = dist.get_rank() == 0
     gathered = [b""] * dist.get_world_size() if is_first else None
@@ -81,5 +81,5 @@ def record_ranks(
 
 
 def record_one_device(recipe: Recipe, golden: StoredGolden, step: int, device: torch.device) -> Program:
-    """Return the program of one device. No collective."""
+    """Return the recorded program of the single-device run. No collective."""
     return record(recipe, golden, lambda: assemble_single(recipe, device, compute="float64"), step)

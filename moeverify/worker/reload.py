@@ -1,4 +1,4 @@
-"""On rank 0: the causes of what is wrong after a load, or in a step after it."""
+"""Causes of errors after a load, or in a step after it. Rank 0 diagnoses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moeverify.layout.region import Region
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import Finding
 
-_MOST_EXAMINED = 400  # tensors: a load that went wrong as a whole has thousands of the same kind
+_MOST_EXAMINED = 400  # tensors: a load that fails as a whole has thousands of similar wrong tensors
 
 
 def explain_load(
@@ -33,9 +33,10 @@ def explain_load(
     loaded: Sequence[tuple[str, Tensor, Region]],
     before: Mapping[tuple[str, str], Tensor],
 ) -> list[Finding]:
-    """Return on rank 0 the findings with their causes, and without causes where the diagnosis fails.
+    """Return on rank 0 the findings with their causes, or without causes if the diagnosis fails.
 
-    Collective: all ranks.
+    `held` is the saved state, `loaded` the tensors after the load, `before` their values before the load.
+    Other ranks return an empty list. Collective: all ranks.
     """
     request: list[Any] = [None]
     if judgement is not None:
@@ -70,7 +71,7 @@ def _gather_inputs(
     findings: Sequence[Finding],
     by_name: Mapping[str, Sequence[RankShard]],
 ) -> DiagnosisInputs:
-    """Return the wrong loaded tensors, the saved ones, and those of one step before."""
+    """Return the wrong loaded tensors, the saved tensors and the golden's tensors of the step before."""
     tensors: dict[Key, WrongTensor] = {}
     for name, shards in by_name.items():
         expected = _read(held, step, Kind.LOADED, name)
@@ -89,7 +90,7 @@ def _gather_inputs(
 
 
 def _read_earlier(golden: StoredGolden, step: int, name: str) -> Tensor | None:
-    """Return the value of one device one step before the save."""
+    """Return the golden's value of a tensor one step before the save, or None."""
     kind, _, rest = name.partition("/")
     kinds = {"weight": Kind.WEIGHT, "buffer": Kind.BUFFER, "optimizer": Kind.OPTIMIZER_STATE}
     if step < 0 or kind not in kinds:

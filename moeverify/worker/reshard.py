@@ -1,8 +1,8 @@
-"""On every rank: train under one layout and save, or load under another, compare bit for bit, and train on.
+"""Save and load jobs: train under one layout and save; load under another, compare bit for bit and train on.
 
-The saving layout also writes its state by a way of its own (`_keep`), which has nothing of the checkpoint's code:
-gathered tensor by tensor on rank 0 into whole tensors. That is what a load is compared with, so that a fault of the
-checkpoint's code cannot hide in both.
+The saving layout also writes its state through `_keep`, which shares no code with the checkpoint: it
+gathers each tensor on rank 0 into a whole tensor. Loads are compared with this copy, so that a fault of the
+checkpoint code cannot affect both sides.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from moeverify.worker.reload import explain_load
 from moeverify.worker.verify import Reports, judge_all, list_names, list_numbers
 
 _OTHER_SEED = 1 << 20
-"""Added to the seed of the model that loads, so that parts which were not loaded differ."""
+"""Added to the seed of the model that loads, so that parts that are not loaded differ."""
 
 _BATCH_BYTES = 1 << 26
-"""How much rank 0 is sent at a time; a collective for each tensor would take longer than the training."""
+"""Number of bytes that rank 0 gathers at a time; one collective per tensor would be slower than training."""
 
 SCALAR = Region.whole(())
 
@@ -61,9 +61,10 @@ SCALAR = Region.whole(())
 def save_case(
     case: Case, golden: StoredGolden, device: torch.device, folder: Path, fault: str | None
 ) -> VerifyResult | None:
-    """Train, save after the case's step, train on to the end; leave everything in `folder`.
+    """Train, save after the case's step, train on to the end and leave all files in `folder`.
 
-    Collective: all ranks of the default process group, which has as many ranks as the layout.
+    Return the verdicts on rank 0, None elsewhere. Collective: all ranks of the default process group, which
+    has as many ranks as the layout.
     """
     with injected(fault):
         seed_generators(case.recipe.seed, 0, dist.get_rank())
@@ -94,13 +95,17 @@ def save_case(
 
 
 class _SavedStep:
-    """Compares steps with the golden, and in the last step before the save the buffers as they are saved."""
+    """Observer that compares steps with the golden.
+
+    In the last step before the save it compares the buffers that are saved in place of those that are
+    shown.
+    """
 
     def __init__(self, comparison: Comparison, state: TrainingState, last: int) -> None:
         self._comparison, self._state, self._last = comparison, state, last
 
     def begin_step(self, step: int) -> None:
-        """Pass it on; see `Observer`."""
+        """Forward to the comparison; see `Observer`."""
         self._comparison.begin_step(step)
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
@@ -126,7 +131,7 @@ def _show_initial(state: TrainingState, observer: Observer) -> None:
 def _judge_save(
     case: Case, golden: StoredGolden, entries: Sequence[Entry], rebound: ReboundWatch
 ) -> VerifyResult | None:
-    """Return on rank 0 whether what was saved is the golden's. Collective: all ranks."""
+    """Judge the steps up to the save. Return the verdicts on rank 0. Collective: all ranks."""
     reports: Reports = {CheckName.REBOUND: rebound.report()}
     gathered = gather_on_first(_Compared(entries, reports))
     if gathered is None:
@@ -145,9 +150,11 @@ def _judge_save(
 
 
 def describe(case: Case, step: int = 0) -> str:
-    """Return what a rank's generators belong to after some steps: the layout, with its defaults left out.
+    """Return a key of the layout that random generator states belong to, after some steps.
 
-    Experts that were exchanged are not where the layout has them in the beginning, and so where a load puts them.
+    The key is JSON of the layout without its defaults. If experts were exchanged by then, it lists the
+    exchanges: these experts are not where the layout initially places them, and so not where a load puts
+    them.
     """
     fields = case.layout.model_dump(mode="json", exclude_defaults=True)
     done = [after for after in case.layout.exchange if int(after) <= step]
@@ -157,16 +164,16 @@ def describe(case: Case, step: int = 0) -> str:
 
 
 def _begin(case: Case, device: torch.device, seed: int | None = None) -> TrainingState:
-    """Return the state before the first step; with a `seed`, of a model with other initial values."""
+    """Return the state before the first step; with `seed`, of a model with other initial values."""
     recipe = case.recipe if seed is None else case.recipe.model_copy(update={"seed": seed})
     program = assemble_parallel(recipe, case.layout, build_meshes(case.layout, device.type), device)
-    program.subject = subject_of(case.recipe)  # the batches are those of the case's seed
+    program.subject = subject_of(case.recipe)  # make batches with the case's own seed
     return TrainingState.begin(case.recipe, program)
 
 
 @torch.no_grad()
 def _spoil(state: TrainingState) -> None:
-    """Change everything that a load must restore, since much of a fresh state equals what was saved."""
+    """Change everything that a load must restore, since much of a fresh state equals the saved state."""
     for shard in state.tensors():
         shard.local().add_(1)
     for group in state.optimizer.param_groups:
@@ -176,11 +183,12 @@ def _spoil(state: TrainingState) -> None:
 
 
 def _order_buckets(case: Case, state: TrainingState, golden: StoredGolden) -> None:
-    """Train a step that the load undoes, so that DDP's buckets are those of a run that has begun.
+    """Train one step that the load undoes, so that DDP has the bucket order of a running job.
 
-    DDP orders its buckets anew after its first backward pass, by when gradients were ready. A sum over more than
-    two ranks adds in an order that depends on the place in the bucket: a run that goes on and a run that has just
-    been started differ in the last bits. Source: `rebuild_buckets` in torch/csrc/distributed/c10d/reducer.cpp.
+    DDP reorders its buckets after the first backward pass, by the time at which gradients were ready. A sum
+    over more than two ranks adds in an order that depends on the place in the bucket. Without this step, a
+    resumed run and an uninterrupted run would differ in the last bits. Source: `rebuild_buckets` in
+    torch/csrc/distributed/c10d/reducer.cpp.
     """
     _step(case, state, golden, BitRecorder())
     state.step = state.position = 0
@@ -188,7 +196,7 @@ def _order_buckets(case: Case, state: TrainingState, golden: StoredGolden) -> No
 
 def _step(case: Case, state: TrainingState, golden: StoredGolden, observer: Observer) -> None:
     train_step(state, observer, golden if replays_routing(case.recipe) else None)
-    torch.rand(())  # what dropout would do: the state of the generator says how many steps it has seen
+    torch.rand(())  # advance the generator as dropout would: its state then encodes the number of steps
 
 
 def list_state(
@@ -196,8 +204,8 @@ def list_state(
 ) -> Iterator[tuple[str, Tensor, Region]]:
     """Yield (name, local values, region) of everything that a checkpoint must restore.
 
-    It is not the checkpoint's own list, and shows what that forgets. Weights and buffers are those that the modules
-    have, also where they were bound to other tensors than a checkpoint has.
+    This list is independent of the checkpoint's own list and so reveals omissions there. It reads weights
+    and buffers from the modules, even where these are bound to other tensors than the checkpoint's.
     """
     for kind, listed in (("weight", state.program.live_shards()), ("buffer", state.program.live_buffers())):
         for shard in listed:
@@ -211,7 +219,7 @@ def list_state(
 
 
 def _keep(case: Case, folder: Path, state: TrainingState, generators: Sequence[LocalShard]) -> None:
-    """Write all whole tensors and numbers as they are now, on rank 0. Collective: all ranks."""
+    """Write the current whole tensors and numbers on rank 0. Collective: all ranks."""
     mine: dict[str, list[tuple[Region, Tensor]]] = {}
     for name, local, region in list_state(state, generators):
         mine.setdefault(name, []).append((region, local.cpu()))
@@ -221,7 +229,7 @@ def _keep(case: Case, folder: Path, state: TrainingState, generators: Sequence[L
     shares = gather_on_first(hash_state(case, list_state(state)))
     with GoldenWriter(folder) as writer:
         for names in _fill_batches(known):
-            # Copies: a view would take all of its storage along, under FSDP1 the whole flat parameter.
+            # Clone: pickling a view sends its whole storage, which under FSDP1 is the entire flat parameter.
             sent = [(name, region, local.clone()) for name in names for region, local in mine.get(name, ())]
             for found in gather_on_first(sent) or ():
                 for name, region, local in found:
@@ -234,7 +242,7 @@ def _keep(case: Case, folder: Path, state: TrainingState, generators: Sequence[L
 
 
 def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
-    """Yield batches of the names of all ranks, so that rank 0 gets a bounded number of bytes at a time."""
+    """Yield batches of the names of all ranks, each of a bounded number of bytes on rank 0."""
     totals: dict[str, int] = {}
     for sizes in known:
         for name, size in sizes.items():
@@ -252,7 +260,7 @@ def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class _Compared:
-    """What rank 0 gets of one rank after a save or a load: its comparisons, and the reports of the checks."""
+    """Comparisons and check reports that one rank sends to rank 0 after a save or a load."""
 
     entries: Sequence[Entry]
     reports: Reports
@@ -261,9 +269,10 @@ class _Compared:
 def load_case(
     case: Case, golden: StoredGolden, device: torch.device, folder: Path, fault: str | None
 ) -> VerifyResult | Refusal | None:
-    """Load what another case has left in `folder`, compare it, train on to the end, and judge all on rank 0.
+    """Load the state that another case saved in `folder`, compare it, train on and judge on rank 0.
 
-    Collective: all ranks of the default process group, which has as many ranks as the layout.
+    Return a Refusal if the checkpoint cannot be loaded, and None on other ranks. Collective: all ranks of
+    the default process group, which has as many ranks as the layout.
     """
     rank, saved_step = dist.get_rank(), case.checkpoint.after - 1
     with injected(fault):
@@ -313,11 +322,11 @@ def load_case(
 def _show_load(
     case: Case, golden: StoredGolden, saved: StoredGolden, by_rank: Sequence[Sequence[Entry]]
 ) -> Shown:
-    """Return what the ranks have shown; they must show all that was saved, and the golden's further steps."""
+    """Return the tensors of all ranks. Expected names: everything saved, and the golden's further steps."""
     after = case.checkpoint.after
     names = list_names(case, golden, range(after, case.recipe.steps))
     pairs = (key.split("/", 1) for key in saved.keys(after - 1))
-    # The state of a generator belongs to a rank of a layout, and another layout cannot use it.
+    # A generator's state belongs to one rank of one layout; another layout cannot use it.
     names[after - 1] = {(kind, name) for kind, name in pairs if not name.startswith(PREFIX)}
     return _show(case, golden, by_rank, names, saved)
 
@@ -343,9 +352,9 @@ def _show(
 def resume(
     state: TrainingState, checkpoint: Path, layout: str, device: torch.device
 ) -> tuple[dict[str, Any], list[LocalShard]]:
-    """Load a checkpoint into a state; return its facts, and the generators' states as they were before.
+    """Load a checkpoint into a state. Return its facts, and the generators' states before the load.
 
-    Raises: FormatError. Collective: all ranks.
+    Raises: FormatError on all ranks if the checkpoint does not fit on any rank. Collective: all ranks.
     """
     rank = dist.get_rank()
     facts = dict(read_facts(checkpoint))
@@ -364,7 +373,7 @@ def resume(
         problem = str(error)
     problems: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    if any(problems):  # on every rank, so that none goes on alone
+    if any(problems):  # every rank raises, so that none continues alone
         raise FormatError(f"{checkpoint}: {next(filter(None, problems))}")
     if states:
         write_generators(states, device)
@@ -374,5 +383,5 @@ def resume(
 
 
 def _read_bits(path: Path) -> list[tuple[Key, int | None]]:
-    """Return what a rank has observed after the save, with the hashes of its bits."""
+    """Return the keys of the tensors that a rank observed after the save, with the hashes of their bits."""
     return [((step, kind, name), bits) for step, kind, name, bits in json.loads(path.read_text())]

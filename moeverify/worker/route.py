@@ -1,7 +1,7 @@
-"""On every rank: run one batch through a case, and follow its tokens through a MoE layer.
+"""Route job: run one batch of a case and follow its tokens through a MoE layer.
 
-Where a token is computed is not derived from the layout but read off the experts' inputs: a row that an expert gets
-is, bit for bit, the hidden vector of a token, so its hash says which.
+The rank that computes a token is read off the experts' inputs and not derived from the layout. An expert's
+input row equals the hidden vector of its token bit for bit, so a hash of the row identifies the token.
 
 Letters: N tokens of this rank, k choices, M rows that this rank's experts compute, H hidden.
 """
@@ -42,12 +42,12 @@ from moeverify.train.state import TrainingState
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.moe$")
 Key = tuple[int, str]
-"""An expert, and the hash of a hidden vector."""
+"""(expert, hash of a hidden vector)."""
 
 
 @dataclass(frozen=True)
 class _Token:
-    """A token that this rank has routed; `routed` (H) float64 is the sum of its experts' weighted outputs."""
+    """A token that this rank routes. `routed` (H) float64 is its combined output."""
 
     row: int
     position: int
@@ -66,7 +66,7 @@ class _Token:
 
 @dataclass
 class _Sighting:
-    """What one rank has seen: its tokens, and the rows that its experts computed with their outputs (H) float64."""
+    """Observations of one rank: its tokens, and its experts' rows with their outputs (H) float64."""
 
     tokens: list[_Token] = field(default_factory=list)
     computed: list[Key] = field(default_factory=list)
@@ -78,12 +78,12 @@ class _Sighting:
 def follow_case(
     case: Case, device: torch.device, *, layer: int, step: int, num_shown: int, fault: str | None
 ) -> RouteResult | None:
-    """Return on rank 0 what the batch of a step did in a layer; None on the other ranks.
+    """Return on rank 0 the routes of the batch of `step` in a layer; None on the other ranks.
 
-    The steps before are trained. Collective: all ranks of the default process group, which has as many ranks as the
-    layout.
+    The steps before `step` are trained. Collective: all ranks of the default process group, which has as
+    many ranks as the layout.
     """
-    # They run a forward again, or hide the modules, and do not change the routing.
+    # These options run a forward twice or hide modules from hooks. They do not change the routing.
     layout = case.layout.model_copy(update={"compile": "none", "graphs": "none", "recompute": False})
     with injected(fault):
         program = assemble_parallel(case.recipe, layout, build_meshes(layout, device.type), device)
@@ -106,18 +106,18 @@ def follow_case(
 
 
 class _Unobserved:
-    """An observer that keeps nothing."""
+    """Observer that discards everything."""
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Take a tensor and keep nothing of it."""
+        """Do nothing."""
 
     def begin_step(self, step: int) -> None:
-        """Hear that a step begins."""
+        """Do nothing."""
 
 
 @dataclass
 class _Calls:
-    """The calls of one layer's dispatcher and of its experts in the forward passes of a step, in their order."""
+    """Calls of one layer's dispatcher and experts in the forward passes of a step, in order."""
 
     router: RouterView
     experts: Experts
@@ -127,7 +127,7 @@ class _Calls:
 
 
 def _watch(program: Program, layer: int, ep_coordinate: int) -> _Calls | None:
-    """Record the calls of a layer's dispatcher and experts; None if this rank has no part of the layer."""
+    """Record the calls of a layer's dispatcher and experts. None if this rank has no part of the layer."""
     for name, module in program.model.named_modules():
         found = _LAYER.search(logical_name(name))
         if found is None or int(found[1]) != layer or not isinstance(module, MoE):
@@ -146,7 +146,7 @@ def _watch(program: Program, layer: int, ep_coordinate: int) -> _Calls | None:
 
 
 def _list_experts(calls: _Calls, num_here: int) -> Sequence[int]:
-    """Return the number in the model of each of the experts that are stacked on this rank."""
+    """Return the model's index of each expert that is stacked on this rank."""
     if calls.experts.row_blocks:
         blocks = sorted(calls.experts.row_blocks, key=lambda block: block.start)
         return [index for block in blocks for index in block.indices]
@@ -156,7 +156,7 @@ def _list_experts(calls: _Calls, num_here: int) -> Sequence[int]:
 
 
 class _WatchedDispatcher:
-    """A dispatcher that notes its inputs and its output."""
+    """Dispatcher wrapper that records inputs and outputs."""
 
     def __init__(self, dispatcher: Dispatcher, calls: _Calls) -> None:
         self._dispatcher = dispatcher
@@ -169,7 +169,7 @@ class _WatchedDispatcher:
 
 
 def _note_tokens(seen: _Sighting, calls: _Calls, batches: Sequence[Batch]) -> None:
-    """Note each token that this rank has routed, in the order of its micro-batches."""
+    """Record each token that this rank routed, in the order of its micro-batches."""
     for batch, (x, ids, weights, routed) in zip(batches, calls.dispatched, strict=True):
         seen.epsilon = torch.finfo(x.dtype).eps
         positions = calls.router.positions(batch.share.positions)
@@ -195,7 +195,7 @@ def _note_tokens(seen: _Sighting, calls: _Calls, batches: Sequence[Batch]) -> No
 
 
 def _note_rows(seen: _Sighting, calls: _Calls) -> None:
-    """Record each row that an expert of this rank has computed; the padding of a buffer comes after these."""
+    """Record each row that an expert of this rank computed. Rows beyond the counts are buffer padding."""
     for x, counts, output in calls.computed:
         experts = _list_experts(calls, len(counts))
         numbers = [
@@ -213,7 +213,7 @@ def _hash(vector: Tensor) -> str:
 
 
 def _share_outputs(seen: _Sighting, num_shown: int, *, has_whole_experts: bool) -> None:
-    """Keep the outputs of the tokens that a rank shows; none if a rank's outputs are parts of sums."""
+    """Keep the outputs of tokens that some rank shows; none if outputs are partial sums (expert TP)."""
     wanted: list[set[Key]] = [set()] * dist.get_world_size()
     shown = seen.tokens[:num_shown]
     mine = {(expert, token.hash) for token in shown for expert in token.experts}
@@ -225,13 +225,13 @@ def _share_outputs(seen: _Sighting, num_shown: int, *, has_whole_experts: bool) 
 
 
 def _merge(case: Case, ranks: Sequence[_Sighting], layer: int, step: int, num_shown: int) -> RouteResult:
-    """Return the way of all tokens, joined from the records of the ranks."""
+    """Join the records of all ranks into the routes of all tokens."""
     sparse, moe = MeshPlan.of(case.layout).sparse, case.recipe.model.moe
     assert moe is not None
     etp = [sparse.coordinates(rank)["etp"] for rank in range(len(ranks))]
     groups = {rank: set(group) for group in sparse.groups("ep") for rank in group}
     owned = _list_once(ranks)
-    # Ranks that divide the hidden units of an expert compute the same rows: each must have every copy once.
+    # Ranks that shard an expert's hidden units compute the same rows: each must compute every copy once.
     matches = [
         _match(owned, {rank: seen.computed for rank, seen in enumerate(ranks) if etp[rank] == place}, groups)
         for place in sorted(set(etp))
@@ -277,7 +277,7 @@ def _merge(case: Case, ranks: Sequence[_Sighting], layer: int, step: int, num_sh
 
 
 def _list_once(ranks: Sequence[_Sighting]) -> dict[int, list[_Token]]:
-    """Return the tokens by rank, each token of the batch once: ranks of tp may route the same tokens."""
+    """Return the tokens by rank, each token of the batch once: several TP ranks may route the same token."""
     known: set[tuple[int, int]] = set()
     owned: dict[int, list[_Token]] = {}
     for rank, seen in enumerate(ranks):
@@ -287,15 +287,15 @@ def _list_once(ranks: Sequence[_Sighting]) -> dict[int, list[_Token]]:
 
 
 _Routes = list[tuple[int, _Token, int, int | None]]
-"""The rank of a token, the token, an expert that it chose, and the rank that computed it."""
+"""List of (rank of the token, token, expert that it chose, rank that computed it or None)."""
 
 
 def _match(
     owned: dict[int, list[_Token]], computed: dict[int, list[Key]], groups: dict[int, set[int]]
 ) -> tuple[_Routes, int]:
-    """Return where each copy was computed, and how many rows were computed that no copy accounts for.
+    """Return the route of each copy, and the number of computed rows that match no copy.
 
-    If hidden vectors are equal, a rank of the token's own ep group is preferred.
+    If hidden vectors are equal, a rank of the token's own EP group is preferred.
     """
     at: dict[Key, list[int]] = defaultdict(list)
     for rank, keys in computed.items():
@@ -317,9 +317,10 @@ def _match(
 def _check_combine(
     ranks: Sequence[_Sighting], owned: dict[int, list[_Token]], num_shown: int
 ) -> CombineCheck | None:
-    """Return how far the combined outputs of the tokens that are shown are from the sums of their experts' outputs.
+    """Return the largest error of the shown tokens' combined outputs, relative to its bound.
 
-    The bound of an element is (k + 2) eps sum |w y|: k products, k - 1 sums, and the rounding to the output's dtype.
+    The reference is the weighted sum of the experts' outputs. The bound of an element is (k + 2) eps sum |w
+    y|: k products, k - 1 additions and the rounding to the output's dtype.
     """
     outputs = {key: output for seen in ranks for key, output in seen.outputs.items()}
     epsilon = max(seen.epsilon for seen in ranks)

@@ -1,4 +1,4 @@
-"""Reads a model's modules and captures wrong tensors in one step of a run that is made to find causes."""
+"""Observer that reads modules and captures wrong tensors in one step of a diagnosis rerun."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moeverify.train.module_taps import Tap
 
 
 class StepTap:
-    """An observer that captures, and that opens a tap on the model for one step.
+    """Observer that captures tensors and opens a tap on the model for one step.
 
-    `num_before` is how many collectives had been issued before that step, by `count`.
+    `num_before` is the value of `count`, the number of collectives issued, at the begin of that step.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class StepTap:
         self._context: Any = None
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Capture; see `moeverify.layout.observer.Observer`."""
+        """Capture a tensor; see `moeverify.layout.observer.Observer`."""
         self._capture.observe(step, kind, name, local, region)
 
     def begin_step(self, step: int) -> None:
-        """Open the tap before the step of interest, close it after."""
+        """Open the tap at the begin of the step of interest and close it at the next step."""
         if step == self._step:
             self.num_before = self._count()
             self._context = self._tap.reading()

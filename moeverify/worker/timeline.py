@@ -1,4 +1,4 @@
-"""The collectives of one step on one rank with their modules, and the timelines of all ranks joined."""
+"""Timeline of one step's collectives and their modules, on one rank and joined over all ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from moeverify.results.timeline import CollectiveKind, TimedCollective, Timeline
 from moeverify.results.trace import CollectiveRecord
 
 MOST_IN_ALL = 4000
-"""Most collectives of all ranks together that a result keeps: about 150 kB of JSON."""
+"""Maximum number of collectives, over all ranks, that a result keeps: about 150 kB of JSON."""
 
 Spans = Mapping[tuple[str, str], Sequence[tuple[int, int]]]
-"""By (direction, module): the numbers of the collectives before and at the end of each pass."""
+"""Maps (direction, module) to (collectives issued before, collectives issued at the end) of each pass."""
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank's collectives of a step, each with its kind; `num_issued` counts those that are not kept too."""
+    """Collectives of one rank in a step, each with its kind.
+
+    `num_issued` also counts the collectives that are not kept.
+    """
 
     collectives: Sequence[tuple[CollectiveKind, CollectiveRecord]]
     num_issued: int
 
 
 def note_timeline(case: Case, records: Sequence[CollectiveRecord], spans: Spans) -> RankTimeline:
-    """Return the timeline of this rank in the step of the records."""
+    """Return the timeline of this rank for the records of a step."""
     places: dict[int, tuple[str, str]] = {}
-    # From the outer modules to the inner ones: the last that is written is the innermost.
+    # Outer modules come first, so that inner modules overwrite them.
     for (direction, module), passes in sorted(spans.items(), key=lambda item: len(item[0][1])):
         for begin, end in passes:
             places.update(dict.fromkeys(range(begin + 1, end + 1), (direction, module)))
@@ -47,7 +50,7 @@ def _name_kind(case: Case, record: CollectiveRecord, place: tuple[str, str] | No
 
 
 def join_timelines(step: int, by_rank: Sequence[RankTimeline]) -> Timeline | None:
-    """Return the timeline of all ranks; None where no rank issued anything."""
+    """Return the timeline of all ranks, with times relative to the first; None without collectives."""
     starts = [record.started or 0.0 for each in by_rank for _, record in each.collectives]
     if not starts:
         return None

@@ -1,4 +1,4 @@
-"""On every rank: train a case under its layout, compare, gather what was seen, and judge it on rank 0."""
+"""Verify job: train a case under its layout, compare with the golden, gather and judge on rank 0."""
 
 from __future__ import annotations
 
@@ -68,17 +68,20 @@ def verify_case(
     explain_seconds: float = 60.0,
     operators: Path | None = None,
 ) -> VerifyResult | None:
-    """Return on rank 0 what the checks say, with the causes; None on the other ranks.
+    """Return on rank 0 the verdicts of the checks and the causes of findings; None on the other ranks.
 
-    The findings are reported before their causes are searched, so that the verdict is kept if ranks are lost in the
-    second run, which a diagnosis needs; `extend` then asks for more time. They are reported with the causes that
-    hypotheses find before the ranks record a further run, and with the first wrong place before changes of it are
-    tried. `admit` gets the meshes before they are used. `operators` is the file for the operators of both sides,
-    if they are to be kept. Units: `explain_seconds` in seconds, for the search for the first wrong operation.
+    `report` gets intermediate results, so that the verdict survives a loss of ranks in later runs:
+
+    - the findings, before the second run that the diagnosis needs; `extend` then asks for more time;
+    - the findings with the causes of the hypotheses, before the ranks record a further run;
+    - the first wrong place, before repairs are tried.
+
+    `admit` gets the meshes before they are used. `operators` is the file to write the operators of both
+    sides to. `explain_seconds` limits the search for the first wrong operation, in seconds; 0 disables it.
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
     with injected(fault):
-        # Made once: groups keep no state that differs between runs, and creating them is expensive.
+        # Made once and reused: creating groups is expensive, and they keep no state between runs.
         meshes = build_meshes(case.layout, device.type)
         admit([meshes.data, meshes.dense, meshes.sparse, meshes.loss])
         assemble_program = Assembly(case, device, meshes)
@@ -89,13 +92,13 @@ def verify_case(
         extend()
         assemble = assemble_program.without_graphs()
         evidence = gather_evidence(case, golden, judgement, assemble, trace)
-    # The fault is undone here, so that one device computes the right values.
+    # The fault is undone at this point, so that the single device computes the right values.
     explained = None
     if observed is not None:
         findings = explain_findings(case, golden, observed.judgement, evidence, device)
         explained = _Explained(observed, findings, None if evidence is None else evidence.timeline)
         if findings:
-            report(explained.make(Found()))  # the other ranks wait until this is done
+            report(explained.make(Found()))  # the other ranks wait meanwhile
     recorded = _record(case, golden, judgement, assemble, fault) if explain_seconds else None
     if explained is None:
         return None
@@ -110,7 +113,7 @@ def verify_case(
 def _record(
     case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Assembly, fault: str | None
 ) -> Recorded | None:
-    """Return on rank 0 the programs of all ranks if something differs; None elsewhere.
+    """Record the programs of all ranks if a result differs. Return them on rank 0, None elsewhere.
 
     Collective: all ranks.
     """
@@ -122,7 +125,7 @@ def _record(
 
 
 def name_source(finding: Finding) -> Finding:
-    """Return a finding whose explanations of initial values say where the right ones come from."""
+    """Return a finding whose explanations of initial values name the source of the right values."""
     source = finding.facts.source if isinstance(finding.facts, ComparedFacts) else None
     if source is None or finding.explanation is None:
         return finding
@@ -155,46 +158,46 @@ def _make_result(
 
 @dataclass(frozen=True)
 class _Explained:
-    """The results of a case on rank 0, with the causes that hypotheses give its findings."""
+    """Results of a case on rank 0, with the causes that the hypotheses give to its findings."""
 
     observed: _Observed
     findings: Sequence[Finding]
     timeline: Timeline | None
 
     def make(self, found: Found) -> VerifyResult:
-        """Return the result of the case with the first wrong operations that were found."""
+        """Return the result of the case with culprits attached."""
         findings = [name_source(finding) for finding in lead_with(self.findings, found)]
         return _make_result(self.observed, findings, self.timeline, found.operators)
 
     def tell_by(self, report: Callable[[VerifyResult], None]) -> Callable[[Found], None]:
-        """Return a function that reports the result with the operations that were found."""
+        """Return a function that reports the result with the culprits found so far."""
         return lambda found: report(self.make(found))
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes a new program of this rank for each run of a case, over the same meshes."""
+    """Factory of new programs of this rank, one for each run of a case, over the same meshes."""
 
     case: Case
     device: torch.device
     meshes: Meshes
 
     def without_graphs(self) -> Assembly:
-        """Return an assembly for a diagnosis, whose modules hooks can observe."""
+        """Return an assembly without CUDA graphs, whose modules hooks can observe."""
         layout = self.case.layout.model_copy(update={"graphs": "none"})
         return replace(self, case=self.case.model_copy(update={"layout": layout}))
 
     def __call__(self) -> Program:
-        gc.collect()  # reference cycles would keep the model of the last run alive
+        gc.collect()  # reference cycles would keep the previous run's model alive
         return assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
 
 
 @dataclass(frozen=True)
 class _Observed:
-    """The results of a case on rank 0.
+    """Results of a case on rank 0.
 
-    `losses`, `gradient_norms` and `learning_rates` are (golden, layout) of each step, `load` is that of the experts.
-    `errors` are those of all tensors, where something differs.
+    `losses`, `gradient_norms` and `learning_rates` are (golden, layout) pairs, one for each step. `load` is
+    the load of the experts. `errors` has the errors of all tensors, if something differs.
     """
 
     judgement: Judgement
@@ -208,7 +211,7 @@ class _Observed:
 def _observe(
     case: Case, golden: StoredGolden, assemble_program: Assembly, trace: CollectiveTrace
 ) -> _Observed | None:
-    """Train under the layout and compare; return the judgement on rank 0, None elsewhere."""
+    """Train under the layout and compare. Return the judgement on rank 0, None elsewhere."""
     checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
     comparison = Comparison(golden)
     entries: list[Entry] = []
@@ -260,7 +263,7 @@ def _train(
     watches: Sequence[Watch[Any]] = (),
     num_steps: int | None = None,
 ) -> list[float]:
-    """Train with the golden as reference for ranks that stop at a `Tra()` in the user's code."""
+    """Train with the golden as the reference for ranks that stop at a `Tra()` in the user's code."""
     reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
     watches = [*watches, reference]
     return train_observed(
@@ -269,8 +272,8 @@ def _train(
 
 
 def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[tuple[str, str]]]:
-    """Return what the golden holds at these steps and a run under a layout must show too."""
-    # Under a replay the ids are those of the golden, and the tokens with another own choice are shown.
+    """Return the (kind, name) pairs in the golden that a run under a layout must show, by step."""
+    # With replayed routing the ids are the golden's; tokens that would choose otherwise are shown separately.
     unshown = UNCOMPARED_KINDS | ({Kind.ROUTER_IDS} if replays_routing(case.recipe) else set())
     names: dict[int, set[tuple[str, str]]] = {}
     for step in steps:
@@ -280,7 +283,7 @@ def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[
 
 
 def list_numbers(by_rank: Sequence[Sequence[Entry]], kind: Kind) -> list[tuple[float, float]]:
-    """Return (golden, layout) of each step's total of a kind, such as the loss, as the first rank reports it."""
+    """Return (golden, layout) of each step's total of a kind, such as the loss, from the first rank."""
     found: dict[int, tuple[float, float]] = {}
     for entries in by_rank:
         for entry in entries:
@@ -290,9 +293,9 @@ def list_numbers(by_rank: Sequence[Sequence[Entry]], kind: Kind) -> list[tuple[f
 
 
 def judge_all(checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Reports]) -> Judgement:
-    """Return the verdicts of all checks that apply, on rank 0.
+    """Return the verdicts of all checks that apply. Rank 0 only.
 
-    `reports` are what the checks have noted on each rank, by name.
+    `reports` has the reports of each rank, by the name of the check.
     """
     return _conclude(shown.case, _judge_each(checks, shown, reports))
 

@@ -21,7 +21,7 @@ _LEAVING = ("q", "quit", "exit")
 class Attachment:
     """One interactive session.
 
-    `find_next_stop` finds the rank's next stop; `ask_quit` asks what `q` means.
+    `find_next_stop` finds the rank's next stop. `ask_quit` asks how to interpret `q`.
     """
 
     def __init__(

@@ -169,7 +169,7 @@ class Shell:
             self._quit()
 
     def _ask_quit(self) -> bool:
-        """Ask what q means, do it, and return whether to leave the current prompt."""
+        """Ask how to interpret `q`, do it, and return whether to leave the current prompt."""
         stopped = self._registry.find()
         self._terminal.show(
             f"q: what is meant?  d: leave, ranks stay stopped  c: continue all of the {len(stopped)} stopped"

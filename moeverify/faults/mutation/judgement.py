@@ -37,7 +37,7 @@ _MOVING = ("reorder", "off-by-one", "chunk-order", "stale", "other-dim")
 
 
 def judge(mutant: Mutant, case: Case, finding: Finding) -> Judgement:
-    """Return whether the first finding of a mutant points at it, and whether its cause is a right one."""
+    """Return whether the first finding of a mutant points at it, and whether its cause is right."""
     verdict, because = _judge_cause(mutant, case, finding)
     located = _locates(mutant, case, finding)
     # A right cause implies a right place.

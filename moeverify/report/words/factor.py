@@ -144,7 +144,7 @@ def describe_amount(factor: Factor) -> str:
 
 
 def describe_sources(factor: Factor) -> str:
-    """Return what the factor equals, `2 = ep`, or nothing where it is that of no product."""
+    """Return the products that equal the factor, `2 = ep`, or an empty string."""
     if not factor.equals:
         return ""
     value = format_factor(factor.value**factor.power)

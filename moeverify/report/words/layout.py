@@ -1,4 +1,4 @@
-"""Words for values that stand in the order of another layout."""
+"""Sentences about values in the order of another layout."""
 
 from __future__ import annotations
 

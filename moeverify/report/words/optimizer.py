@@ -12,7 +12,7 @@ Said = tuple[str, tuple[str, ...]]
 
 
 def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
-    """Return how a result of the optimizer was made otherwise, as far as that is known, and what was seen."""
+    """Return the deviation of an optimizer's result from the recomputed one, with evidence."""
     quantity = "the update" if finding.kind == Kind.UPDATE else finding.tensor.rpartition(".")[2]
     wrong = facts.wrong_terms
     if facts.is_rounding_sure:
@@ -38,7 +38,7 @@ def describe_recomputed(facts: RecomputedFacts, finding: Finding) -> Said:
 
 
 def _describe_term(term: TermFacts, facts: RecomputedFacts) -> str:
-    """Return how the coefficient of a term deviates."""
+    """Return the deviation of a term's coefficient."""
     if term.factor is None:
         return f"{term.name} is there, and the options have none"
     if term.power_of_two is not None:
@@ -51,7 +51,7 @@ def _describe_term(term: TermFacts, facts: RecomputedFacts) -> str:
 
 
 def _describe_whole(factor: float, quantity: str) -> Said:
-    """Return that all terms are there by one factor."""
+    """Return that all terms are multiplied by one factor."""
     is_share = quantity == "the update" and 0.0 < factor < 1.0
     how = f", as where {1.0 - factor:.4g} of the new weight is the old one" if is_share else ""
     evidence = "with that factor it is what the rank's own gradient, moments and options give"

@@ -1,4 +1,4 @@
-"""Sentences about wrong reductions, counts and loss terms."""
+"""Sentences about wrong reductions, counts and placements."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from moeverify.results.operation import (
     Misplaced,
     Unreduced,
 )
-
-# By part and way of a loss term; what stands in the place of the experts' probabilities, or of what is counted.
 
 
 def describe_unheld(operation: Unreduced, total: str) -> str:

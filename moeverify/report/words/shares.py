@@ -18,7 +18,7 @@ _OWN_TOKENS: Mapping[OwnTokens, str] = {
 
 
 def describe_weights(operation: Scaled) -> str:
-    """Return how the weights of the batch's shares are made, where that is known."""
+    """Return the rule for the weights of the batch's shares, if it is known."""
     terms = [term for term in dict.fromkeys(each.part.term for each in operation.contributions) if term]
     about = f" in the {' and the '.join(terms)} loss" if terms else ""
     scale = "" if operation.means_factor is None else f", {describe_factor(operation.means_factor)}"

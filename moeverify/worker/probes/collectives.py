@@ -1,4 +1,4 @@
-"""Probes of collectives, on all ranks of a job; each tries what is known to go wrong somewhere."""
+"""Probes of collectives, run on all ranks of a job. Each tries an operation with a known bug somewhere."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PREMUL_SUM = getattr(dist, "_make_nccl_premul_sum")  # noqa: B009 - exported, a
 
 
 def _agree(is_right: bool) -> bool:
-    """Return whether it is so on every rank."""
+    """Return whether the condition holds on every rank. Collective."""
     answers: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(answers, is_right)
     return all(answers)
 
 
 def _attempt(work: Callable[[], Tensor], expected: Tensor) -> Answer:
-    """Return whether some work gives what is expected on every rank, or what it raised."""
+    """Return whether `work` returns the expected tensor on every rank, or the error that it raised."""
     try:
         actual = work()
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -32,7 +32,7 @@ def _attempt(work: Callable[[], Tensor], expected: Tensor) -> Answer:
 
 
 def _join(by_dtype: Mapping[torch.dtype, Answer]) -> Answer:
-    """Return one answer for several dtypes: those in which it is right, or those in which it is not."""
+    """Return one answer for several dtypes, with the dtypes that fail."""
     named = {str(dtype).removeprefix("torch."): answer for dtype, answer in by_dtype.items()}
     wrong = tuple(
         f"{name} {answer.error or answer.outcome}"
@@ -43,7 +43,7 @@ def _join(by_dtype: Mapping[torch.dtype, Answer]) -> Answer:
 
 
 def probe_sums(context: RankContext) -> Answer:
-    """Sum contiguous tensors of every dtype that is used."""
+    """All-reduce contiguous tensors of every dtype in use."""
     answers = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
         mine = torch.arange(24, device=context.device).to(dtype) + context.rank
@@ -58,7 +58,7 @@ def probe_sums(context: RankContext) -> Answer:
 
 
 def probe_average(context: RankContext) -> Answer:
-    """Average by reduce_scatter, as FSDP2 does."""
+    """Average with reduce-scatter, as FSDP2 does."""
     mine = torch.arange(4.0, device=context.device) + 2 * context.rank
     part = torch.empty(2, device=context.device)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -92,7 +92,7 @@ def probe_all_to_all(context: RankContext) -> Answer:
 
 
 def probe_strided(context: RankContext) -> Answer:
-    """Sum a view of every other element."""
+    """All-reduce a view of every other element."""
     mine = torch.arange(8.0, device=context.device)
     view = mine[::2]
     expected = torch.arange(8.0, device=context.device)
@@ -106,7 +106,7 @@ def probe_strided(context: RankContext) -> Answer:
 
 
 def probe_layouts(context: RankContext) -> Answer:
-    """Sum a gradient that has its rows in memory on one rank and its columns on the other."""
+    """All-reduce a gradient that is row-major on one rank and column-major on the other."""
     values = torch.arange(6.0, device=context.device).view(2, 3)
     mine = values.clone() if context.rank == 0 else values.t().contiguous().t()
 
@@ -118,7 +118,7 @@ def probe_layouts(context: RankContext) -> Answer:
 
 
 def probe_scatter_layouts(context: RankContext) -> Answer:
-    """Sum and scatter a 4-d tensor whose channels lie last in memory, as a gradient on a GPU may come."""
+    """Reduce-scatter a 4-d tensor in channels-last memory format, as gradients on a GPU may have."""
     values = torch.arange(48.0, device=context.device).view(4, 3, 2, 2) * (1 + context.rank)
     part = torch.empty(2, 3, 2, 2, device=context.device)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -132,7 +132,7 @@ def probe_scatter_layouts(context: RankContext) -> Answer:
 
 
 def probe_gather_backward(context: RankContext) -> Answer:
-    """Differentiate a gather whose results are used transposed."""
+    """Differentiate an all-gather whose results are used transposed."""
     mine = torch.zeros(2, 3, requires_grad=True)
     weight = torch.arange(6.0).view(3, 2)
 
@@ -146,7 +146,7 @@ def probe_gather_backward(context: RankContext) -> Answer:
 
 
 def probe_premultiplied(context: RankContext) -> Answer:
-    """Sum with a factor, which FSDP2 uses for a divisor of its own."""
+    """All-reduce with a factor, which FSDP2 uses for a custom divisor."""
     mine = torch.ones(4, device=context.device)
 
     def total() -> Tensor:

@@ -1,6 +1,6 @@
-"""What runs on the ranks of `moeverify doctor`: one probe a job.
+"""Worker of `moeverify doctor`: runs one probe per job.
 
-Run as `python -m moeverify.worker.probes.main PLAN` by the launcher, in every rank.
+The launcher runs `python -m moeverify.worker.probes.main PLAN` in every rank.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ PROBES: Mapping[str, Callable[[RankContext], Answer]] = {
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Run one probe; rank 0 returns what it saw."""
+    """Run one probe. Rank 0 returns its answer."""
     return run_probe(context, job, PROBES)
 
 
 def run_probe(
     context: RankContext, job: Job, probes: Mapping[str, Callable[[RankContext], Answer]]
 ) -> dict[str, Any] | None:
-    """Run the probe that a job names, among these; rank 0 returns what it saw."""
+    """Run the probe that a job names, out of `probes`. Rank 0 returns its answer."""
     asked = read_job(job.payload)
     assert isinstance(asked, ProbeJob)
     answer = probes[asked.probe](context)

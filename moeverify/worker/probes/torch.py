@@ -1,4 +1,4 @@
-"""Probes of what torch and optional packages can do on a device."""
+"""Probes of the capabilities of torch and optional packages on a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeverify.results.probe import Answer, Outcome
 
 
 def probe_divide_factor(context: RankContext) -> Answer:
-    """Let FSDP2 divide gradients by 2 where its mesh has one rank."""
+    """Let FSDP2 divide gradients by 2 on a mesh with one rank."""
     ratios = {
         str(dtype).removeprefix("torch."): _divided(context, dtype)
         for dtype in (torch.float64, torch.float32)
@@ -33,7 +33,7 @@ def probe_divide_factor(context: RankContext) -> Answer:
 
 
 def _divided(context: RankContext, dtype: torch.dtype) -> float:
-    """Return how much of the gradient is left."""
+    """Return the remaining fraction of the gradient."""
     model = nn.Linear(2, 1, bias=False, dtype=dtype, device=context.device)
     sharded = fully_shard(model, mesh=init_device_mesh(context.device.type, (1,)))
     assert isinstance(sharded, FSDPModule)
@@ -96,7 +96,7 @@ def probe_triton(context: RankContext) -> Answer:
 
 
 def probe_megablocks(context: RankContext) -> Answer:
-    """Import megablocks as `experts: megablocks` does, with stand-ins for what is not compiled."""
+    """Import megablocks as `experts: megablocks` does, with stand-ins for packages that are not compiled."""
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
         return Answer(outcome=Outcome.ABSENT)
     compiled = [name for name in STAND_INS if importlib.util.find_spec(name) is not None]
@@ -123,7 +123,7 @@ def _version(package: str) -> str:
 
 
 def probe_gpu(context: RankContext) -> Answer:
-    """Name the GPU of the first rank."""
+    """Return the name and memory of the first rank's GPU."""
     found = torch.cuda.get_device_properties(context.device)
     kind = (
         f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
@@ -132,13 +132,13 @@ def probe_gpu(context: RankContext) -> Answer:
 
 
 def probe_peers(context: RankContext) -> Answer:
-    """Ask whether the first two GPUs reach each other's memory."""
+    """Return whether the first two GPUs can access each other's memory."""
     can_access = torch.cuda.can_device_access_peer(0, 1)
     return Answer(outcome=Outcome.RIGHT if can_access else Outcome.ABSENT)
 
 
 def probe_nccl(context: RankContext) -> Answer:
-    """Ask for the version of NCCL."""
+    """Return the version of NCCL."""
     if not dist.is_nccl_available():
         return Answer(outcome=Outcome.ABSENT)
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
