@@ -17,7 +17,7 @@ import torch
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import list_chain, list_group, skip_moves
+from moeverify.explain.chains import list_chain
 from moeverify.explain.compare import is_right, relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
@@ -25,15 +25,12 @@ from moeverify.explain.edits import (
     Edit,
     list_chain_numbers,
     list_edits,
-    list_insertions,
-    list_numbers,
-    list_removals,
 )
+from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.multiples import list_unscaled
 from moeverify.explain.program import Program
-from moeverify.explain.program import list_numbers as list_numbers_of
 from moeverify.explain.proof import Proof
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
@@ -54,15 +51,6 @@ _LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
 
 _AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.BUFFER)
 _MOST_BRANCHES = 2
-_MOST_MADE = 3
-"""Most suspects whose operands are suspected too."""
-
-_MADE_BEFORE = 3
-"""Most operators from such an operand to a suspect."""
-_MOST_NUMBERS = 12
-_MOST_BEFORE = 200
-_MOST_OTHERS = 16
-_LARGEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -94,6 +82,7 @@ class Explainer:
         self._proves = True
         self._on_place: Callable[[list[Cause]], object] | None = None
         self.landmarks = Landmarks(programs, self.one, step)
+        self._further = Further(self.joint, self.one, step)
         self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self._right)
 
     def explain(
@@ -356,7 +345,7 @@ class Explainer:
             return found
         edits = (
             edit
-            for edit in self._list_further(alignment, counterparts, unknown, suspects)
+            for edit in self._further.list_edits(alignment, counterparts, unknown, suspects)
             if not (edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)))
         )
         return self._try(edits, target, unknown, state, end)
@@ -410,83 +399,6 @@ class Explainer:
         rank = cause.ops[0][0]
         return all(map(is_own, self.joint.programs[rank].sites_of(self.joint.op(cause.ops[0]))[:1]))
 
-    def _list_further(
-        self,
-        alignment: Alignment,
-        counterparts: Counterparts,
-        unknown: Sequence[At],
-        suspects: Sequence[tuple[At, ...]],
-    ) -> Iterator[Edit]:
-        """Yield edits whose own results cannot be compared with the single device; later results decide."""
-        for ops in suspects:
-            yield from list_removals(alignment, ops)
-        for group in self._list_makers(alignment, suspects):
-            yield from list_edits(alignment, self.one, counterparts, group)
-        later: list[Edit] = []
-        known = {at for ops in suspects for at in ops}
-        for group in _group(alignment, [at for at in unknown if at not in known]):
-            for edit in list_edits(alignment, self.one, counterparts, group):
-                if edit.kind in ("operand", "share", "total"):
-                    yield edit
-                elif edit.kind == "number":
-                    later.append(edit)
-        for ops in suspects:
-            for each in list_chain(self.joint, [at for op in ops[:1] for at in self.joint.reads(op)]):
-                group = list_group(alignment, each)
-                yield from list_removals(alignment, group, depth=3)
-                yield from list_numbers(alignment, group, self._list_numbers(each))
-        yield from later
-        for group in _group(alignment, unknown):
-            others = self._list_others(alignment, group[0])
-            yield from list_insertions(alignment, group, others)
-
-    def _list_makers(
-        self, alignment: Alignment, suspects: Sequence[tuple[At, ...]]
-    ) -> Iterator[tuple[At, ...]]:
-        """Yield operators whose known results suspects take: x + x is a multiple of x, but may be wrong for x * y."""
-        front = [ops[0] for ops in suspects[:_MOST_MADE]]
-        seen = set(front)
-        for _ in range(_MADE_BEFORE):
-            reads = [at for op in front for at in self.joint.reads(op) if self.joint.value(at).is_floating]
-            makers = dict.fromkeys(self.joint.maker(skip_moves(self.joint, at)) for at in reads)
-            front = [op for op in makers if op not in seen and self._is_computed(op)]
-            seen.update(front)
-            yield from (list_group(alignment, op) for op in front)
-
-    def _is_computed(self, op: At) -> bool:
-        recorded = self.joint.op(op)
-        return recorded.step == self.step and recorded.meeting is None and bool(list(recorded.reads()))
-
-    def _list_others(self, alignment: Alignment, op: At) -> list[At]:
-        """Return known values that the module of an operator computed before it."""
-        program, rank = self.joint.programs[op[0]], op[0]
-        recorded = self.joint.op(op)
-        found: dict[At, None] = {}
-        for other in program.ops[max(0, op[1] - _MOST_BEFORE) : op[1]]:
-            if other.module.startswith(recorded.module) and other.step == recorded.step:
-                for number in other.results:
-                    at = (rank, number)
-                    if (
-                        alignment.tells(at)
-                        and alignment.find(at) is not None
-                        and not self.joint.value(at).label
-                    ):
-                        found[at] = None
-        return list(found)[-_MOST_OTHERS:]
-
-    def _list_numbers(self, op: At) -> list[float]:
-        """Return the numbers in the operators of the function that calls an operator."""
-        program, sites = self.joint.programs[op[0]], self.joint.op(op).sites
-        found: dict[float, None] = {}
-        for other in program.ops:
-            if (
-                other.sites
-                and sites
-                and (other.sites[0].file, other.sites[0].function) == (sites[0].file, sites[0].function)
-            ):
-                found |= dict.fromkeys(each for each in list_numbers_of(other.args) if abs(each) < _LARGEST)
-        return list(found)[:_MOST_NUMBERS]
-
     def _list_suspects(self, stretch: _Stretch) -> Iterator[tuple[At, ...]]:
         """Yield operators of a stretch with right operands and wrong results, grouped by place.
 
@@ -519,14 +431,3 @@ def _order(target: Target) -> int:
     if kind in _AFTER_STEP:
         return len(_LATER_KINDS) + 1
     return _LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0
-
-
-def _group(alignment: Alignment, ops: Sequence[At]) -> Iterator[tuple[At, ...]]:
-    """Yield operators grouped by their place in the program, in program order."""
-    inside = set(ops)
-    seen: set[At] = set()
-    for at in ops:
-        if at not in seen and alignment.joint.op(at).results:
-            group = list_group(alignment, at, inside)
-            seen.update(group)
-            yield group

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 SEEDS = range(1000, 1025)
 LENGTH = 14
-LOCATED = 0.8
+LOCATED = 0.9
 """Share of mutations whose line comes first. Others are known to lie between right inputs and a wrong result."""
 
 

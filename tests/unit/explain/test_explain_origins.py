@@ -132,3 +132,32 @@ def test_a_number_of_another_line_proves_nothing_while_results_are_wrong() -> No
         culprit.mechanism == "number" and culprit.proved
         for culprit in explain_call(ranks, one, x=make(8, 3), ids=ids)
     )
+
+
+def test_an_operand_with_another_factor_is_wrong_where_it_is_scaled() -> None:
+    def ranks(x: Tensor, y: Tensor) -> Tensor:
+        scaled = x.tanh() * 0.9
+        return torch.stack([scaled, y]).sum(0).sin()
+
+    def one(x: Tensor, y: Tensor) -> Tensor:
+        return (x.tanh() * 0.4 + y).sin()
+
+    (culprit,) = explain_call(ranks, one, x=make(6, 5), y=make(6, 5, seed=1))
+    assert culprit.mechanism == "scale"
+    assert culprit.proved
+    assert read(culprit.here) == "x.tanh() * 0.9"
+
+
+def test_an_operator_whose_result_is_a_multiple_by_chance_is_suspected_too() -> None:
+    def ranks(x: Tensor) -> Tensor:
+        wide = x.tanh()
+        return ((wide + wide) * 1.5).sin()
+
+    def one(x: Tensor) -> Tensor:
+        wide = x.tanh()
+        return (wide * wide * 1.5).sin()
+
+    culprit, *_ = explain_call(ranks, one, x=make(6, 5))
+    assert culprit.mechanism == "operator"
+    assert culprit.proved
+    assert read(culprit.here) == "wide + wide"

@@ -1,0 +1,117 @@
+"""Edits further away from suspects, whose own results cannot be compared with one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.chains import list_chain, list_group, skip_moves
+from moeverify.explain.counterparts import Counterparts, OneDevice
+from moeverify.explain.edits import Edit, list_edits, list_insertions, list_numbers, list_removals
+from moeverify.explain.joint import At, Joint
+from moeverify.explain.program import list_numbers as list_numbers_of
+
+_MOST_MADE = 3
+"""Most suspects whose operands are suspected too."""
+
+_MADE_BEFORE = 3
+"""Most operators from such an operand to a suspect."""
+_MOST_NUMBERS = 12
+_MOST_BEFORE = 200
+_MOST_OTHERS = 16
+_LARGEST = 1e6
+
+
+class Further:
+    """Lists edits of operators that suspects depend on. `step` is the explained one."""
+
+    def __init__(self, joint: Joint, one: OneDevice, step: int) -> None:
+        self._joint, self._one, self._step = joint, one, step
+
+    def list_edits(
+        self,
+        alignment: Alignment,
+        counterparts: Counterparts,
+        unknown: Sequence[At],
+        suspects: Sequence[tuple[At, ...]],
+    ) -> Iterator[Edit]:
+        """Yield edits whose own results cannot be compared with the single device; later results decide."""
+        for ops in suspects:
+            yield from list_removals(alignment, ops)
+        for group in self._list_makers(alignment, suspects):
+            yield from list_edits(alignment, self._one, counterparts, group)
+        later: list[Edit] = []
+        known = {at for ops in suspects for at in ops}
+        for group in _group(alignment, [at for at in unknown if at not in known]):
+            for edit in list_edits(alignment, self._one, counterparts, group):
+                if edit.kind in ("operand", "share", "total"):
+                    yield edit
+                elif edit.kind == "number":
+                    later.append(edit)
+        for ops in suspects:
+            for each in list_chain(self._joint, [at for op in ops[:1] for at in self._joint.reads(op)]):
+                group = list_group(alignment, each)
+                yield from list_removals(alignment, group, depth=3)
+                yield from list_numbers(alignment, group, self._list_numbers(each))
+        yield from later
+        for group in _group(alignment, unknown):
+            others = self._list_others(alignment, group[0])
+            yield from list_insertions(alignment, group, others)
+
+    def _list_makers(
+        self, alignment: Alignment, suspects: Sequence[tuple[At, ...]]
+    ) -> Iterator[tuple[At, ...]]:
+        """Yield operators whose known results suspects take: x + x is a multiple of x, but may be wrong for x * y."""
+        front = [ops[0] for ops in suspects[:_MOST_MADE]]
+        seen = set(front)
+        for _ in range(_MADE_BEFORE):
+            reads = [at for op in front for at in self._joint.reads(op) if self._joint.value(at).is_floating]
+            makers = dict.fromkeys(self._joint.maker(skip_moves(self._joint, at)) for at in reads)
+            front = [op for op in makers if op not in seen and self._is_computed(op)]
+            seen.update(front)
+            yield from (list_group(alignment, op) for op in front)
+
+    def _is_computed(self, op: At) -> bool:
+        recorded = self._joint.op(op)
+        return recorded.step == self._step and recorded.meeting is None and bool(list(recorded.reads()))
+
+    def _list_others(self, alignment: Alignment, op: At) -> list[At]:
+        """Return known values that the module of an operator computed before it."""
+        program, rank = self._joint.programs[op[0]], op[0]
+        recorded = self._joint.op(op)
+        found: dict[At, None] = {}
+        for other in program.ops[max(0, op[1] - _MOST_BEFORE) : op[1]]:
+            if other.module.startswith(recorded.module) and other.step == recorded.step:
+                for number in other.results:
+                    at = (rank, number)
+                    if (
+                        alignment.tells(at)
+                        and alignment.find(at) is not None
+                        and not self._joint.value(at).label
+                    ):
+                        found[at] = None
+        return list(found)[-_MOST_OTHERS:]
+
+    def _list_numbers(self, op: At) -> list[float]:
+        """Return the numbers in the operators of the function that calls an operator."""
+        program, sites = self._joint.programs[op[0]], self._joint.op(op).sites
+        found: dict[float, None] = {}
+        for other in program.ops:
+            if (
+                other.sites
+                and sites
+                and (other.sites[0].file, other.sites[0].function) == (sites[0].file, sites[0].function)
+            ):
+                found |= dict.fromkeys(each for each in list_numbers_of(other.args) if abs(each) < _LARGEST)
+        return list(found)[:_MOST_NUMBERS]
+
+
+def _group(alignment: Alignment, ops: Sequence[At]) -> Iterator[tuple[At, ...]]:
+    """Yield operators grouped by their place in the program, in program order."""
+    inside = set(ops)
+    seen: set[At] = set()
+    for at in ops:
+        if at not in seen and alignment.joint.op(at).results:
+            group = list_group(alignment, at, inside)
+            seen.update(group)
+            yield group
