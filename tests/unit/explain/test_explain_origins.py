@@ -63,6 +63,8 @@ def test_a_mask_without_one_of_its_conditions_shows_the_condition() -> None:
     )
     assert culprit.mechanism == "operand"
     assert any("distance < window" in read(move) for move in culprit.moves_there)
+    shared = [read(move) for move in (*culprit.moves, *culprit.moves_there) if "masked_fill" in read(move)]
+    assert shared == []
 
 
 def test_rows_that_are_lost_before_a_line_of_both_sides_are_missed_there() -> None:
