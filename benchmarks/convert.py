@@ -45,7 +45,7 @@ def make_model(gigabytes):
 
 
 def write_weights(folder, gigabytes):
-    """Write random weights as Hugging Face has them and return their bytes."""
+    """Write random weights in Hugging Face's format and return their bytes."""
     import torch
 
     from moeverify.weights.description import Description, write_description
@@ -66,7 +66,7 @@ def write_weights(folder, gigabytes):
 
 
 def forget(folder):
-    """Take the files of a folder out of the page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.iterdir():
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -77,7 +77,7 @@ def forget(folder):
 
 
 def copy(start, to):
-    """Return the seconds that `cp` and a sync of what it wrote take."""
+    """Return the seconds of `cp` and a sync of its output."""
     to.mkdir()
     begun = time.monotonic()
     subprocess.run(["cp", *map(str, start.iterdir()), str(to)], check=True)
@@ -89,7 +89,7 @@ def copy(start, to):
 
 
 def run_conversion(start, to, kind):
-    """Return the seconds of a conversion, and the bytes by which its process grew."""
+    """Return the seconds of a conversion, and the memory growth of its process in bytes."""
     command = [sys.executable, __file__, "--convert", str(start), str(to), kind]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds, grown = done.stdout.split()
