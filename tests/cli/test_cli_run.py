@@ -28,8 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from moeverify.cli import main
 main()
 """
-# The same with an agent that has already imported torch, for tests that do not depend on startup or
-# shutdown.
+# The same with an agent that has already imported torch, for tests independent of startup and shutdown.
 FORKED = "from moeverify.launch import monitor\nmonitor.agent_command = lambda: {agent}" + CODE
 
 # Called on every rank before the layout is built.

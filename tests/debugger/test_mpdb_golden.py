@@ -29,8 +29,7 @@ def test_shards_are_one_tensor_and_the_rank_that_differs_is_named(ranks):
         "wrong w differs from the golden: relative error 1, bound 0.1\n"
         "  on rank 3; most on rank 3 at [1, 2]: expected 3, actual 8\n"
     )
-    # sqrt(0.16 + 0.16)
-    # 5: replicas count once; one shard alone would be within the bound.
+    # sqrt(0.16 + 0.16) / 5: replicas count once; one shard alone would be within the bound.
     assert near.startswith(
         "weight w differs from the golden: relative error 0.113, bound 0.1\n  on ranks 0-3;"
     )

@@ -43,7 +43,7 @@ def damage(project: Any) -> None:
 
 
 def flip_bits_of_full_golden(project: Any, name: str) -> tuple[Path, bytes]:
-    """Flip bits in the cached tensors of a recipe, which stay readable. Returns the file and its old bytes."""
+    """Flip bits in the cached tensors of a recipe, which stay readable. Returns the file and old bytes."""
     recipe = json.loads(project.goldens[f"{name}.cpu.json"])["recipe"]
     (path,) = project.shared.rglob(f"{recipe}-*/step0.safetensors")
     content = path.read_bytes()

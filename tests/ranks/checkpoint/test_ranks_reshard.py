@@ -46,8 +46,7 @@ REFUSALS = {
     "save_another_shape": ("`weight/norm.weight`", "[33]", "[32]"),
     "save_of_another_recipe": ("the state of recipe 0123456789abcdef",),
 }
-# Expected findings of each save, besides those of the load: rebound tensors, and those that keep the old
-# ones.
+# Expected findings of each save, besides those of the load: rebound tensors, and stale references.
 REBOUND = {
     "rebind_bias": ({"layers.1.moe.router.selection_bias"}, ("checkpoint",), "buffers"),
     "rebind_norm": ({"norm.weight"}, ("checkpoint", "optimizer"), "update"),
@@ -145,8 +144,7 @@ def test_what_is_bound_to_another_tensor_is_found_by_the_save(
         (0, (0, 1), ReboundFacts(kept_by=kept_by))
     }
     assert check in {finding.check for finding in saved.findings if finding.tensor in tensors}
-    # The copy beside the checkpoint has the modules' values: the load sees that the checkpoint's values
-    # differ.
+    # The copy beside the checkpoint has the modules' values: the checkpoint's values differ.
     loaded = {finding.tensor for finding in results[name].findings if finding.check == "loaded"}
     assert {each.partition("/")[2] for each in loaded} >= (tensors if check == "buffers" else set())
 

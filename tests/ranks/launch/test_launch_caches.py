@@ -19,8 +19,7 @@ def test_equal_meshes_of_two_jobs(
 ) -> None:
     if device == "cuda" and torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
-    # An entry that is a module is imported before the fork, as `moeverify.worker.main` is, and torch with
-    # it.
+    # An entry that is a module is imported before the fork, as `moeverify.worker.main` is, with torch.
     monkeypatch.syspath_prepend(programs)
     jobs = [
         Job(name=f"{number} groups", num_ranks=4, payload={"num_groups_before": number})
@@ -29,9 +28,7 @@ def test_equal_meshes_of_two_jobs(
     outcomes = list(run_jobs(jobs, entry="equal_meshes", folder=tmp_path, device=device))
     assert [(outcome.state, outcome.failure) for outcome in outcomes] == [("done", None)] * 3
     at_least_213 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-    # The gradient is x
-    # |x|, and the norm of its squares sqrt(2 * (1 + 16 + 81 + 256))
-    # 60.
+    # The gradient is x / |x|, and the norm of its squares sqrt(2 * (1 + 16 + 81 + 256)) / 60.
     expected = {
         "norm": pytest.approx(60**0.5),
         "norm of the gradient": pytest.approx(708**0.5 / 60),

@@ -167,8 +167,7 @@ def test_an_error_without_a_known_cause_is_flagged_and_not_named(recordings: Rec
     assert origin.check == "gradient"
     assert origin.explanation is None
     assert origin.unexplained
-    # The single device has 4 forward passes of 2 rows, the ranks 4 of 1 row each: a balance loss would
-    # differ too.
+    # The single device has 4 forward passes of 2 rows, the ranks 4 of 1 row: a balance loss would differ.
     (passes,) = (seen for seen in origin.observations if isinstance(seen, OtherPasses))
     assert (passes.expected, passes.actual) == ((2,) * 4, (1,) * 8)
 

@@ -22,8 +22,7 @@ layout: {{experts: megablocks, {layout}}}
 
 LAYOUT = CASE.splitlines().index("layout: {{experts: megablocks, {layout}}}") + 1
 
-# Fields put into the layout, fields of the experts that are changed, the path blamed, the message, the
-# remedy.
+# Fields put into the layout, changed fields of the experts, the path blamed, the message, the remedy.
 BROKEN = [
     ("tp: 2", {}, "layout.tp", "megablocks' experts together with tp are not", "remove tp, or write `exp"),
     (

@@ -65,7 +65,6 @@ def test_a_right_order_is_silent() -> None:
 
 
 def test_two_passes_for_each_micro_batch_are_another_algorithm() -> None:
-    # Sharpness-aware minimization: the gradients of the first passes determine where the second ones are
-    # computed.
+    # Sharpness-aware minimization: the first passes determine where the second ones are computed.
     names = ("backward", "backward", "zero_grad", "backward", "backward", "optimizer step")
     assert judge({0: make_calls(*names)}) == ()

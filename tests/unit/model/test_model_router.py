@@ -184,8 +184,7 @@ def test_margin_is_to_the_next_expert(make_moe, make_normal) -> None:
 
 
 def test_margin_bounds_every_change_of_the_choice(make_moe, make_normal) -> None:
-    # Any change of all scores by less than half the margin (a quarter where two scores are summed) keeps
-    # ids.
+    # Any change of all scores by less than half the margin (a quarter for sums of two scores) keeps ids.
     router, x = make_router(make_moe(top_groups=2, idle_experts=0)), make_normal(60, S, H)
     ids, margin = router(x).ids, router.record.margin
     scores = score(router, x).detach()

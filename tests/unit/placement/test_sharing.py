@@ -66,8 +66,7 @@ def test_whole_copies_go_where_the_shares_say(cluster: Cluster) -> None:
 
 
 def test_remainders_of_many_sources_do_not_meet_on_one_rank() -> None:
-    # One copy from each of 30 sources to an expert on ranks 0, 1 and 2 of another node: ten for each of
-    # them.
+    # One copy from each of 30 sources to an expert on ranks 0, 1 and 2 of another node: ten for each.
     cluster = Cluster(60, 2)
     marks = np.zeros((1, 60), dtype=bool)
     marks[0, :3] = True

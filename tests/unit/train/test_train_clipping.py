@@ -36,8 +36,7 @@ def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_dtype():
 
 
 def test_a_gradient_in_float32_beside_wider_ones_does_not_round_the_norm():
-    # float32 has nothing between 16777216 and 16777218; the norm of the narrow gradient rounds to one of
-    # them.
+    # float32 has nothing between 16777216 and 16777218; the narrow norm rounds to one of them.
     narrow, wide = torch.tensor([2.0**24, 5792.0]), torch.tensor([3.0], dtype=torch.float64)
     exact = (2.0**48 + 5792.0**2 + 9.0) ** 0.5
     assert gradient_norm([hold(narrow), hold(wide)]).item() == pytest.approx(exact, rel=1e-15)

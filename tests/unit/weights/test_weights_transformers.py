@@ -124,9 +124,8 @@ def make_whole_batch(data: Data) -> Batch:
 def test_balancing_loss_is_that_of_transformers_for_one_layer(
     name: str, num_layers: int, tmp_path: Path
 ) -> None:
-    # Theirs averages shares and probabilities over the layers before it multiplies them, and does not
-    # divide by k. With one layer, ours with k times the coefficient is the same; with more it is another
-    # loss.
+    # Theirs averages shares and probabilities over the layers before multiplying them, and does not divide
+    # by k. With one layer, ours with k times the coefficient is the same; with more layers it differs.
     theirs = build(name, num_hidden_layers=num_layers, router_aux_loss_coef=0.3)
     widen_rotary(theirs)
     ours = load_ours(save(theirs, tmp_path / "weights"))
