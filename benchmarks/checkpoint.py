@@ -2,13 +2,15 @@
 
     python benchmarks/checkpoint.py [--gigabytes 2.2] [--rounds 2] [--folder DIR]
 
-Two ranks hold halves of float32 tensors of 16 MiB each. In turns, so that what else the machine does hits all alike:
-`moeverify` (a checksum of each part, the manifest, one rename), `dcp` (DTensors, torch's writer and reader as they
-come), `safetensors` (each rank its own file, synced; `load_file` and a copy into the tensors). `background` is
-moeverify's asynchronous save: until training may go on, and until the checkpoint is there. Each runs in processes of
-its own, forked from ranks that have imported everything and hold the tensors. Before a load the files leave the page
-cache, so they come from the disk. Wall seconds are those of the slower rank, CPU seconds (user and system) of both;
-memory is what a rank grew by at its peak, mapped pages of files counted. Medians of the rounds.
+Two ranks hold halves of float32 tensors of 16 MiB each. The methods take turns, so other load on the
+machine affects all alike. `moeverify` writes a checksum of each part, the manifest, and one rename. `dcp`
+uses DTensors with torch's default writer and reader. `safetensors` writes one synced file per rank, and
+reads with `load_file` and a copy into the tensors. `background` is moeverify's asynchronous save: the time
+until training may continue, and the time until the checkpoint is complete. Each method runs in separate
+processes, forked from ranks that have imported everything and hold the tensors. Before a load the files
+leave the page cache, so they come from the disk. Wall seconds are those of the slower rank, CPU seconds
+(user and system) are the sum of both. Memory is a rank's peak growth, including mapped pages of files. All
+numbers are medians of the rounds.
 """
 
 import argparse

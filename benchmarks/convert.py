@@ -2,11 +2,11 @@
 
     python benchmarks/convert.py [--gigabytes 2.2] [--rounds 3] [--folder DIR]
 
-Weights of Mixtral's shape, of about that size in bf16, are written in each format. Then in turns, so that what
-else the machine does hits all alike: `cp` copies a folder file by file and syncs what it wrote, and each
-conversion runs in a process of its own. Before each the files that are read leave the page cache, so both come
-from the disk. Seconds are the medians of wall time, of the work alone without the start of Python; memory is what
-the process grew by at its peak, mapped pages of files counted.
+Weights of Mixtral's shape, of about that size in bf16, are written in each format. The methods take turns,
+so other load on the machine affects all alike. `cp` copies a folder file by file and syncs its output; each
+conversion runs in a separate process. Before each, the input files leave the page cache, so they come from
+the disk. Seconds are the medians of wall time without the start of Python. Memory is the peak growth of the
+process, including mapped pages of files.
 """
 
 import argparse

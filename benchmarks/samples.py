@@ -4,8 +4,8 @@
     python benchmarks/samples.py commands json    # some of them
     python benchmarks/samples.py --check          # write nothing, and exit with 1 where one is another by now
 
-A page shows a sample between `<!-- sample: NAME -->` and `<!-- end of sample -->`; here is what makes it. Numbers,
-times and places in memory differ from machine to machine, so tests compare outputs by their `outline`.
+A page shows a sample between `<!-- sample: NAME -->` and `<!-- end of sample -->`; this script makes it.
+Numbers, times and memory addresses differ between machines, so tests compare outputs by their `outline`.
 """
 
 from __future__ import annotations
