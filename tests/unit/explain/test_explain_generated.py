@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 SEEDS = range(1000, 1025)
 LENGTH = 14
 LOCATED = 0.8
-"""Share of mutations whose line comes first. The others lie between right inputs and a wrong result."""
+"""Share of mutations whose line comes first. Others are known to lie between right inputs and a wrong result."""
 
 
 def make_programs(seed: int) -> tuple[Generated, Generated, Generated]:
