@@ -2,13 +2,15 @@
 
     python benchmarks/checkpoint.py [--gigabytes 2.2] [--rounds 2] [--folder DIR]
 
-Two ranks hold halves of float32 tensors of 16 MiB each. In turns, so that what else the machine does hits all alike:
-`moeverify` (a checksum of each part, the manifest, one rename), `dcp` (DTensors, torch's writer and reader as they
-come), `safetensors` (each rank its own file, synced; `load_file` and a copy into the tensors). `background` is
-moeverify's asynchronous save: until training may go on, and until the checkpoint is there. Each runs in processes of
-its own, forked from ranks that have imported everything and hold the tensors. Before a load the files leave the page
-cache, so they come from the disk. Wall seconds are those of the slower rank, CPU seconds (user and system) of both;
-memory is what a rank grew by at its peak, mapped pages of files counted. Medians of the rounds.
+Two ranks hold halves of float32 tensors of 16 MiB each. The methods take turns, so other load on the
+machine affects all alike. `moeverify` writes a checksum of each part, the manifest, and one rename. `dcp`
+uses DTensors with torch's default writer and reader. `safetensors` writes one synced file per rank, and
+reads with `load_file` and a copy into the tensors. `background` is moeverify's asynchronous save: the time
+until training may continue, and the time until the checkpoint is complete. Each method runs in separate
+processes, forked from ranks that have imported everything and hold the tensors. Before a load the files
+leave the page cache, so they come from the disk. Wall seconds are those of the slower rank, CPU seconds
+(user and system) are the sum of both. Memory is a rank's peak growth, including mapped pages of files. All
+numbers are medians of the rounds.
 """
 
 import argparse
@@ -44,7 +46,7 @@ def make_tensors(gigabytes, rank):
 
 
 def hold(tensors, rank):
-    """Return the tensors as moeverify takes them."""
+    """Return the tensors in moeverify's form."""
     from moeverify.layout.local_shard import LocalShard
     from moeverify.layout.region import Region
 
@@ -54,7 +56,7 @@ def hold(tensors, rank):
 
 
 def distribute(tensors):
-    """Return the tensors as DCP takes them."""
+    """Return the tensors in the form of torch's distributed checkpoint."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -63,7 +65,7 @@ def distribute(tensors):
 
 
 def save(way, folder, tensors, rank):
-    """Save, and return the seconds until training may go on where it need not wait for the end."""
+    """Save, and return the seconds until training may continue if that is before the end."""
     if way in ("moeverify", "background"):
         import torch.distributed as dist
 
@@ -98,7 +100,7 @@ def sync(path):
 
 
 def load(way, folder, tensors, rank):
-    """Fill the tensors."""
+    """Fill the tensors from the checkpoint."""
     if way == "moeverify":
         from moeverify.checkpoint.load import load
 
@@ -121,20 +123,20 @@ def read_memory(key):
 
 
 def act(what, way, folder, store, tensors, rank):
-    """Save or load in this process and return what it took."""
+    """Save or load in this process and return the cost."""
     import torch.distributed as dist
 
     wanted = {name: float(tensor.sum()) for name, tensor in tensors.items()}
     if what == "load":
         for tensor in tensors.values():
-            tensor.zero_()  # they are this process's own pages from here on
+            tensor.zero_()  # from here on these are this process's own pages
     dist.init_process_group("gloo", f"file://{store}", world_size=NUM_RANKS, rank=rank)
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
     before, begun, cpu = read_memory("VmRSS"), time.monotonic(), os.times()
     free = (save if what == "save" else load)(way, folder, tensors, rank)
     if way == "safetensors":
-        dist.barrier()  # a checkpoint is there when all ranks are through
+        dist.barrier()  # a checkpoint is complete when all ranks are done
     now = os.times()
     taken = {
         "wall": time.monotonic() - begun,
@@ -148,7 +150,7 @@ def act(what, way, folder, store, tensors, rank):
 
 
 def serve_rank(rank, gigabytes):
-    """Do in a forked child what each line of stdin says, and write the result to stdout."""
+    """Execute each line of stdin in a forked child, and write the result to stdout."""
     import safetensors.torch  # noqa: F401
     import torch
     import torch.distributed.checkpoint
@@ -159,7 +161,7 @@ def serve_rank(rank, gigabytes):
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:  # what is imported at the first use
+    with tempfile.TemporaryDirectory() as folder:  # warms up the imports at first use
         for what in (torch.distributed.checkpoint.save, torch.distributed.checkpoint.load):
             what({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
     tensors = make_tensors(gigabytes, rank)
@@ -177,7 +179,7 @@ def serve_rank(rank, gigabytes):
 
 
 def forget(folder):
-    """Take the files of a folder out of the page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.iterdir():
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
@@ -186,7 +188,7 @@ def forget(folder):
 
 
 def ask(ranks, *request):
-    """Return what both ranks together took."""
+    """Return the cost of both ranks together."""
     for rank in ranks:
         rank.stdin.write(json.dumps(request) + "\n")
         rank.stdin.flush()

@@ -2,11 +2,11 @@
 
     python benchmarks/convert.py [--gigabytes 2.2] [--rounds 3] [--folder DIR]
 
-Weights of Mixtral's shape, of about that size in bf16, are written in each format. Then in turns, so that what
-else the machine does hits all alike: `cp` copies a folder file by file and syncs what it wrote, and each
-conversion runs in a process of its own. Before each the files that are read leave the page cache, so both come
-from the disk. Seconds are the medians of wall time, of the work alone without the start of Python; memory is what
-the process grew by at its peak, mapped pages of files counted.
+Weights of Mixtral's shape, of about that size in bf16, are written in each format. The methods take turns,
+so other load on the machine affects all alike. `cp` copies a folder file by file and syncs its output; each
+conversion runs in a separate process. Before each, the input files leave the page cache, so they come from
+the disk. Seconds are the medians of wall time without the start of Python. Memory is the peak growth of the
+process, including mapped pages of files.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def make_model(gigabytes):
 
 
 def write_weights(folder, gigabytes):
-    """Write random weights as Hugging Face has them and return their bytes."""
+    """Write random weights in Hugging Face's format and return their bytes."""
     import torch
 
     from moeverify.weights.description import Description, write_description
@@ -66,7 +66,7 @@ def write_weights(folder, gigabytes):
 
 
 def forget(folder):
-    """Take the files of a folder out of the page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.iterdir():
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -77,7 +77,7 @@ def forget(folder):
 
 
 def copy(start, to):
-    """Return the seconds that `cp` and a sync of what it wrote take."""
+    """Return the seconds of `cp` and a sync of its output."""
     to.mkdir()
     begun = time.monotonic()
     subprocess.run(["cp", *map(str, start.iterdir()), str(to)], check=True)
@@ -89,7 +89,7 @@ def copy(start, to):
 
 
 def run_conversion(start, to, kind):
-    """Return the seconds of a conversion, and the bytes by which its process grew."""
+    """Return the seconds of a conversion, and the memory growth of its process in bytes."""
     command = [sys.executable, __file__, "--convert", str(start), str(to), kind]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds, grown = done.stdout.split()

@@ -1,10 +1,11 @@
-"""What the debugger costs: a Tra() that does not stop, importing it, and asking 64 stopped ranks.
+"""Costs of the debugger: a Tra() that does not stop, its import, and queries of 64 stopped ranks.
 
-    python benchmarks/debugger_cost.py [--ranks 64] [--nodes 1] [--repeats 5] [--size 4] [--device cpu]
+python benchmarks/debugger_cost.py [--ranks 64] [--nodes 1] [--repeats 5] [--size 4] [--device cpu]
 
-Prints numbers and ratios: against a plain function call, and against asking the ranks one after the other, as
-a debugger for one process has to. With --nodes the ranks are divided over runtime directories of their own, each
-behind a relay, as on so many nodes. Of a tensor of 1 GB it prints the time of one core, or of the device.
+Prints numbers and ratios: against a plain function call, and against querying the ranks one after another,
+as with a single-process debugger. With --nodes the ranks are divided over separate runtime directories,
+each behind a relay, like separate nodes. For a tensor of 1 GB it prints the time of one core, or of the
+device.
 """
 
 import argparse
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def plain(*, when=True):
-    """What a call of this form costs in any case."""
+    """Do nothing: the baseline cost of a call of this form."""
     return when
 
 
@@ -46,7 +47,7 @@ def measure_import(module):
 
 
 def open_registry(directories):
-    """Return a new console's registry: of this node's ranks, or of those behind a relay for each directory."""
+    """Return a new console's registry: of this node's ranks, or of ranks behind relays."""
     from multiprocessing_pdb.console.registry import RankRegistry
     from multiprocessing_pdb.console.remote import RemoteSource
     from multiprocessing_pdb.console.source import LocalSource
@@ -58,7 +59,7 @@ def open_registry(directories):
 
 
 def measure_ask(world, size, repeats, directories):
-    """Return seconds: until all have stopped, of a first diff, of later ones, and of asking one by one."""
+    """Return seconds until all have stopped, of a first diff, of later ones, and of querying one by one."""
     from multiprocessing_pdb.console.broadcast import ask
     from multiprocessing_pdb.console.comparison import compare
 
@@ -114,7 +115,7 @@ def measure_ask(world, size, repeats, directories):
 
 
 def measure_gigabyte(device):
-    """Yield what 1 GB is and the seconds of its norm and hash: of a core's time on a CPU, of the clock elsewhere."""
+    """Yield labels, and seconds of the norm and hash of 1 GB: CPU time of a core, or time on a device."""
     import torch
 
     from multiprocessing_pdb.rank.tensors import summarise
@@ -159,7 +160,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="mpdb-cost-", dir="/tmp") as directory:
         directories = [directory]
         os.environ["MPDB_DIR"] = directory
-        if options.nodes > 1:  # the console has a directory of no node: relays would take it over
+        if options.nodes > 1:  # the console has an empty directory: relays would take over a node's
             directories = [str(Path(directory, f"node{number}")) for number in range(options.nodes)]
             del os.environ["MPDB_DIR"]
         os.environ["PYTHONPATH"] = str(ROOT)

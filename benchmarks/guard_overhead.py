@@ -1,10 +1,10 @@
-"""What `moeverify watch --guard` costs a step, in time and in memory: steps with and without it, in one run.
+"""Cost of `moeverify watch --guard` per step, in time and memory: steps with and without it, in one run.
 
 python benchmarks/guard_overhead.py --width 256
 torchrun --nproc-per-node 2 benchmarks/guard_overhead.py --width 2048 --layers 8 --tokens 65536
 
-With torchrun the model is sharded by FSDP2. On a GPU it computes in bfloat16. One process on a CPU is measured in
-seconds of the processor, which other work on the machine changes little.
+With torchrun the model is sharded by FSDP2. On a GPU it computes in bfloat16. One process on a CPU is
+measured in CPU seconds, which other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         guard = start(GuardSettings(out=Path(folder), every=EVERY).model_dump_json(), str(rank), str(world))
         for number in range(8 + 2 * EVERY * options.rounds):
-            # Every second step is not guarded: both kinds see the same load of the machine.
+            # Every second step is unguarded: both kinds see the same load of the machine.
             guard.switch(on=number % 2 == 0)
             is_sampled = guard.settings.samples(guard.step + 1)
             tokens = torch.randint(VOCABULARY, (options.tokens // LENGTH, LENGTH + 1), device=device)
@@ -115,7 +115,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Wait for a GPU, and measure its peak of memory from now on."""
+    """Wait for a GPU, and reset its memory peak."""
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -134,7 +134,7 @@ def report(
     seconds: dict[str, list[float]],
     peaks: dict[str, list[int]],
 ) -> None:
-    """Print the medians, and their mean over sampled and other steps as a multiple of a step without a guard."""
+    """Print the medians, and their mean over sampled and other steps relative to a step without a guard."""
     print_setting()
     base, peak = statistics.median(seconds[WITHOUT]), max(peaks[WITHOUT])
     rows = []

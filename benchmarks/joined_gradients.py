@@ -1,9 +1,9 @@
-"""Weight gradients of experts: one product and one sum for each micro-batch, or for several together.
+"""Weight gradients of experts: one product and one sum per micro-batch, or for several together.
 
-    python benchmarks/joined_gradients.py [--joined 2 4 8]
-    python benchmarks/joined_gradients.py --rehearse     # tiny, on a CPU
+python benchmarks/joined_gradients.py [--joined 2 4 8]
+python benchmarks/joined_gradients.py --rehearse     # tiny, on a CPU
 
-One matrix of four experts of Mixtral 8x7B in bfloat16, with few rows of each in a micro-batch.
+One matrix of four experts of Mixtral 8x7B in bfloat16, with few rows for each in a micro-batch.
 """
 
 import argparse
@@ -18,7 +18,7 @@ NUM_EXPERTS = 4
 
 
 def make_passes(num_passes, num_rows, sizes, device):
-    """Return the rows of micro-batches, half of which are of no expert."""
+    """Return the rows of micro-batches, half of which belong to no expert."""
     each = num_rows // 2 // NUM_EXPERTS
     ends = torch.arange(1, NUM_EXPERTS + 1, device=device, dtype=torch.int32) * each
     hidden, width = sizes
@@ -30,7 +30,7 @@ def make_passes(num_passes, num_rows, sizes, device):
 
 
 def time_each(function, device, repeats=10):
-    """Return the milliseconds of a call, mean of some after a warm-up."""
+    """Return the mean milliseconds of a call after a warm-up."""
     for number in range(repeats + 3):
         if number == 3:
             synchronize(device)

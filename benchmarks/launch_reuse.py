@@ -1,13 +1,17 @@
-"""What one launch for all cases saves: the suite at once, against one launch of ranks for each case.
+"""Savings of one launch for all cases: the suite at once, against one launch of ranks for each case.
 
-    python benchmarks/launch_reuse.py [--cases 6] [--cache DIR] [--no-torchrun]
+python benchmarks/launch_reuse.py [--cases 6] [--cache DIR] [--no-torchrun]
 
-Three ways over the same cases, in one invocation, with full goldens made before the clock starts:
-`together` is one `moeverify run CASE...`; `alone` is one `moeverify run CASE` for each case; `torchrun` is
-`torchrun --standalone --nproc-per-node RANKS -m moeverify run CASE` for each case; and `training` is torchrun
-over a script that trains the case once and compares nothing: the least that a launch per case can cost.
-Without --cases, all of cases/*.yaml that can run here: what lacks a package or a GPU is left out, and named.
-Seconds are wall time, and user plus system time of all processes.
+Three ways run the same cases in one invocation, with full goldens made before the timing.
+
+- `together`: one `moeverify run CASE...`
+- `alone`: one `moeverify run CASE` for each case
+- `torchrun`: `torchrun --standalone --nproc-per-node RANKS -m moeverify run CASE` for each case
+
+In addition, `training` is torchrun over a script that trains the case once and compares nothing. It is a
+lower bound for a launch per case. Without --cases, all of cases/*.yaml that can run here; cases without
+their package or a GPU are left out and listed. Seconds are wall time, and user plus system time of all
+processes.
 """
 
 import argparse
@@ -26,7 +30,7 @@ MARK = "split "
 
 
 def choose(cases, num_cases):
-    """Return so many of the cases, spread evenly from the fewest ranks to the most."""
+    """Return this many of the cases, spread evenly from the fewest ranks to the most."""
     ordered = sorted(cases, key=lambda case: (case.layout.world_size, case.name))
     if not num_cases or num_cases >= len(ordered):
         return ordered
@@ -35,7 +39,7 @@ def choose(cases, num_cases):
 
 
 def leave_out(cases):
-    """Return the cases that can run on this machine; say which others there are, and why not."""
+    """Return the cases that can run on this machine; print the others, and why they cannot."""
     from moeverify.report.words.note import describe_obstacle
     from moeverify.validation.choices import find_obstacle
 
@@ -47,7 +51,7 @@ def leave_out(cases):
 
 
 def time_command(command):
-    """Return (wall seconds, CPU seconds of the command and all that it waited for, its output)."""
+    """Return (wall seconds, CPU seconds of the command and of its children, its output)."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=False)
@@ -59,7 +63,7 @@ def time_command(command):
 
 
 def verify_command(files, cache):
-    """Return the command that verifies the cases of these files, in no wider precision: torchrun's ranks ask none."""
+    """Return the command that verifies these files' cases, without wider precisions, as under torchrun."""
     options = ["--device", "cpu", "--cache", str(cache), "--no-escalate", "-q"]
     return [sys.executable, "-m", "moeverify", "run", *files, *options]
 
@@ -72,7 +76,7 @@ def torchrun_command(case, script):
 
 
 def split_alone(case, cache):
-    """Return where the seconds of one case in a launch of its own go, in order."""
+    """Return the seconds per phase of one case in a separate launch, in order."""
     from moeverify.controller.options import RunOptions
     from moeverify.controller.run import run_cases
 
@@ -114,10 +118,10 @@ def train_plain(file):
 
 
 class Nobody:
-    """An observer that looks at nothing."""
+    """An observer that ignores everything."""
 
     def observe(self, step, kind, name, local, region):
-        """Look away."""
+        """Ignore the tensor."""
 
     def begin_step(self, step):
         """Do nothing."""
@@ -156,7 +160,7 @@ def main():
 
 
 def measure(cases, files, cache, *, with_torchrun):
-    """Return, for each way, a list of (wall, CPU, split) with one entry a launch."""
+    """Return, for each way, a list of (wall, CPU, split) with one entry per launch."""
     ways = {"together": [(*time_command(verify_command(files, cache))[:2], {})], "alone": []}
     if with_torchrun:
         ways |= {"torchrun": [], "training": []}
@@ -173,7 +177,7 @@ def measure(cases, files, cache, *, with_torchrun):
 
 
 def report(cases, ways):
-    """Print the seconds of every way, and how many times as long as one launch it takes."""
+    """Print the seconds of every way, relative to one launch."""
     ranks = sorted(case.layout.world_size for case in cases)
     wall_together, cpu_together, _ = ways["together"][0]
     rows = []

@@ -1,12 +1,13 @@
-"""What rank 0 has to do for many ranks: take in what they compared, judge it, and write the report.
+"""Rank 0's work for many ranks: receive their comparisons, judge them, and write the report.
 
-    python benchmarks/many_ranks.py [--ranks 16 64 256] [--layers 3 6]
+python benchmarks/many_ranks.py [--ranks 16 64 256] [--layers 3 6]
 
-The golden is a real one. Ranks are simulated one after the other in this process: each compares its shards of all
-logical tensors (dim 0 over half of the ranks, each part on two of them), as a rank of a job does, and pickles its
-entries, as they travel. The right run has the golden's values. In the wrong one the gradients of one layer's experts
-are doubled on every rank. What is not simulated: the network, and the second run that a cause is looked for in.
-The last table has the seconds for each 1000 shards beside those of the fewest: 1 is linear growth.
+The golden is a real one. Ranks are simulated one after another in this process: each compares its shards of
+all logical tensors (dim 0 over half of the ranks, each part on two of them), as a rank of a job does, and
+pickles its entries as for sending. The right run has the golden's values. In the wrong one, the gradients
+of one layer's experts are doubled on every rank. The network and the second run of the cause search are not
+simulated. The last table has the seconds per 1000 shards relative to those of the fewest: 1 is linear
+growth.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def make_golden(case, folder):
 
 
 def compare_rank(golden, tensors, rank, num_ranks, is_wrong):
-    """Return the pickled entries of a rank, which holds one of `num_ranks` / 2 parts of each tensor."""
+    """Return the pickled entries of a rank, which holds one of `num_ranks / 2` parts of each tensor."""
     from moeverify.compare.comparison import Comparison
     from moeverify.layout.region import Region
 
@@ -65,7 +66,7 @@ def compare_rank(golden, tensors, rank, num_ranks, is_wrong):
 
 
 def measure(case, golden, tensors, num_ranks, is_wrong, folder):
-    """Return the figures of rank 0 for so many ranks: sizes in MiB, times in seconds."""
+    """Return the figures of rank 0 for this many ranks: sizes in MiB, times in seconds."""
     from moeverify.checks.base import Shown
     from moeverify.checks.registry import KIND_ORDER, choose_checks
     from moeverify.compare.assembled import assemble

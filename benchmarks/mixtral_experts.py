@@ -1,10 +1,11 @@
-"""Experts sharded by FSDP2 against expert parallelism, ours and megablocks', on layers of Mixtral 8x7B.
+"""Experts sharded by FSDP2 against expert parallelism, ours and megablocks', on Mixtral 8x7B layers.
 
-    python benchmarks/mixtral_experts.py --ranks 2 [--rows 1 2 4] [--layers 8] [--json FILE]
-    python benchmarks/mixtral_experts.py --ranks 2 --rehearse     # tiny, on a CPU
+python benchmarks/mixtral_experts.py --ranks 2 [--rows 1 2 4] [--layers 8] [--json FILE]
+python benchmarks/mixtral_experts.py --ranks 2 --rehearse     # tiny, on a CPU
 
-For each number of rows of 4096 tokens a rank: all layouts in one launch, one after the other, then the headline
-table: steps per second and peak memory against FSDP2, the share of the matrix peak, and the floors beneath.
+For each number of rows of 4096 tokens per rank: all layouts in one launch, one after another. Then the
+headline table: steps per second and peak memory against FSDP2, the share of the matrix peak, and lower
+bounds.
 """
 
 import argparse
@@ -36,7 +37,7 @@ TINY = {
 
 
 def make_cases(options, rows):
-    """Return the cases for so many rows a rank."""
+    """Return the cases for this many rows per rank."""
     changes = {
         "layout.dp_shard": options.ranks,
         "recipe.data.batch": rows * options.ranks,
@@ -56,7 +57,7 @@ def make_cases(options, rows):
 
 
 def print_headline(result, options, rows):
-    """Print what each layout gains over the baseline."""
+    """Print each layout's gain over the baseline."""
     found = {case.name: case for case in result.cases if case.step is not None}
     base = found.get(BASELINE)
     tokens = rows * (4 if options.rehearse else options.seq_len)
@@ -86,14 +87,14 @@ def print_headline(result, options, rows):
 
 
 def share(case):
-    """Return how many percent of the matrix peak the experts reach when nothing else runs."""
+    """Return the experts' percentage of the matrix peak when nothing else runs."""
     return 100 * case.roofline.experts / case.roofline.matmul
 
 
 def measure(cases, options):
-    """Return what bench measures of the cases, on GPUs or tiny on a CPU; what runs, and each result, goes to stderr.
+    """Return the measurements of the cases, on GPUs or tiny on a CPU. Progress and results go to stderr.
 
-    `options.profile`, where there is one, is a folder for a trace of each case.
+    `options.profile`, if set, is a folder for a trace of each case.
     """
     folder = getattr(options, "profile", None)
     profiles = (
@@ -110,7 +111,7 @@ def measure(cases, options):
         timeout=getattr(options, "timeout", None),
         profiles=profiles,
     )
-    with suppress(KeyboardInterrupt):  # what was measured until then is printed
+    with suppress(KeyboardInterrupt):  # measurements until then are printed
         bench.run(LineProgress(open_console(sys.stderr)).on_event)
     return bench.result
 

@@ -1,13 +1,14 @@
-"""One GPU: the reference model beside Hugging Face's Mixtral, and its layer of experts beside those of others.
+"""One GPU: the reference model against Hugging Face's Mixtral, and its expert layer against others.
 
-    python benchmarks/one_gpu.py [--tokens 512 4096 8192] [--layers 4] [--rounds 3] [--json FILE]
-    python benchmarks/one_gpu.py --rehearse     # tiny, on a CPU
+python benchmarks/one_gpu.py [--tokens 512 4096 8192] [--layers 4] [--rounds 3] [--json FILE]
+python benchmarks/one_gpu.py --rehearse     # tiny, on a CPU
 
-Sizes are those of Mixtral 8x7B, in bfloat16. First one layer of experts alone (router, experts, their weighted sum),
-forward and backward: all have the same weights and the same tokens, and how far their outputs and gradients are from
-ours is printed beside their times. Then whole training steps: loss with its balance term, backward pass, clip by the
-norm, fused AdamW. In every round each takes its turn; times are medians of all rounds, of events on the GPU. What is
-not installed is left out, and said to be. torchtitan 0.2.2 is known to work; 0.3 needs a newer torch than 2.11.
+Sizes are those of Mixtral 8x7B, in bfloat16. The first table has one expert layer alone (router, experts,
+their weighted sum), forward and backward. All layers have the same weights and tokens, and the distances of
+their outputs and gradients from ours are printed beside their times. The second table has whole training
+steps: loss with its balance term, backward pass, clip by the norm, fused AdamW. The candidates take turns
+in every round; times are medians of all rounds, of events on the GPU. Packages that are not installed are
+left out and listed. torchtitan 0.2.2 is known to work; 0.3 needs a newer torch than 2.11.
 """
 
 import argparse
@@ -34,7 +35,7 @@ CLIP = 1.0
 
 
 def load_case(options, tokens, **layout):
-    """Return the case of one rank with so many tokens a step."""
+    """Return the case of one rank with this many tokens per step."""
     rows = max(tokens // options.seq_len, 1)
     changes = {
         "layout.dp_shard": 1,
@@ -71,11 +72,12 @@ def configure_transformers(spec, experts):
     )
 
 
-# The layer of experts alone: each builder returns a module with the weights of ours, and how to find its output.
+# The expert layer alone: each builder returns a module with our weights, and a function that finds its
+# output.
 
 
 def build_ours(spec, ours, compiled=False):
-    """Return our layer, its router compiled if asked, with weights of its own memory."""
+    """Return our layer with its own copy of the weights, its router optionally compiled."""
     layer = build_moe(spec.hidden, spec.moe, mlp_bias=False, backend="grouped_mm", factory=factory_of(ours))
     layer.to_empty(device=ours.router.weight.device)
     layer.load_state_dict(ours.state_dict())
@@ -85,7 +87,7 @@ def build_ours(spec, ours, compiled=False):
 
 
 def build_transformers(spec, ours, experts):
-    """Return transformers' layer, its experts one after the other or in grouped products."""
+    """Return transformers' layer, its experts one after another or in grouped products."""
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     layer = MixtralSparseMoeBlock(configure_transformers(spec, experts)).to(**factory_of(ours))
@@ -169,7 +171,7 @@ def compare_layers(options, device):
 
 
 def make_pass(layer, pick, x):
-    """Return a function that takes x forward and backward, and returns the output and the gradient of x."""
+    """Return a function that runs x forward and backward, and returns the output and the gradient of x."""
     gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
 
     def run():
@@ -183,18 +185,18 @@ def make_pass(layer, pick, x):
 
 
 def distance(found, wanted):
-    """Return how far two results are from the wanted ones, relative to their norms."""
+    """Return the distances of two results from the expected ones, relative to their norms."""
     return [
         float((a.double() - b.double()).norm() / b.double().norm())
         for a, b in zip(found, wanted, strict=True)
     ]
 
 
-# Whole training steps: each builder returns a function that takes one.
+# Whole training steps: each builder returns a function that makes one step.
 
 
 def prepare_ours(options, tokens, device, **layout):
-    """Return a function that takes a step of the reference model under a layout of one rank."""
+    """Return a function that makes a step of the reference model under a layout of one rank."""
     case = load_case(options, tokens, **layout)
     program = assemble_parallel(
         case.recipe, case.layout, build_meshes(case.layout, device.type), device, fill=fill_roughly
@@ -205,7 +207,7 @@ def prepare_ours(options, tokens, device, **layout):
 
 
 def prepare_transformers(options, tokens, device, experts):
-    """Return a function that takes a step of Hugging Face's Mixtral."""
+    """Return a function that makes a step of Hugging Face's Mixtral."""
     from transformers import MixtralForCausalLM
 
     recipe = load_case(options, tokens).recipe
@@ -245,7 +247,7 @@ STEPS = {
 
 
 def compare_steps(options, device):
-    """Measure whole steps, one model after the other since all do not fit together; return the rows of the table."""
+    """Measure whole steps, one model after another since not all fit; return the rows of the table."""
     rows = []
     for tokens in options.tokens:
         times, peaks = {name: [] for name in STEPS}, dict.fromkeys(STEPS, 0)
@@ -269,7 +271,7 @@ def compare_steps(options, device):
     return rows
 
 
-# Measuring.
+# Measurement.
 
 
 def take_turns(passes, options, device):
@@ -289,7 +291,7 @@ def measure(run, options, device):
 
 
 def columns(times, ours):
-    """Return the columns of times: the median, least and most in ms, and how much longer than ours."""
+    """Return the columns of times: the median, minimum and maximum in ms, and the ratio to ours."""
     median = statistics.median(times)
     return (
         f"{median * 1e3:.2f}",
@@ -299,7 +301,7 @@ def columns(times, ours):
 
 
 def release(device):
-    """Free what the last model held: wrapped modules are in circles of references."""
+    """Free the last model's memory: wrapped modules are in reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -41,7 +41,7 @@ class Growth:
         self.sums = {}
 
     def observe(self, step, kind, name, local, region):
-        """Add one piece; what every rank holds whole is counted on rank 0."""
+        """Add one piece; replicated values are counted on rank 0."""
         if kind not in KINDS or step < 0 or (kind == "loss" and name != "total"):
             return
         if region.is_whole and self.rank != 0:
@@ -57,7 +57,7 @@ class Growth:
 
 
 def errors_of(parts, kind, num_steps):
-    """Return the relative error of a kind at each step, from what the ranks have summed."""
+    """Return the relative error of a kind at each step, from the sums of the ranks."""
     series = []
     for step in range(num_steps):
         error = sum(part.get((step, kind), (0.0, 0.0))[0] for part in parts)
@@ -67,7 +67,7 @@ def errors_of(parts, kind, num_steps):
 
 
 def run_alone(context, num_steps):
-    """Return on rank 0 how far optimizers are apart on DTensors and on plain tensors, given the same gradients."""
+    """Return on rank 0 the differences of optimizers on DTensors and plain tensors, with equal gradients."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -81,7 +81,7 @@ def run_alone(context, num_steps):
         kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[fields["name"]]
         ways = {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
         if kind is torch.optim.SGD:
-            del ways["fused"]  # torch knows no sharding of it
+            del ways["fused"]  # torch has no sharding rule for it
         for way, chosen in ways.items():
             for dtype in (torch.float64, torch.float32, torch.bfloat16):
                 generator = torch.Generator().manual_seed(0)
@@ -98,7 +98,7 @@ def run_alone(context, num_steps):
                 optimizers = [kind(parameters, **options, **chosen) for parameters in (plain, cut)]
                 for _ in range(num_steps):
                     for one, other, place in zip(plain, cut, placements.values(), strict=True):
-                        # Many orders of magnitude: where a gradient is next to nothing, Adam divides by it.
+                        # Many orders of magnitude: Adam divides by nearly zero gradients.
                         one.grad = draw() * 10.0 ** (4.0 * draw() - 4.0)
                         other.grad = distribute_tensor(one.grad.clone(), mesh, place, src_data_rank=None)
                     for optimizer in optimizers:
@@ -167,7 +167,7 @@ def run_job(context, job):
 
 
 def show(title, result, num_steps):
-    """Print the errors at some steps, TP beside the least and the largest perturbed run."""
+    """Print the errors at some steps, TP beside the smallest and the largest perturbed run."""
     rows = []
     marks = sorted({0, 1, min(9, num_steps - 1), min(29, num_steps - 1), num_steps - 1})
     for mode in ("free", "forced"):
@@ -183,7 +183,7 @@ def show(title, result, num_steps):
 
 
 def show_alone(result, num_steps):
-    """Print how far each optimizer is apart on DTensors and plain tensors."""
+    """Print the difference of each optimizer between DTensors and plain tensors."""
     rows = [(name, "none" if worst == 0.0 else f"{worst:.1e}") for name, worst in result.items()]
     title = f"DTensors against plain tensors after {num_steps} steps with the same gradients:"
     print_table(("optimizer", "difference"), rows, title)

@@ -1,4 +1,4 @@
-"""What every benchmark prints: how and with what it ran, and its numbers as a table."""
+"""Output shared by all benchmarks: the command and its setting, and the numbers as a table."""
 
 import datetime
 import importlib.metadata
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def print_setting():
-    """Print the command, the day, the versions, and how busy the machine is."""
+    """Print the command, the date, the versions, and the load of the machine."""
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
     print(f"$ python {shlex.join([str(script), *sys.argv[1:]])}")
     versions = [f"python {platform.python_version()}"]
@@ -28,7 +28,7 @@ def print_setting():
 
 
 def print_table(headers, rows, title=""):
-    """Print rows under their headers, the first column to the left and all numbers to the right."""
+    """Print rows under their headers, the first column left-aligned and all numbers right-aligned."""
     align = ["left", *["right"] * (len(headers) - 1)]
     table = tabulate(
         rows, headers, tablefmt="simple", colalign=align if rows else None, disable_numparse=True

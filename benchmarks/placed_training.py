@@ -1,13 +1,14 @@
 """Training under a skewed router: experts in equal blocks, placed by their load, and placed with replicas.
 
-    python benchmarks/placed_training.py [--ranks 2] [--spare 4] [--rounds 5] [--json FILE]
-    python benchmarks/placed_training.py --rehearse     # tiny, on a CPU
+python benchmarks/placed_training.py [--ranks 2] [--spare 4] [--rounds 5] [--json FILE]
+python benchmarks/placed_training.py --rehearse     # tiny, on a CPU
 
-All ranks are of one node and in one launch. The router's bias makes expert e be chosen like 1 / (e + 1)^1.2, so that
-equal blocks have the hot experts on rank 0. The load of the first layout is what the placements are solved from. The
-layouts take turns, round by round, and steps a second are those of the median step. `balance` is the mean over the
-largest load of a rank. An exchange brings the experts of the blocks to the solved placement and back, with both
-moments of AdamW. The cost of the trace is the time of its counts in a step, waited for, as a share of that step.
+All ranks are on one node and in one launch. The router's bias makes the probability of expert e
+proportional to 1 / (e + 1)^1.2, so equal blocks have the hot experts on rank 0. The placements are computed
+from the load of the first layout. The layouts take turns, round by round, and steps per second are those of
+the median step. `balance` is the mean over the largest load of a rank. An exchange moves the experts from
+blocks to the computed placement and back, with both moments of AdamW. The cost of the trace is the
+synchronized time of its counts in a step, as a share of that step.
 """
 
 import argparse
@@ -80,7 +81,7 @@ NOISE = math.pi / math.sqrt(6)  # the standard deviation of Gumbel noise: choice
 
 
 def make_case(name, options, **layout):
-    """Return a case of all ranks in one ep group."""
+    """Return a case with all ranks in one ep group."""
     sizes = TINY if options.rehearse else LARGE
     recipe = {
         **sizes,
@@ -95,7 +96,7 @@ def make_case(name, options, **layout):
 
 @torch.no_grad()
 def fill_skewed(model):
-    """Fill what this rank has, with routers that choose some experts far more often than others."""
+    """Fill this rank's tensors, with routers that choose some experts far more often than others."""
     fill_roughly(model)
     for shard in parameters(model):
         if shard.name.endswith("moe.router.weight"):
@@ -124,7 +125,7 @@ class Trained:
         take_step(self.case.recipe, self.program, self.batches)
 
     def time(self, action):
-        """Return how long an action of all ranks takes, in seconds."""
+        """Return the seconds of an action of all ranks."""
         dist.barrier()
         synchronize(self.device)
         begun = time.perf_counter()
@@ -139,7 +140,7 @@ def synchronize(device):
 
 
 def count_load(trained):
-    """Return the token copies of a step of all ranks, (1, L, E, n), and how long counting, and summing, takes."""
+    """Return the token copies in a step of all ranks, (1, L, E, n), and the times of counting and summing."""
     first = place_blocks(trained.case)
     rebalancing = Rebalancing(Policy(1, 1), first, find_source(trained.case.layout, dist.get_rank()))
     counted = [trained.time(lambda: rebalancing.count(trained.program.routers)) for _ in range(20)]
@@ -165,7 +166,7 @@ def measure_balance(placement, copies):
 
 
 def time_exchange(trained, placement, rounds):
-    """Return the seconds of exchanges to a placement and back, and the bytes that one brings to all ranks."""
+    """Return the seconds of exchanges to a placement and back, and the bytes that one sends to all ranks."""
     blocks = find_placement(trained.case.layout, trained.case.recipe.model)
     moves = list_moves(blocks, placement, Cluster(blocks.num_ranks))
     sent = sum(move.kind in ("move", "copy") for move in moves)
@@ -194,7 +195,7 @@ def run(rank, options, file, answer):
     copies, counting, summing = count_load(static)
     blocks = place_blocks(static.case)
     slots = blocks.num_experts // options.ranks
-    Policy(1, slots).solve(copies, blocks)  # what is imported for the first one is not timed
+    Policy(1, slots).solve(copies, blocks)  # excludes imports at first use from the timing
     begun = time.perf_counter()
     solved = [Policy(1, slots + spare).solve(copies, blocks) for spare in (0, options.spare)]
     solving = (time.perf_counter() - begun) / 2

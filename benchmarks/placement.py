@@ -65,7 +65,7 @@ def load_eplb(folder):
 
 
 def run_eplb(eplb, load, cluster, num_slots, num_groups):
-    """Return the marks of EPLB's placement and the balancedness that it counts itself."""
+    """Return the marks of EPLB's placement, and its own value of the balancedness."""
     by_expert = load.by_expert
     slots, _, counts = eplb.rebalance_experts(
         torch.tensor(by_expert),
@@ -101,7 +101,7 @@ def balancedness(marks, load, cluster):
 
 
 def time_runs(function, runs):
-    """Return CPU milliseconds of the fastest of several runs and of the one in the middle."""
+    """Return the least and the median CPU milliseconds of several runs."""
     times = []
     for _ in range(runs):
         begun = time.process_time()
@@ -111,7 +111,7 @@ def time_runs(function, runs):
 
 
 def list_sizes():
-    """Yield experts, ranks and slots for which EPLB has an answer: slots must divide evenly among ranks."""
+    """Yield experts, ranks and slots that EPLB supports: slots must divide evenly among ranks."""
     for num_experts in (64, 256):
         for num_ranks in (8, 32, 64):
             for spare in SPARE:
@@ -120,7 +120,7 @@ def list_sizes():
 
 
 def split_trace(trace):
-    """Return the first half of the steps, and the second."""
+    """Return the first and the second half of the steps."""
     half = len(trace.steps) // 2
     return (
         LoadTrace(trace.header, trace.steps[:half], trace.copies[:half]),
@@ -129,7 +129,7 @@ def split_trace(trace):
 
 
 def compare_flat(eplb, num_layers, tally):
-    """Return rows of the table on one node: on the trace, and on the steps after those that were solved for."""
+    """Return rows of the table on one node: on the trace, and on the steps after those used for solving."""
     rows = []
     for kind in KINDS:
         for num_experts, num_ranks, spare, num_slots in list_sizes():
@@ -264,7 +264,7 @@ def compare_exact(seconds):
 
 
 def compare_moves(num_layers):
-    """Return rows of the table of experts sent: from blocks, and after the load has drifted."""
+    """Return rows of the table of sent experts: from blocks, and after the load has drifted."""
     rows = []
     for kind in ("zipf", "groups", "drifting"):
         for num_experts, num_ranks, num_slots in ((64, 8, 9), (64, 32, 4), (256, 32, 9)):

@@ -4,8 +4,8 @@
     python benchmarks/samples.py commands json    # some of them
     python benchmarks/samples.py --check          # write nothing, and exit with 1 where one is another by now
 
-A page shows a sample between `<!-- sample: NAME -->` and `<!-- end of sample -->`; here is what makes it. Numbers,
-times and places in memory differ from machine to machine, so tests compare outputs by their `outline`.
+A page shows a sample between `<!-- sample: NAME -->` and `<!-- end of sample -->`; this script makes it.
+Numbers, times and memory addresses differ between machines, so tests compare outputs by their `outline`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^<!-- sample: ([\w-]+) -->\n(.*?)^<!-- end of sample -->$", re.DOTALL | re.MULTILINE)
 
 PYTHON = [sys.executable]
-WIDTH = 128  # of a line in a block: a table of cases is not cut
+WIDTH = 128  # of a line in a block: a table of cases is not truncated
 MOST_WORDS = 12
 MANY = 3  # commands that share an option which is described once
 COLUMNS = ["Option", "Meaning"]
@@ -42,7 +42,7 @@ Pattern = str | EllipsisType
 
 @functools.cache
 def run(line: str, folder: Path = ROOT) -> str:
-    """Return what a command line prints into a log. In it `runs/` is a temporary folder."""
+    """Return the output of a command line in a log. In it `runs/` is a temporary folder."""
     words = shlex.split(line.replace("runs/", f"{scratch()}/"))
     own = [*PYTHON, "-m", *words]
     variables = {key: value for key, value in os.environ.items() if key not in ("CI", "COLUMNS")}
@@ -59,7 +59,7 @@ def run(line: str, folder: Path = ROOT) -> str:
 
 @functools.cache
 def scratch() -> Path:
-    """Return a folder that is there as long as this process."""
+    """Return a folder that exists as long as this process."""
     folder = tempfile.TemporaryDirectory(prefix="samples-")
     _KEPT.append(folder)
     return Path(folder.name)
@@ -71,7 +71,7 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 def pick(output: str, *patterns: Pattern) -> list[str]:
     """Return the lines that begin with one of the patterns, in the order of the output.
 
-    `...` between two patterns stands for lines that are left out there, and shows as such.
+    `...` between two patterns marks omitted lines, and is shown.
     """
     lines, picked, cut_before = output.splitlines(), [], set()
     for number, pattern in enumerate(patterns):
@@ -101,7 +101,7 @@ def cut(output: str, first: str, last: str) -> list[str]:
 
 
 def block(lines: list[str], command: str = "") -> str:
-    """Return a code block, with the command above the output; long lines are cut."""
+    """Return a code block, with the command above the output; long lines are truncated."""
     while lines and not lines[-1].strip():
         lines = lines[:-1]
     short = [line if len(line) <= WIDTH else f"{line[: WIDTH - 4]} ..." for line in lines]
@@ -109,7 +109,7 @@ def block(lines: list[str], command: str = "") -> str:
 
 
 def target_of(fault: str) -> str:
-    """Return what `--fault` takes for a fault of the catalogue."""
+    """Return the value of `--fault` for a fault of the catalogue."""
     from moeverify.faults.catalogue import load_faults
 
     return load_faults()[fault].target
@@ -131,7 +131,7 @@ EXPLAINED = (
 
 
 def verify() -> str:
-    """The suite, with some of its rows."""
+    """Return the suite, with some of its rows."""
     cases = " ".join(str(path.relative_to(ROOT)) for path in sorted((ROOT / "cases").glob("*.yaml")))
     shown = ("cp-torch", "ddp-ep2", "fp32-ep", "fsdp-tp-ep", "fsdp2-ep2", "hsdp-cp-ep", "megablocks-ep2")
     rows = [rf"{name} " for name in (*shown, "pp-zbv")]
@@ -141,13 +141,13 @@ def verify() -> str:
 
 
 def failure() -> str:
-    """A fault of the catalogue, with its finding."""
+    """Return a fault of the catalogue, with its finding."""
     command = f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')}"
     return block(cut(run(command), "fsdp2-ep2  MISMATCH", LAST), command)
 
 
 def explain() -> str:
-    """The evidence behind that finding, after a second layout."""
+    """Return the evidence of that finding, after a second layout."""
     first = f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')} --out runs/a05 --follow-up"
     run(first)
     second = "moeverify explain runs/a05 1"
@@ -155,25 +155,25 @@ def explain() -> str:
 
 
 def own_models() -> str:
-    """The examples with models of their own."""
+    """Return the examples with users' own models."""
     command = "moeverify run examples/my_gpt examples/my_moe --goldens examples/golden"
     return block(pick(run(command), "case ", "---", "my-"), command)
 
 
 def own_gpt_wrong() -> str:
-    """Head norms whose gradients are not summed over tp."""
+    """Return the example of head norms whose gradients are not summed over tp."""
     command = "moeverify run examples/my_gpt/tp.yaml --set layout.parallelize=my_gpt.wrong:parallelize"
     return block(cut(run(command), "my-gpt-tp  MISMATCH", LAST), command)
 
 
 def own_moe_wrong() -> str:
-    """Gradients of experts that are a sum beside averages."""
+    """Return the example of expert gradients that are sums while others are averages."""
     command = "moeverify run examples/my_moe/ep.yaml --set layout.parallelize=my_moe.wrong:parallelize"
     return block(cut(run(command), "my-moe-ep  MISMATCH", LAST), command)
 
 
 def precision() -> str:
-    """A policy of mixed precision that reaches a part of the model only."""
+    """Return the example of a mixed-precision policy that covers only a part of the model."""
     command = f"moeverify run cases/mixed-fsdp2.yaml --fault {target_of('M05')}"
     return block(cut(run(command), "  precision: ", "$"), command)
 
@@ -194,13 +194,13 @@ def own_fault_folder() -> Path:
 
 
 def own_fault() -> str:
-    """A fault that a reader wrote."""
+    """Return the example of a fault that a reader wrote."""
     command = "moeverify run cases/tp-sequence-parallel.yaml --fault own_faults:forget_norms"
     return block(cut(run(command, own_fault_folder()), "  gradient: ", LAST), command)
 
 
 def own_fault_misspelled() -> str:
-    """A fault that is not there."""
+    """Return the example of a fault that does not exist."""
     command = "moeverify run cases/tp-sequence-parallel.yaml --fault own_faults:forget_norm"
     return block(run(command, own_fault_folder()).strip().splitlines(), command)
 
@@ -209,14 +209,14 @@ def own_fault_misspelled() -> str:
 
 
 def table(rows: list[list[str]], headers: list[str]) -> str:
-    """Return a Markdown table; what stands in a cell is escaped."""
+    """Return a Markdown table with escaped cells."""
     escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
     lines = [f"| {' | '.join(cells)} |" for cells in (headers, *escaped)]  # a padded page is twice as large
     return "\n".join([lines[0], "|---" * len(headers) + "|", *lines[1:]])
 
 
 def commands() -> str:
-    """Every command with its arguments and options, as `--help` has them; what several share is described once."""
+    """Return every command with its arguments and options from `--help`; shared ones are described once."""
     import typer
 
     from moeverify.cli import build_app
@@ -246,7 +246,7 @@ def commands() -> str:
 
 
 def _most(count: collections.Counter[tuple[str, ...]], spelled: str) -> int:
-    """Return how many commands have the most common meaning of an option."""
+    """Return how many commands share the most common meaning of an option."""
     return max(times for row, times in count.items() if row[0] == spelled)
 
 
@@ -263,7 +263,7 @@ def _list_commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _describe(parameter: Any) -> list[str]:
-    """Return how a parameter is written, and what it means."""
+    """Return the syntax of a parameter, and its meaning."""
     default = parameter.default
     is_option = parameter.opts[0].startswith("-")
     if not is_option:
@@ -289,7 +289,7 @@ def _name_value(parameter: Any) -> str:
 
 
 def floors() -> str:
-    """The packages from the highest floor to the lowest, in the words of their docstrings."""
+    """Return the packages from the highest floor to the lowest, described by their docstrings."""
     sys.path.insert(0, str(ROOT / "tests" / "arch"))
     from house import FLOORS
 
@@ -303,7 +303,7 @@ def floors() -> str:
 
 
 def json_keys() -> str:
-    """The keys of `--json`, as the models of results have them, those of each model once."""
+    """Return the keys of `--json` from the models of results, each model once."""
     from moeverify.results.run import RunResult
 
     lines: list[str] = []
@@ -331,20 +331,20 @@ def _find_models(annotation: Any) -> list[Any]:
 
 
 def comm_uneven() -> str:
-    """An uneven exchange with its backward."""
+    """Return the example of an uneven exchange with its backward."""
     file = "examples/collectives/uneven.yaml"
     command = f"moeverify comm all_to_all --ranks 4 --splits {file} --backward"
     return block(run(f"{command} --device cpu").splitlines(), command)
 
 
 def comm_gather() -> str:
-    """A gather, whose backward is a sum."""
+    """Return the example of a gather, whose backward is a sum."""
     command = "moeverify comm all_gather --ranks 3 --backward"
     return block(run(f"{command} --device cpu").splitlines(), command)
 
 
 def route() -> str:
-    """One batch through a MoE layer."""
+    """Return the example of one batch through a MoE layer."""
     command = "moeverify route cases/ddp-ep2.yaml"
     return block(run(f"{command} --device cpu").splitlines(), command)
 
@@ -377,10 +377,10 @@ def shown() -> dict[str, tuple[Path, str]]:
 
 
 def outline(sample: str) -> list[str]:
-    """Return what of an output is the same on every machine: the first words of each line, without numbers.
+    """Return the machine-independent part of an output: the first words of each line, without numbers.
 
-    Not all of them, since the numbers decide where a long line is cut. The rows of cases that pass do without the
-    tensor that uses most of its bound: rounding decides which one that is.
+    Only the first words, since the numbers decide where a long line is cut. The rows of passed cases omit
+    the tensor that uses most of its bound: rounding decides which one that is.
     """
     text = re.sub(r"( / \S+) .* ([\d.]+ +pass)$", r"\1 \2", sample, flags=re.MULTILINE)
     text = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text)
@@ -399,7 +399,7 @@ def replace(page: Path, name: str, sample: str) -> None:
 
 
 def main() -> None:
-    """Make samples, and write them or compare them."""
+    """Make samples, and write or compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("names", nargs="*", metavar="NAME", help="which samples; all if left out")
     parser.add_argument(

@@ -1,8 +1,8 @@
-"""Make the screenshots of the docs anew: real runs, opened in a real browser without a window.
+"""Remake the screenshots of the docs: real runs, opened in a real headless browser.
 
-    python benchmarks/screenshots.py      # needs Chromium or Chrome, and two minutes on two cores
+python benchmarks/screenshots.py      # needs Chromium or Chrome, and two minutes on two cores
 
-The page of a failure is shown on a light screen, the picture of a hang on a dark one.
+The page of a failure is shown in the light color scheme, the picture of a hang in the dark one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_COLORS = 16  # enough for text and boxes, and a quarter of the bytes
 SCHEMES = {"dark": 0, "light": 1}  # as Blink numbers them
 
 FAULT = "moeverify.faults.catalogue.expert_gradients.a05_fsdp2_expert_divisor:inject"
-# A rank that goes missing: it sleeps where it should send its tokens to the experts.
+# A missing rank: it sleeps where it should send its tokens to the experts.
 HANG = """\
 import time
 import torch.distributed as dist
@@ -52,7 +52,7 @@ RUNS = {
 
 
 class Shot(NamedTuple):
-    """A picture of the docs: whose page, which of its figures alone (or its top), on which screen. Units: pixels."""
+    """A picture of the docs: its page, one figure of it (or its top), and its color scheme. Units: pixels."""
 
     name: str
     run: str
@@ -90,7 +90,7 @@ def make_page(words: tuple[str, ...], page: Path) -> Path:
 
 
 def take(page: Path, path: Path, shot: Shot) -> None:
-    """Write what a browser shows of a page as PNG or lossless WebP in few colours."""
+    """Write a browser's rendering of a page as PNG or lossless WebP with few colors."""
     browser = find_browser()
     if browser is None:
         raise SystemExit(f"needs a browser: one of {', '.join(BROWSERS)}")
@@ -120,7 +120,7 @@ def find_browser() -> str | None:
 
 
 def hide_others(figures: tuple[str, ...]) -> str:
-    """Return a style that leaves these figures of the first case alone; a browser takes pictures of the top only."""
+    """Return a style that shows only these figures of the first case; a browser captures the top only."""
     if not figures:
         return ""
     kept = "".join(f":not(#case-1-{name})" for name in figures)

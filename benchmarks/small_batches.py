@@ -1,10 +1,10 @@
-"""Few tokens a rank and many micro-batches: what FSDP2 and expert parallelism reach, change by change.
+"""Few tokens per rank and many micro-batches: speed of FSDP2 and expert parallelism, change by change.
 
-    python benchmarks/small_batches.py --ranks 2 [--tokens 512] [--micro-batches 16] [--json FILE]
-    python benchmarks/small_batches.py --ranks 2 --rehearse     # tiny, on a CPU
+python benchmarks/small_batches.py --ranks 2 [--tokens 512] [--micro-batches 16] [--json FILE]
+python benchmarks/small_batches.py --ranks 2 --rehearse     # tiny, on a CPU
 
-Layers of Mixtral 8x7B at their true size. All variants run in one launch, one after the other: FSDP2 with its experts
-sharded, experts spread over the ranks, and that with one change after the other on top.
+Layers of Mixtral 8x7B at their true size. All variants run in one launch, one after another: FSDP2 with
+sharded experts, experts spread over the ranks, and the latter with cumulative changes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from moeverify.report.console import open_console
 from moeverify.validation.load import load_cases
 
 BASELINE = "fsdp"
-# Each row: the file of the case, and what is changed in its layout.
+# Each row: the file of the case, and the changes in its layout.
 VARIANTS = {
     BASELINE: ("fsdp", {}),
     "fsdp, reshard after step": ("fsdp", {"reshard": "step"}),
@@ -72,7 +72,7 @@ def make_case(name, options):
 
 
 def print_headline(result, options):
-    """Print each variant beside the baseline: time, memory, and what the GPU was given for each micro-batch."""
+    """Print each variant beside the baseline: time, memory, and GPU work per micro-batch."""
     found = {case.name: case for case in result.cases if case.step is not None}
     base = found.get(BASELINE)
     num_each, layers = options.micro_batches, options.layers
@@ -103,7 +103,7 @@ def print_headline(result, options):
 
 
 def count(case, layers):
-    """Return what passes dispatch, and what a GPU was given, as far as it is known."""
+    """Return the dispatched operators and the GPU work, as far as they are known."""
     each, counted, work = case.micro_batches, case.in_micro_batches, case.device
     operations = "-" if counted is None else f"{counted.kernels / each / layers:.0f}"
     waits = work or counted
@@ -133,7 +133,7 @@ def main():
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU")
     options = parser.parse_args()
     print_setting()
-    if options.rehearse:  # the kernels of megablocks would be interpreted, for minutes
+    if options.rehearse:  # megablocks' kernels would take minutes in the interpreter
         options.variants = [name for name in options.variants if not name.startswith("megablocks")]
     result = measure([make_case(name, options) for name in options.variants], options)
     if result is None:

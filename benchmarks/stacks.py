@@ -29,7 +29,7 @@ from stacks_known import KNOWN, NARROW_KNOWN, RELEASES_KNOWN
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "stacks"
 
-# The distribution whose parallel code the cases of each folder verify.
+# The distribution whose parallel code each folder's cases verify.
 FRAMEWORKS = {
     "transformers": "transformers",
     "torch_native": "torch",
@@ -39,7 +39,7 @@ FRAMEWORKS = {
     "torchtitan": "torchtitan",
     "megatron": "megatron-core",
 }
-# What each environment has that the one which runs this may lack, or has in another release.
+# Packages of each environment that the current one may lack, or has in another release.
 RELEASES = ("5.17.0", "5.20.0", "5.23.0")
 ENVIRONMENTS = {
     "frameworks": ("deepspeed==0.19.8", "lightning==2.6.6", "megatron-core==0.16.1", "torchtitan==0.3.0"),
@@ -47,8 +47,9 @@ ENVIRONMENTS = {
 }
 NEWEST = f"transformers-{RELEASES[-1]}"
 
-# Layout, implementation of the experts, precision. torch's grouped_mm has no float64; FSDP with expert parallelism
-# is verified in float32, since torch 2.13.0 divides expert gradients twice in float64 (examples/found).
+# Layout, implementation of the experts, precision. torch's grouped_mm has no float64. FSDP with expert
+# parallelism is verified in float32, since torch 2.13.0 divides expert gradients twice in float64
+# (examples/found).
 MODES = {
     "tp": ({"tp": 2}, "eager", "float64"),
     "tp-accumulation": ({"tp": 2, "micro_batches": 2}, "eager", "float64"),
@@ -67,16 +68,16 @@ MODES = {
     "fsdp-tp": ({"dp_shard": 2, "tp": 2}, "eager", "float64"),
     "fsdp-tp-ep": ({"dp_shard": 2, "tp": 2, "arguments": {"ep_size": 4}}, "eager", "float32"),
 }
-# Layouts of OLMoE that each release is tried with: releases before 5.21 have a flag for expert parallelism, and take
-# it without a size, which divides nothing.
+# Layouts of OLMoE for each release: releases before 5.21 have a flag for expert parallelism, and accept it
+# without a size, which divides nothing.
 RELEASE_MODES = {
     "flag": {"tp": 2, "arguments": {"enable_expert_parallel": True}},
     "flag-without-size": {"tp": 2, "arguments": {"enable_expert_parallel": True, "tp_size": None}},
 }
-# Families that keep some parameters in float32, which FSDP2 takes beside others of float32 only.
+# Families that keep some parameters in float32. FSDP2 accepts these only beside other float32 parameters.
 FLOAT32_UNDER_FSDP = ("ernie4_5_moe", "hunyuan_v1_moe")
 SHORT = 40  # characters of a cell; a longer one is a note below its table
-# What is verified in bfloat16 too, each mode as it is above but for the precision.
+# Modes that are verified in bfloat16 too, each as above except for the precision.
 NARROW = "bfloat16"
 NARROW_MODES = (
     "tp",
@@ -90,7 +91,7 @@ NARROW_MODES = (
 
 
 def write_case(folder, family, mode, narrow=""):
-    """Write the case of a family and mode, with its recipe, and return its path; `narrow` is another precision."""
+    """Write the case of a family and mode, with its recipe; return its path. `narrow`: other precision."""
     layout, experts, precision = (
         MODES[mode] if mode in MODES else (RELEASE_MODES[mode], "batched_mm", "float64")
     )
@@ -120,9 +121,9 @@ def write_case(folder, family, mode, narrow=""):
 
 
 def make_environment(folder):
-    """Make the virtual environment of that name in `ENVIRONMENTS`, unless it is there, and return its interpreter.
+    """Create the virtual environment of that name in `ENVIRONMENTS`, unless it exists; return its Python.
 
-    Packages that it does not install, torch above all, are those of the environment that runs this.
+    Packages that it does not install, above all torch, come from the environment that runs this.
     """
     python, own = folder / "bin" / "python", ENVIRONMENTS[folder.name]
     installed = folder / "installed.txt"
@@ -138,15 +139,15 @@ def make_environment(folder):
     constraints.write_text("\n".join(line for line in pinned if line.partition("==")[0] not in names))
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["-c", str(constraints), "torch", *own]
-    # DeepSpeed would build its operations for devices that need not be here.
+    # Otherwise DeepSpeed would build operations for devices that may be absent.
     subprocess.run(command, check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
-    # Written last: an environment that was broken off is made again.
+    # Written last: an incomplete environment is made again.
     installed.write_text("\n".join(own))
     return python
 
 
 def list_versions(python):
-    """Return the versions of the frameworks that an interpreter finds, by the name of their distribution."""
+    """Return the installed versions of the frameworks of an interpreter, by distribution name."""
     names = ("torch", *dict.fromkeys(FRAMEWORKS.values()))
     program = (
         "import importlib.metadata as m, json, sys\n"
@@ -158,7 +159,7 @@ def list_versions(python):
 
 
 def run_cases(paths, python, scratch, reports):
-    """Run those cases in one launch that have no report yet, keep one report a case, and return all of them."""
+    """Run the cases without a report in one launch, keep one report per case, and return all reports."""
     kept = {path: reports / f"{path.parent.name}--{path.stem}.json" for path in sorted(paths)}
     missing = [path for path, report in kept.items() if not report.exists()]
     if missing:
@@ -185,12 +186,12 @@ def run_cases(paths, python, scratch, reports):
 
 
 def choose(families, modes):
-    """Return the pairs of a family and a mode that it has: experts are asked of mixtures only."""
+    """Return the pairs of a family and a supported mode: experts are for mixtures only."""
     return [(family, mode) for family in families for mode in modes if family in MIXTURES or "ep" not in mode]
 
 
 def run_examples(environments, scratch, reports):
-    """Run the example cases, one launch for each framework, whose changes to torch then stay its own."""
+    """Run the example cases, one launch per framework: changes to torch then affect only that launch."""
     reported = []
     for folder in sorted(path for path in EXAMPLES.iterdir() if path.is_dir()):
         own = any(line.startswith(f"{FRAMEWORKS[folder.name]}==") for line in ENVIRONMENTS["frameworks"])
@@ -200,7 +201,7 @@ def run_examples(environments, scratch, reports):
 
 
 def run_releases(environments, scratch, reports):
-    """Verify each release of transformers with the layouts of `RELEASE_MODES`, and return reports by release."""
+    """Verify each release of transformers in the layouts of `RELEASE_MODES`; return reports by release."""
     reported = {}
     for release in RELEASES:
         python = make_environment(environments / f"transformers-{release}")
@@ -226,12 +227,12 @@ def describe_releases(releases):
 
 
 def count_tensors(case):
-    """Return how many logical tensors the checks of a case have compared."""
+    """Return the number of logical tensors that the checks of a case have compared."""
     return sum(check["tensors"] for check in case["checks"])
 
 
 def describe(case, known):
-    """Return the verdict of a case as a cell: with the cause where it differs, and whether that is known."""
+    """Return the verdict of a case as a cell: with the cause if it differs, and whether that is known."""
     if case["verdict"] == "pass":
         return "pass" + (f" (declared as a bug of {known.release}: fixed?)" if known else "")
     if case["verdict"] == "error":
@@ -251,7 +252,7 @@ def describe(case, known):
 
 
 def describe_declared(path):
-    """Return what a case file declares to differ, and why, as it stands there."""
+    """Return the differences that a case file declares, and the reason, as written there."""
     match = re.search(r'because: "(.*)"', path.read_text())
     return f", with a difference that it declares: {match[1]}" if match else ""
 
@@ -295,7 +296,7 @@ def make_page(command, examples, sweep, modes, releases, narrow):
 
 
 def describe_sweep(sweep, modes, known):
-    """Return the table of families and modes, its notes and its sums. Families with the same cells share a row."""
+    """Return the table of families and modes, its notes and its sums. Equal families share a row."""
     lines = [f"| families | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|"]
     by_name = {case["name"]: case for case in sweep}
     explained = 0
@@ -322,7 +323,7 @@ def describe_sweep(sweep, modes, known):
 
 
 def describe_narrow(cases):
-    """Return the table of what bfloat16 says, with the error from which it surely sees a gradient."""
+    """Return the table of the bfloat16 results, with the smallest reliably detected gradient error."""
     lines = [
         "",
         "## In bfloat16",
@@ -346,7 +347,7 @@ def describe_narrow(cases):
 
 
 def find_limits(case):
-    """Return the median error that is surely seen in a gradient, how many are not decided, and of how many."""
+    """Return the median reliably detected gradient error, the number of undecided ones, and the total."""
     for check in case["checks"]:
         if check["name"] == "gradient" and check["limits"]:
             return check["limits"]["median"], check["blind"], check["tensors"]

@@ -1,6 +1,6 @@
 """Families of transformers as tiny models: the fields of their configurations."""
 
-# Fields that all configurations share, and those of each family beside them.
+# Fields that all configurations share, and additional fields of each family.
 COMMON = {
     "vocab_size": 96,
     "hidden_size": 32,

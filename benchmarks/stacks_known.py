@@ -1,8 +1,8 @@
-"""What differs in releases of others and is explained: in which cells of benchmarks/stacks.py, and by what."""
+"""Explained differences in releases of other projects: cells of benchmarks/stacks.py, and their causes."""
 
 from dataclasses import dataclass
 
-FOUND = "../../examples/found/"  # seen from the page
+FOUND = "../../examples/found/"  # relative to the page
 
 # Families whose plan has the style `replicated_with_grad_allreduce`.
 SUMMED_AGAIN = (
@@ -21,11 +21,11 @@ SUMMED_AGAIN = (
 
 @dataclass(frozen=True)
 class KnownBug:
-    """What differs in `release`, and why.
+    """A difference in `release`, and its reason.
 
-    `page` is its folder in examples/found, an address, or empty where `reason` says all. `wrong` is in the names of
-    the gradients of the first step that differ, in the first finding where none does, or in the error of a rank.
-    `cause` is in the cause of the first finding.
+    `page` is its folder in examples/found, an address, or empty if `reason` is complete. `wrong` is a
+    substring of the names of the differing gradients of the first step, of the first finding if no gradient
+    differs, or of a rank's error. `cause` is a substring of the cause of the first finding.
     """
 
     release: str
@@ -35,7 +35,7 @@ class KnownBug:
     cause: str = ""
 
     def __str__(self) -> str:
-        """Return what a cell says of it."""
+        """Return the text of a cell."""
         address = self.page if "://" in self.page or not self.page else FOUND + self.page
         title = f"{'known bug' if self.page else 'behaviour'} of {self.release}"
         return f"{f'[{title}]({address})' if address else title}: {self.reason}"
@@ -61,7 +61,7 @@ OTHER_RANKS = KnownBug(
     page="transformers-gpt-oss-experts-of-other-ranks",
     wrong="Class values must be smaller than num_classes",
 )
-# By family and mode, in the newest release that was tried.
+# By family and mode, in the newest tested release.
 KNOWN = {(family, "tp-accumulation"): NORMS for family in SUMMED_AGAIN}
 KNOWN |= {("apertus", mode): ACTIVATION for mode in ("tp", "tp-accumulation", "fsdp-tp")}
 KNOWN |= {("gpt_oss", "tp-ep-all_reduce"): OTHER_RANKS}
@@ -71,9 +71,9 @@ ROUTER = KnownBug(
     page="transformers-fsdp-float32-router",
     wrong="FSDP expects uniform original parameter dtype",
 )
-# In bfloat16, beside those above.
+# In bfloat16, in addition to those above.
 NARROW_KNOWN = {("hunyuan_v1_moe", mode): ROUTER for mode in ("fsdp", "fsdp-accumulation", "fsdp-ep")}
-# By release and way to ask for experts.
+# By release and way to request experts.
 RELEASES_KNOWN = {
     ("5.17.0", "flag"): KnownBug(
         release="transformers 5.17.0",

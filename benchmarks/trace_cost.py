@@ -1,9 +1,10 @@
-"""What the trace costs a collective: without one, with its records alone, and with the ledger that ranks compare.
+"""Cost of the trace per collective: without a trace, with records alone, and with the comparison ledger.
 
-    python benchmarks/trace_cost.py [--calls 200] [--rounds 15]
+python benchmarks/trace_cost.py [--calls 200] [--rounds 15]
 
-Two ranks reduce four numbers over gloo. The three ways take turns, round by round. Printed are the median and the
-least of the rounds on rank 0, in microseconds of CPU time for each collective: a busy machine stretches wall time.
+Two ranks reduce four numbers over gloo. The three ways take turns, round by round. The output is the median
+and the minimum of the rounds on rank 0, in microseconds of CPU time per collective: a busy machine
+stretches wall time.
 """
 
 import argparse

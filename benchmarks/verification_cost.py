@@ -1,16 +1,16 @@
-"""What verification costs: training that is compared with its golden, against the same training alone.
+"""Cost of verification: training compared with its golden, against the same training alone.
 
     python benchmarks/verification_cost.py [--batch 16] [--hidden 256] [--precision float32] [--pairs 5]
     python benchmarks/verification_cost.py --device cuda --hidden 2048 --layers 4 --seq-len 2048 --batch 8 \
         --precision bfloat16 --experts grouped_mm --attention fused [--only gradient]
 
-Ranks (two, or --ranks) under FSDP2 with experts over all of them, one process group for everything. After a
-warm-up, runs that only train, runs with the comparison, runs with all that checks observe besides (`checked`) and
-repeats of the first step take turns; the ratios are medians. `whole run` is the checked run and the repeat, against
-the run alone, over all steps. Then the peak
-of anonymous memory beside the size of the local shard; on GPUs that of what torch allocated, and there a run waits
-for the device where a step begins. `--only gradient` compares the gradients of every step and nothing else;
-`--also gradient_sum` measures the checks with that one besides in runs of their own (`with also`).
+Ranks (two, or --ranks) train under FSDP2 with experts over all of them; one process group serves
+everything. After a warm-up, four kinds of runs take turns: training alone, with the comparison, with all
+observations of checks too (`checked`), and a repeat of the first step. Ratios are medians. `whole run` is
+the checked run plus the repeat, relative to training alone, over all steps. The output also has the peak of
+anonymous memory beside the size of the local shard. On GPUs it is the peak of torch's allocations, and a
+run waits for the device at the start of a step. `--only gradient` compares only the gradients of every
+step. `--also gradient_sum` measures the checks with this one added, in separate runs (`with also`).
 CPU seconds are those of rank 0's process (all threads), which a busy machine disturbs less than wall time.
 """
 
@@ -34,11 +34,11 @@ LARGE = {
     "gradient",
     "update",
     "optimizer_state",
-}  # kinds of the size of the model
+}  # kinds whose size is that of the model
 
 
 class Clock:
-    """An observer that passes on to another what that one wants, and notes when the steps begin and end."""
+    """An observer that forwards to another one, and records when the steps begin and end."""
 
     def __init__(self, inner=None, synchronize=None, only=None):
         self._inner = inner
@@ -48,25 +48,25 @@ class Clock:
         self._num_steps = 0
 
     def observe(self, step, kind, name, local, region):
-        """Pass on."""
+        """Forward the tensor."""
         if self._inner is not None and self._only in (None, kind):
             self._inner.observe(step, kind, name, local, region)
 
     def observe_all(self, step, kind, shown):
-        """Pass on."""
+        """Forward the tensors."""
         from moeverify.layout.observer import show_all
 
         if self._inner is not None and self._only in (None, kind):
             show_all(self._inner, step, kind, shown)
 
     def begin_step(self, step):
-        """Note the time where it is needed: between other steps nothing waits for the device."""
+        """Record the time where it is needed: between other steps nothing waits for the device."""
         self._num_steps += 1
         if step in (0, SETTLE):
             self.note()
 
     def note(self):
-        """Note the time, when the device has done what it was given."""
+        """Record the time after the device has finished its work."""
         if self._synchronize is not None:
             self._synchronize()
         self._times.append((time.perf_counter(), time.process_time()))
@@ -76,7 +76,7 @@ class Clock:
         return (self._times[2][which] - self._times[1][which]) / (self._num_steps - SETTLE)
 
     def rest(self, which):
-        """Return the seconds after the last step, until the result is there."""
+        """Return the seconds after the last step, until the result is available."""
         return self._times[3][which] - self._times[2][which]
 
     def total(self, which):
@@ -85,25 +85,26 @@ class Clock:
 
 
 class Sieve:
-    """An observer that keeps from another the kinds of the size of the model that nobody asks for."""
+    """An observer that forwards to another one, except for model-sized kinds that are not requested."""
 
     def __init__(self, inner, only):
         self._inner, self._only = inner, only
 
     def begin_step(self, step):
-        """Pass on."""
+        """Forward the call."""
         self._inner.begin_step(step)
 
     def observe(self, step, kind, name, local, region):
-        """Pass on."""
+        """Forward the tensor."""
         if self._only in (None, kind) or kind not in LARGE:
             self._inner.observe(step, kind, name, local, region)
 
 
 class AllocatedPeak:
-    """A context that adds up what torch allocates and frees on the CPU. Units: bytes, live at once at most.
+    """A context that tracks torch's allocations on the CPU. Units: bytes, the largest sum at one time.
 
-    Exact, and without what the C library keeps of freed memory; recording costs time, so no time is taken here.
+    Exact, and without freed memory that the C library keeps. Recording costs time, so no time is measured
+    here.
     """
 
     def __enter__(self):
@@ -126,7 +127,7 @@ class AllocatedPeak:
 
 
 class DevicePeak:
-    """A context in which the peak of the memory allocated on a GPU is seen. Units: bytes."""
+    """A context that measures the peak of allocated GPU memory. Units: bytes."""
 
     def __enter__(self):
         import torch
@@ -141,7 +142,7 @@ class DevicePeak:
 
 
 class MemoryPeak:
-    """A context in which the peak of this process's anonymous memory is sampled. Units: bytes."""
+    """A context that samples the peak of this process's anonymous memory. Units: bytes."""
 
     def __enter__(self):
         self.peak = self.start = _anonymous()
@@ -209,10 +210,10 @@ class Bench:
     def run(self, observer, num_steps=None, watched=None):
         """Train once under the layout; return the clock and the bytes of parameters that this rank holds.
 
-        Without an observer each step is what a production run would do, with nothing to show; its routing is that
-        of the golden too where the other's is, so that both do the same work. `watched`, names of optional checks,
-        adds what those and all others observe by themselves, as `moeverify run` does, but for the second run of
-        `repeat`.
+        Without an observer each step is that of a production run, with nothing to show. Its routing is that
+        of the golden too if the other run's is, so that both do the same work. `watched`, names of optional
+        checks, adds the observations of these and all other checks, as in `moeverify run`, except for the
+        second run of `repeat`.
         """
         import torch.distributed as dist
 
@@ -220,7 +221,7 @@ class Bench:
         from moeverify.train.loop import train
         from moeverify.train.subjects import replays_routing
 
-        gc.collect()  # models are in cycles of references: else the memory of earlier runs counts too
+        gc.collect()  # models are in reference cycles: else the memory of earlier runs counts too
         recipe = self.case.recipe
         program = assemble_parallel(recipe, self.case.layout, self.meshes, self.device)
         clock = Clock(observer, choose_synchronize(self.device), None if observer is None else self.only)
@@ -278,7 +279,7 @@ def train_alone(recipe, program, clock, ids):
 
 
 def choose_synchronize(device):
-    """Return what waits for the device, or nothing for a CPU."""
+    """Return the function that waits for the device, or nothing for a CPU."""
     import torch
 
     return torch.cuda.synchronize if device.type == "cuda" else None
@@ -334,7 +335,7 @@ def work(options):
     peaks, allocated = {name: [] for name in ways}, {}
     for _ in range(
         options.pairs
-    ):  # in turns: what is freed when, and what a process keeps, differs from run to run
+    ):  # in turns: the memory that a process frees and keeps differs from run to run
         for name, make in ways.items():
             with DevicePeak() if options.device == "cuda" else MemoryPeak() as memory:
                 _, shard = bench.run(make())
@@ -353,7 +354,7 @@ def work(options):
 
 
 def trace_runs(bench, options):
-    """Leave a trace of a run of each kind, of rank 0, for Perfetto: what every thread and the device did when."""
+    """Write rank 0's trace of each kind of run for Perfetto: the timeline of every thread and the device."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
@@ -437,7 +438,7 @@ def report(options, alone, shown, compared, checked, extended, repeated, rows):
 
 
 def main():
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)

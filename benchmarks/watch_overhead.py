@@ -1,7 +1,7 @@
-"""A script to watch: it prints what a step takes before, in and after the recorded steps 5 to 9, and its memory.
+"""A script to watch: it prints step times before, in and after the recorded steps 5 to 9, and its memory.
 
-On a CPU these are seconds of the processor, which other work on the machine changes little; writing to the disk is in
-them only as far as it keeps the processor busy.
+On a CPU these are CPU seconds, which other work on the machine changes little. Disk writes count only as
+far as they keep the processor busy.
 
 python benchmarks/watch_overhead.py --width 512
 moeverify watch --steps 5-9 --out runs/overhead -- python benchmarks/watch_overhead.py --width 512
@@ -24,7 +24,7 @@ VOCABULARY = 8192
 
 
 class Block(nn.Module):
-    """A gated MLP with four experts, each token through two of them."""
+    """A gated MLP with four experts; each token passes through two of them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.down = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x and what its experts add. Shape: (B, S, width)."""
+        """Return x plus the output of its experts. Shape: (B, S, width)."""
         flat = self.norm(x).reshape(-1, x.shape[-1])
         weights, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
         out = torch.zeros_like(flat)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def read_clock(device: str) -> float:
-    """Return seconds: of the clock on the wall where a GPU works, else of the processor."""
+    """Return seconds: wall time on a GPU, else CPU time."""
     if device == "cuda":
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -89,7 +89,7 @@ def read_clock(device: str) -> float:
 
 
 def read_peak(device: str) -> int:
-    """Return the most memory that was used at a time: of the GPU, or of the process. Units: bytes."""
+    """Return the peak memory of the GPU, or of the process. Units: bytes."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,14 +1,15 @@
-"""The bugs of two training scripts, under `moeverify watch`, its guard, printed numbers and the tools of others.
+"""Bugs of two training scripts, under `moeverify watch`, its guard, printed numbers and other tools.
 
 python benchmarks/watch_peers.py --page watch-peers.md --msprobe PYTHON
 
-PYTHON is an interpreter with mindstudio-probe; without one its column is left out. The scripts know of none of the
-tools (`tests/ranks/watch/programs`). Every tool runs the script itself; what differs is what it compares with:
+PYTHON is an interpreter with mindstudio-probe; without one its column is left out. The scripts use none of
+the tools (`tests/ranks/watch/programs`). Every tool runs the script itself. The tools compare different
+data:
 
 - `compare`: two recorded steps against those of one device; `guard`: the run alone, 6 steps;
 - `loss`, `loss + norm`: 6 printed steps against those of one device, within 1e-3;
-- `msprobe`: the norms that its monitor writes of the gradients which the optimizer gets, 6 steps, against those of
-  one device, within 1e-3. It compares nothing by itself: this rule is ours, for it.
+- `msprobe`: the norms of the optimizer's gradients that its monitor writes, 6 steps, against those of one
+  device, within 1e-3. It compares nothing by itself: this rule is ours.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Script:
-    """A training script with its ranks and its bugs; `steps` are those of every tool but the recorder."""
+    """A training script with its ranks and its bugs. `steps` applies to every tool except the recorder."""
 
     title: str
     file: str
@@ -72,14 +73,14 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What a tool says of one run: whether something is wrong, and its first words."""
+    """A tool's result for one run: whether something is wrong, and its first words."""
 
     is_flagged: bool
     words: str = ""
 
 
 class Bench:
-    """Runs one script under all tools; `folder` keeps what they write."""
+    """A runner of one script under all tools; `folder` keeps their files."""
 
     def __init__(self, script: Script, folder: Path, msprobe: str | None) -> None:
         self.script = script
@@ -107,11 +108,11 @@ class Bench:
                     sys.stderr.write(f"{tool} on {world} ranks: {done.returncode} ranks failed\n")
 
     def out(self, tool: str, world: int) -> Path:
-        """Return the folder of a tool's runs on so many ranks."""
+        """Return the folder of a tool's runs on this many ranks."""
         return self.folder / f"{tool}{world}"
 
     def see(self, tool: str, bug: str) -> Seen:
-        """Return what a tool says of a bug."""
+        """Return a tool's result for a bug."""
         sees: Mapping[str, Callable[[str], Seen]] = {
             "compare": self._compare,
             "guard": self._guard,
@@ -163,7 +164,7 @@ class Bench:
 
 
 def _is_one_of(expected: float, by_rank: Sequence[float]) -> bool:
-    """Return whether norms of the ranks are a whole tensor's: each of them, or parts whose squares add up."""
+    """Return whether the ranks' norms are those of a whole tensor: each of them, or their sum of squares."""
     whole = all(math.isclose(expected, each, rel_tol=CLOSE) for each in by_rank)
     copies = range(1, len(by_rank) + 1)
     total = math.hypot(*by_rank)
@@ -179,12 +180,12 @@ def read_numbers(file: Path) -> list[dict[str, float]]:
 
 
 def read_norms(folder: Path, num_ranks: int) -> dict[tuple[int, str], list[float]]:
-    """Return the norm of each gradient on every rank, by step and name, as msprobe's monitor has written it."""
+    """Return the norm of each gradient on every rank, by step and name, as written by msprobe's monitor."""
     norms: dict[tuple[int, str], list[float]] = {}
     for rank in range(num_ranks):
         for file in sorted((folder / f"rank_{rank}").glob("*.csv")):
             for row in csv.DictReader(file.open()):
-                if row["scope"] == "reduced":  # what the optimizer gets
+                if row["scope"] == "reduced":  # the optimizer's input
                     name = re.sub(r"^(module\.)+", "", row["module_name"])
                     norms.setdefault((int(row["step"]), name), []).append(float(row["norm"]))
     return norms

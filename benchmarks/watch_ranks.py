@@ -1,9 +1,10 @@
-"""Runs a training script under one tool with one bug after the other, on forked ranks. See watch_peers.py.
+"""Run a training script under one tool with one bug after another, on forked ranks. See watch_peers.py.
 
 python benchmarks/watch_ranks.py TOOL SCRIPT FOLDER RANKS STEPS BUG...
 
-TOOL is `plain`, `watch`, `guard` or `msprobe`; `none` as BUG is the right script. FOLDER/BUG has what each rank
-printed and `rankN.seconds`, the time of each optimizer step. Torch is imported once: that takes longer than to train.
+TOOL is `plain`, `watch`, `guard` or `msprobe`; `none` as BUG is the right script. FOLDER/BUG has each
+rank's output and `rankN.seconds`, the time of each optimizer step. Torch is imported once: the import takes
+longer than training.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-# DDP and optimizers import the compiler when they are first made: that is most of what a rank would do.
+# DDP and optimizers import the compiler on first construction, which would take most of a rank's time.
 import torch._dynamo  # noqa: F401
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -32,7 +33,7 @@ def start_watch(out: Path, rank: int, world: int) -> None:
 
 
 def start_guard(out: Path, rank: int, world: int) -> None:
-    """Guard, with the folder that `moeverify watch --guard` would read."""
+    """Start the guard, with the folder that `moeverify watch --guard` would read."""
     from moeverify.guard.settings import GuardSettings
     from moeverify.guard.start import start
 
@@ -40,7 +41,7 @@ def start_guard(out: Path, rank: int, world: int) -> None:
 
 
 def start_msprobe(out: Path, rank: int, world: int) -> None:
-    """Start msprobe's monitor when the script makes its optimizer: it wants model and optimizer."""
+    """Start msprobe's monitor when the script makes its optimizer: it needs model and optimizer."""
     from msprobe.core.monitor_v2.trainer import TrainerMonitorV2
 
     folder = out / "monitor"
@@ -106,7 +107,7 @@ def run_rank(tool: str, script: str, out: Path, rank: int, world: int, port: int
         steps = [after - before for before, after in itertools.pairwise(times)]
         (out / f"rank{rank}.seconds").write_text(json.dumps(steps))
         sys.stdout.flush()
-        os._exit(code)  # taking torch apart would be longer than the training
+        os._exit(code)  # freeing torch would take longer than the training
 
 
 def find_port() -> int:
@@ -116,7 +117,7 @@ def find_port() -> int:
 
 
 def main() -> None:
-    """Run the ranks of each bug to their end; exits with the number of those that failed."""
+    """Run the ranks of each bug to their end, and exit with the number of failed ranks."""
     tool, script, folder, world, steps, *bugs = sys.argv[1:]
     num_failed = 0
     for bug in bugs:

@@ -1,10 +1,10 @@
-"""What `moeverify watch`, `--outputs` and `--guard` cost by size of the model, in time and in memory: two tables.
+"""Cost of `moeverify watch`, `--outputs` and `--guard` by model size, in time and memory: two tables.
 
 python benchmarks/watch_sizes.py 128 256 512
 python benchmarks/watch_sizes.py 512 1024 2048 --layers 8 --rows 32 --tokens 16384 --ranks 2
 
-The numbers are widths. On a GPU it takes under three minutes; with --ranks the guard is measured under FSDP2 too.
-Steps 5 to 9 are recorded; a step with recording is compared with the others of the same process.
+The numbers are widths. On a GPU it takes under three minutes; with --ranks the guard is measured under
+FSDP2 too. Steps 5 to 9 are recorded; a step with recording is compared with the others of the same process.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(width: int, mode: str, flags: tuple[str, ...] | None, options: argpa
 
 
 def launch(ranks: int) -> list[str]:
-    """Return what starts a script on so many ranks."""
+    """Return the command that starts a script on this many ranks."""
     if ranks == 1:
         return [sys.executable]
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -76,7 +76,7 @@ def launch(ranks: int) -> list[str]:
 def run(command: list[str], *, show: bool = False) -> None:
     """Run a command to its end.
 
-    Raises: SystemExit with what it wrote, where it failed.
+    Raises: SystemExit with the command's output when it fails.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -1,4 +1,4 @@
-"""A folder with cases of a tiny model, and the command line as a user starts it there."""
+"""A project folder with cases of a tiny model, and the command line started as a user would start it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from forked.python import ForkedPython
 from moeverify.controller.machine import count_gpus
 from moeverify.launch import monitor
 
-# Workers share the cores: threads of one that wait for each other, busily, would take them from the others. Where
-# somebody asks for more, threads sleep as they wait: on a busy machine tests take five times as long otherwise.
+# xdist workers share the cores, so each gets few threads: busy-waiting threads would slow the other workers.
+# With more threads, they sleep while waiting: busy waiting makes tests five times as slow on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Kernels run in Triton's interpreter where there is no GPU. It must be on before anything imports Triton; a command
-# or a rank that a test starts turns it on itself.
+# Without a GPU, kernels run in Triton's interpreter. It must be enabled before anything imports Triton.
+# Commands and ranks that a test starts enable it themselves.
 if count_gpus() == 0:
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A shell that starts pytest in the background has switched SIGINT off, for what the tests start as well.
+# A shell that starts pytest in the background disables SIGINT, also for processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so has `nohup` SIGHUP
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and `nohup` disables SIGHUP
 
-# What commands print is the same on a CI server; the tests of workflows set them.
+# Commands print the same output on a CI server; the workflow tests set these variables themselves.
 for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):
     os.environ.pop(name, None)
 
@@ -43,24 +43,24 @@ model: {vocab_size: 32, hidden: 16, num_layers: 1, num_heads: 2, num_kv_heads: 2
 data: {batch: 4, seq_len: 4}
 steps: 1
 """
-# What moeverify would take from where the tests run: a CI server, and the width of somebody's terminal.
+# Environment that would change moeverify's output: that of a CI server, and the terminal width.
 FROM_OUTSIDE = ("CI", "COLUMNS")
-# All tests of these folders start processes; elsewhere a test or a file says so itself.
+# All tests in these folders start processes; elsewhere a test or file is marked explicitly.
 STARTS_PROCESSES = ("debugger", "golden", "ranks")
 _FAST = 2
 CASE = "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {repeat: never}\n"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let workers take files in the order of `pytest_collection_modifyitems`, not those with most tests first."""
+    """Let workers take files in the order of `pytest_collection_modifyitems`, not by number of tests."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folders, and skip what needs a GPU where there is none.
+    """Mark tests by folder, and skip GPU tests on machines without a GPU.
 
-    Files that start processes come first: a worker that ends with one of them leaves the others without work.
+    Files that start processes come first: a long file at the end would leave the other workers idle.
     """
     folder = Path(__file__).parent
     for item in items:
@@ -75,15 +75,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank_by_time(item: pytest.Item) -> int:
-    """Return a smaller number for what takes longer."""
+    """Return a sort key: slower items get smaller numbers."""
     if item.path.suffix == ".yaml" or item.get_closest_marker("timeout") is not None:
-        return 0  # all cases are one launch, and who asks for more time needs it
+        return 0  # all cases are one launch and may have a raised timeout
     return 1 if item.get_closest_marker("ranks") or item.get_closest_marker("slow") else _FAST
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one worker have all cases under `--dist loadfile`: whoever else got one would wait for their one launch."""
+    """Give all cases to one worker under `--dist loadfile`: others would only wait for the same launch."""
     from xdist.scheduler import LoadFileScheduling
 
     class OneLaunch(LoadFileScheduling):
@@ -105,7 +105,7 @@ class Done:
 
 @dataclass
 class Project:
-    """A folder with `cases/` and `golden/`; `shared` is the cache of full goldens, the same in all tests."""
+    """A folder with `cases/` and `golden/`. `shared` is the cache of full goldens that all tests share."""
 
     folder: Path
     shared: Path
@@ -124,7 +124,7 @@ class Project:
         (self.folder / "cases" / f"{name}.yaml").write_text(text)
 
     def start(self, *words: str, module: str = "moeverify") -> subprocess.Popen[str]:
-        """Start a command in the folder, with a folder for temporary files of its own."""
+        """Start a command in the folder, with its own folder for temporary files."""
         left_out = (*FROM_OUTSIDE, "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "TRITON_INTERPRET")
         environment = {key: value for key, value in os.environ.items() if key not in left_out}
         environment |= {
@@ -148,17 +148,17 @@ class Project:
         )
 
     def do(self, *words: str, module: str = "moeverify") -> Done:
-        """Run a command to its end; no rank outlives one that takes too long."""
+        """Run a command to its end. Its ranks are killed too when it takes too long."""
         process = self.start(*words, module=module)
         try:
             out, err = process.communicate(timeout=600)
         finally:
-            process.kill()  # which takes the ranks along; nothing happens to a process that has ended
+            process.kill()  # which ends the ranks too; no effect on an ended process
             process.communicate()
         return Done(process.returncode, out, err)
 
     def run(self, *words: str) -> tuple[Done, Mapping[str, Any]]:
-        """Run `moeverify run` and return how it ended and what its JSON says of each case."""
+        """Run `moeverify run` and return its exit state and the JSON of each case."""
         path = self.folder / "result.json"
         path.unlink(missing_ok=True)
         done = self.do("run", *words, "--device", "cpu", "--json", str(path))
@@ -166,14 +166,14 @@ class Project:
         return done, {case["name"]: case for case in cases}
 
     def find_remains(self, seconds: float = 10.0) -> list[str]:
-        """Return processes and files that are still there after this time, which should be none."""
+        """Return processes and files that still exist after this time; there should be none."""
         end = time.monotonic() + seconds
         while (left := [*self._find_processes(), *self._find_files()]) and time.monotonic() < end:
             time.sleep(0.05)
         return left
 
     def _find_files(self) -> list[str]:
-        # torch makes a folder for its compiler, for each user, as soon as an optimizer is built; pytest has one.
+        # torch makes a per-user compiler folder when the first optimizer is built; pytest has one too.
         others = ("torchinductor_", "pytest-of-")
         return [str(path) for path in self.scratch.iterdir() if not path.name.startswith(others)]
 
@@ -192,17 +192,17 @@ class Project:
 
 @pytest.fixture(autouse=True)
 def outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test as if not on a CI server, where a golden that is missing is an error."""
+    """Run each test as if not on a CI server, where a missing golden is an error."""
     for name in FROM_OUTSIDE:
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def python(request: pytest.FixtureRequest) -> Iterator[ForkedPython]:
-    """Let launches have their agents from one process that has imported torch: most last less than its import."""
+    """Fork the agents of launches from one process that has imported torch, to save the import's time."""
     python = ForkedPython()
     if any(item.get_closest_marker("ranks") for item in request.session.items):
-        python.command()  # now: that process dies with the thread that starts it
+        python.command()  # start it now: it dies with the thread that starts it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(monitor, "agent_command", python.agent_command)
         yield python

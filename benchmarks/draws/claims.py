@@ -1,7 +1,7 @@
-"""What a report claims, read from the JSON of the product: the one module that knows its keys.
+"""Claims of a report, read from the product's JSON. No other module here knows its keys.
 
-A finding becomes a `Claim`. Of today's JSON the kind comes from the operation of its explanation, from what its
-check found, or else from the code of its cause; lines are all `file:line` in what it says.
+A finding becomes a `Claim`. Its kind comes from the operation of its explanation, from the facts of its
+check, or else from the code of its cause. Its lines are all `file:line` in the JSON of the cause.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Lines = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Claim:
-    """A cause that a finding claims, or with `is_location_only` just where it is.
+    """A cause that a finding claims, or only its place if `is_location_only`.
 
-    `kind` is one of `loader.KINDS`, or empty. `lines` are those of the cause, `shown` all that the finding shows.
-    `callers` are those of `lines` that only call the others: they are named as the way there.
+    `kind` is one of `loader.KINDS`, or empty. `lines` are the lines of the cause, `shown` all lines in the
+    finding. `callers` are those of `lines` that only call the others: they are named as the call path.
     """
 
     kind: str = ""
@@ -33,7 +33,7 @@ class Claim:
 
 _LINE = re.compile(r'([\w./+-]+\.py)(?::|", line )(\d+)')
 
-# What was measured, or asked next, and not what is said of the cause.
+# Measurements and follow-up questions, which say nothing about the cause.
 _NOT_SAID = ("trials", "follow_up", "wider", "observations", "rivals")
 _NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
 
@@ -85,7 +85,7 @@ _KIND_OF_CODE = {
     "nondeterminism": "race",
 }
 
-# Facts that are a cause only where they say what was done.
+# Facts that are a cause only if they name the wrong operation.
 _KIND_OF_FACTS = {
     "clip": "edit",
     "objective": "edit",
@@ -96,7 +96,7 @@ _KIND_OF_FACTS = {
 }
 
 _ONLY_A_PLACE = ("altered", "off-upstream", "own-values")
-# What these codes say is nearer to a kind than the operation is.
+# These codes determine the kind better than the operation does.
 _CODES_THAT_LEAD = (
     "calls",
     "data",
@@ -111,7 +111,7 @@ _CODES_OF_A_PLACE = ("nondeterminism", "forward", "backward", "routing", "replic
 
 
 def read_claims(record: Mapping[str, Any]) -> list[Claim]:
-    """Return what a record of `run.py` claims, the leading finding first; nothing where nothing differs."""
+    """Return the claims in a record of `run.py`, the leading finding first; nothing for a passed case."""
     case = record.get("case") or {}
     claims = [_read_finding(finding) for finding in order_findings(case.get("findings", []))]
     if not claims and case.get("rank_reports"):
@@ -120,7 +120,7 @@ def read_claims(record: Mapping[str, Any]) -> list[Claim]:
 
 
 def order_findings(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the findings that follow from none, in the order in which reports print them."""
+    """Return the findings that follow from no other, in the order in which reports print them."""
     origins = [finding for finding in findings if not finding.get("follows")]
 
     def rank(finding: Mapping[str, Any]) -> tuple[int, bool, bool, float]:
@@ -150,7 +150,7 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
     if not any(tensors):
         tensors = [finding.get("tensor"), place.get("module")]
     if terms := _find_terms(explanation):
-        tensors = terms  # the gradients that a loss term is a part of are no culprits
+        tensors = terms  # gradients that include the wrong loss term are no culprits
     if facts.get("about") in ("gathered", "dtype"):
         tensors += [facts.get("parameter"), facts.get("module"), *facts.get("parameters", ())]
     kind, is_location_only = _read_kind(finding, explanation, facts)
@@ -167,10 +167,10 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
 def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Claim:
     """Return the claim of a finding whose cause is the first wrong operation."""
     here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
-    # Where something is missing or first seen, and at both ends of a race, no line is wrong by itself.
+    # For a missing operation, a first sighting, or the ends of a race, no line is wrong by itself.
     is_seen = bool(culprit["results"]) or culprit["mechanism"] in ("total", "reduction", "race", "written")
     brought = [*culprit["moves"], *filter(None, [culprit.get("made")])]
-    # Another operand comes from where it was made or moved, and not from where it is taken.
+    # A wrong operand comes from the place where it was made or moved, not from the place of its use.
     operations = (
         [] if is_seen else brought if culprit["mechanism"] == "operand" and brought else [here, *brought]
     )
@@ -190,7 +190,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         right.get("label"),
         *(name.partition("/")[2] or name for name in culprit["results"]),
     ]
-    # What the change repairs follows from the culprit, and names it only where nothing else does.
+    # Values repaired by the change follow from the culprit; they name it only if nothing else does.
     repaired = [name.partition("/")[2] or name for name in culprit["repaired"]]
     tensors = named if any(named) else [finding.get("tensor"), *repaired]
     return Claim(
@@ -241,7 +241,7 @@ def _list_lines(operation: Mapping[str, Any], *, callers: int) -> list[tuple[str
 
 
 def _find_terms(explanation: Mapping[str, Any]) -> list[str]:
-    """Return the loss terms that a part of a sum is of."""
+    """Return the loss terms in which a part of a sum appears."""
     parts = [each["part"] for each in (explanation.get("operation") or {}).get("contributions", ())]
     return sorted({part["term"] for part in parts if part.get("term")})
 
@@ -262,7 +262,7 @@ def _read_kind(
         return _read_facts(code, facts)
     quantity = (explanation.get("subject") or {}).get("quantity")
     if name == "altered" and quantity == "loaded value":
-        return "state", False  # another number than was saved
+        return "state", False  # a loaded number differs from the saved one
     if name in _ONLY_A_PLACE:
         return _KIND_OF_CODE.get(code, ""), True
     if name == "scaled" and code not in _CODES_THAT_LEAD:
@@ -278,7 +278,7 @@ def _read_kind(
 
 
 def _read_facts(code: str, facts: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the kind of what a check itself has found."""
+    """Return the kind that a check's own facts imply."""
     about = facts.get("about")
     if about in _KIND_OF_FACTS:
         keys = ("rule", "rounded", "factors", "is_own", "form", "dtype")
@@ -288,7 +288,7 @@ def _read_facts(code: str, facts: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _read_scaled(operation: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the kind of parts that are counted otherwise: a share that is missing is a sum that was not made."""
+    """Return the kind of parts with a wrong factor: a missing share means a missing sum."""
     factors, parts = [], []
     for contribution in operation.get("contributions", ()):
         factors.append(contribution["factor"])
@@ -301,7 +301,7 @@ def _read_scaled(operation: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _read_missing(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """Return the kind of shares that are missing: of one rank a sum, of a micro-batch on all of them a call."""
+    """Return the kind of missing shares: one rank's share means a sum, a micro-batch on all ranks a call."""
     ranks = {each.get("data_rank") for each in tokens}
     micro_batches = {each.get("micro_batch") for each in tokens}
     if None in micro_batches:

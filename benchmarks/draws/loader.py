@@ -1,8 +1,8 @@
-"""Planted bugs as data: what to run, and what is wrong, with the lines read from markers in the source.
+"""Planted bugs as data: the run and the ground truth, with lines read from markers in the source.
 
-A file in `plants/` has the plants and the clean cases of one stack. The wrong lines of a plant are those that end
-in a comment `# plant: ID`, anywhere in the stack's folder; a marker stands for its whole statement, and on a
-`def` line of an omission for the whole function.
+A file in `plants/` has the plants and the clean cases of one stack. The wrong lines of a plant are those
+that end in a comment `# plant: ID`, anywhere in the stack's folder. A marker covers its whole statement; on
+a `def` line of an omission it covers the whole function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = (
     "state",  # stale, not loaded, overwritten, a wrong initial value, a lost update
     "elsewhere",  # right values in a wrong place, tensor or rank
     "race",
-    "data",  # what a rank read
+    "data",  # the data that a rank read
     "optimizer",
     "dtype",
     "layout",  # missing or doubled layers or parameters
@@ -50,14 +50,14 @@ class PlantError(ValueError):
 
 @dataclass(frozen=True)
 class Line:
-    """Lines `first` to `last` of a file, whose path is relative to the folder of its stack's package."""
+    """Lines `first` to `last` of a file, with its path relative to the folder of the stack's package."""
 
     file: str
     first: int
     last: int
 
     def covers(self, file: str, number: int) -> bool:
-        """Return whether a line of a file, whose path has any folders before it, is one of these."""
+        """Return whether a line of a file is one of these. The path may have any leading folders."""
         parts, own = Path(file).parts, Path(self.file).parts
         common = min(len(parts), len(own))
         return parts[-common:] == own[-common:] and self.first <= number <= self.last
@@ -65,11 +65,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Truth:
-    """What is wrong: `kind`, the culprits among parameters and modules as globs, mesh axes, and one sentence.
+    """The ground truth: `kind`, culprit parameters and modules as globs, mesh axes, and one sentence.
 
-    A claim of a kind in `also` is right as well. `omission` says that something is missing, so that the lines are
-    those where an engineer would insert it. `counterparts` are lines of the plain code that do right what the wrong
-    ones do otherwise, which a claim may name beside these; `files` are all of the stack.
+    A claim of a kind in `also` is right as well. `omission` marks missing code, so the lines are those
+    where an engineer would insert it. `counterparts` are lines of the plain code with the right operation,
+    which a claim may name in addition. `files` are all files of the stack.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Truth:
     files: tuple[str, ...] = ()
 
     def owns(self, line: tuple[str, int]) -> bool:
-        """Return whether a line is one of the stack's own files, whatever comes before its path."""
+        """Return whether a line is in one of the stack's own files, with any leading folders."""
         return any(Line(file, 1, line[1]).covers(*line) for file in self.files)
 
     @property
@@ -96,8 +96,8 @@ class Truth:
 class Plant:
     """One planted bug, or a clean case, which has no truth.
 
-    `way` is `run`, `reshard` or `watch`. `case` has the fields of a case file, of `watch` those of `Watch` in the
-    file. `held` ones are kept apart from those that the diagnosis is developed with.
+    `way` is `run`, `reshard` or `watch`. `case` has the fields of a case file, or for `watch` those of
+    `Watch` in the file. `held` plants are not used for developing the diagnosis.
     """
 
     id: str
@@ -119,7 +119,7 @@ class Plant:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many ranks it needs."""
+        """Return the number of required ranks."""
         if self.way == "watch":
             return int(self.case.get("num_ranks", 2))
         count = 1
@@ -129,13 +129,13 @@ class Plant:
 
 
 def is_drawn(name: str) -> bool:
-    """Return whether a plant is held out: about a third are, by a lot that depends on the id alone."""
+    """Return whether a plant is held out: about a third are, by a draw that depends on the id alone."""
     digest = hashlib.sha256(f"{_HELD_SEED}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % 3 == 0
 
 
 def list_stacks() -> list[str]:
-    """Return the names of all stacks, as their files of plants have them."""
+    """Return the names of all stacks, as in their files of plants."""
     return sorted(path.stem for path in PLANTS.glob("*.yaml"))
 
 
@@ -149,7 +149,7 @@ def load_plants(stacks: Sequence[str] = ()) -> list[Plant]:
 
 
 def load_stack(stack: str) -> list[Plant]:
-    """Return the plants and clean cases of one stack. Raises: PlantError where one is not complete."""
+    """Return the plants and clean cases of one stack. Raises: PlantError when one is incomplete."""
     path = PLANTS / f"{stack}.yaml"
     if not path.is_file():
         raise PlantError(f"there is no stack `{stack}`; there are {', '.join(list_stacks())}")
@@ -249,7 +249,7 @@ def _read_truth(
 
 @dataclass(frozen=True)
 class _Marked(Line):
-    """A statement that is marked; `body_last` is the last line of the function whose `def` line it is."""
+    """A marked statement. `body_last` is the last line of the function if it is a `def` line."""
 
     body_last: int = 0
 
@@ -261,7 +261,7 @@ def _narrow(line: Line, *, omission: bool) -> Line:
 
 @functools.cache
 def find_markers(folder: Path, *, anchors: bool = False) -> Mapping[str, tuple[Line, ...]]:
-    """Return the marked statements of a folder's Python files, by id; with `anchors` those of anchors, by name."""
+    """Return the marked statements of a folder's Python files, by id; with `anchors` the anchors, by name."""
     found: dict[str, list[Line]] = {}
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text()
@@ -284,7 +284,7 @@ def _list_marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, list
 
 
 def _list_spans(text: str) -> list[tuple[int, int, int]]:
-    """Return (first, last, last of the body or 0) of every simple statement, and of the heads of all others."""
+    """Return (first, last, last of the body or 0) of every simple statement and of the other heads."""
     spans = []
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.stmt):
@@ -303,13 +303,13 @@ def _list_spans(text: str) -> list[tuple[int, int, int]]:
 
 
 def _find_span(spans: Sequence[tuple[int, int, int]], number: int) -> tuple[int, int, int]:
-    """Return the smallest span with a line; the line alone where it is in none, as in a comment."""
+    """Return the smallest span with a line, or the line alone if it is in none, as in a comment."""
     around = [span for span in spans if span[0] <= number <= span[1]]
     return min(around, key=lambda span: span[1] - span[0], default=(number, number, 0))
 
 
 def choose(plants: Sequence[Plant], patterns: Sequence[str], *, clean: bool, group: str = "") -> list[Plant]:
-    """Return the plants whose id matches one of some globs, clean ones or planted ones; `group` is held or open."""
+    """Return plants whose id matches one of some globs, clean or planted ones; `group` is held or open."""
     kept = [plant for plant in plants if plant.is_clean == clean]
     if group:
         kept = [plant for plant in kept if plant.is_clean or plant.held == (group == "held")]

@@ -42,7 +42,7 @@ MARGIN = 90.0
 """Seconds that a command may take beside its cases: starting Python and ranks, and making goldens."""
 
 _LEFT_OUT = ("timeline", "errors", "load", "mesh")
-"""Keys of a case that nobody scores; the gzipped JSON has them."""
+"""Keys of a case that are not scored. The gzipped JSON has them."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Job:
 
     @property
     def weight(self) -> int:
-        """Return about how much work it is, for the order of starting."""
+        """Return the approximate amount of work, which determines the start order."""
         return sum(plant.num_ranks for plant in self.plants)
 
 
 @dataclass
 class Runner:
-    """Runs jobs in a folder; `deadline` is when everything must have ended, as `time.monotonic` counts."""
+    """Runner of jobs in a folder. `deadline` is the end of all of them, in `time.monotonic` seconds."""
 
     out: Path
     timeout: float
@@ -70,7 +70,7 @@ class Runner:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, job: Job) -> None:
-        """Run a job; where its command ended early run what is left of it one by one."""
+        """Run a job. If its command ends early, run the rest one by one."""
         self._run_once(job)
         left = [plant for plant in job.plants if not self.has(plant, job.precision)]
         for plant in left:
@@ -117,7 +117,7 @@ class Runner:
         return command, {}
 
     def _list_watch_commands(self, job: Job) -> list[tuple[list[str], dict[str, str]]]:
-        """Return the commands that record a script on one device and on ranks, and the one that compares these."""
+        """Return the commands that record a script on one device and on ranks, and the comparing command."""
         (plant,) = job.plants
         case = plant.case
         script = str(STACKS / case["script"])
@@ -142,7 +142,7 @@ class Runner:
         return folder / f"{job.name}.{kind}"
 
     def _call(self, job: Job, command: Sequence[str], env: Mapping[str, str], limit: float) -> str:
-        """Run a command and return what it printed; stop it by SIGINT, and then by SIGKILL, at its limit."""
+        """Run a command and return its output. At its limit, stop it by SIGINT and then by SIGKILL."""
         log = self._work(job, "log")
         path = [str(ROOT), str(STACKS), str(PLANTS)]
         full = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **{k: str(v) for k, v in env.items()}}
@@ -169,7 +169,7 @@ class Runner:
         return log.read_text(errors="replace")
 
     def _collect(self, job: Job, text: str, commands: Sequence[str], seconds: float) -> None:
-        """Keep what there is of each plant: from the JSON, or what a stopped command had finished."""
+        """Keep each plant's available results: from the JSON, or the finished cases of a stopped command."""
         found = _read_cases(self._work(job, "json"), self._work(job, "keep"))
         for plant in job.plants:
             cases = [case for case in found if plant.way != "run" or case["name"] == plant.id]
@@ -227,7 +227,7 @@ class Runner:
 
 @functools.cache
 def hash_sources(stack: str) -> str:
-    """Return a hash of a stack's code: line numbers of a result are those of the code that it was made with."""
+    """Return a hash of a stack's code: line numbers in a result refer to this version of the code."""
     folder = PLANTS / stack if stack == BUILTIN else STACKS / stack
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -236,7 +236,7 @@ def hash_sources(stack: str) -> str:
 
 
 def result_path(out: Path, plant: Plant, precision: str) -> Path:
-    """Return the file with what came of a plant."""
+    """Return the path of a plant's result file."""
     return out / "results" / f"{plant.id}--{precision}.json"
 
 
@@ -253,7 +253,7 @@ def write_case(plant: Plant, folder: Path) -> Path:
 
 
 def copy_recipes(plants: Sequence[Plant], out: Path) -> None:
-    """Copy the recipes of all stacks, and the folders that they name, to where their cases are written."""
+    """Copy the recipes of all stacks, and the folders that they name, to the folder of their cases."""
     for stack in {plant.stack for plant in plants}:
         folder = out / "cases" / stack
         sources = next(plant.recipes for plant in plants if plant.stack == stack)
@@ -266,7 +266,7 @@ def copy_recipes(plants: Sequence[Plant], out: Path) -> None:
 
 
 def cut_text(text: str, name: str, names: Sequence[str]) -> str:
-    """Return the part of a report of many cases that is about one of them."""
+    """Return the part about one case from a report of many cases."""
     head = re.compile(rf"^({'|'.join(map(re.escape, names))})  (\w+)  \d+ ranks?, ")
     kept, inside = [], False
     for line in text.splitlines():
@@ -283,7 +283,7 @@ def cut_text(text: str, name: str, names: Sequence[str]) -> str:
 
 
 def shorten(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case without findings that follow from others, the trials, and what only pictures need."""
+    """Return a case without dependent findings, trials, and data that only pictures need."""
     kept = {key: value for key, value in case.items() if key not in _LEFT_OUT}
     findings = case.get("findings", [])
     kept["findings"] = [
@@ -296,7 +296,7 @@ def shorten(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_jobs(plants: Sequence[Plant], precision: str, *, workers: int, most: int) -> list[Job]:
-    """Return commands for plants: cases of one stack together where they can be, the longest ones first."""
+    """Return commands for plants, the longest first: cases of one stack share a command if possible."""
     alone = [plant for plant in plants if plant.way != "run" or plant.fault]
     jobs = [Job(f"{plant.id}--{precision}", (plant,), precision) for plant in alone]
     groups: dict[tuple[str, int], list[Plant]] = {}
@@ -314,7 +314,7 @@ def make_jobs(plants: Sequence[Plant], precision: str, *, workers: int, most: in
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a command: first so that it reports what it has, then with all its processes."""
+    """End a command: first so that it reports its results, then with all its processes."""
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
@@ -324,7 +324,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read_cases(result: Path, keep: Path) -> list[dict[str, Any]]:
-    """Return the finished cases of a command from its JSON; what that lacks from the file of --keep."""
+    """Return the finished cases of a command from its JSON, and missing ones from the file of --keep."""
     found: dict[str, dict[str, Any]] = {}
     if keep.is_file():
         for line in keep.read_text().splitlines():
@@ -353,7 +353,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def print_table(out: Path, plants: Sequence[Plant], precision: str) -> None:
-    """Print a row for each plant that has a result: verdict, seconds, and what leads its report."""
+    """Print a row for each plant that has a result: verdict, seconds, and the leading finding."""
     from claims import order_findings
 
     rows = []
@@ -375,7 +375,7 @@ def print_table(out: Path, plants: Sequence[Plant], precision: str) -> None:
 
 
 def main() -> int:
-    """Run what the options ask for; 1 where a clean case does not pass, or a plant does."""
+    """Run the selected plants. Returns 1 when a clean case does not pass, or a plant does."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -30,7 +30,7 @@ VERDICTS = ("right", "line", "place", "wrong", "none")
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one plant; `detected` is False where the case passed."""
+    """The outcome of one plant; `detected` is False when the case passed."""
 
     id: str
     stack: str
@@ -45,7 +45,7 @@ class Row:
 
 
 def judge(truth: Truth, claims: Sequence[Claim]) -> str:
-    """Return the verdict on what was claimed, the leading claim first."""
+    """Return the verdict on the claims, the leading claim first."""
     if not claims:
         return "none"
     lead = claims[0]
@@ -59,12 +59,12 @@ def judge(truth: Truth, claims: Sequence[Claim]) -> str:
 
 
 def names_line(truth: Truth, lines: Lines) -> bool:
-    """Return whether one of some lines is a wrong one."""
+    """Return whether some lines include a wrong one."""
     return any(line.covers(file, number) for line in truth.lines for file, number in lines)
 
 
 def names_tensors(truth: Truth, names: Sequence[str]) -> bool:
-    """Return whether at least half of some names are those of culprits."""
+    """Return whether at least half of some names are names of culprits."""
     hits = sum(any(fnmatch(name, pattern) for pattern in truth.tensors) for name in names)
     return hits > 0 and 2 * hits >= len(names)
 
@@ -113,7 +113,7 @@ def _describe(claim: Claim) -> str:
 
 
 def make_totals(rows: Sequence[Row], key: Callable[[Row], str], order: Sequence[str] = ()) -> list[list[str]]:
-    """Return a line of the table of totals for each value of a key, and one for all."""
+    """Return a row of the table of totals for each value of a key, and one for all."""
     values = [value for value in order if any(key(row) == value for row in rows)]
     values += sorted({key(row) for row in rows} - set(values))
     table = [_make_total(value, [row for row in rows if key(row) == value]) for value in values]
@@ -127,7 +127,7 @@ def _make_total(name: str, rows: Sequence[Row]) -> list[str]:
 
 
 def compare(rows: Sequence[Row], old: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Return (plant, before, now) of those whose verdict, or being detected, has changed."""
+    """Return (plant, before, now) of the plants whose verdict or detection has changed."""
     before = {(str(row["id"]), str(row["precision"])): row for row in old}
     changed = []
     for row in rows:

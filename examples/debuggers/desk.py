@@ -1,4 +1,4 @@
-"""The terminals of one try of a debugger, what is typed into them, and the programs that it is tried on."""
+"""Terminals of one debugger trial, the lines typed into them, and the programs under test."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pexpect
 HERE = Path(__file__).resolve().parent
 WORLD = 4
 PATIENCE = 120.0
-SHORT = 15.0  # how long a debugger that may never answer is waited for
+SHORT = 15.0  # seconds to wait for a debugger that may never respond
 SETTLE = 5.0  # after the process group is up, until all ranks are where they stop or hang
-PROMPT = r"\(Pdb(?:\+\+)?\) "  # pdbpp takes pdb's place where it is installed
+PROMPT = r"\(Pdb(?:\+\+)?\) "  # pdbpp replaces pdb where it is installed
 COLOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 BIAS = re.compile(r"tensor\(\[([^\]]*)\]\)")
 
 
 class FailedError(Exception):
-    """The debugger did not do the task; the message says what happened."""
+    """The debugger did not do the task; the message gives the reason."""
 
 
 class Desk:
-    """The terminals of one try, and how many lines were typed into them."""
+    """The terminals of one trial, and the number of lines typed into them."""
 
     def __init__(self, python: str, python314: str) -> None:
         self.python, self.python314 = python, python314
@@ -35,7 +35,7 @@ class Desk:
         self.job = ""
 
     def start(self, command: str, *, is_step: bool = True) -> pexpect.spawn:
-        """Open a terminal with a command; as a step only where the debugger asks for it."""
+        """Open a terminal with a command. It counts as a step only if the debugger requires it."""
         if is_step:
             self.typed.append(command)
         paths = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
@@ -61,13 +61,13 @@ class Desk:
         return child
 
     def send(self, child: pexpect.spawn, line: str, expected: str, seconds: float = PATIENCE) -> str:
-        """Type a line and return what came before `expected`. Raises FailedError."""
+        """Type a line and return the output before `expected`. Raises FailedError."""
         self.typed.append(line)
         child.sendline(line)
         return self.expect(child, expected, seconds)
 
     def expect(self, child: pexpect.spawn, expected: str, seconds: float = PATIENCE) -> str:
-        """Return what a terminal shows before `expected`. Raises FailedError."""
+        """Return a terminal's output before `expected`. Raises FailedError."""
         try:
             child.expect(expected, timeout=seconds)
         except pexpect.TIMEOUT:
@@ -88,7 +88,7 @@ class Desk:
         raise FailedError("the ranks did not start")
 
     def _list_ranks(self) -> dict[int, int]:
-        """Return the pids of the ranks that run; the launcher has no RANK."""
+        """Return the pids of the running ranks; the launcher has no RANK."""
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -110,7 +110,7 @@ class Desk:
 
 
 def name_odd_one(values: list[str]) -> str:
-    """Return which rank's value differs, as a user who has all of them sees it. Raises FailedError."""
+    """Return the rank whose value differs, as seen by a user who has all values. Raises FailedError."""
     odd = [rank for rank, value in enumerate(values) if values.count(value) == 1]
     if len(values) != WORLD or len(odd) != 1:
         raise FailedError(f"the values do not say which rank: {values}")

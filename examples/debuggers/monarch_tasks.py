@@ -1,4 +1,4 @@
-"""The tasks of tasks.py in actors of Monarch, whose debugger sees those only: `python monarch_tasks.py TASK`."""
+"""The tasks of tasks.py in Monarch actors; its debugger sees only actors: `python monarch_tasks.py TASK`."""
 
 import sys
 
@@ -10,11 +10,11 @@ WORLD = 4
 
 
 class Trainer(Actor):
-    """One rank."""
+    """An actor for one rank."""
 
     @endpoint
     def train(self, task: str) -> int:
-        """Train, and stop where the task says."""
+        """Train, and stop where the task requires it."""
         rank = current_rank().rank
         store = dist.TCPStore("127.0.0.1", 29544, WORLD, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)

@@ -1,4 +1,4 @@
-"""netcat.py HOST PORT: a terminal on a TCP port, for Monarch's debugger where no netcat is installed."""
+"""netcat.py HOST PORT: a terminal on a TCP port, for Monarch's debugger where netcat is not installed."""
 
 import os
 import select
@@ -8,7 +8,7 @@ import time
 
 
 def connect(place: tuple[str, int]) -> socket.socket:
-    """Return a connection; the debugger listens from the first breakpoint on. Raises OSError after a minute."""
+    """Return a connection. The debugger listens after the first breakpoint. Raises OSError after a minute."""
     deadline = time.monotonic() + 60
     while True:
         try:

@@ -1,10 +1,10 @@
 """Three tasks for a debugger of many ranks: `torchrun --nproc-per-node 4 tasks.py TASK DEBUGGER [STEPS]`.
 
 bias: the router's bias of rank 3 differs from the others'. Find the rank.
-hang: rank 1 does not come to the all-to-all of step 2, the others wait in it. Find who hangs, and where.
+hang: rank 1 does not enter the all-to-all of step 2, and the others wait in it. Find that rank and its place.
 exchange: step ranks 0 and 1 over the all-to-all.
 
-DEBUGGER names the call that stops the ranks, "none" for debuggers that come from outside.
+DEBUGGER names the call that stops the ranks, "none" for debuggers that attach from outside.
 """
 
 import os
@@ -19,7 +19,7 @@ EXPERTS = 8
 
 
 def stop_never():
-    """Stop nothing: the debugger comes from outside."""
+    """Stop nothing: the debugger attaches from outside."""
 
 
 def stop_for_client():
@@ -31,7 +31,7 @@ def stop_for_client():
 
 
 def choose_stop(name, rank):
-    """Return the call that stops this rank as the debugger's documentation says."""
+    """Return the call that stops this rank according to the debugger's documentation."""
     if name == "ours":
         from multiprocessing_pdb import MultiprocessingPdb
 
@@ -51,13 +51,13 @@ def choose_stop(name, rank):
 
 
 def wait_for_data():
-    """Never return: what a data loader does whose file system has gone."""
+    """Block forever, like a data loader whose file system is gone."""
     while True:
         time.sleep(0.05)
 
 
 def exchange(rows, rank, step, task):
-    """Send an equal share of the rows to each rank, and return what arrives."""
+    """Send an equal share of the rows to each rank, and return the received rows."""
     if task == "hang" and rank == 1 and step == 2:
         wait_for_data()
     arrived = torch.empty_like(rows)

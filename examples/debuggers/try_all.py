@@ -33,7 +33,7 @@ def open_console(desk: Desk) -> pexpect.spawn:
 
 
 def ours_bias(desk: Desk) -> str:
-    """One `diff`."""
+    """Use one `diff`."""
     desk.train("bias", "ours")
     console = open_console(desk)
     desk.send(console, "wait 4", "mpdb> ")
@@ -45,7 +45,7 @@ def ours_bias(desk: Desk) -> str:
 
 
 def ours_hang(desk: Desk) -> str:
-    """One `stacks`."""
+    """Use one `stacks`."""
     desk.train("hang", "ours")
     console = open_console(desk)
     text = desk.send(console, "stacks", "mpdb> ")
@@ -58,7 +58,7 @@ def ours_hang(desk: Desk) -> str:
 
 
 def ours_exchange(desk: Desk) -> str:
-    """Steps on two ranks; then the other two come too."""
+    """Step two ranks; then the other two arrive too."""
     desk.train("exchange", "ours")
     console = open_console(desk)
     desk.send(console, "wait 4", "mpdb> ")
@@ -77,7 +77,7 @@ def ours_exchange(desk: Desk) -> str:
 
 
 def torch_bias(desk: Desk) -> str:
-    """One rank a run has a prompt; the others wait in a barrier."""
+    """Use one rank's prompt per run; the others wait in a barrier."""
     values = []
     for rank in range(WORLD):
         desk.typed.append(f"torchrun ... breakpoint(rank={rank})")
@@ -91,14 +91,14 @@ def torch_bias(desk: Desk) -> str:
 
 
 def torch_hang(desk: Desk) -> str:
-    """The ranks that come to a breakpoint wait for the one that does not."""
+    """Fail: ranks at a breakpoint wait for the one that does not arrive."""
     program = desk.train("hang", "torch0")
     desk.expect(program, PROMPT, SHORT)
     return "a prompt"
 
 
 def torch_exchange(desk: Desk) -> str:
-    """`next` over a collective that the others cannot come to: they wait in the barrier."""
+    """Use `next` over a collective that the others cannot enter: they wait in the barrier."""
     program = desk.train("exchange", "torch0")
     desk.expect(program, PROMPT)
     desk.send(program, "up", PROMPT)
@@ -111,15 +111,15 @@ def torch_exchange(desk: Desk) -> str:
 
 
 def open_pdb(desk: Desk, pid: int) -> pexpect.spawn:
-    """Ask a process that runs for a prompt; it comes at the next bytecode of its main thread."""
+    """Ask a running process for a prompt; it appears at the next bytecode of its main thread."""
     return desk.start(f"{desk.python314} -m pdb -p {pid}")
 
 
 def gather_at_step(desk: Desk, ranks: Sequence[int]) -> list[pexpect.spawn]:
-    """Bring ranks that run to the exchange of one step, with a prompt each. Raises FailedError.
+    """Bring running ranks to the exchange of one step, with a prompt each. Raises FailedError.
 
-    A rank that is stopped keeps the others in a collective, where they run no bytecode and give no prompt. So all
-    are asked first; the one that answers gets a breakpoint at a later step and goes on, which frees the next.
+    A stopped rank keeps the others in a collective, where they run no bytecode and give no prompt. So all are
+    asked first. The one that responds gets a breakpoint at a later step and continues, which frees the next.
     """
     pids = desk.find_ranks()
     children = [open_pdb(desk, pids[rank]) for rank in ranks]
@@ -142,7 +142,7 @@ def gather_at_step(desk: Desk, ranks: Sequence[int]) -> list[pexpect.spawn]:
 
 
 def find_step(desk: Desk, child: pexpect.spawn) -> int:
-    """Go up to the frame of the training loop, and return its step: a process is stopped wherever it is."""
+    """Go up to the frame of the training loop, and return its step: a process may stop anywhere."""
     for _ in range(30):
         text = desk.send(child, "p step", PROMPT)
         number = re.search(r"^(\d+)\s*$", text, re.MULTILINE)
@@ -153,7 +153,7 @@ def find_step(desk: Desk, child: pexpect.spawn) -> int:
 
 
 def pdb_bias(desk: Desk) -> str:
-    """Four terminals, and a breakpoint with a condition in each."""
+    """Use four terminals, with a conditional breakpoint in each."""
     desk.train("bias", "none", python=desk.python314, steps=100000)
     values = []
     for child in gather_at_step(desk, range(WORLD)):
@@ -163,7 +163,7 @@ def pdb_bias(desk: Desk) -> str:
 
 
 def pdb_hang(desk: Desk) -> str:
-    """A rank that waits in C has no next bytecode."""
+    """Fail: a rank that waits in C has no next bytecode."""
     desk.train("hang", "none", python=desk.python314)
     pids = desk.find_ranks()
     silent, where = [], ""
@@ -183,7 +183,7 @@ def pdb_hang(desk: Desk) -> str:
 
 
 def pdb_exchange(desk: Desk) -> str:
-    """Two terminals; the steps are typed in turn."""
+    """Use two terminals, and type the steps in turn."""
     desk.train("exchange", "none", python=desk.python314, steps=100000)
     children = gather_at_step(desk, [0, 1])
     for child in children:
@@ -205,7 +205,7 @@ def madbg_attach(desk: Desk, rank: int, seconds: float = PATIENCE) -> pexpect.sp
 
 
 def madbg_bias(desk: Desk) -> str:
-    """One terminal a rank."""
+    """Use one terminal per rank."""
     desk.train("bias", "madbg")
     desk.find_ranks()
     values = []
@@ -218,7 +218,7 @@ def madbg_bias(desk: Desk) -> str:
 
 
 def madbg_hang(desk: Desk) -> str:
-    """Ranks that come to no set_trace have no port."""
+    """Fail: ranks that reach no set_trace have no port."""
     desk.train("hang", "madbg")
     desk.find_ranks()
     madbg_attach(desk, 0, SHORT)
@@ -226,7 +226,7 @@ def madbg_hang(desk: Desk) -> str:
 
 
 def madbg_exchange(desk: Desk) -> str:
-    """Two terminals for two ranks, and two more so that the others come."""
+    """Use two terminals for two ranks, and two more to let the others arrive."""
     desk.train("exchange", "madbg")
     desk.find_ranks()
     children = [madbg_attach(desk, rank) for rank in range(WORLD)]
@@ -271,7 +271,7 @@ def list_rows(options: argparse.Namespace) -> Iterator[str]:
 
 
 def main() -> None:
-    """Try, and print."""
+    """Try all debuggers, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--python314", default="python3.14")

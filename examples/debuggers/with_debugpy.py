@@ -1,4 +1,4 @@
-"""The three tasks with debugpy: an editor's session for each rank, here of a client that sends what editors send."""
+"""The three tasks with debugpy: one editor session per rank; a client sends the editor's requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PORT = 5700  # of rank 0
 
 
 class Session:
-    """One session of the Debug Adapter Protocol. What a user does in the editor counts as a line typed."""
+    """One session of the Debug Adapter Protocol. A user's action in the editor counts as a typed line."""
 
     def __init__(self, desk: Desk, rank: int) -> None:
         desk.typed.append(f"attach to port {PORT + rank}")
@@ -74,7 +74,7 @@ class Session:
             self._receive(deadline)
 
     def do(self, command: str, **arguments: Any) -> Body:
-        """Send what a click or a typed expression sends."""
+        """Send the request of a click or a typed expression."""
         self._desk.typed.append(command)
         return self._ask(command, **arguments)
 
@@ -83,11 +83,11 @@ class Session:
         return int(self._ask("threads")["threads"][0]["id"])
 
     def list_frames(self, thread: int) -> list[Body]:
-        """Return the stack of a stopped thread, which editors show by themselves."""
+        """Return the stack of a stopped thread, which editors show automatically."""
         return list(self._ask("stackTrace", SHORT, threadId=thread)["stackFrames"])
 
     def await_stop(self, seconds: float = PATIENCE) -> int:
-        """Return the thread that has stopped. Raises FailedError."""
+        """Return the stopped thread. Raises FailedError."""
         return int(self.await_event("stopped", seconds)["threadId"])
 
 
@@ -105,7 +105,7 @@ def _open_all(desk: Desk, task: str) -> list[Session]:
 
 
 def find_bias(desk: Desk) -> str:
-    """One session a rank, one evaluation in each."""
+    """Use one session per rank, with one evaluation in each."""
     values = []
     for session in _open_all(desk, "bias"):
         frame = _find_training(session.list_frames(session.await_stop()))
@@ -114,7 +114,7 @@ def find_bias(desk: Desk) -> str:
 
 
 def find_hang(desk: Desk) -> str:
-    """`pause` stops at the next bytecode, which a rank that waits in C does not come to."""
+    """Fail: `pause` stops at the next bytecode, which a rank that waits in C does not reach."""
     silent, where = [], ""
     for rank, session in enumerate(_open_all(desk, "hang")):
         thread = session.find_thread()
@@ -136,7 +136,7 @@ def find_hang(desk: Desk) -> str:
 
 
 def step_exchange(desk: Desk) -> str:
-    """Two sessions step, two continue."""
+    """Step two sessions and continue the other two."""
     sessions = _open_all(desk, "exchange")
     threads = [session.await_stop() for session in sessions]
     for session, thread in zip(sessions[2:], threads[2:], strict=True):

@@ -1,4 +1,4 @@
-"""The three tasks with the debugger of Monarch, which sees actors at breakpoints only: netcat on its port."""
+"""The three tasks with Monarch's debugger, which sees actors at breakpoints only: netcat on its port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _train(desk: Desk, task: str) -> None:
 
 
 def _open_console(desk: Desk, num_stopped: int) -> pexpect.spawn:
-    """Open the console, and ask for the list until all ranks are in it, which counts as one line."""
+    """Open the console, and request the list until all ranks are in it, which counts as one line."""
     console = desk.start(f"{desk.python} netcat.py localhost 27000")
     desk.expect(console, _CONSOLE)
     desk.typed.append("list")
@@ -30,7 +30,7 @@ def _open_console(desk: Desk, num_stopped: int) -> pexpect.spawn:
 
 
 def find_bias(desk: Desk) -> str:
-    """`cast` shows no answers, so each rank is attached to."""
+    """Attach to each rank, since `cast` shows no responses."""
     _train(desk, "bias")
     console = _open_console(desk, WORLD)
     answers = desk.send(console, "cast trainer ranks(0:4) p bias", _CONSOLE)
@@ -44,7 +44,7 @@ def find_bias(desk: Desk) -> str:
 
 
 def find_hang(desk: Desk) -> str:
-    """Only actors at a breakpoint are listed."""
+    """Fail: only actors at a breakpoint are listed."""
     _train(desk, "hang")
     try:
         _open_console(desk, 1)
@@ -54,7 +54,7 @@ def find_hang(desk: Desk) -> str:
 
 
 def step_exchange(desk: Desk) -> str:
-    """`cast` steps two ranks; the other two go on."""
+    """Step two ranks with `cast`; the other two continue."""
     _train(desk, "exchange")
     console = _open_console(desk, WORLD)
     desk.send(console, "cast trainer ranks(2:4) c", _CONSOLE)

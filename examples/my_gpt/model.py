@@ -1,4 +1,4 @@
-"""A GPT that knows nothing of moeverify, and how its author parallelizes it with torch alone."""
+"""A GPT that does not use moeverify, parallelized by its author with torch alone."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class SelfAttention(nn.Module):
-    """Causal attention whose queries and keys are normalized head by head."""
+    """Causal attention with per-head normalization of queries and keys."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, tokens, heads * head_width) -> (rows, tokens, heads, head_width)."""
+        """Reshape (rows, tokens, heads * head_width) to (rows, tokens, heads, head_width)."""
         return x.unflatten(-1, (-1, self.head_width))
 
 
@@ -81,7 +81,7 @@ def make(vocab: int = 96, width: int = 32, num_layers: int = 2, num_heads: int =
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> GPT:
-    """Tensor parallelism over `tp`, then FSDP2 over `dp_shard` (HSDP with `dp_replicate`)."""
+    """Apply tensor parallelism over `tp`, then FSDP2 over `dp_shard` (HSDP with `dp_replicate`)."""
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, mesh["tp"])
     apply_fsdp(model, mesh)

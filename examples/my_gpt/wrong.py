@@ -1,4 +1,4 @@
-"""The same model parallelized with a mistake, to see it found: see docs/verify-your-own-model.md."""
+"""The same model parallelized with a mistake, which moeverify finds: see docs/verify-your-own-model.md."""
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -8,7 +8,7 @@ from my_gpt.model import GPT, apply_fsdp
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> GPT:
-    """Shard the heads over `tp`, and forget the norms that see only the heads of one rank."""
+    """Shard the heads over `tp`, and omit the gradient sum of norms that see only one rank's heads."""
     tp = mesh["tp"]
     for layer in model.h:
         plan = {

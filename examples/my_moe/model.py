@@ -1,4 +1,4 @@
-"""A small mixture of experts with a loss and an expert parallelism of its author's own."""
+"""A small mixture of experts with its author's own loss and expert parallelism."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts, or of those of one rank, as two stacked weights."""
+    """The MLPs of all experts, or of one rank's experts, as two stacked weights."""
 
     def __init__(self, num_experts: int, width: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Experts(nn.Module):
         self.w_out = nn.Parameter(torch.randn(num_experts, 2 * width, width) * 0.2)
 
     def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Run rows that are sorted by expert, `counts` of them for each."""
+        """Run rows that are sorted by expert; `counts` has the number of rows of each."""
         w_in, w_out = self.w_in, self.w_out
         if isinstance(w_in, DTensor):
             w_in, w_out = w_in.to_local(), w_out.to_local()
@@ -64,7 +64,7 @@ class MoE(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         x, scores = self.tokens(tokens), []
         for mix, mixture, norm in zip(self.mix, self.tower, self.norms, strict=True):
-            x = x + mix(torch.cat([x, F.pad(x, (0, 0, 1, -1))], dim=-1))  # each token and the one before it
+            x = x + mix(torch.cat([x, F.pad(x, (0, 0, 1, -1))], dim=-1))  # each token and the previous one
             y, score = mixture(norm(x))
             x = x + y
             scores.append(score)
@@ -82,7 +82,7 @@ def make(vocab: int = 80, width: int = 16, num_layers: int = 2, num_experts: int
 
 
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy plus a z loss on the gates, summed over the tokens that count."""
+    """Return cross entropy plus a z loss on the gates, summed over the valid tokens."""
     logits, scores = model(tokens)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     counts = targets != -100
@@ -97,7 +97,7 @@ def parallelize(model: MoE, mesh: DeviceMesh) -> tuple[MoE, Callable[[], None]]:
     fully_shard(model, mesh=data, ignored_params=set(weights))
 
     def finish() -> None:
-        """Average the experts' gradients, which hold the tokens of all ranks of `dp_shard` already."""
+        """Average the experts' gradients, which already include the tokens of all ranks of `dp_shard`."""
         for weight in weights:
             gradient = weight.grad.to_local()
             dist.all_reduce(gradient, group=mesh["dp_replicate"].get_group())
@@ -119,7 +119,7 @@ def spread_experts(model: MoE, mesh: DeviceMesh) -> list[nn.Parameter]:
 
 
 class Exchange:
-    """Takes rows to the ranks that have their experts, and the results back."""
+    """An exchange that sends rows to the ranks of their experts, and returns the results."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group()

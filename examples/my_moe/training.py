@@ -1,4 +1,4 @@
-"""The step of a training loop of its author's own: micro-batches, a clip by one norm over all ranks, the schedule."""
+"""An author's own training step: micro-batches, a clip by one norm over all ranks, and the schedule."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from my_moe.model import loss
 
 def train_step(model, optimizer, micro_batches, *, mesh, finish, scheduler, num_valid, clip_norm):
     """Make one optimizer step of this rank's micro-batches; `mesh` is None on one device."""
-    # Gradients are averaged over the ranks, and the loss is one of the whole batch.
+    # Gradients are averaged over the ranks, and the loss is the mean over the whole batch.
     num_ranks = 1 if mesh is None else mesh.size()
     total = 0.0
     for tokens, targets in micro_batches:
@@ -31,7 +31,7 @@ def train_step(model, optimizer, micro_batches, *, mesh, finish, scheduler, num_
 
 
 def clip(model, limit):
-    """Clip all gradients by their norm, and return it: torch's own clip takes no gradients of several meshes."""
+    """Clip all gradients by their norm and return it. torch's own clip does not accept several meshes."""
     gradients = [weight.grad for weight in model.parameters()]
     norm = torch.stack([whole_norm(gradient) for gradient in gradients]).norm()
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""Trains the tiny Mixtral of this folder with transformers alone: sequences that count up by 1, 2 or 3.
+"""Train the tiny Mixtral of this folder with transformers alone: sequences that count up by 1, 2 or 3.
 
 python examples/weights/train.py examples/weights/tiny-mixtral
 """

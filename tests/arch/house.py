@@ -1,4 +1,4 @@
-"""The rules of the house, checked by parsing: each function yields what breaks a rule as `file:line: words`."""
+"""Architecture rules, checked by parsing: each check yields violations as `file:line: message`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FLOORS: Mapping[str, int] = {
     "case": 1,
     "placement": 0,
     "results": 0,
-    # Beneath the house: they import nothing of ours.
+    # The lowest floor: these import no other package of this project.
     "dtype_names": -1,
     "seams": -1,
     "errors": -1,
@@ -57,7 +57,7 @@ FLOORS: Mapping[str, int] = {
     "multiprocessing_pdb": -1,
 }
 
-# The process that a user starts: none of this, and nothing that it imports, may need torch.
+# The process that a user starts. These modules, and everything that they import, must not need torch.
 WITHOUT_TORCH = (
     "cli",
     "pytest_plugin",
@@ -83,7 +83,7 @@ WITHOUT_TORCH = (
     "guard.settings",
 )
 
-# Who may ask the environment: the commands, what starts processes, and what describes the machine.
+# Modules that may read the environment: commands, process launchers, and descriptions of the machine.
 READS_ENVIRONMENT = (
     "cli",
     "pytest_plugin",
@@ -91,7 +91,7 @@ READS_ENVIRONMENT = (
     "controller.machine",
     "capture.command",
     "startup",
-    "stacks.accelerate",  # puts back what accelerate writes there
+    "stacks.accelerate",  # restores the variables that accelerate writes
 )
 
 BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -102,7 +102,7 @@ MOST_FUNCTION_LINES = 59
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a module of ours or of torch. `lazy` ones do not run when the module is imported."""
+    """One import of a project module or of torch. `lazy` imports do not run when the module is imported."""
 
     target: str
     line: int
@@ -111,7 +111,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file: its path as it is to be shown, and its dotted name."""
+    """One Python file: its display path and its dotted name."""
 
     path: str
     name: str
@@ -124,7 +124,7 @@ class Source:
 
     @property
     def package(self) -> str:
-        """Return the part of the house that the file belongs to, as `FLOORS` names it."""
+        """Return the package of the file, as `FLOORS` names it."""
         root, _, rest = self.name.partition(".")
         if root != "moeverify":
             return root
@@ -154,7 +154,7 @@ class House:
 
     @cached_property
     def imports(self) -> dict[str, list[Import]]:
-        """Return what each file imports of us and of torch: lazily, for types only, by a name in a text too."""
+        """Return each file's imports of the project and of torch, also lazy, type-only and by-name ones."""
         return {name: self._list_imports(source) for name, source in self.sources.items()}
 
     def _list_imports(self, source: Source) -> list[Import]:
@@ -227,7 +227,7 @@ def _is_in(name: str, parts: tuple[str, ...]) -> bool:
 
 
 def check_floors(house: House) -> Iterator[str]:
-    """Yield imports that do not point to a lower floor, and packages whose floor nobody has set."""
+    """Yield imports that do not point to a lower floor, and packages without a floor."""
     for source in house.sources.values():
         floor = FLOORS.get(source.package)
         if floor is None:
@@ -248,7 +248,7 @@ def check_floors(house: House) -> Iterator[str]:
 
 
 def check_circles(house: House) -> Iterator[str]:
-    """Yield circles of modules, whether or not the imports are lazy."""
+    """Yield import cycles between modules, whether or not the imports are lazy."""
     graph = {
         name: sorted({i.target for i in house.imports[name] if i.target in house.sources} - {name})
         for name, source in house.sources.items()
@@ -272,7 +272,7 @@ def check_circles(house: House) -> Iterator[str]:
 
 
 def check_torch(house: House) -> Iterator[str]:
-    """Yield how a module that must do without torch reaches it when it is imported, or imports it later."""
+    """Yield how a torch-free module reaches torch, on import or later."""
     known: dict[str, list[str]] = {}
     for name, source in house.sources.items():
         if not _is_in(name, WITHOUT_TORCH):
@@ -286,7 +286,7 @@ def check_torch(house: House) -> Iterator[str]:
 
 
 def _find_torch(house: House, name: str, known: dict[str, list[str]]) -> list[str]:
-    """Return the modules by which the import of a module reaches torch; importing one imports its parents."""
+    """Return the modules through which an import reaches torch. Importing a module imports its parents."""
     if name in known:
         return known[name]
     known[name] = []
@@ -308,7 +308,7 @@ def _list_parents(name: str) -> list[str]:
 
 
 def check_print(house: House) -> Iterator[str]:
-    """Yield calls of `print`: results go through the console of `report/`, and the debugger has its own."""
+    """Yield calls of `print`: output goes through the console of `report/` or of the debugger."""
     for source in house.sources.values():
         if source.package == "multiprocessing_pdb":
             continue
@@ -318,7 +318,7 @@ def check_print(house: House) -> Iterator[str]:
 
 
 def check_environment(house: House) -> Iterator[str]:
-    """Yield reads of the environment where a function's result must depend on its arguments alone."""
+    """Yield reads of the environment in functions whose result must depend on their arguments alone."""
     for name, source in house.sources.items():
         if source.package == "multiprocessing_pdb" or _is_in(name, READS_ENVIRONMENT):
             continue
@@ -331,7 +331,7 @@ def check_environment(house: House) -> Iterator[str]:
 
 
 def check_names(house: House) -> Iterator[str]:
-    """Yield modules and packages whose names say nothing."""
+    """Yield modules and packages with meaningless names."""
     for name, source in house.sources.items():
         for part in name.split("."):
             if part in BAD_NAMES:

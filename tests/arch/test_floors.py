@@ -1,4 +1,4 @@
-"""The code keeps the rules of the house, and every rule is seen to catch what breaks it."""
+"""The code follows the architecture rules, and each rule catches a violation."""
 
 from __future__ import annotations
 

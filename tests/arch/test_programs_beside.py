@@ -1,4 +1,4 @@
-"""Benchmarks and the makers of the docs, which no test runs, use what the package still has."""
+"""Benchmarks and documentation scripts, which no test runs, import only names that still exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAMS = sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("docs/*.py")])
 
 
 def find_lost(source: str) -> Iterator[str]:
-    """Yield what a program imports of moeverify and its debugger that is not there."""
+    """Yield the names that a program imports from `moeverify` or its debugger and that do not exist."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
             continue

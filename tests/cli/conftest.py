@@ -1,4 +1,4 @@
-"""A case file, a kept run, and the command line in this process."""
+"""Fixtures: a case file, a kept run, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def case_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Return a function that runs a command line; results of `.stdout` are at the width of a log."""
+    """Return a function that runs a command line. Rich output in `.stdout` has the width of a log."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -62,7 +62,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Invoke:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
-    """A distributed checkpoint that does not say which model it is."""
+    """Return a distributed checkpoint that does not name its model."""
     spec = ReferenceModel.model_validate_json(json.dumps(PRESETS["tiny-mixtral-8x7b"]))
     model = Transformer(spec, dtype=torch.bfloat16)
     initialize(model, spec, 0)

@@ -1,6 +1,6 @@
-"""Files that are spoiled at random, and what a command may say of them.
+"""Randomly corrupted files, and a check of the command's response.
 
-The same ones each time; MOEVERIFY_TEST_BAD_INPUTS=2000 asks for as many new ones of each kind.
+The corruption is reproducible. MOEVERIFY_TEST_BAD_INPUTS=2000 asks for that many new inputs of each kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typer.testing import Result
 
 ASKED = os.environ.get("MOEVERIFY_TEST_BAD_INPUTS")
 COUNT = int(ASKED or 20)
-PATIENCE = 60  # seconds for one input, on a machine that may be busy
+PATIENCE = 60  # seconds for one input on a busy machine
 
 NASTY_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2**31, 2**63, 10**30, 1.5, -0.0, 1e308, float("nan"), float("inf")),
@@ -33,7 +33,7 @@ NASTY_TEXT = (
 
 
 class Hang(BaseException):
-    """An input took longer than anybody waits."""
+    """Processing one input exceeded the time limit."""
 
 
 def make_random(kind: str) -> random.Random:
@@ -41,7 +41,7 @@ def make_random(kind: str) -> random.Random:
 
 
 def spoil_bytes(content: bytes, dice: random.Random) -> bytes:
-    """Return bytes with some flipped, cut, repeated, or replaced by what readers stumble over."""
+    """Return the bytes with some flipped, cut, repeated or replaced by bytes that often break readers."""
     found = bytearray(content)
     for _ in range(dice.choice((1, 1, 1, 2, 5))):
         at, length = dice.randrange(len(found) + 1), dice.choice((1, 4, 30, 1000))
@@ -62,7 +62,7 @@ def spoil_bytes(content: bytes, dice: random.Random) -> bytes:
 
 
 def spoil_tree(tree: Any, dice: random.Random) -> Any:
-    """Return data with one of its values, or of its keys, replaced, removed or moved."""
+    """Return the data with one value or key replaced, removed or moved."""
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
@@ -88,23 +88,23 @@ def spoil_tree(tree: Any, dice: random.Random) -> Any:
 
 
 def spoil_json(content: bytes, dice: random.Random) -> bytes:
-    """Return JSON with other values, or what is no JSON any more."""
+    """Return JSON with changed values, or text that is no longer valid JSON."""
     if dice.random() < 0.4:
         return spoil_bytes(content, dice)
     return json.dumps(spoil_tree(json.loads(content), dice)).encode()
 
 
 def spoil_yaml(content: bytes, dice: random.Random) -> bytes:
-    """Return YAML with other values, or what is no YAML any more."""
+    """Return YAML with changed values, or text that is no longer valid YAML."""
     if dice.random() < 0.4:
         return spoil_bytes(content, dice)
     tree = YAML(typ="safe", pure=True).load(content.decode())
-    return json.dumps(spoil_tree(tree, dice)).encode()  # which is YAML too
+    return json.dumps(spoil_tree(tree, dice)).encode()  # JSON is YAML too
 
 
 @contextmanager
 def impatience() -> Iterator[None]:
-    """Raise Hang where what is inside takes too long."""
+    """Raise `Hang` when the body of the context takes too long."""
 
     def stop(number: int, frame: object) -> None:
         raise Hang
@@ -119,7 +119,7 @@ def impatience() -> Iterator[None]:
 
 
 def spoil_lines(content: bytes, dice: random.Random) -> bytes:
-    """Return lines of JSON with one that has other values, or is no JSON any more."""
+    """Return JSON lines in which one line has changed values or is no longer valid JSON."""
     if dice.random() < 0.2:
         return spoil_bytes(content, dice)
     lines = content.split(b"\n")
@@ -129,7 +129,7 @@ def spoil_lines(content: bytes, dice: random.Random) -> bytes:
 
 
 def judge(done: Result, codes: tuple[int, ...]) -> str:
-    """Return what is bad about the end of a command; nothing where it is refused or taken in order."""
+    """Return the problem in how a command ended, or nothing when it refused or accepted the input well."""
     told = done.stdout + done.stderr
     if done.exit_code not in codes:
         return f"exit code {done.exit_code}: {done.exception!r} {told[-800:]}"

@@ -1,6 +1,7 @@
-"""Bad inputs of every kind, made of good ones: each is refused, or taken, and never a traceback, a hang or a loss.
+"""Bad inputs of every kind, made from good ones: no traceback, hang or data loss.
 
-The same ones each time; MOEVERIFY_TEST_BAD_INPUTS=2000 asks for as many new ones of each kind.
+Each input is either refused or accepted. The inputs are reproducible; MOEVERIFY_TEST_BAD_INPUTS=2000 asks
+for that many new ones of each kind.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ CASES = Path(__file__).parents[2] / "cases"
 
 @pytest.fixture
 def try_all(tmp_path: Path) -> Callable[..., None]:
-    """Return a function that spoils a file again and again, and keeps the inputs with a bad outcome."""
+    """Return a function that corrupts a file repeatedly and keeps the inputs with a bad outcome."""
 
     def do(kind: str, file: Path, spoil: Any, attempt: Callable[[], str]) -> None:
         dice, good, bad = make_random(kind), file.read_bytes(), []
@@ -147,7 +148,7 @@ DIFFERING = CollectiveFacts(
 
 @pytest.mark.parametrize("command", ["report", "explain", "diff", "history"])
 def test_results_with_findings(invoke: Any, keep: Any, try_all: Any, command: str) -> None:
-    """Of a case that differs, and of one that hung."""
+    """Corrupt the results of a case that differs and of one that hung."""
     file = keep("run", "mismatch", 1.0) / "result.json"
     run = RunResult.model_validate_json(file.read_bytes())
     fields = {
@@ -318,7 +319,7 @@ def test_caches(case_file: Path, tmp_path: Path, try_all: Any, name: str) -> Non
 
 @pytest.fixture
 def weights(invoke: Any, start: Path, tmp_path: Path) -> Path:
-    """Weights of Hugging Face, with their distributed checkpoint beside them."""
+    """Return Hugging Face weights with their distributed checkpoint beside them."""
     done = invoke("convert", start, tmp_path / "hf", "--to", "hf", "--preset", "tiny-mixtral-8x7b")
     assert done.exit_code == 0, done.stderr
     done = invoke("convert", tmp_path / "hf", tmp_path / "dcp", "--to", "dcp")
@@ -363,7 +364,7 @@ for step in range(2):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two recordings of one script."""
+    """Return two recordings of one script."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "train.py").write_text(SCRIPT.replace("model =", "torch.manual_seed(0)\nmodel =", 1))
     command = [sys.executable, "-m", "moeverify", "watch", "--steps", "0-1", "--out", folder / "good", "--"]

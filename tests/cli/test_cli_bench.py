@@ -1,4 +1,4 @@
-"""`moeverify bench`: what a step costs, on real ranks."""
+"""`moeverify bench`: the cost of a step, on real ranks."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke
     assert found.in_update is not None
     assert found.in_micro_batches.kernels > found.in_update.kernels > 0
     assert found.in_micro_batches.collectives > 0
-    assert found.in_micro_batches.waits == 0  # a dense model has no sizes that the host must know
+    assert found.in_micro_batches.waits == 0  # a dense model has no sizes that the host needs
     assert found.in_micro_batches.traffic is not None
     assert found.in_micro_batches.traffic > 2 * (
         found.parameters or 0
-    )  # weights are read forward and backward
+    )  # weights are read in forward and backward
     assert "operations of all passes" in done.stdout
     assert all(f"floor of {part}" in done.stdout for part in ("operations", "bytes", "launches"))
     assert sorted(path.name for path in (tmp_path / "profile" / "fsdp2-2").iterdir()) == [

@@ -1,4 +1,4 @@
-"""The commands that read cases, and what bad input gets."""
+"""Commands that read cases, and their messages for bad input."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run_alone(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# Runs the command line and fails if that has loaded one of the modules that make it slow.
+# Run the command line and fail if it has loaded one of the slow modules.
 GUARD = """
 import sys
 import pytest

@@ -1,4 +1,4 @@
-"""`moeverify comm`: real collectives against their definitions, and what is refused."""
+"""`moeverify comm`: real collectives against their definitions, and refused inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CollectiveRun]:
-    """Return all collectives of uneven parts, some empty, and two that go wrong, by the names of their jobs."""
+    """Return all collectives with uneven parts, some empty, and two wrong ones, by job name."""
     transfers = {
         name.value: define_transfer(name, SIZES[name], int(name == "broadcast")) for name in Collective
     }

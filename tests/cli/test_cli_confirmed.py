@@ -1,4 +1,4 @@
-"""A command that ends while wider precisions are asked: what is kept says how far that came."""
+"""An interrupted command that was checking wider precisions: kept results record the progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeverify convert` as a user sees it: both directions, the line it ends with, and its errors."""
+"""`moeverify convert` as a user sees it: both directions, its last line and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeverify doctor`: what it finds here, and what becomes of probes that crash or hang."""
+"""`moeverify doctor`: its findings on this machine, and its handling of probes that crash or hang."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch" in seen
     assert {*seen, *examination.missing} == set(examination.names)
     examination.run(lambda event: seen.append(event.name) if event.row is not None else None)
-    assert sorted(seen) == sorted(examination.names)  # each is told once
+    assert sorted(seen) == sorted(examination.names)  # each is reported once
     assert [row.name for row in examination.rows] == list(examination.names)
     assert examination.missing == []
     rows = {row.name: row for row in examination.rows}
@@ -54,7 +54,7 @@ def test_a_probe_that_fails_or_hangs_is_a_row_and_costs_the_others_nothing(
         if event.row is not None:
             rows[event.name] = event.row
     assert sorted(rows) == ["average by sum", "crash", "fail", "hang"]
-    assert list(rows)[-1] == "hang"  # it was tried again when the others were over
+    assert list(rows)[-1] == "hang"  # it was retried after the others had ended
     assert {row.status for row in rows.values()} == {"fail"}
     assert rows["crash"].value.startswith("crashes: ")
     assert "SIGABRT" in rows["crash"].value
@@ -79,11 +79,11 @@ def test_what_a_busy_machine_has_kept_from_its_end_is_tried_again(
 @pytest.mark.ranks
 def test_what_runs_ends_where_nobody_waits_for_it() -> None:
     events = doctor.run_probes([Try("hang", "hang", 2), Try("crash", "crash", 2)], "cpu", ODD, at_once=2)
-    before = psutil.Process().children(recursive=True)  # that other tests have started
+    before = psutil.Process().children(recursive=True)  # processes that other tests have started
     while next(events).row is None:
         pass
     left = [each for each in psutil.Process().children(recursive=True) if each not in before]
-    assert len(left) >= 4  # what forks agents, that of the probe that hangs, and its ranks
+    assert len(left) >= 4  # the forking agent, the agent of the hanging probe, and its ranks
     events.close()
     assert psutil.wait_procs(left, timeout=20)[1] == []
 
@@ -98,7 +98,7 @@ def test_collectives_are_tried_on_one_gpu_that_two_ranks_share() -> None:
 
 
 class Asked(doctor.Examination):
-    """An examination whose one probe finds what `row` says, or is interrupted."""
+    """An examination whose only probe returns `row` or is interrupted."""
 
     row: ProbeRow | None = None
 

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes of errors, an early end of a run, a reader that hangs up."""
+"""The end of a command: exit codes of errors, interrupted runs, and a closed output pipe."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_reader_that_hangs_up_gets_no_traceback(keep: Any) -> None:
     )
     assert child.stdout is not None
     assert child.stderr is not None
-    child.stdout.close()  # before anything was printed
+    child.stdout.close()  # before any output
     assert child.wait(60) == 141
     assert child.stderr.read() == ""
     child.stderr.close()

@@ -1,4 +1,4 @@
-"""What a user's machine refuses is no fault of moeverify, and no exit code of it is one of a verdict."""
+"""A failure of the user's machine has an exit code that no verdict uses, and is not blamed on moeverify."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUR_FAULT = "this is a fault of moeverify itself"
 
 
 def do(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Return what a shell says of a command line, in which $M is moeverify."""
+    """Run a command line in a shell, with $M as moeverify, and return the result."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     variables = {**os.environ, "M": " ".join(MOEVERIFY), "PYTHONPATH": paths}

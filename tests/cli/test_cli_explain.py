@@ -1,4 +1,4 @@
-"""`moeverify explain`: the list of origins, one finding with its evidence, one that is not there."""
+"""`moeverify explain`: the list of origins, one finding with its evidence, and an unknown finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeverify faults` and `--fault` with what is not there: one clear message, exit code 2, and nothing is started."""
+"""`moeverify faults` and `--fault` with unknown names: one clear message, exit code 2, no launch."""
 
 import json
 from pathlib import Path

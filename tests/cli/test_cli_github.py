@@ -1,4 +1,4 @@
-"""Commands in a workflow of GitHub, and the action of this repository."""
+"""Commands in a GitHub workflow, and the action of this repository."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_script_of_the_action_passes_words_and_verdicts_on(
     action: Any, tmp_path: Path, code: int, verdict: str
 ) -> None:
     (run,) = [step for step in action["runs"]["steps"] if step.get("id") == "run"]
-    command = tmp_path / "moeverify"  # the script is tested here, with a command that notes its words
+    command = tmp_path / "moeverify"  # a stub that records its arguments: only the script is tested
     command.write_text(f'#!/bin/sh\nfor word; do echo "$word"; done > {tmp_path}/words\nexit {code}\n')
     command.chmod(0o755)
     variables = {

@@ -1,4 +1,4 @@
-"""Groups of options: a command that takes a group has all of its options, and gets them as one value."""
+"""Groups of options: a command that takes a group has all of its options and receives them as one value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeverify place` as a user sees it: what it prints and writes, and what it says about bad input."""
+"""`moeverify place` as a user sees it: its output, its files and its messages for bad input."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_exact_solver_says_how_it_ended(invoke: Invoke, tmp_path: Path) -> N
 
 
 def test_without_an_answer_in_time_the_heuristic_stands(invoke: Invoke, tmp_path: Path) -> None:
-    """The exact solver has too little time: its state is printed, and the placement is that of the heuristic."""
+    """Give the exact solver too little time: its status is printed, and the heuristic's placement is kept."""
     path, out, results = tmp_path / "load.npy", tmp_path / "p.yaml", tmp_path / "p.json"
     np.save(path, np.random.default_rng(0).integers(1, 1000, (2, 64)) ** 2)
     options = ("--ranks", 16, "--slots", 6, "--out", out, "--json", results)

@@ -1,4 +1,4 @@
-"""`moeverify run --watch`: which cases a change of a file touches, with real files that change."""
+"""`moeverify run --watch`: the cases that a real file change affects."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OPTIONS = RunOptions(golden_folder=Path("golden"))
 
 
 class _EnoughError(Exception):
-    """All changes of the test were seen."""
+    """The test has made all of its changes."""
 
 
 @dataclass
 class Session:
-    """The loop under test in this thread; each change is made when the one before it has been answered."""
+    """The loop under test in this thread. Each change is made after the response to the previous one."""
 
     folder: Path
     changes: Iterator[Callable[[], object]]

@@ -1,4 +1,4 @@
-"""The commands that read kept runs: report and diff, their output and exit codes."""
+"""Commands that read kept runs: the output and exit codes of report and diff."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moeverify route`: where the tokens of a batch are computed, by what the experts really got."""
+"""`moeverify route`: where the tokens of a batch are computed, against the rows that experts received."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_copy_is_computed_where_its_expert_is(tmp_path: Path, invoke: Invok
         assert found.combine is not None
         assert found.combine.num_tokens == 6
         assert sum(map(sum, found.sent)) == found.num_copies > 0
-        # A column of what was sent is what that rank's experts computed.
+        # A column of the sent counts equals the rows that the rank's experts computed.
         for rank, by_expert in enumerate(found.computed):
             assert sum(by_expert.values()) == sum(row[rank] for row in found.sent)
             assert {expert * 2 // found.num_experts for expert in by_expert} == {rank}

@@ -1,4 +1,4 @@
-"""`moeverify run` with real ranks: verdicts, files, exit codes, and Ctrl-C."""
+"""`moeverify run` with real ranks: verdicts, files, exit codes and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from moeverify.report.formats.json import read_run
 
 pytestmark = pytest.mark.ranks
 
-# A shell that starts pytest in the background has switched SIGINT off for its children.
+# A shell that starts pytest in the background disables SIGINT for its children.
 CODE = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from moeverify.cli import main
 main()
 """
-# The same with an agent that has torch at once, for tests of what a run says and not of how it starts or ends.
+# The same with an agent that has already imported torch, for tests independent of startup and shutdown.
 FORKED = "from moeverify.launch import monitor\nmonitor.agent_command = lambda: {agent}" + CODE
 
 # Called on every rank before the layout is built.
@@ -86,9 +86,9 @@ Start = Any
 
 @pytest.fixture
 def start(tmp_path: Path, python: ForkedPython) -> Iterator[Start]:
-    """Return a function that starts a command on a tiny case; what still runs at the end is ended.
+    """Return a function that starts a command on a tiny case. Processes that still run at the end are killed.
 
-    `forks` lets the ranks be forked from a process that has imported torch.
+    With `forks`, ranks are forked from a process that has imported torch.
     """
     (tmp_path / "ddp.yaml").write_text(DDP)
     (tmp_path / "faults_of_tests.py").write_text(FAULTS)
@@ -149,7 +149,7 @@ def test_mismatch_tells_the_finding_and_keeps_the_errors_of_all_tensors(start: S
     gradient = dict(zip(maps["gradient"].tensors, maps["gradient"].shares, strict=True))
     assert {name for name, (first, *_) in gradient.items() if first > 1e9} == set(gradient)  # 0.5 / 1e-10
     assert {share for row in maps["initial state"].shares for share in row} == {0.0}
-    for each in case.errors:  # what is over its bound is a finding, and nothing else
+    for each in case.errors:  # only values over their bound are findings
         over = {
             (tensor, step)
             for tensor, row in zip(each.tensors, each.shares, strict=True)
@@ -182,8 +182,8 @@ def test_missing_golden_fails_where_it_is_required(start: Start, tmp_path: Path)
     ("number", "word", "code"),
     [
         (signal.SIGINT, "interrupted", 130),
-        (signal.SIGTERM, "ended by SIGTERM", 143),  # a server's time limit, `timeout`
-        (signal.SIGHUP, "ended by SIGHUP", 129),  # a terminal that is closed
+        (signal.SIGTERM, "ended by SIGTERM", 143),  # a server's time limit, or `timeout`
+        (signal.SIGHUP, "ended by SIGHUP", 129),  # a closed terminal
     ],
 )
 def test_an_early_end_keeps_the_files_and_leaves_nothing_else(
@@ -198,7 +198,7 @@ def test_an_early_end_keeps_the_files_and_leaves_nothing_else(
     assert ranks
     child.send_signal(number)
     if number != signal.SIGINT:
-        child.send_signal(number)  # a shell and the kernel both tell of a terminal that is closed
+        child.send_signal(number)  # both a shell and the kernel signal a closed terminal
     _, errors = child.communicate(timeout=60)
     assert child.returncode == code
     assert errors.splitlines()[-1] == word

@@ -1,4 +1,4 @@
-"""`moeverify schema` prints what the reference is made of, and nothing else."""
+"""`moeverify schema` prints the source of the reference page, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases are read without a search for pydantic's plugins, which all else in the process still gets."""
+"""Loading cases skips pydantic's plugin search; other code in the process still gets its plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README and docs say of commands, options, fields, files and links is so."""
+"""README and docs name existing commands, options, fields, files and links."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ COMMANDS: dict[str, Any] = typer.main.get_command(build_app()).commands  # type:
 
 
 def list_options(command: Any) -> set[str]:
-    """Return the options of a command, and of its own commands."""
+    """Return the options of a command and of its subcommands."""
     own = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
     inner = [list_options(sub) for sub in getattr(command, "commands", {}).values()]
     return {name for name in own.union(*inner) if name.startswith("-")} | {"--help", "-h"}
 
 
 def list_commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command line of ours, in a code block or a code span."""
+    """Yield the words of each `moeverify` command line in a code block or code span."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
@@ -67,7 +67,7 @@ def test_commands_and_options_exist(page: Path) -> None:
     for words in list_commands(page.read_text()):
         assert words[0] in COMMANDS, words
         known = list_options(COMMANDS[words[0]])
-        own = words[1 : words.index("--")] if "--" in words else words[1:]  # behind it is the user's command
+        own = words[1 : words.index("--")] if "--" in words else words[1:]  # the rest is the user's command
         assert {word for word in own if word.startswith("-")} <= known, words
 
 

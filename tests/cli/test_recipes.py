@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING, followed in a copy of the package: one file, and at most one line elsewhere."""
+"""The recipes of CONTRIBUTING, followed in a copy of the package: one file, at most one line elsewhere."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(copy: Path) -> Run:
-    """Return a function that runs Python with the copied package and returns what it prints."""
+    """Return a function that runs Python with the copied package and returns its output."""
 
     def do(*arguments: str) -> str:
         path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
@@ -87,7 +87,7 @@ def run(copy: Path) -> Run:
 
 
 def add(copy: Path, file: str, text: str, *, line: str = "", after: str = "", into: str = "") -> None:
-    """Write the one new file, and the one line of a list."""
+    """Write the new file and the one line of a list."""
     (copy / "moeverify" / file).write_text(text.lstrip())
     if line:
         listed = copy / "moeverify" / into

@@ -1,4 +1,4 @@
-"""What README and docs show is what this version prints; numbers, times and widths aside."""
+"""Sample outputs in README and docs match this version, except for numbers, times and widths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from forked.python import ForkedPython
 
 ROOT = Path(__file__).parents[2]
-LONG = "verify"  # all cases: those run as tests of their own
+LONG = "verify"  # all cases: they run as tests of their own
 
 
 def load_samples() -> ModuleType:

@@ -1,4 +1,4 @@
-"""The walk through the tutorial's layouts, with a small model in the place of the one of true size."""
+"""The tutorial's layouts, run with a small model instead of the full-size one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "examples" / "tutorial"
 NAMES = ["tutorial-ddp", "tutorial-fsdp2", "tutorial-tp", "tutorial-tp-loss-parallel"]
-# A vocabulary that two ranks do not divide, as 50257 is.
+# Two ranks do not divide this vocabulary evenly, as with 50257.
 SMALL = ("--set", "recipe.model.preset=tiny-gpt", "--set", "recipe.model.vocab_size=131")
 
 

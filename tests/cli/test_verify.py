@@ -1,4 +1,4 @@
-"""`moeverify.verify`: the Python door."""
+"""The Python interface, `moeverify.verify`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_wrong_model_is_not_ok() -> None:
     assert not result.ok
     assert any(finding.tensor == "h.0.attn.query_norm.weight" for finding in result.findings)
     assert "h.0.attn.query_norm.weight" in str(result)
-    assert "moeverify run" not in str(result)  # there is no case file that such a command could name
+    assert "moeverify run" not in str(result)  # there is no case file to name in such a command
     assert "MISMATCH" in repr(result)
 
 

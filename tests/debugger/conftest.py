@@ -1,4 +1,4 @@
-"""A site for each test of the debugger."""
+"""A site fixture for each debugger test."""
 
 import shutil
 import tempfile
@@ -10,7 +10,7 @@ from debugger_site import Site
 
 @pytest.fixture
 def site(python):
-    """A fresh site; nothing that it started outlives the test."""
+    """Yield a fresh site and end everything that it started."""
     home = Path(tempfile.mkdtemp(prefix="mpdb-test-", dir="/tmp"))
     made = Site(home, python)
     try:

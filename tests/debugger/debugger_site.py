@@ -1,4 +1,4 @@
-"""Real processes for the debugger's tests: ranks and consoles, in a runtime directory per test."""
+"""Real processes for the debugger's tests: ranks and consoles, in one runtime directory per test."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ COLOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def poll(condition, what, seconds=PATIENCE):
-    """Return the first true answer of `condition`, and fail when there is none in time."""
+    """Return the first true result of `condition`, or fail after the timeout."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         answer = condition()
@@ -32,11 +32,11 @@ def poll(condition, what, seconds=PATIENCE):
 
 
 class Site:
-    """A runtime directory, the processes started in it, and ways to ask them."""
+    """A runtime directory, the processes started in it, and methods to query them."""
 
     def __init__(self, home, python):
         self.home = home
-        self.python = python  # one that has imported torch
+        self.python = python  # a Python that has imported torch
         self.runtime = home / "run"
         self.job = home.name  # unique on this machine: killing a job looks at all processes of the user
         self.processes = []
@@ -54,7 +54,7 @@ class Site:
             self.env.pop(name, None)
 
     def start(self, *command, env=None, name="out", **options):
-        """Start a process in a session of its own; its output goes to files in the site."""
+        """Start a process in its own session; its output goes to files in the site."""
         files = {s: (self.home / f"{name}.{s}").open("w") for s in ("stdout", "stderr")}
         options = {"stdin": subprocess.DEVNULL, **files, **options}
         started = subprocess.Popen(
@@ -84,11 +84,11 @@ class Site:
         ]
 
     def read(self, name="out", stream="stdout"):
-        """Return what a process has written."""
+        """Return the output of a process."""
         return (self.home / f"{name}.{stream}").read_text()
 
     def run_console(self, *commands, options=(), env=None, stdin=None, timeout=PATIENCE):
-        """Run a console with -c for each command, or with `stdin` as its input, to its end."""
+        """Run a console to its end, with `-c` for each command or with `stdin` as input."""
         line = [sys.executable, "-m", "multiprocessing_pdb", *map(str, options)]
         for command in commands:
             line += ["-c", command]
@@ -104,7 +104,7 @@ class Site:
         )
 
     def ask(self, *commands, **options):
-        """Return what a console prints for the commands."""
+        """Return the console's output for the commands."""
         done = self.run_console(*commands, **options)
         assert "Traceback" not in done.stderr, done.stderr
         return done.stdout
@@ -116,7 +116,7 @@ class Site:
         return done.stdout
 
     def explain(self):
-        """Return the output of every process, for a failure."""
+        """Return the output of every process, for a failure message."""
         return "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(self.home.glob("*.std*")))
 
     def open_terminal(self, *command, env=None):
@@ -155,7 +155,7 @@ class Site:
         return sorted(p.name for p in self.runtime.glob("*.sock")) if self.runtime.exists() else []
 
     def clean(self):
-        """End everything that was started here, children included."""
+        """End everything that was started here, including child processes."""
         for child in self.consoles:
             child.close(force=True)
         for process in self.processes:

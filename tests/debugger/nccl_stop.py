@@ -27,7 +27,7 @@ os.environ.setdefault("MPDB_TERMINAL", "0")
 
 
 def drive(job, seconds):
-    """Ask the stopped rank every second, as a console does; continue it when the time is over."""
+    """Query the stopped rank every second as a console does, and continue it when the time is over."""
     from multiprocessing_pdb.console.broadcast import ask
     from multiprocessing_pdb.console.registry import RankRegistry
     from multiprocessing_pdb.console.source import LocalSource
@@ -46,7 +46,7 @@ def drive(job, seconds):
 
 
 def run(device, armed):
-    """Return the sum that both ranks must see, and whether the timeouts came back."""
+    """Return the sum that both ranks must see, and whether the timeouts were restored."""
     import torch
     import torch.distributed as dist
 
@@ -86,7 +86,7 @@ def run(device, armed):
 
 
 def main():
-    """Run as a rank, or as the driver."""
+    """Run as a rank or as the driver."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--unarmed", action="store_true")

@@ -1,6 +1,6 @@
-"""`arm PID`: processes that never called arm() are reached from Python 3.14 on, and before it is said what to do.
+"""`arm PID`: reach processes that never called arm() on Python 3.14; print instructions on older versions.
 
-MPDB_TEST_PYTHON names a Python 3.14 or later where the tests run on an older one.
+MPDB_TEST_PYTHON names a Python 3.14 or later when the tests run on an older one.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""How ranks died is said: with the signal or exit code, and the last line that is known."""
+"""Reports on dead ranks: the signal or exit code, and the last known line."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def test_an_open_console_says_which_rank_died_of_what_and_where(site):
         site.await_exit(rank)
     console.sendline("ls")
     console.expect_exact("no rank is stopped")
-    assert "rank 0" not in console.before  # it ended as it should
+    assert "rank 0" not in console.before  # it ended normally
     console.close()
 
 

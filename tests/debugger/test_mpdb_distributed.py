@@ -1,4 +1,4 @@
-"""With torch.distributed: tensors compared in place, meshes, timeouts of collectives, and ranks that hang."""
+"""With torch.distributed: in-place tensor comparison, meshes, collective timeouts and hanging ranks."""
 
 import re
 import subprocess
@@ -53,7 +53,7 @@ def test_tensors_are_compared_in_place_and_ranks_chosen_by_mesh(site):
 
 
 def stay_stopped(site, seconds):
-    """Keep a stopped rank stopped for a time: longer than the timeout of its group."""
+    """Keep a rank stopped for longer than the timeout of its group."""
     poll(lambda: "long stop" in site.ask("ls"), "the stop")
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
@@ -74,7 +74,7 @@ def test_a_later_collective_survives_a_long_stop_and_timeouts_come_back(site):
 
 def test_a_stop_on_another_node_is_learned_through_the_store(site):
     process = start_torchrun(site, 2, "collective.py", "later", "arm", "apart")
-    site.runtime = site.home / "run0"  # where rank 0 is; rank 1 looks into another directory
+    site.runtime = site.home / "run0"  # rank 0's directory; rank 1 looks into another one
     site.env["MPDB_DIR"] = str(site.runtime)
     stay_stopped(site, 7)
     site.ask("c")
@@ -136,5 +136,5 @@ def test_stacks_group_equal_ones(site):
         env = {"MPDB_JOB": site.job, "RANK": str(rank)}
         site.start(sys.executable, "sleep.py", env=env, name=f"r{rank}", stdin=subprocess.DEVNULL)
     grouped = re.compile(r"rank 0 \(pid \d+\), rank 1 \(pid \d+\):(?s:.*)sleep\.py")
-    # a rank that is not in its sleep yet has a stack of its own
+    # a rank that is not yet in its sleep has a stack of its own
     poll(lambda: grouped.search(site.ask("stacks", options=[site.job])), "one stack of both ranks")

@@ -24,7 +24,7 @@ def find_line(path, text):
 
 
 class Editor:
-    """What an editor does: numbered requests, and events that come at any time."""
+    """An editor's side of the protocol: numbered requests, and events at any time."""
 
     def __init__(self, port):
         self.connection = socket.create_connection(("127.0.0.1", port))
@@ -53,7 +53,7 @@ class Editor:
                 self.answers[message["request_seq"]] = message
 
     def try_request(self, command, **arguments):
-        """Send a request and return the whole answer."""
+        """Send a request and return the whole response."""
         self.number += 1
         message = {"seq": self.number, "type": "request", "command": command, "arguments": arguments}
         payload = json.dumps(message).encode()
@@ -66,13 +66,13 @@ class Editor:
         return answer
 
     def request(self, command, **arguments):
-        """Send a request and return the body of its answer, which must be a success."""
+        """Send a request and return the body of its response, which must be a success."""
         answer = self.try_request(command, **arguments)
         assert answer["success"], answer
         return answer["body"]
 
     def await_event(self, event, **wanted):
-        """Return the body of the next event with these values; earlier ones of other kinds stay."""
+        """Return the body of the next event with these values; earlier events of other kinds are kept."""
         deadline = time.monotonic() + PATIENCE
         while True:
             for at, found in enumerate(self.events):
@@ -83,7 +83,7 @@ class Editor:
             self._receive(deadline)
 
     def begin(self, breakpoints=()):
-        """Do what editors do first, and return what came of the breakpoints: (path, line, condition) each."""
+        """Start a session as editors do, and return (path, line, condition) of each breakpoint."""
         assert self.request("initialize", adapterID="test")["supportsConfigurationDoneRequest"]
         self.await_event("initialized")
         self.request("attach")
@@ -156,7 +156,7 @@ def test_an_editor_debugs_two_ranks(site):
             editor.request("continue", threadId=thread)
             editor.await_event("stopped", threadId=thread, reason="breakpoint")
             assert editor.find_top(thread)["line"] == last
-        editor.request("disconnect")  # takes the breakpoints away
+        editor.request("disconnect")  # removes the breakpoints
     assert site.ask("ls").count("work.py") == 2
     assert site.ask('@all p __import__("bdb").Breakpoint.bplist') == "ranks 0-1: {}\n"
     assert site.ask("c") == "ranks 0-1: runs on\n"
@@ -181,7 +181,7 @@ def test_an_editor_stops_ranks_that_run_and_leaves_them_running(site):
         editor.request("pause", threadId=1)
         editor.await_event("stopped", threadId=1, reason="pause")
         assert editor.evaluate(1, "number > 0") == "True"
-        assert editor.evaluate(1, "n", context="repl") == ""  # typed, not asked for by a button
+        assert editor.evaluate(1, "n", context="repl") == ""  # typed, not requested by a button
         editor.await_event("continued", threadId=1)
         editor.await_event("stopped", threadId=1, reason="step")
         assert not editor.try_request("evaluate", expression="missing", frameId=editor.find_top(1)["id"])[
@@ -237,7 +237,7 @@ def test_only_editors_of_this_user_get_in(site, tmp_path):
         refused = [
             ([head], "does not name"),
             ([head, row.format(*ends, "01", own + 1, 7)], "was refused"),
-            ([head, row.format(*ends, "06", own, 0)], "does not name"),  # closed: the kernel says root
+            ([head, row.format(*ends, "06", own, 0)], "does not name"),  # closed: the kernel reports root
             ([head, row.format(*ends, "01", own, 0)], "does not name"),
             ([head, row.format(*reversed(ends), "01", own, 7)], "does not name"),
         ]

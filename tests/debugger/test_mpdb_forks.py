@@ -1,11 +1,11 @@
-"""A forked child of a thread that has stopped: it has a way in for as long as it is stopped itself."""
+"""A forked child of a stopped thread: it is reachable for as long as it is stopped itself."""
 
 import pytest
 from debugger_site import poll
 
 
 def await_tick(site):
-    """Wait until the server has looked after its socket file: it makes one again that is gone."""
+    """Wait until the server has checked its socket file and recreated it if it was removed."""
     (name,) = site.sockets()
     (site.runtime / name).unlink()
     poll(lambda: site.sockets() == [name], "the socket file")
@@ -17,7 +17,7 @@ def test_a_stopped_child_keeps_its_way_in(site, thread):
     site.await_ranks(1)
     site.ask("c")
     poll(lambda: "child" in site.ask("ls"), "the stop of the child")
-    for _ in range(2):  # the second one comes after all that the first has done
+    for _ in range(2):  # the second response comes after all work for the first
         await_tick(site)
     assert "child" in site.ask("ls")
     site.ask("@all answer = 8", "n", "@all answer = 9", "c")

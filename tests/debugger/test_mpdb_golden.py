@@ -1,4 +1,4 @@
-"""`diff --golden`: what programs expect of their tensors, shards put together and replicas told apart."""
+"""`diff --golden`: programs provide expected tensors; shards are assembled and replicas distinguished."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_compared_is_said_of_the_ranks_and_is_no_equality(ranks):
     said = ranks.ask("diff --golden 'slow'", "@all p 1", options=["--deadline", "1"])
     assert "*** no answer in 1 s" in said
     assert "as in the golden" not in said
-    assert "ranks 0-3: 1" in said  # at once: it does not go on for 30 s
+    assert "ranks 0-3: 1" in said  # at once: it does not continue for 30 s
 
 
 def test_a_program_without_expected_values_is_told_what_to_do(site):

@@ -1,4 +1,4 @@
-"""What must not cost a rank its way in: interruptions, the end of a stepped thread, requests that fail."""
+"""Events after which a rank must stay reachable: interruptions, ends of stepped threads, failed requests."""
 
 import socket
 import sys
@@ -22,7 +22,7 @@ def called():
 
 
 def call_traced(count, then):
-    """Call a function `count` times while tracing, as a thread that is being stepped does."""
+    """Call a function `count` times while tracing, as a thread that is being stopped does."""
 
     def work():
         sys.settrace(lambda frame, event, argument: None)
@@ -37,7 +37,7 @@ def call_traced(count, then):
 
 
 def call_interruptibly(function):
-    """Begin a call in a thread; return its interruption, the thread, and the list its outcome goes to."""
+    """Start a call in a thread. Returns its interruption, the thread, and the list that gets its outcome."""
     outcome, made, ready = [], [], threading.Event()
 
     def work():
@@ -170,7 +170,7 @@ def test_a_request_that_came_while_its_stop_ended_is_not_done_at_the_next_one():
     session._endpoint = types.SimpleNamespace(server=later)
     session.stdout.write("(Pdb) ")
     for server, text in ((earlier, "continue"), (later, "where")):
-        session._state = "busy"  # as close() finds it when the request comes in beside it
+        session._state = "busy"  # as close() sees it when the request arrives meanwhile
         session.receive(server, 1, {"do": "line", "text": text})
     assert session._read_line() == "where\n"
     assert refused == ["the rank went on before it came to this"]

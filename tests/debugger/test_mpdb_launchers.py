@@ -1,4 +1,4 @@
-"""However ranks are started and wherever their streams lead, they stop, and their streams are untouched."""
+"""Ranks stop under every launcher and stream redirection, and their streams are untouched."""
 
 import os
 import re
@@ -14,14 +14,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 def drop_notice(stderr):
-    """Return stderr without the debugger's own line, and how many such lines there were."""
+    """Return stderr without the debugger's own lines, and the number of such lines."""
     lines = stderr.splitlines(keepends=True)
     notices = [line for line in lines if line.startswith("multiprocessing_pdb: ")]
     return "".join(line for line in lines if line not in notices), notices
 
 
 def test_streams_are_untouched_by_a_stop(site):
-    """The same program, stopped and not: the same bytes in and out, and the same descriptors."""
+    """Run the same program with and without a stop: bytes in and out and descriptors are the same."""
     outputs = []
     for disabled in ("1", "0"):
         process = site.start_python(
@@ -48,7 +48,7 @@ def test_streams_are_untouched_by_a_stop(site):
 
 
 def test_what_other_threads_print_during_a_command_stays_the_programs(site):
-    """pdb puts its own stream in the place of sys.stdout while it runs a statement."""
+    """pdb replaces sys.stdout with its own stream while it runs a statement."""
     (rank,) = site.start_ranks(1, "ticking.py")
     site.await_ranks(1)
     shown = site.ask("@0 import time; time.sleep(1); print('mine')")
@@ -61,7 +61,7 @@ def test_what_other_threads_print_during_a_command_stays_the_programs(site):
 
 
 def test_a_closed_stdin_stays_closed(site):
-    """Descriptor 0 is free in such a program; no socket of ours may become its stdin."""
+    """Descriptor 0 is free in such a program; no socket of the debugger may become its stdin."""
     command = f"exec {sys.executable} {PROGRAMS / 'work.py'} 0<&-"
     process = site.start("sh", "-c", command, env={"RANK": "0", "WORLD_SIZE": "2", "MPDB_JOB": site.job})
     site.await_ranks(1)
@@ -147,7 +147,7 @@ def test_under_pytest(site, flags):
     else:
         for number in (1, 2):
             poll(lambda n=number: f"number {n}" in site.ask("ls"), "the stop")
-            # While the test waits: pytest shows what it has captured only after the test has ended.
+            # While the test waits: pytest shows captured output only after the test has ended.
             shown = site.read() + site.read(stream="stderr")
             assert shown.count("stopped at") == number
             site.ask("c")
@@ -187,7 +187,7 @@ def test_uncaught_exceptions_stop(site, where):
     culprit = "child" if where in ("fork", "spawn", "torch") else where
     assert site.ask("diff culprit").endswith(f": '{culprit}'\n")
     site.ask("c")
-    if where == "torch":  # raises in the parent what the child raised: another uncaught exception
+    if where == "torch":  # the parent raises the child's exception again: another uncaught exception
         poll(lambda: "ProcessRaisedException" in site.ask("ls"), "the parent's stop")
         site.ask("c")
     site.await_exit(process, 1 if where in ("main", "torch") else 0)

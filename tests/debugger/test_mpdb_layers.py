@@ -1,4 +1,4 @@
-"""The debugger's layers: it stands alone, and the two sides meet on the wire only."""
+"""The debugger's layers: it depends on no other package, and its two sides share only the wire protocol."""
 
 import ast
 import os
@@ -43,7 +43,7 @@ def test_nothing_else_is_needed():
 
 
 def test_it_installs_without_moeverify(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "source")  # setuptools writes beside what it builds
+    shutil.copytree(PACKAGE, tmp_path / "source")  # setuptools writes beside its sources
     options = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
     built = subprocess.run(
         [sys.executable, "-m", "pip", *options, tmp_path / "site", tmp_path / "source"],

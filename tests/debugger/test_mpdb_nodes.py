@@ -1,4 +1,4 @@
-"""Ranks of several nodes in one console: the other node is a directory behind a stand-in for ssh."""
+"""Ranks of several nodes in one console. A directory behind a fake ssh serves as the other node."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import pytest
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.remote import RemoteSource
 
-# Runs its last argument as ssh does, in an environment whose runtime directory is the other node's.
+# Run the last argument as ssh does, in an environment with the other node's runtime directory.
 STAND_IN = """#!/bin/sh
 echo "Welcome to the other node"
 for last; do :; done
@@ -19,7 +19,7 @@ exec sh -c "$(printf %s "$last" | sed 's/MPDB_DIR=[^ ]* //')"
 
 @pytest.fixture
 def nodes(site):
-    """A site with one stopped rank here and one on the other node, and the commands to get there."""
+    """Return a site with one stopped rank here and one on the other node, and the commands to reach them."""
     tools = site.home / "bin"
     tools.mkdir()
     other = site.home / "other"

@@ -1,4 +1,4 @@
-"""Prompts over real processes: steps that reach a Tra(), stops inside expressions, questions, assignments."""
+"""Prompts in real processes: steps that reach a Tra(), stops inside expressions, questions, assignments."""
 
 import random
 import socket
@@ -64,7 +64,7 @@ def test_a_stop_inside_an_expression_has_its_own_prompt(site, flavour):
 
 @FLAVOURS
 def test_a_step_out_of_an_expression_ends_at_the_prompt_behind_an_error(site, flavour):
-    """There Python traces what the debugger itself does: such a prompt is in no trace function."""
+    """At that point Python traces the debugger's own code: such a prompt is in no trace function."""
     (rank,) = site.start_ranks(1, "post_mortem.py", env={"MPDB_PDB": flavour})
     site.await_ranks(1)
     assert "post_mortem.py(12)stops()" in site.ask("@0 p stops(20)")
@@ -203,7 +203,7 @@ def test_a_flood_on_tcp_does_not_keep_the_user_out(site):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_commands_over_real_processes(site, seed):
-    """The state machine's sequences, fewer of them, in the main thread of processes of their own."""
+    """Run fewer of the state machine's sequences, in the main thread of separate processes."""
     chance = random.Random(seed)
     import maze
 
@@ -238,7 +238,7 @@ def test_random_commands_over_real_processes(site, seed):
 
 
 def maze_result(site, ops):
-    """Return what the maze prints without a debugger."""
+    """Return the output of the maze without a debugger."""
     plain = site.start_python("maze.py", *ops, env={"MPDB_DISABLE": "1"}, name="plain")
     site.await_exit(plain)
     return site.read("plain")

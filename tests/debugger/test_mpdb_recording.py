@@ -1,4 +1,4 @@
-"""A session is recorded as a page, and the page does the same again."""
+"""Recording of a session as a page, and replay from that page."""
 
 import stat
 

@@ -1,4 +1,4 @@
-"""Ranks that run: stopped from the console without a Tra() in their way, and asked for their stacks."""
+"""Running ranks: stopped from the console without a Tra(), and asked for their stacks."""
 
 import json
 import os
@@ -15,11 +15,11 @@ LINE = next(at for at, line in enumerate(STEADY.read_text().splitlines(), 1) if 
 
 
 def start_steady(site, world):
-    """Start armed ranks that run until told to end, and wait until all are armed."""
+    """Start armed ranks that run until a signal to end, and wait until all are armed."""
     go = site.home / "go"
     ranks = site.start_ranks(world, "steady.py", go)
     poll(lambda: len(list(site.runtime.glob("*.control"))) == world, "armed ranks")
-    # A note has a hidden name until it is whole.
+    # A note has a hidden name until it is complete.
     poll(
         lambda: len(list(site.runtime.glob("[!.]*.armed"))) == world, "their notes, written after the sockets"
     )
@@ -27,7 +27,7 @@ def start_steady(site, world):
 
 
 def finish(site, ranks, go):
-    """Let the ranks end, and check that they computed what they compute alone."""
+    """Let the ranks end, and check that their results equal those without a debugger."""
     go.touch()
     for number, rank in enumerate(ranks):
         site.await_exit(rank)
@@ -113,7 +113,7 @@ def test_a_process_that_got_the_pid_of_a_dead_rank_is_left_alone(site, action):
 
 
 def test_a_stale_socket_of_a_reused_pid_does_not_hold_timeouts(site):
-    """The name of a socket says when its process started; the pid alone may be somebody else's now."""
+    """A socket's name includes the start time of its process; another process may have reused the pid."""
     from multiprocessing_pdb.wire.identity import FileOwner
     from multiprocessing_pdb.wire.procfs import is_alive, read_start, send_signal
 
@@ -146,7 +146,7 @@ def test_on_nan_stops_the_first_rank_at_the_module_and_step(site, where, words):
 
 
 def test_a_rank_can_stop_itself_with_names_and_all_others(site):
-    """What another tool needs to stop all ranks at its finding, with expected and actual at the prompt."""
+    """Another tool uses this to stop all ranks at its finding, with expected and actual at the prompt."""
     ranks = site.start_ranks(2, "bad_values.py", "api")
     poll(lambda: "asked" in site.read("rank1") or None, "rank 1 to ask")
     site.await_ranks(2)

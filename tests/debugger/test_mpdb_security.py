@@ -1,4 +1,4 @@
-"""Nobody else gets in, malformed frames are refused, and an unused debugger costs nothing."""
+"""Other users cannot connect, malformed frames are refused, and an unused debugger costs nothing."""
 
 import ast
 import contextlib
@@ -28,7 +28,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def connect(path):
-    """Return a socket connected to a unix socket, past all of our own client code."""
+    """Return a socket connected to a unix socket, bypassing the debugger's client code."""
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.settimeout(20)
     raw.connect(str(path))
@@ -36,7 +36,7 @@ def connect(path):
 
 
 def exchange(raw, payload):
-    """Send bytes and return what comes back until the first frame or the end."""
+    """Send bytes and return the received bytes up to the first frame or the end."""
     try:
         raw.sendall(payload)
         return raw.recv(1 << 16)
@@ -65,7 +65,7 @@ def test_an_untrusted_directory_is_refused_by_both_sides(site, trap):
         else:
             site.runtime.chmod(0o755)
     (rank,) = site.start_ranks(1, "work.py")
-    site.await_exit(rank)  # it says why it does not stop, and goes on
+    site.await_exit(rank)  # it reports why it does not stop, and continues
     assert "rank 0 does not stop" in site.read("rank0", "stderr")
     assert site.sockets() == []
     with pytest.raises(DirectoryRefusedError):
@@ -89,7 +89,7 @@ def test_another_user_is_put_out_even_past_the_files_modes(site):
     command = [sys.executable, "-c", code, str(path), request]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert "b''" in done.stdout or "BrokenPipe" in done.stderr or "ConnectionReset" in done.stderr, done
-    raw = connect(path)  # and this user still gets in
+    raw = connect(path)  # and this user can still connect
     assert b'"state":"stopped"' in exchange(raw, bytes.fromhex(request))
     raw.close()
 
@@ -154,7 +154,7 @@ def test_malformed_frames_are_refused_and_the_rank_stays_reachable(site):
 
 
 def test_requests_meant_for_one_stop_do_not_reach_the_next(site):
-    """A console may have sent a line when another lets the rank go; that line must not run somewhere else."""
+    """A console may have sent a line when another one continues the rank; the line must not run elsewhere."""
     (rank,) = site.start_ranks(1, "conditions.py")
     site.await_ranks(1)
     raw = connect(site.runtime / site.sockets()[0])
@@ -175,7 +175,7 @@ def test_strangers_on_tcp_do_not_keep_the_user_out(site):
     _, address = start_tcp_rank(site, site.home / "token")
     strangers = [socket.create_connection(("127.0.0.1", address.port), 20) for _ in range(80)]
     try:
-        raw = connect(site.runtime / site.sockets()[0])  # at once: strangers are put out after some seconds
+        raw = connect(site.runtime / site.sockets()[0])  # at once: strangers are disconnected after seconds
         assert b'"state":"stopped"' in exchange(raw, encode({"id": 1, "do": "status"}))
         raw.close()
     finally:
@@ -184,7 +184,7 @@ def test_strangers_on_tcp_do_not_keep_the_user_out(site):
 
 
 def test_a_rank_that_sends_nonsense_does_not_harm_the_console(site):
-    """A false rank of the same user: malformed frames, and text that would forge the terminal's content."""
+    """A fake rank of the same user sends malformed frames, and text that would forge terminal content."""
     site.runtime.mkdir(mode=0o700)
     listeners = []
     answers = [b"\x00\x00\x00\x04ruin", encode({"id": 1, "label": "\x1b]0;title\x07\x1b[3A", "state": [1]})]
@@ -213,7 +213,7 @@ def test_a_rank_that_sends_nonsense_does_not_harm_the_console(site):
 
 
 def test_no_pickle_and_no_evaluation_in_the_console():
-    """Read from the source: nothing that turns received bytes into code is even imported."""
+    """Check the source: it does not even import anything that turns received bytes into code."""
     package = ROOT / "multiprocessing_pdb"
     expressions = package / "rank" / "expressions.py"
     for path in package.rglob("*.py"):
@@ -386,7 +386,7 @@ def test_a_long_runtime_path_works(site):
     assert re.search(r"rank 0: 0", site.ask("@0 p value"))
 
 
-# Not those that do something to a rank when they are asked as they should be: stop, break, line, kill.
+# Without the requests that change a rank when well-formed: stop, break, line, kill.
 HARMLESS = ["status", "stacks", "attach", "detach", "cancel", "evaluate", "leaves", "hash", "element"]
 HARMLESS += ["compare", "rows"]
 HARMLESS += ["complete", "where", "frames", "variables", "inspect", "", "eof\0", None, 7, [], {"do": 1}]
@@ -410,7 +410,7 @@ FIELDS = ["id", "text", "begin", "end", "parts", "path", "at", "index", "scope",
 
 
 def make_frames(seed, count):
-    """Return frames with requests that exist and fields that make no sense, some with a few bits flipped."""
+    """Return frames with known requests and invalid fields, some with a few bits flipped."""
     chosen = random.Random(seed)
     for _ in range(count):
         fields = {name: chosen.choice(STRANGE) for name in chosen.sample(FIELDS, chosen.randint(0, 6))}
@@ -421,7 +421,7 @@ def make_frames(seed, count):
 
 
 def test_no_frame_costs_a_rank_its_server_or_its_result(site):
-    """What a broken console may send: to a rank that runs armed, then to the same one while it is stopped."""
+    """Send frames as a broken console may: to a running armed rank, then to the same rank when stopped."""
     go = site.home / "go"
     (rank,) = site.start_ranks(1, "steady.py", go)
     poll(lambda: list(site.runtime.glob("*.armed")), "the armed rank")

@@ -1,8 +1,9 @@
-"""Whatever is done at the prompts: a stopped thread has a way in, and the program computes what it would alone.
+"""Random actions at the prompts: stopped threads stay reachable, and programs compute their usual results.
 
-A sequence has processes of its own, forked from one that has all imports (`programs/mazes.py`), and talks to them
-through their sockets. MPDB_TEST_SEQUENCES=5000 asks for as many new ones of each prompt; without it they are the same
-400 each time. What they have found is held by tests of its own, such as those of `test_mpdb_prompts.py`.
+Each sequence has its own processes, forked from one that has all imports (`programs/mazes.py`), and talks
+to them through their sockets. MPDB_TEST_SEQUENCES=5000 asks for that many new sequences for each prompt; by
+default the same 400 run each time. Bugs that it found have separate regression tests, such as in
+`test_mpdb_prompts.py`.
 """
 
 import contextlib
@@ -35,8 +36,8 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "400"))  # for each of pdb and pdbpp
 PATIENCE = float(
     os.environ.get("MPDB_TEST_PATIENCE", "300")
-)  # a lost rank is lost for ever, a slow one is not
-PATIENCE_ONCE_LOST = 10.0  # while a sequence is made shorter that has lost a rank
+)  # a lost rank never returns, while a slow one does
+PATIENCE_ONCE_LOST = 10.0  # while shrinking a sequence that has lost a rank
 MOMENT = 0.002
 SOURCE = Path(maze.__file__).read_text().splitlines()
 LINES = [number for number, line in enumerate(SOURCE, 1) if "Tra(" in line or "total +=" in line]
@@ -65,14 +66,14 @@ END = ["unwatch", f"clear {' '.join(map(str, range(1, 14)))}", "continue"]
 
 
 class Mazes:
-    """The processes of all sequences, and what they have told."""
+    """The processes of all sequences, and their reports."""
 
     def __init__(self, directory, flavour):
         self.directory = Path(directory)
         self.runtime = self.directory / "run"
         self.numbers = itertools.count(1)
         self.facts = {}  # of a process by its number: pid, result, status, error
-        self.prompts = set()  # the stems of threads that wait at one
+        self.prompts = set()  # the stems of threads that wait at a prompt
         self.environment = {"MPDB_DIR": str(self.runtime), "MPDB_JOB": "states", "MPDB_PDB": flavour}
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join(filter(None, [str(PROGRAMS.parents[2]), os.environ.get("PYTHONPATH")]))
@@ -87,7 +88,7 @@ class Mazes:
         return self.channel.fileno()
 
     def pump(self):
-        """Take in what has been told; with `fileno` this is a channel that can be waited on."""
+        """Read the pending reports. With `fileno`, this object is a channel that can be waited on."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 fact = self.channel.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -95,7 +96,7 @@ class Mazes:
                 self._take(json.loads(fact))
 
     def _take(self, fact):
-        known = self.facts.get(fact.pop("number"), {})  # of an earlier sequence: what a program has forked
+        known = self.facts.get(fact.pop("number"), {})  # of an earlier sequence: a child of its program
         if "prompt" in fact:
             (self.prompts.add if fact["waits"] else self.prompts.discard)(fact["prompt"])
         else:
@@ -116,7 +117,7 @@ class Mazes:
         return number
 
     def kill(self, number):
-        """Kill a process and what it has forked."""
+        """Kill a process and its forked children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.facts[number]["pid"], signal.SIGKILL)
 
@@ -125,7 +126,7 @@ class Mazes:
         self.server.wait()
 
     def find_expected(self):
-        """Return what each operation computes without a debugger."""
+        """Return the result of each operation without a debugger."""
         ops = sorted(maze.OPS)
         environment = {"MPDB_DISABLE": "1"}
         number = self.start(do="program", ops=ops, in_thread=False, armed=False, environment=environment)
@@ -169,7 +170,7 @@ class Debugging(RuleBasedStateMachine):
         ends_early=st.sampled_from([True, True, True, False]),
     )
     def start(self, programs, ends_early):
-        """Start one rank or two."""
+        """Start one or two ranks."""
         for rank, program in enumerate(programs):
             environment = {"RANK": str(rank), "WORLD_SIZE": str(len(programs))}
             number = self.mazes.start(do="program", environment=environment, **program)
@@ -177,7 +178,7 @@ class Debugging(RuleBasedStateMachine):
         self.ends_early = ends_early
 
     def _await(self, condition, what, channels=()):
-        """Wait until something that any process tells makes the condition true, and return what it then is."""
+        """Wait until a report makes the condition true, and return its value."""
         deadline, moments = time.monotonic() + self.patience, MOMENT
         self.mazes.pump()
         while not (found := condition()):
@@ -198,23 +199,23 @@ class Debugging(RuleBasedStateMachine):
         return all("status" in self.mazes.facts[number] for number in self.programs)
 
     def _find(self, console=0):
-        """Return the ranks at a prompt, or [None] when all programs are over."""
+        """Return the ranks at a prompt, or [None] when all programs have ended."""
         if self._is_over():
             return [None]
         return [target for target in self.consoles[console].find() if target.state in ("stopped", "busy")]
 
     def _choose(self, at, console):
-        """Return a rank that can be asked something, or None when the programs are over."""
+        """Return a rank that can be queried, or None when the programs have ended."""
         found = self._await(lambda: self._find(console), "a program neither ends nor can be reached")
         return found[at % len(found)]
 
     def _list_prompts(self, target):
-        """Return the prompts of a rank's thread; a child that it has forked may have its label."""
+        """Return the prompts of a rank's thread; a forked child may have the same label."""
         own = f"+{target.label}+{target.info.get('pid')}-"
         return {stem for stem in self.mazes.prompts if own in stem}
 
     def _send(self, target, *requests):
-        """Send requests and wait for the answers, but not for one that only another thread's going on can bring."""
+        """Send requests and wait for the responses, except for one that needs another thread to continue."""
         answers = []
         for request in requests if target is not None else ():
             try:
@@ -240,7 +241,7 @@ class Debugging(RuleBasedStateMachine):
 
     @rule(line=st.sampled_from(LINES), kind=st.sampled_from(["b", "tbreak", "until"]), at=st.integers(0, 3))
     def set_breakpoint(self, line, kind, at):
-        """Stop at a line that calls Tra(), the next one, or none."""
+        """Break at a line that calls Tra(), at the next line, or nowhere."""
         place = f"{line}" if kind == "until" else f"{maze.__file__}:{line}"
         self._send(self._choose(at, 0), {"do": "line", "text": f"{kind} {place}"})
 
@@ -249,23 +250,23 @@ class Debugging(RuleBasedStateMachine):
         at=st.integers(0, 3),
     )
     def request(self, do, at):
-        """Ask for something that is no line."""
+        """Send a request that is not a line."""
         self._send(self._choose(at, 0), {"do": do})
 
     @rule(text=st.sampled_from(["scratch", "inner(1)", "Loud(3)", "1 / 0", "locals()"]), at=st.integers(0, 3))
     def diff(self, text, at):
-        """Evaluate as diff does."""
+        """Evaluate an expression as `diff` does."""
         self._send(self._choose(at, 1), {"do": "evaluate", "text": text})
 
     @rule(command=st.sampled_from(["next", "continue", "p inner(1)"]))
     def lockstep(self, command):
-        """Have all ranks do the same, and wait for none."""
+        """Send the same request to all ranks without waiting for each."""
         self._choose(0, 0)
         ask(self.consoles[0].find(), {"do": "line", "text": command, "command": True}, MOMENT)
 
     @rule(text=st.sampled_from(["p spin()", "!spin()", "spin()"]), at=st.integers(0, 3))
     def interrupt_what_never_ends(self, text, at):
-        """Interrupt an expression; until it has begun there is nothing to interrupt."""
+        """Interrupt an expression after it has begun."""
         target = self._choose(at, 0)
         if target is None or not self._list_prompts(target) or target.info.get("nested"):
             return
@@ -285,13 +286,13 @@ class Debugging(RuleBasedStateMachine):
 
     @rule(do=st.sampled_from(["stop", "break"]), line=st.sampled_from(LINES))
     def stop_running(self, do, line):
-        """Ask an armed rank that runs to stop; it may stop by itself before."""
+        """Ask an armed running rank to stop; it may stop by itself before."""
         request = {"do": do, "place": f"{maze.__file__}:{line}"}
         ask(self.consoles[1].find_armed(), request, MOMENT)
 
     @rule(console=st.integers(0, 1), text=st.sampled_from(["next", "p inner(1)", "continue"]))
     def close_console(self, console, text):
-        """Let a console vanish while a rank works for it."""
+        """Close a console while a rank works for it."""
         target = self._choose(0, console)
         if target is not None:
             with contextlib.suppress(LinkClosedError):
@@ -306,7 +307,7 @@ class Debugging(RuleBasedStateMachine):
         at=st.integers(0, 3),
     )
     def use_and_kill_console(self, typed, then, moments, at):
-        """Attach with a console of its own process, and kill that, if it has not done all after some moments."""
+        """Attach with a console in its own process, and kill it if it has not finished after some moments."""
         target = self._choose(at, 0)
         if target is None:
             return
@@ -330,13 +331,13 @@ class Debugging(RuleBasedStateMachine):
 
     @rule()
     def remove_files(self):
-        """Remove the socket files, as a cleaner of /tmp may; the server makes them again by itself."""
+        """Remove the socket files, as a cleaner of /tmp may; the server recreates them."""
         for path in self.mazes.runtime.glob("*.sock"):
             path.unlink(missing_ok=True)
 
     @invariant()
     def every_prompt_is_reachable(self):
-        """A thread that waits at a prompt has a socket file, its server answers, and so does the prompt."""
+        """Check that each thread at a prompt has a socket file, and that its server and prompt respond."""
         self.mazes.pump()
         for stem in tuple(self.mazes.prompts):
             what = f"{stem} waits, and cannot be asked"
@@ -346,7 +347,7 @@ class Debugging(RuleBasedStateMachine):
                     self._fail(f"the prompt of {stem} does not work: {answer.failure}")
 
     def _reach(self, stem):
-        """Return [target] if a thread answers through its file, [None] if it has gone on meanwhile, else []."""
+        """Return [target] if a thread responds through its file, [None] if it has continued, else []."""
         if stem not in self.mazes.prompts:
             return [None]
         targets = self.consoles[0].refresh()
@@ -357,7 +358,7 @@ class Debugging(RuleBasedStateMachine):
         ]
 
     def teardown(self):
-        """Let everything run on; the programs must end with their results, and leave nothing."""
+        """Let everything continue: the programs must end with their results and leave nothing behind."""
         try:
             if not self.is_lost:
                 self._end_programs()
@@ -379,7 +380,7 @@ class Debugging(RuleBasedStateMachine):
         while (found := self._await(self._find, "a program neither ends nor can be reached")) != [None]:
             ask(
                 found, {"do": "status"}, self.patience
-            )  # another console may have typed what leads to a question
+            )  # another console may have typed a line that leads to a question
             for target in found:
                 self._let_go(target)
             if time.monotonic() > deadline:
@@ -388,13 +389,13 @@ class Debugging(RuleBasedStateMachine):
             fact, (values, twice) = self.mazes.facts[number], self.expected
             result = [[[name, values[name]] for name in program["ops"]], twice]
             if number in self.killed and fact["status"] == -signal.SIGKILL:
-                continue  # else it had come to its end before
+                continue  # else it had ended before
             if (fact.get("result"), fact["status"]) != (result, 0):
                 self._fail("another result")
         self._await(lambda: not self._list_sockets(), "sockets left open")
 
     def _list_sockets(self):
-        """Return the socket files; those of killed processes are removed by a console that looks."""
+        """Return the socket files. A console that looks removes those of killed processes."""
         self.consoles[0].refresh()
         return list(self.mazes.runtime.glob("*.sock"))
 

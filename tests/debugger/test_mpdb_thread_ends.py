@@ -1,4 +1,4 @@
-"""A thread that ends while it is debugged: nothing stays open for it, and nothing of it stays alive."""
+"""A thread that ends while it is debugged: its sockets are closed and its objects are freed."""
 
 import pytest
 from debugger_site import PROGRAMS, poll
@@ -8,7 +8,7 @@ COLLECTED = PROGRAMS / "thread_collected.py"
 
 
 def find_line(program):
-    """Return the line that no run comes to: a breakpoint there keeps a thread's endpoint open to its end."""
+    """Return an unreachable line: a breakpoint there keeps a thread's endpoint open until its end."""
     return next(at for at, line in enumerate(program.read_text().splitlines(), 1) if "return None" in line)
 
 

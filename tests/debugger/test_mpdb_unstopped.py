@@ -1,4 +1,4 @@
-"""No thread stops under a lock of the debugger: no console would reach it, nor any rank that waits for it."""
+"""Threads never stop while they hold a debugger lock: they and all ranks that wait would be unreachable."""
 
 import pytest
 from debugger_site import poll
@@ -7,7 +7,7 @@ from debugger_site import poll
 @pytest.mark.parametrize(
     ("place", "commands"),
     [
-        # Steps into arm() and over what it calls under its lock, in Python.
+        # Steps into arm() and over the Python calls under its lock.
         ("hold", ["s", "s", "s", "s", "c"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `diff` compares: every kind of value in full, and never a word of equality about what was not looked at."""
+"""Comparison in `diff`: every kind of value in full, and no claim of equality for uncompared values."""
 
 import collections
 import dataclasses
@@ -17,7 +17,7 @@ from multiprocessing_pdb.rank.values import Value
 
 
 def check():
-    """Let everything be compared."""
+    """Compare everything."""
 
 
 def describe(value):
@@ -40,7 +40,7 @@ class Slotted:
 
 
 class Described(Slotted):
-    """Says nothing of its content."""
+    """An object whose repr shows none of its content."""
 
     def __init__(self, value):
         super().__init__(value)
@@ -207,7 +207,7 @@ def test_norms_count_what_is_not_finite(value):
 
 
 class Stopped:
-    """Stands for a debugger at a prompt."""
+    """A stub of a debugger at a prompt."""
 
     curframe = types.SimpleNamespace(f_globals={"big": torch.zeros(1 << 24)})
 

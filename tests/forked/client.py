@@ -1,8 +1,8 @@
-"""Stands where a Python process would that imports torch first: a server that has imported it forks that process.
+"""Replacement for a Python process that imports torch: a server with torch imported forks the process.
 
-`python client.py SERVER WORDS...` is `python WORDS...`. It takes signals for the process, ends as that ends, and dies
-with its parent; the server then kills the process and its group. Where the server will not serve, Python is started
-here.
+`python client.py SERVER WORDS...` is equivalent to `python WORDS...`. The client forwards signals, ends as
+the process ends, and dies with its parent; then the server kills the process and its group. If the server
+refuses, the client starts Python itself.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 
 
 def main() -> None:
-    """Ask the server for a process, and be it for whoever waits for this one."""
+    """Ask the server for a process, and act as that process for the caller."""
     _, name, *words = sys.argv
     parent = os.getppid()
-    # A signal that comes before there is a process waits for it.
+    # A signal that arrives before the process exists is kept for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     request = {
         "words": words,
@@ -49,7 +49,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     status = int(server.recv(16) or 1)
     if status < 0:
-        with contextlib.suppress(OSError):  # of one that cannot be caught either
+        with contextlib.suppress(OSError):  # a signal that cannot be caught either
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)

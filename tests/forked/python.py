@@ -1,4 +1,4 @@
-"""Python processes that have imported torch already, for the tests of this pytest process."""
+"""Python processes with torch already imported, for the tests of this pytest process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FOLDER = Path(__file__).parent
 
 
 class ForkedPython:
-    """The server of this process; it is started with the first command, and dies with this process at the latest.
+    """The server of this process, started with the first command. It dies with this process at the latest.
 
-    There is none where tests use GPUs, whose kernels no interpreter runs, and none but on Linux.
+    No server runs for GPU tests, whose kernels no interpreter runs, or outside Linux.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ForkedPython:
         self._is_used = sys.platform == "linux" and count_gpus() == 0
 
     def command(self) -> list[str]:
-        """Return what stands for `python` in a command, of this process or any other."""
+        """Return the command words that replace `python`, for this process or any other."""
         if not self._is_used:
             return [sys.executable]
         if self._process is None:
@@ -38,24 +38,24 @@ class ForkedPython:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Start Python as users do, for tests of the start and of what ends it."""
+        """Start Python as users do, for tests of startup and shutdown."""
         before, self._is_used = self._is_used, False
         yield
         self._is_used = before
 
     def agent_command(self) -> list[str]:
-        """Return what stands for `moeverify.launch.monitor.agent_command()`."""
+        """Return the replacement of `moeverify.launch.monitor.agent_command()`."""
         return [*self.command(), "-m", "moeverify.launch.agent"]
 
     def stop(self) -> None:
-        """End the server, and with it every process that it has forked."""
+        """End the server and every process that it has forked."""
         if self._process is not None:
             self._process.kill()
             said, _ = self._process.communicate()
             sys.stderr.write(said.decode())
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Without a file: nothing is left of it. Clients wait in its queue until the server has its imports.
+        # An abstract socket leaves no file. Clients wait in its queue until the server has its imports.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + self._name)
             listener.listen(64)
@@ -70,7 +70,7 @@ class ForkedPython:
                 [sys.executable, *words],
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 pass_fds=[listener.fileno()],
-                # What keeps these streams from its import on must take any others in their place: pipes alone do.
+                # Imports keep these streams, so their files must be replaceable in forks: only pipes are.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

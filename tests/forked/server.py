@@ -1,9 +1,9 @@
-"""A process that has imported torch and what ranks need, and forks the Python processes of tests.
+"""A process that has imported torch and the modules of ranks, and forks the Python processes of tests.
 
-`python server.py LISTENER PARENT CLIENT... PADDING` serves on the socket that it inherits, until PARENT ends. The
-import takes four seconds, and most launches of the tests take less. A process that is forked has what `client.py` was
-started with: environment, folder, standard streams and import path. If it launches ranks, CLIENT starts their agent.
-PADDING makes room for its command line.
+`python server.py LISTENER PARENT CLIENT... PADDING` serves on the inherited socket until PARENT ends. The
+import takes four seconds, longer than most launches of the tests. A forked process gets the environment,
+folder, standard streams and import path of its `client.py`. If it launches ranks, CLIENT starts their agent.
+PADDING makes room for the command line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IMPORTS = (
     "moeverify.worker.main",
     "moeverify.controller.run",
 )
-# What torch, its libraries and the interpreter read before a process is forked, or may.
+# Variables that torch, its libraries and the interpreter read, or may read, before a fork.
 _READ_EARLY = (
     "TORCH",
     "PYTORCH",
@@ -55,7 +55,7 @@ _READ_EARLY = (
     "LANG",
     "PYTHON",
 )
-# Of these, what is done anew in each process, and what torchrun sets for ranks.
+# Of these, variables that each process applies anew, and those that torchrun sets for ranks.
 _SET_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 
 _PYTHONPATH = os.environ.get("PYTHONPATH", "")
@@ -64,7 +64,7 @@ Request = dict[str, Any]
 
 
 class _Forked(Exception):
-    """This process is the one that was asked for."""
+    """Raised in a forked process: it is the requested one."""
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Forked(Exception):
 
 
 class Server:
-    """Forks a process for each client, sends it signals, and tells the client how it ended."""
+    """Fork server: forks a process for each client, forwards signals, and reports how the process ended."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -81,7 +81,7 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def serve(self) -> Request:
-        """Serve until this process is killed; return in the forked processes alone, with what is asked of each."""
+        """Serve until this process is killed. Returns only in forked processes, with the request."""
         try:
             while True:
                 for key, _ in self._selector.select():
@@ -116,7 +116,7 @@ class Server:
                 if number:
                     os.kill(pid, int(number))
                     return
-            # The client is gone. No rank can hide: they are all in their agent's process group.
+            # The client is gone. All ranks are in their agent's process group.
             self._selector.unregister(connection)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ class Server:
             connection.send(b"forked")
 
     def _can_serve(self, connection: socket.socket, request: Request) -> bool:
-        """Return whether a process with this environment would have imported just what is imported here."""
+        """Return whether a process with this environment would have imported exactly these modules."""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         environment, folder = request["environment"], Path(request["folder"])
         is_ours = struct.unpack("3i", credentials)[1] == os.getuid()
@@ -152,7 +152,7 @@ class Server:
 
 
 def _pick_early(environment: dict[str, str]) -> dict[str, str]:
-    # These have a value in every agent for ranks without a GPU, whether they are set or not.
+    # Every agent of ranks without a GPU sets these to a value, also when they were unset.
     given = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", **environment}
     return {
         name: value
@@ -162,7 +162,7 @@ def _pick_early(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _shadows(folder: Path) -> bool:
-    """Return whether the folder has another module for a name that is imported here, or one for start-up."""
+    """Return whether the folder has a module that shadows an imported one, or a startup module."""
     for path in folder.iterdir() if folder.is_dir() else ():
         name = path.name.partition(".")[0]
         is_module = path.suffix in (".py", ".so", ".pyc") or (path.is_dir() and not path.suffix)
@@ -175,7 +175,7 @@ def _shadows(folder: Path) -> bool:
 
 
 def _become(request: Request, found: list[str]) -> None:
-    """Give this forked process what a new one would have: session, streams, environment, folder and import path."""
+    """Give this forked process a new process's session, streams, environment, folder and import path."""
     die_with(request["server"])
     os.setsid() if request["leads"] else os.setpgid(0, 0)
     for number, stream in enumerate(request["streams"]):
@@ -185,7 +185,7 @@ def _become(request: Request, found: list[str]) -> None:
     os.environ.update(request["environment"])
     _open_streams()
     os.chdir(request["folder"])
-    # The kernel knows the server as the parent, which kills this process when its client ends.
+    # The server is the kernel-level parent, and kills this process when its client ends.
     own, find_parent = os.getpid(), os.getppid
     os.getppid = lambda: request["parent"] if os.getpid() == own else find_parent()
     words = request["words"]
@@ -199,8 +199,8 @@ def _become(request: Request, found: list[str]) -> None:
 
 
 def _replace_added(path: list[str], added: str) -> list[str]:
-    """Return the server's import path with these folders in the place of its own PYTHONPATH."""
-    # Packages that are installed may have put folders before those; the first entry is the folder of this file.
+    """Return the server's import path with its own PYTHONPATH replaced by these folders."""
+    # Installed packages may have inserted folders before those; the first entry is the folder of this file.
     standard = next(index for index, entry in enumerate(path) if entry.endswith(".zip"))
     own = [os.path.realpath(entry) for entry in _PYTHONPATH.split(os.pathsep)]
     before = [entry for entry in path[1:standard] if os.path.realpath(entry) not in own]
@@ -209,7 +209,7 @@ def _replace_added(path: list[str], added: str) -> list[str]:
 
 
 def _open_streams() -> None:
-    """Make Python's own objects for the standard streams, which differ for files, pipes and terminals."""
+    """Make Python's standard stream objects, which differ for files, pipes and terminals."""
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
     for number, name, buffering, errors in (
         (1, "stdout", -1, "strict"),
@@ -225,7 +225,7 @@ def _open_streams() -> None:
 
 
 def _find_folder(words: list[str]) -> Path:
-    """Return the folder that is first on the import path."""
+    """Return the first folder of the import path."""
     return Path() if words[0] in ("-m", "-c") else Path(words[0]).parent
 
 
@@ -233,7 +233,7 @@ def _run(words: list[str]) -> None:
     """Run the main module as the interpreter would."""
     if words[0] == "-m":
         sys.argv = words[1:]
-        sys.modules.pop(words[1], None)  # or it would be there twice
+        sys.modules.pop(words[1], None)  # or it would exist twice
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")
@@ -249,7 +249,7 @@ def _run(words: list[str]) -> None:
 
 
 def _end(code: int) -> None:
-    """End as the interpreter does, but for freeing what it has imported: a second, of which nothing is seen."""
+    """End like the interpreter, but without freeing imported modules: that takes a second, with no effect."""
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -259,7 +259,7 @@ def _end(code: int) -> None:
 
 
 def _show_command(words: list[str]) -> None:
-    """Let /proc show this command line, by which tests find what a launch has left behind."""
+    """Let /proc show this command line, by which tests find the remains of a launch."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     line = b"\0".join(word.encode() for word in words)[: end - start - 1]
     ctypes.memset(start, 0, end - start)
@@ -267,7 +267,7 @@ def _show_command(words: list[str]) -> None:
 
 
 def main() -> None:
-    """Import what ranks import, and serve."""
+    """Import the modules of ranks, and serve."""
     die_with(int(sys.argv[2]))
     server = Server(socket.socket(fileno=int(sys.argv[1])))
     found = sys.path.copy()

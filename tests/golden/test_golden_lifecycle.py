@@ -1,4 +1,4 @@
-"""Goldens are recorded and refreshed by `moeverify golden` alone; whatever is wrong with one is said and left."""
+"""Only `moeverify golden` records and refreshes goldens. Other commands report bad goldens and keep them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_recipe(project: Any, name: str, *, seed: int) -> None:
 
 
 def damage(project: Any) -> None:
-    """Make each golden but one wrong in its own way, add one that nobody uses, and one that others use."""
+    """Damage all goldens but one, each in a different way. Add one unused golden, and one that others use."""
     folder = project.folder / "golden"
     (folder / "missing.cpu.json").unlink()
     whole = (folder / "cut.cpu.json").read_text()
@@ -43,26 +43,26 @@ def damage(project: Any) -> None:
 
 
 def flip_bits_of_full_golden(project: Any, name: str) -> tuple[Path, bytes]:
-    """Flip bits in the cached tensors of a recipe, which stay readable, and return the file with what it had."""
+    """Flip bits in the cached tensors of a recipe, which stay readable. Returns the file and old bytes."""
     recipe = json.loads(project.goldens[f"{name}.cpu.json"])["recipe"]
     (path,) = project.shared.rglob(f"{recipe}-*/step0.safetensors")
     content = path.read_bytes()
     flipped = bytearray(content)
-    for part in (0.6, 0.75, 0.9):  # behind the header
+    for part in (0.6, 0.75, 0.9):  # after the header
         flipped[int(len(content) * part)] ^= 0x40
     path.write_bytes(flipped)
     return path, content
 
 
 def read_rows(out: str) -> dict[str, tuple[str, str]]:
-    """Return (status, detail) of each golden that a command has told of."""
+    """Return (status, detail) of each golden that a command reports."""
     rows = re.findall(r"^(\w+) +golden/(\S+\.json) *(.*)$", out, re.MULTILINE)
     return {name: (status, detail) for status, name, detail in rows}
 
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[..., Any]) -> dict[str, Any]:
-    """Return what each command of the life of five goldens said, and the goldens after it."""
+    """Return the output of each command in the life of five goldens, and the goldens after it."""
     project = make_project(tmp_path_factory.mktemp("life"))
     for seed, name in enumerate(NAMES):
         write_recipe(project, name, seed=seed)
@@ -167,5 +167,5 @@ def test_a_full_golden_with_flipped_bits_is_made_again(life: dict[str, Any]) -> 
 
 def test_a_run_says_how_long_the_goldens_took_that_it_made(life: dict[str, Any]) -> None:
     (line,) = re.findall(r"^goldens +(.*)$", life["run"][0].out, re.MULTILINE)
-    # A changed recipe has none yet, and the damaged one is made again; the others were kept.
+    # A changed recipe has none yet, and the damaged one is recorded again; the others were kept.
     assert sorted(re.findall(r"(\w+) [\d.]+ s", line)) == ["changed", "fine"]

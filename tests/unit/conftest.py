@@ -1,4 +1,4 @@
-"""Runs of a few ranks as the comparison sees them: a golden in memory, and shards that each rank shows."""
+"""Runs of a few ranks as the comparison sees them: a golden in memory, and each rank's shards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Golden:
 
 @dataclass
 class Ranks:
-    """What the ranks of a run show, judged against a golden. `axes` are the coordinates of each rank."""
+    """The shards of a run's ranks, judged against a golden. `axes` are the coordinates of each rank."""
 
     golden: Golden
     axes: Mapping[int, Mapping[str, int]]
@@ -63,12 +63,12 @@ class Ranks:
         return assemble(entries, KIND_ORDER)
 
     def shown(self, case: Case = CASE, golden_names: Names | None = None) -> Shown:
-        """Return what a check is given on rank 0."""
+        """Return the input of a check on rank 0."""
         bounds = Bounds(self.tolerance, "float64", self.noise)
         return Shown(self.axes, self.assemble(), bounds, case=case, golden_names=golden_names or {})
 
     def judge(self) -> Judgement:
-        """Return what the comparisons with the golden say, their findings in words."""
+        """Return the results of the comparisons with the golden, with findings as text."""
         shown = self.shown()
         outcomes = [outcome for check in CHECKS if (outcome := check.judge(shown, ())) is not None]
         found = [word_finding(finding) for outcome in outcomes for finding in outcome.findings]
@@ -84,7 +84,7 @@ def weight() -> Tensor:
 
 @pytest.fixture
 def run_ranks(weight: Tensor) -> Callable[..., Ranks]:
-    """Return a function that makes a run of ranks with the given coordinates; the golden has `weight` as `w`."""
+    """Return a function that makes a run of ranks with these coordinates; the golden's `w` is `weight`."""
 
     def do(
         axes: Mapping[int, Mapping[str, int]], golden: Mapping[Key, Tensor] | None = None, **options

@@ -17,7 +17,7 @@ RANKS = 2
 
 
 def divide(model, mesh):
-    """Divide both linear layers; the norm between residuals stays whole, as it usually does."""
+    """Shard both linear layers; the norm between residuals stays replicated, as usual."""
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     return parallelize_module(model, mesh["tensor_parallel"], plan)
 

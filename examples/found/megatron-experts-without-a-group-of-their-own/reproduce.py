@@ -1,7 +1,7 @@
-"""Gradients of megatron-core's experts under tensor parallelism without expert parallelism. Needs megatron-core.
+"""Gradients of megatron-core's experts under tensor without expert parallelism. Needs megatron-core.
 
-Exits with 1 when the gradients of experts that two tensor-parallel ranks both have differ from those of one rank;
-with 0 otherwise. Runs on CPUs: what megatron-core asks of CUDA by name is replaced first.
+Exits with 1 when the gradients of experts that two tensor-parallel ranks share differ from those of one rank;
+with 0 otherwise. Runs on CPUs: megatron-core's direct calls of CUDA are replaced first.
 """
 
 import os
@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def replace_cuda():
-    """Let megatron-core run on CPUs: devices, and states of random numbers that dropout would use."""
+    """Let megatron-core run on CPUs: replace devices, and random states that dropout would use."""
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.manual_seed = torch.manual_seed

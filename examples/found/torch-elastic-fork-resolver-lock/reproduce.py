@@ -1,6 +1,6 @@
-"""torch elastic with forked ranks: launches of eight ranks that connect to the store, until one hangs. torch alone.
+"""torch elastic with forked ranks: launches of eight ranks that use the store, until one hangs. torch alone.
 
-Exits with 1 when one hung, after the stack of its rank; with 0 when all ended. `python reproduce.py [LAUNCHES]`.
+Exits with 1 when one hung, after the stack of its rank; with 0 when all ended. Run `reproduce.py [LAUNCHES]`.
 """
 
 import faulthandler
@@ -17,14 +17,14 @@ LIMIT = 20  # seconds
 
 
 def connect():
-    """What `init_process_group` does first: connect to the launcher's store by its name."""
+    """Connect to the launcher's store by its name, the first action of `init_process_group`."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     next(rendezvous("env://"))
     faulthandler.cancel_dump_traceback_later()
 
 
 def launch():
-    """One launch, as a user's script makes it."""
+    """Launch the ranks once, as a user's script does."""
     config = LaunchConfig(
         run_id="found",
         min_nodes=1,
@@ -47,7 +47,7 @@ def keep_busy():
 if __name__ == "__main__":
     print("torch", torch.__version__)
     launches = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    # The lock is held for microseconds: on a busy machine its holder may be put aside in them.
+    # The lock is held for microseconds: on a busy machine its holder may be preempted in them.
     for _ in range(2 * (os.cpu_count() or 1)):
         multiprocessing.Process(target=keep_busy, daemon=True).start()
     for number in range(1, launches + 1):

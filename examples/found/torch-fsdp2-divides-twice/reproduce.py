@@ -1,4 +1,4 @@
-"""FSDP2 over a shard group of one rank with a gradient divide factor: what a gradient of 1 becomes. torch alone.
+"""FSDP2 with a gradient divide factor over a shard group of one rank, for a gradient of 1. torch alone.
 
 Exits with 1 when a dtype divides by anything but the factor, with 0 when all divide by it.
 """

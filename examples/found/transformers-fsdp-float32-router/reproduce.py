@@ -1,6 +1,6 @@
-"""Families whose routers stay in float32, in bfloat16 under FSDP2 of transformers. Needs transformers.
+"""Families with routers in float32, in bfloat16 under FSDP2 of transformers. Needs transformers.
 
-Exits with 1 when a training step that another family makes is refused, with 0 when all run.
+Exits with 1 when a training step that works for another family is refused, with 0 when all run.
 """
 
 import os

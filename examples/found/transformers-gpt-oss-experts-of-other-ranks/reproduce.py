@@ -1,6 +1,6 @@
-"""GPT-OSS with its eager experts over the ranks of an expert group that shares its batch. Needs transformers.
+"""GPT-OSS with its eager experts over the ranks of an expert group with a shared batch. Needs transformers.
 
-Exits with 1 when a forward pass that another family makes is refused, with 0 when all run.
+Exits with 1 when a forward pass that works for another family is refused, with 0 when all run.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Weights that from_pretrained overwrites after it loaded them, on one device. Needs transformers.
 
-Exits with 1 when a tensor differs from the one that save_pretrained wrote a moment before, with 0 when none does.
+Exits with 1 when a loaded tensor differs from the one that save_pretrained just wrote, with 0 when none does.
 """
 
 import sys
@@ -32,7 +32,7 @@ zaya = ZayaForCausalLM(
 )
 wrong = False
 for model in (youtu, zaya):
-    # As after some training: nothing holds the value that it starts with.
+    # As after some training: no tensor has its initial value.
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point() and tensor.numel() > 1:

@@ -1,7 +1,7 @@
-"""Weights that the checkpoint fuses and the model keeps apart, loaded under FSDP and TP. Needs transformers.
+"""Weights fused in the checkpoint and separate in the model, loaded under FSDP and TP. Needs transformers.
 
-HRM-Text keeps gate, q, k and v in one tensor on disk. No training: from_pretrained alone is compared.
-Exits with 1 when a loaded weight differs from what one device loads from the same folder, with 0 otherwise.
+HRM-Text keeps gate, q, k and v in one tensor on disk. No training: from_pretrained alone is compared. Exits
+with 1 when a loaded weight differs from one device's load of the same folder, with 0 otherwise.
 """
 
 import os

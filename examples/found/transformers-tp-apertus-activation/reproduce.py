@@ -1,6 +1,6 @@
 """Gradients of Apertus' activation parameters (xIELU) under tensor parallelism. Needs transformers.
 
-Exits with 1 when a gradient differs from one device's, or ranks hold different gradients; with 0 otherwise.
+Exits with 1 when a gradient differs from one device's, or between ranks; with 0 otherwise.
 """
 
 import os
@@ -34,7 +34,7 @@ def run(rank, folder, wrong):
     sharded = ApertusForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config)
     actual = gradients(sharded, batch)
     for name, right in expected.items():
-        # What is on each rank: a gradient of a replicated parameter must be the same on all.
+        # Each rank's own value: a gradient of a replicated parameter must be the same on all.
         ranks = [torch.empty_like(right) for _ in range(RANKS)]
         dist.all_gather(ranks, actual[name].contiguous())
         if max((g - right).norm() / right.norm() for g in ranks) > 1e-9:

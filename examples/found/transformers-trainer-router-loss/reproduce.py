@@ -1,9 +1,9 @@
-"""The router's balancing loss in Trainer: one device, 4 accumulation steps, 2 data-parallel ranks.
+"""The router's balance loss in Trainer: one device, 4 accumulation steps, 2 data-parallel ranks.
 
 Needs transformers and accelerate.
 
-The global batch is one row, four times: any split of it routes alike, so every run must have the same gradient.
-Exits with 1 when a router's gradient depends on the split, with 0 when it does not.
+The global batch is one row, four times: any split of it routes alike, so every run must have the same
+gradient. Exits with 1 when a router's gradient depends on the split, with 0 when it does not.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A small model with DeepSpeed's experts, as a project of one's own writes it."""
+"""A small model with DeepSpeed's experts, as a user's project would write it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Block(nn.Module):
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
-        # Without a limit of tokens and without random choices, as an expert's work must not depend on the layout.
+        # No token limit and no random choices: an expert's work must not depend on the layout.
         self.moe = MoE(
             WIDTH,
             expert,

@@ -1,4 +1,4 @@
-"""Tiny flavors of torchtitan's models, as a project of one's own registers them: each returns a ModelSpec."""
+"""Tiny flavors of torchtitan's models, registered as in a user's project: each returns a ModelSpec."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY, WIDTH, LAYERS = 96, 32, 2
 
 
 def make_qwen3_moe() -> ModelSpec:
-    """Return a Qwen3 of 8 experts, 2 a token."""
+    """Return a Qwen3 with 8 experts, 2 per token."""
     layers = qwen3._build_qwen3_moe_layers(
         **_size_attention(),
         head_dim=8,

@@ -1,4 +1,4 @@
-"""Ranks of `moeverify comm`, wrong in jobs called odd: an exchange in reverse, a gather whose backward only cuts."""
+"""Wrong collectives for `moeverify comm`, in jobs called odd: a reversed exchange, a gather without a sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def exchange_in_wrong_order(x: Tensor, transfer: Transfer, mine: RankTransfer) -
 
 
 def take_slice(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
-    """Return this rank's slice of the gradient, as where all ranks compute the same: here they do not."""
+    """Return this rank's slice of the gradient. Wrong here: the ranks' gradients differ and need a sum."""
     return grad.split([sum(rank.sends) for rank in transfer.ranks])[mine.rank]
 
 

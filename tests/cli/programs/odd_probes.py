@@ -1,4 +1,4 @@
-"""An entry for `moeverify doctor` whose probes end in every way a probe can end."""
+"""An entry for `moeverify doctor` whose probes end in every possible way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hang(context: RankContext) -> Answer:
 
 
 def be_late(context: RankContext) -> Answer:
-    """Hang the first time alone, as a probe does that others have kept from its end."""
+    """Hang on the first call only, like a probe that other probes have delayed."""
     first = Path(os.environ["FIRST_TRY"])
     if context.rank == 0 and not first.exists():
         first.touch()

@@ -1,4 +1,4 @@
-"""Stops where a value can be assigned at the prompt; functions that stop can be called there."""
+"""Stops where a value can be assigned at the prompt. Functions that stop can be called there."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A small model trained by each rank alone; rank 1's value goes bad where the first argument says."""
+"""A small model that each rank trains alone. Rank 1's value goes bad at the place named by the argument."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ IS_BAD = os.environ["RANK"] == "1"
 
 
 class Scale(torch.nn.Module):
-    """Multiplies; on the bad rank by nan in the third step."""
+    """Multiply the input; on the bad rank multiply by NaN in the third step."""
 
     def __init__(self):
         super().__init__()

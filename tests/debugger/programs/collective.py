@@ -22,7 +22,7 @@ LIMIT = 6.0
 
 
 def read_limit():
-    """Return the timeout of the default group now, and of the second one."""
+    """Return the current timeouts of the default group and of the second group."""
     groups = list(dist.distributed_c10d._world.pg_map)
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 
@@ -53,12 +53,12 @@ def run(mode, arming):
 
 
 if __name__ == "__main__":
-    if "apart" in sys.argv:  # as if each rank had a node, and so a runtime directory, of its own
+    if "apart" in sys.argv:  # as if each rank had its own node and runtime directory
         os.environ["MPDB_DIR"] += os.environ["RANK"]
         os.environ["MPDB_WATCH"] = "store"
     dist.init_process_group(
         "gloo", timeout=timedelta(seconds=120)
-    )  # of the store too: a busy machine is slow
+    )  # also the timeout of the store: a busy machine is slow
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT))
     dist.new_group([0, 1], timeout=timedelta(seconds=LIMIT))

@@ -1,4 +1,4 @@
-"""Every condition of Tra(), in one run; the console sees which calls stopped."""
+"""Every condition of Tra() in one run. The console checks which calls stopped."""
 
 from multiprocessing_pdb import MultiprocessingPdb
 

@@ -1,4 +1,4 @@
-"""crowd.py N [MB [FIRST]]: forks N ranks from FIRST on, which stop at the same line; rank 37 has another value.
+"""crowd.py N [MB [FIRST]]: fork N ranks from FIRST on that stop at one line; rank 37's value differs.
 
 Each has an array of MB.
 """

@@ -1,4 +1,4 @@
-"""expected.py [SECONDS]: two shards of one tensor on four ranks, of which the program knows what they should be."""
+"""expected.py [SECONDS]: two shards of one tensor on four ranks; the program knows the expected values."""
 
 import os
 import sys
@@ -18,12 +18,12 @@ WRONG = replace(SHARD, name="wrong w", **(FOUND if RANK == 3 else {}))
 
 
 class Expected:
-    """Knows three values: the right one, one that is wrong on a single replica, and one with a nan."""
+    """Holder of three values: a right one, one that is wrong on a single replica, and one with a NaN."""
 
     note = ""
 
     def compare(self, value, check):
-        """Return the rows of a value, as a program with a golden would."""
+        """Return the comparison rows of a value, as a program with a golden would."""
         self.note = "the optimizer's state is left out" if value is None else ""
         if value is None:
             return [OTHER, SHARD, WRONG]
@@ -31,7 +31,7 @@ class Expected:
             for _ in range(int(1000 * float(sys.argv[1]))):
                 time.sleep(0.001)
                 check()
-        elif value == "near":  # each shard is off by less than the bound of the whole, both together are not
+        elif value == "near":  # each shard is within the bound of the whole, both together are not
             return [replace(SHARD, squared_error=0.16, index=(3, RANK // 2), expected=1.0, actual=1.4)]
         elif value == "wrong":
             return [WRONG]

@@ -1,4 +1,4 @@
-"""Expert parallelism in small: 4 ranks, 8 experts, two on each; tokens travel by all-to-all.
+"""Small expert-parallel example: 4 ranks, 8 experts, two per rank; tokens travel by all-to-all.
 
 The router's bias balances the experts' loads without an auxiliary loss: after each step it moves against the
 load, counted over all ranks. It must therefore be the same on every rank. One line below breaks that.
@@ -20,14 +20,14 @@ def route(tokens, weight, bias):
 
 
 def exchange(rows, send, receive):
-    """Send `send[r]` rows to each rank r, and return the rows that arrive."""
+    """Send `send[r]` rows to each rank r, and return the received rows."""
     arrived = rows.new_empty(sum(receive), rows.shape[1])
     dist.all_to_all_single(arrived, rows.contiguous(), receive, send)
     return arrived
 
 
 def dispatch(tokens, expert, experts):
-    """Return what the experts make of the tokens, in the tokens' order."""
+    """Return the experts' outputs in the order of the tokens."""
     world = dist.get_world_size()
     order = expert.argsort(stable=True)
     send = torch.bincount(expert // (EXPERTS // world), minlength=world)
@@ -51,7 +51,7 @@ def balance(bias, expert, tokens):
 
 
 def train():
-    """Three steps; the last shard of the data is short."""
+    """Train three steps; the last shard of the data is short."""
     rank = dist.get_rank()
     shared = torch.Generator().manual_seed(0)
     local = torch.Generator().manual_seed(1 + rank)

@@ -1,4 +1,4 @@
-"""Four gloo ranks on a 2x2 mesh; tensors that agree, differ in one element, in shape, and in placement."""
+"""Four gloo ranks on a 2x2 mesh. Tensors agree, differ in one element, in shape, or in placement."""
 
 import torch
 import torch.distributed as dist

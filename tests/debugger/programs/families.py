@@ -1,4 +1,4 @@
-"""families.py METHOD: two children, each with a child of its own, all of them stopped at once."""
+"""families.py METHOD: two children, each with its own child, all stopped at once."""
 # ruff: noqa: T201  # a program of the tests: what it prints is compared
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""A process that has stopped forks a child that stops; in a thread if asked to. Says how the child ended."""
+"""A stopped process forks a child that stops, optionally in a thread, and reports how the child ended."""
 
 import os
 import sys

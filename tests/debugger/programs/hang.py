@@ -1,4 +1,4 @@
-"""hang.py [arm]: rank 0 stops; rank 1 hangs in a C call that keeps the interpreter's lock."""
+"""hang.py [arm]: rank 0 stops; rank 1 hangs in a C call that holds the interpreter's lock."""
 
 import ctypes
 import os

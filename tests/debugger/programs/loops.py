@@ -1,4 +1,4 @@
-"""A Tra() in a loop and one in a function that the loop calls: the documented use, with steps over both."""
+"""A Tra() in a loop and one in a function that the loop calls: the documented usage, with steps over both."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A program that reaches Tra() by every kind of Python call; what it computes must not depend on a debugger."""
+"""A program that reaches Tra() by every kind of Python call. Its result must not depend on a debugger."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ def fail(value):
 
 
 class Loud:
-    """Stops where debuggers look at values: in repr and in a property."""
+    """An object that stops where debuggers read values: in repr and in a property."""
 
     def __init__(self, value):
         self.value = value
@@ -59,7 +59,7 @@ class Loud:
 
 
 class Dying:
-    """Stops when it is collected."""
+    """An object that stops when it is collected."""
 
     def __del__(self):
         Tra(header="del")
@@ -78,7 +78,7 @@ async def gather(count):
 
 
 def in_loop(count):
-    """Return what the tasks compute, or nothing where a loop runs already."""
+    """Return the result of the tasks, or nothing if a loop already runs."""
     return asyncio.run(gather(count)) if asyncio._get_running_loop() is None else None
 
 
@@ -135,7 +135,7 @@ def lost_object(value):
 
 
 def fork(value):
-    """Compute in a child process, which stops by itself."""
+    """Compute in a child process, which also stops."""
     child = os.fork()
     if child == 0:
         try:
@@ -155,7 +155,7 @@ def steady(count):
 
 
 def spin():
-    """Never end."""
+    """Loop forever."""
     while True:
         time.sleep(0.001)
 
@@ -183,7 +183,7 @@ OPS = {
 
 
 def play(ops):
-    """Return what the named operations compute, in turn."""
+    """Return the results of the named operations, in order."""
     log = []
     loud = Loud(1)
     for name in ops:

@@ -1,8 +1,8 @@
-"""Forks a process for each run of the maze, and for each console, of the state machine's sequences.
+"""Fork a process for each run of the maze and each console of the state machine's sequences.
 
-`python mazes.py SOCKET` has imported the maze, the debugger and the console when it is asked for the first. A request
-is a datagram of JSON. What becomes of a process is told in the same way: by the process itself each prompt at which a
-thread begins and ends to wait, and the result; by this server its pid, and how it ended.
+`python mazes.py SOCKET` imports the maze, the debugger and the console before it serves requests. A request
+is a JSON datagram. Replies are JSON datagrams too: the process itself reports each prompt at which a thread
+begins or ends to wait, and its result. This server reports its pid and how it ended.
 """
 
 import atexit
@@ -26,7 +26,7 @@ IMPORTED_EARLY = exception_hooks, monitor
 
 _CHANNEL = socket.socket(fileno=int(sys.argv[1]))
 
-# Whatever the debugger itself believes, a thread in here waits at a prompt. The name of the module makes steps pass
+# A thread in here waits at a prompt, whatever the debugger believes. The module's name makes steps pass
 # over it, as over the debugger's own code.
 _TELL_PROMPTS = """
 def read_line(self):
@@ -39,12 +39,12 @@ def read_line(self):
 
 
 def tell(number, fact):
-    """Send what has become of a process."""
+    """Report an event of a process."""
     _CHANNEL.send(json.dumps({"number": number, **fact}).encode())
 
 
 def run_program(request):
-    """Play, and tell what was computed."""
+    """Play, and report the result."""
     number = request["number"]
     names = {
         "__name__": "multiprocessing_pdb.tell_prompts",
@@ -72,7 +72,7 @@ def run_program(request):
 
 
 def run_console(request):
-    """Do what is typed, and tell of an error that a user would see as a traceback."""
+    """Execute the typed lines, and report an error that a user would see as a traceback."""
     text = "".join(f"{line}\n" for line in request["lines"]).encode()
     ours, theirs = os.pipe()
     os.write(theirs, text)
@@ -85,14 +85,14 @@ def run_console(request):
 
 
 def exit_at_once():
-    """End as a program does as far as threads and exit handlers go; freeing all modules takes ten times as long."""
+    """End like a program, with threads and exit handlers, but without freeing modules (ten times slower)."""
     threading._shutdown()
     atexit._run_exitfuncs()
     os._exit(0)
 
 
 def begin_process(request):
-    """Make this forked process one that was started on its own."""
+    """Set up this forked process like a freshly started one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(request["environment"])
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -102,7 +102,7 @@ def begin_process(request):
 
 
 def serve():
-    """Fork until there is nobody to ask; return the request in a process that was asked for."""
+    """Serve until the client is gone. Returns the request in each forked process."""
     pids = set()
     with selectors.DefaultSelector() as selector:
         selector.register(_CHANNEL, selectors.EVENT_READ)
@@ -131,11 +131,11 @@ def serve():
 
 
 def main():
-    """Serve, and be what was asked for."""
-    server._TICK_SECONDS = 0.05  # a socket file that was removed is made again sooner
+    """Serve, and run the requested process."""
+    server._TICK_SECONDS = 0.05  # recreates a removed socket file sooner
     debugger._load_class()
     gc.collect()
-    gc.freeze()  # a collection in a forked process would write to all pages, and copy them
+    gc.freeze()  # a collection in a fork would copy all pages
     request = serve()
     begin_process(request)
     {"program": run_program, "console": run_console}[request["do"]](request)

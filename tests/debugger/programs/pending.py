@@ -1,4 +1,4 @@
-"""An armed process that is asked to stop again while it does what it is asked; at a line if one is given."""
+"""An armed process that gets a second stop request while it handles a request, at a line if one is given."""
 
 import sys
 import time

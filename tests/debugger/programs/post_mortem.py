@@ -1,4 +1,4 @@
-"""Stops behind an error that it handles; `stops` calls Tra() itself, for expressions at that prompt."""
+"""Stops after an error that it handles. `stops` calls Tra() itself, for expressions at that prompt."""
 
 import sys
 

@@ -1,14 +1,14 @@
-"""A target for spawned processes."""
+"""A target function for spawned processes."""
 
 import multiprocessing_pdb
 
 
 def fail(culprit):
-    """Install, then raise."""
+    """Install the hook, then raise."""
     multiprocessing_pdb.install()
     raise ValueError(f"from {culprit}")
 
 
 def fail_numbered(number, culprit):
-    """As torch.multiprocessing calls it, with the process's number first."""
+    """Raise with the signature of torch.multiprocessing: the process's number comes first."""
     fail(culprit)

@@ -1,4 +1,4 @@
-"""A program that never calls Tra(): armed, it is stopped from the console; its result does not depend on that."""
+"""A program that never calls Tra(). The console stops it when armed; its result does not depend on that."""
 
 import sys
 import time

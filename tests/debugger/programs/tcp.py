@@ -1,4 +1,4 @@
-"""tcp.py HOST:PORT: stops, and listens on TCP too."""
+"""tcp.py HOST:PORT: stop, and also listen on TCP."""
 
 import sys
 

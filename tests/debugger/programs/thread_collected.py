@@ -1,4 +1,4 @@
-"""A thread that ends while a breakpoint is set, and whose locals only a garbage collection drops, in the server."""
+"""A thread ends while a breakpoint is set; only a garbage collection in the server drops its locals."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""A thread that ends while a breakpoint is set: a Tra() in what is destroyed last of all, and values let go of."""
+"""A thread ends while a breakpoint is set, with a Tra() in the object destroyed last, and released values."""
 
 import gc
 import sys
@@ -14,11 +14,11 @@ LOCAL = threading.local()
 
 
 class Value:
-    """Something whose lifetime is watched."""
+    """An object whose lifetime is observed."""
 
 
 class Late:
-    """Destroyed with the values that belong to the thread, after the debugger's own."""
+    """An object destroyed with the thread's values, after the debugger's own."""
 
     def __del__(self):
         Tra(header="late")

@@ -1,4 +1,4 @@
-"""uncaught.py WHERE: an exception that nobody catches, wherever it comes from; or breakpoint()."""
+"""uncaught.py WHERE: an uncaught exception, raised in the given place; or breakpoint()."""
 # ruff: noqa: T201  # a program of the tests: what it prints is compared
 
 import importlib

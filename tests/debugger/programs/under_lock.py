@@ -1,4 +1,4 @@
-"""A rank whose garbage is collected, with a destructor that stops, in the midst of what the debugger itself does."""
+"""A rank whose garbage collector runs a stopping destructor while the debugger executes its own code."""
 
 import gc
 import sys
@@ -13,7 +13,7 @@ Tra = MultiprocessingPdb().set_trace
 
 
 class Dying:
-    """Stops when it is collected, which is at a time of the interpreter's choice: it is in a circle."""
+    """An object that stops when collected. It is in a cycle, so the interpreter chooses the moment."""
 
     def __init__(self):
         self.circle = self
@@ -23,7 +23,7 @@ class Dying:
 
 
 def collect_in(owner, name):
-    """Make garbage and collect it whenever this function of the debugger runs in the main thread."""
+    """Make garbage and collect it whenever this debugger function runs in the main thread."""
     original = getattr(owner, name)
 
     def collecting(*arguments, **named):
@@ -36,7 +36,7 @@ def collect_in(owner, name):
 
 
 class Group:
-    """A process group whose methods are Python, which a step would go into."""
+    """A process group with methods in Python, which a step would enter."""
 
     group_name = "g"
     _device_types = ("cpu",)

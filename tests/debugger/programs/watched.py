@@ -1,4 +1,4 @@
-"""Values that change, and one that goes bad, while a loop runs."""
+"""A loop that changes values, one of which goes bad."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Stops once in a function of two lines; what it computes depends on the rank."""
+"""Stops once in a function of two lines. Its result depends on the rank."""
 # ruff: noqa: T201  # a program of the tests: what it prints is compared
 
 import os
@@ -21,7 +21,7 @@ def work(rank):
 
 
 def slow():
-    """What ranks answer differently: one sleeps, one raises, one dies, the rest are quick."""
+    """Answer differently per rank: one sleeps, one raises, one dies, the rest answer at once."""
     rank = int(os.environ["RANK"])
     if rank == 1:
         time.sleep(300)

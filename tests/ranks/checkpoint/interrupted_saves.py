@@ -1,6 +1,6 @@
-"""Saves on two forked ranks, each ended in its middle in some way, and what is left then, as JSON.
+"""Saves on two forked ranks, each interrupted in some way, and the resulting files, as JSON.
 
-Torch is imported once; the ranks of each trial are forked from here and end for good, by a signal or by `_exit`.
+Torch is imported once. The ranks of each trial are forked from here and end by a signal or by `_exit`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ FACTS = {"recipe": "abc"}
 OLD, NEW = "step-1", "step-2"
 
 End = Callable[[int], None]
-"""What happens to a rank at a moment of its save, by its number."""
+"""Action on a rank, by its number, at a moment of its save."""
 
 
 def make_tensors(step: int, rank: int) -> list[LocalShard]:
-    """Return what a rank holds after a step: uneven halves of some tensors, and one that both hold."""
+    """Return a rank's tensors after a step: uneven halves of some tensors, and one that both hold."""
     rows = range(6) if rank == 0 else range(6, ROWS)
     held = []
     for number in range(NUM_TENSORS):
@@ -55,7 +55,7 @@ def make_tensors(step: int, rank: int) -> list[LocalShard]:
 
 
 def run_ranks(act: Callable[[int], Any], folder: Path) -> list[Any]:
-    """Return what each rank returns from `act`: JSON data, or how it ended."""
+    """Return the result of `act` from each rank: JSON data, or how the rank ended."""
     store = folder / f"store-{time.monotonic_ns()}"
     children = []
     for rank in range(NUM_RANKS):
@@ -78,7 +78,7 @@ def run_ranks(act: Callable[[int], Any], folder: Path) -> list[Any]:
 
 def run_rank(act: Callable[[int], Any], rank: int, store: Path, answer: Path) -> None:
     """Run one rank and end its process."""
-    signal.alarm(100)  # a rank that waits for one that is gone would wait for good
+    signal.alarm(100)  # a rank that waits for a dead one would wait forever
     try:
         limit = timedelta(seconds=40)
         dist.init_process_group("gloo", f"file://{store}", timeout=limit, world_size=NUM_RANKS, rank=rank)
@@ -92,7 +92,7 @@ def run_rank(act: Callable[[int], Any], rank: int, store: Path, answer: Path) ->
 
 
 def try_save(folder: Path, rank: int, how: str) -> dict[str, str]:
-    """Save the second state and return what came of it."""
+    """Save the second state and return the outcome."""
     saving = None
     try:
         if how == "in the background":
@@ -103,14 +103,14 @@ def try_save(folder: Path, rank: int, how: str) -> dict[str, str]:
         else:
             save(folder / NEW, make_tensors(2, rank), FACTS)
     except BaseException as error:
-        if saving is not None:  # what goes on in the background is part of what may do harm
+        if saving is not None:  # work in the background can do harm too
             saving._future.exception(timeout=50)
         return {"error": type(error).__name__, "text": str(error)}
     return {}
 
 
 def compare(folder: Path, rank: int, name: str, step: int) -> str:
-    """Load a checkpoint and return what is wrong with it; tensors that were not loaded must be as they were."""
+    """Load a checkpoint and return its problems. Tensors that were not loaded must be unchanged."""
     tensors = [
         LocalShard(held.name, torch.full_like(held.tensor, 7.0), held.region)
         for held in make_tensors(0, rank)
@@ -138,7 +138,7 @@ def hash_files(folder: Path) -> str:
 def try_out(
     root: Path, act: Callable[[int], Any], free: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Save one checkpoint, run `act` on the ranks, which saves another and is ended, and return what is there."""
+    """Save one checkpoint, then run `act` on the ranks, an interrupted save. Returns the resulting files."""
     folder, work = root / "checkpoints", root / "work"
     work.mkdir(parents=True)
     folder.mkdir(exist_ok=True)
@@ -174,11 +174,11 @@ def kill(_: int) -> None:
 def interrupt(_: int) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
-        time.sleep(0.3)  # the main thread has it now and removes what is there
+        time.sleep(0.3)  # the main thread has it now and removes the files
 
 
 def end_in_data(end: End, rank: int) -> None:
-    """Let the save end when half of a rank's tensors are written."""
+    """End the save when half of a rank's tensors are written."""
     original, done = writer._write_tensor, 0
 
     def write(file: Any, tensor: torch.Tensor) -> int:
@@ -193,14 +193,14 @@ def end_in_data(end: End, rank: int) -> None:
 
 
 def end_before_plan(end: End, rank: int) -> None:
-    """Let the save end when the partial folder is there and nothing in it."""
+    """End the save when the partial folder exists and is empty."""
     original = writer.SafeWriter.prepare_global_plan
 
     def prepare(self: Any, plans: Any) -> Any:
         end(rank)
         return original(self, plans)
 
-    # The global plan is made on rank 0 alone; another rank ends where its own begins.
+    # Only rank 0 makes the global plan; another rank ends where its own plan begins.
     if rank == 0:
         writer.SafeWriter.prepare_global_plan = prepare  # type: ignore[method-assign]
     else:
@@ -208,7 +208,7 @@ def end_before_plan(end: End, rank: int) -> None:
 
 
 def end_after_data(end: End, rank: int) -> None:
-    """Let the save end when a rank's file is on disk and nobody knows."""
+    """End the save after a rank's file is on disk, before any other rank knows."""
     original = writer.write_boxes
 
     def write(*args: Any) -> Any:
@@ -220,7 +220,7 @@ def end_after_data(end: End, rank: int) -> None:
 
 
 def end_before_name(end: End, rank: int) -> None:
-    """Let the save end when all is on disk, the manifest too, and only the name is missing."""
+    """End the save when everything is on disk, including the manifest, before the rename."""
     original = writer.sync_folder
 
     def sync(folder: Path) -> None:
@@ -232,7 +232,7 @@ def end_before_name(end: End, rank: int) -> None:
 
 
 def end_after_name(end: End, rank: int) -> None:
-    """Let the save end when the checkpoint has its name: it is complete."""
+    """End the save after the rename: the checkpoint is complete."""
     original = writer.sync_folder
 
     def sync(folder: Path) -> None:
@@ -264,7 +264,7 @@ def save_and_end(
 
 
 def kill_at_moments(root: Path) -> dict[str, Any]:
-    """Return what `kill -9` of each rank at each moment has left."""
+    """Return the files after `kill -9` of each rank at each moment."""
     found = {}
     for how in ("at once", "in the background"):
         for name, (moment, ranks) in MOMENTS.items():
@@ -277,7 +277,7 @@ def kill_at_moments(root: Path) -> dict[str, Any]:
 
 
 def interrupt_at_moments(root: Path) -> dict[str, Any]:
-    """Return what Ctrl-C has left, on one rank or on both."""
+    """Return the files after Ctrl-C on one rank or on both."""
     found = {}
     for how in ("at once", "in the background"):
         for name in ("in the data", "before the name"):
@@ -290,7 +290,7 @@ def interrupt_at_moments(root: Path) -> dict[str, Any]:
 
 
 def kill_at_any_time(root: Path) -> dict[str, Any]:
-    """Return what is left when a rank is killed from outside, at moments spread over the time of a save."""
+    """Return the files after an external kill of a rank, at times spread over the duration of a save."""
     found = {}
     for number in range(8):
         delay = 2**number / 1000
@@ -300,9 +300,9 @@ def kill_at_any_time(root: Path) -> dict[str, Any]:
             dist.barrier()
             if rank == number % 2:
                 pid = os.getpid()
-                if os.fork() == 0:  # a killer that does not know where the save is
+                if os.fork() == 0:  # a killer that does not know the save's progress
                     time.sleep(delay)
-                    with contextlib.suppress(ProcessLookupError):  # the rank may be through by then
+                    with contextlib.suppress(ProcessLookupError):  # the rank may have ended by then
                         os.kill(pid, signal.SIGKILL)
                     os._exit(0)
             return try_save(place / "checkpoints", rank, "at once")
@@ -312,7 +312,7 @@ def kill_at_any_time(root: Path) -> dict[str, Any]:
 
 
 def limit_files(root: Path) -> dict[str, Any]:
-    """Return what is left when one rank may write no file as large as its part."""
+    """Return the files when one rank's file size limit is below the size of its part."""
 
     def act(rank: int) -> Any:
         if rank == 1:
@@ -324,7 +324,7 @@ def limit_files(root: Path) -> dict[str, Any]:
 
 
 def fill_disk(root: Path) -> dict[str, Any]:
-    """Return what is left when the disk is full: a small one in memory, so full that this much is free."""
+    """Return the files when the disk is full: a small disk in memory with only this much free."""
     found = {}
     whole = ROWS * COLUMNS * 4 * NUM_TENSORS
     # The last one: two files, each with less than a page for its header, and no page for the manifest.

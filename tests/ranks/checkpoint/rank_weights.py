@@ -1,4 +1,4 @@
-"""Run by every rank: weights of a folder into a model under a layout, against what the whole tensors have there."""
+"""Run by every rank: load a folder's weights into a model under a layout, and compare with whole tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moeverify.weights.load import load_weights
 
 
 class Recorder:
-    """Stands before the library that reads safetensors, and counts the bytes that are asked of it."""
+    """A wrapper of the safetensors library that counts the bytes requested from it."""
 
     num_bytes = 0
 
@@ -45,7 +45,7 @@ class RecordedSlice:
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Return on rank 0 what is wrong on any rank, and bytes read and held by each rank."""
+    """Return on rank 0 the problems of all ranks, and the bytes that each rank read and held."""
     recipe = Recipe.model_validate_json(job.payload["recipe"])
     layout = Layout.model_validate_json(job.payload["layout"])
     meshes = build_meshes(layout, "cpu")

@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint on real ranks; called on every rank before it saves or loads."""
+"""Faults of checkpoints on real ranks; called on every rank before it saves or loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATA = "rank-00001.safetensors"
 
 
 def write_late(patch: Patch) -> None:
-    """Write what is saved in the background when training is over, as a slow disk would."""
+    """Write the background save only after training is over, as a slow disk would."""
     is_over = threading.Event()
 
     @patch.wrap(write_boxes)
@@ -45,18 +45,18 @@ def write_late(patch: Patch) -> None:
 
 
 def leak(patch: Patch) -> None:
-    """Write late what training goes on to change."""
+    """Write late, with the values that training changes meanwhile."""
     write_late(patch)
     patch.replace(HostCopy.stage)(lambda self, state_dict: state_dict)
 
 
 def forget_options(patch: Patch) -> None:
-    """Leave the groups of the optimizer as they are."""
+    """Do not restore the options of the optimizer's groups."""
     patch.replace(TrainingState.restore_groups)(lambda self, by_name: None)
 
 
 def forget_decay(patch: Patch) -> None:
-    """Leave the weight decay of each group as it is."""
+    """Do not restore the weight decay of each group."""
 
     @patch.wrap(TrainingState.restore_groups)
     def restore(
@@ -69,12 +69,12 @@ def forget_decay(patch: Patch) -> None:
 
 
 def forget_generators(patch: Patch) -> None:
-    """Leave the random generators as they are."""
+    """Do not restore the random generators."""
     patch.replace(write_generators)(lambda states, device: None)
 
 
 def exchange_experts(patch: Patch) -> None:
-    """Load the first two experts of each stack into each other's place."""
+    """Swap the first two experts of each stack when loading."""
 
     @patch.wrap(resume)
     def resume_exchanged(original: Original[Any], state: TrainingState, *arguments: Any, **named: Any) -> Any:
@@ -87,7 +87,7 @@ def exchange_experts(patch: Patch) -> None:
 
 
 def rebind_bias(patch: Patch) -> None:
-    """Bind the selection bias of each router to a new tensor in a step, with the right values."""
+    """Bind each router's selection bias to a new tensor with the right values during a step."""
 
     @patch.wrap(update_selection_bias)
     def update(original: Original[None], moe: Any, program: Any, *arguments: Any) -> None:
@@ -97,7 +97,7 @@ def rebind_bias(patch: Patch) -> None:
 
 
 def rebind_norm(patch: Patch) -> None:
-    """Bind the last norm's weight to a new parameter when a step begins, before the forward pass."""
+    """Bind the last norm's weight to a new parameter at the start of a step, before the forward pass."""
 
     @patch.wrap(train_step)
     def step(original: Original[None], state: TrainingState, *arguments: Any, **named: Any) -> None:
@@ -107,7 +107,7 @@ def rebind_norm(patch: Patch) -> None:
 
 
 def _guard_state(patch: Patch) -> None:
-    """Let a load that refuses show whether it has changed anything before."""
+    """Report whether a refused load has changed anything."""
 
     @patch.wrap(resume)
     def resume_guarded(original: Original[Any], state: TrainingState, *arguments: Any, **named: Any) -> Any:
@@ -134,7 +134,7 @@ def _change_after_save(patch: Patch, change: Callable[[Path], object]) -> None:
 
 
 def flip_a_bit(patch: Patch) -> None:
-    """Change one bit of the last value in the file of rank 1."""
+    """Flip one bit of the last value in the file of rank 1."""
 
     def change(folder: Path) -> None:
         content = bytearray((folder / DATA).read_bytes())
@@ -145,22 +145,22 @@ def flip_a_bit(patch: Patch) -> None:
 
 
 def cut_off(patch: Patch) -> None:
-    """Take the last bytes of the file of rank 1."""
+    """Remove the last bytes of the file of rank 1."""
     _change_after_save(patch, lambda folder: (folder / DATA).write_bytes((folder / DATA).read_bytes()[:-100]))
 
 
 def remove_file(patch: Patch) -> None:
-    """Take the whole file of rank 1."""
+    """Remove the whole file of rank 1."""
     _change_after_save(patch, lambda folder: (folder / DATA).unlink())
 
 
 def remove_manifest(patch: Patch) -> None:
-    """Leave a folder as an older tool would that writes its files in place and was killed."""
+    """Leave a folder like that of an older tool that writes files in place and was killed."""
     _change_after_save(patch, lambda folder: (folder / "checkpoint.json").unlink())
 
 
 def put_plain_checkpoint(patch: Patch) -> None:
-    """Put a checkpoint of torch alone in its place, with a pickle."""
+    """Replace the checkpoint with one of torch alone, which has a pickle."""
 
     def change(folder: Path) -> None:
         shutil.rmtree(folder)
@@ -180,7 +180,7 @@ def _save_other(patch: Patch, change: Callable[[Sequence[LocalShard]], list[Loca
 
 
 def lose_a_key(patch: Patch) -> None:
-    """Save everything but one bias."""
+    """Save everything except one bias."""
     _save_other(
         patch,
         lambda tensors: [shard for shard in tensors if shard.name != "weight/layers.1.moe.router.bias"],
@@ -188,7 +188,7 @@ def lose_a_key(patch: Patch) -> None:
 
 
 def save_another_shape(patch: Patch) -> None:
-    """Save a norm that is longer by one."""
+    """Save a norm that is longer by one element."""
 
     def change(tensors: Sequence[LocalShard]) -> list[LocalShard]:
         longer = LocalShard("weight/norm.weight", torch.ones(33, dtype=torch.float64), Region.whole((33,)))
@@ -198,7 +198,7 @@ def save_another_shape(patch: Patch) -> None:
 
 
 def save_of_another_recipe(patch: Patch) -> None:
-    """Say that the state is that of another recipe."""
+    """Label the saved state with another recipe."""
 
     @patch.wrap(save)
     def save_renamed(

@@ -1,4 +1,4 @@
-"""However a save ends: the checkpoint before it stays as it is, and what is not whole never passes for complete."""
+"""Interrupted saves: the previous checkpoint is unchanged, and an incomplete one is never accepted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # many pairs of ranks, on a machine that 
 
 SCRIPT = Path(__file__).with_name("interrupted_saves.py")
 OLD, NEW = "step-1", "step-2"
-# A small disk of one's own, in memory, without the rights of root.
+# A small private disk in memory, without root's permissions.
 OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 
 Trials = Mapping[str, Mapping[str, Any]]
@@ -31,7 +31,7 @@ def run(folder: Path, kind: str, command: Sequence[str]) -> Trials:
 
 
 def check_remains(title: str, trial: Mapping[str, Any]) -> None:
-    """Make sure that the old checkpoint is as it was, and the new one whole, or not there and made again."""
+    """Check that the old checkpoint is unchanged, and that the new one is complete or can be saved again."""
     assert trial["is old the same"], title
     assert trial["listed"] in ([OLD], [OLD, NEW]), title
     for seen in trial["seen"]:
@@ -68,7 +68,7 @@ def test_an_interrupt_on_one_or_all_ranks(tmp_path: Path, python: ForkedPython) 
     for title, trial in trials.items():
         check_remains(title, trial)
         assert trial["ended"][0]["error"] == "KeyboardInterrupt", title
-        # What has begun to get its name in the background gets it: the interrupt waits for so long.
+        # A rename that has begun in the background completes: the interrupt waits for it.
         is_complete = "before the name, in the background" in title
         assert (NEW in trial["listed"]) == is_complete, title
 

@@ -1,4 +1,4 @@
-"""Saves and loads on real ranks: what passes, what a fault shows, and what a load refuses with nothing changed."""
+"""Saves and loads on real ranks: right ones pass, faults are detected, and refused loads change nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPE = {
 }
 LAYOUT = {"dp_shard": 2, "ep": 2}
 
-# What each fault must show: which tensors of the check `loaded`, and their cause.
+# Expected findings of each fault: tensors of the check `loaded`, and their cause.
 FINDINGS = {
     "leak": ("weight/", Cause.STATE),
     "forget_options": (": lr", Cause.NOT_LOADED),
@@ -35,7 +35,7 @@ FINDINGS = {
     "forget_generators": ("rng/", Cause.NOT_LOADED),
     "exchange_experts": ("moe.experts", Cause.PERMUTATION),
 }
-# The words of each refusal.
+# The message of each refusal.
 REFUSALS = {
     "flip_a_bit": ("rank-00001.safetensors", "is damaged", "checksum"),
     "cut_off": ("rank-00001.safetensors", "was cut off"),
@@ -46,7 +46,7 @@ REFUSALS = {
     "save_another_shape": ("`weight/norm.weight`", "[33]", "[32]"),
     "save_of_another_recipe": ("the state of recipe 0123456789abcdef",),
 }
-# What each save must find beside what the load shows: which tensors are bound anew, and what keeps the old ones.
+# Expected findings of each save, besides those of the load: rebound tensors, and stale references.
 REBOUND = {
     "rebind_bias": ({"layers.1.moe.router.selection_bias"}, ("checkpoint",), "buffers"),
     "rebind_norm": ({"norm.weight"}, ("checkpoint", "optimizer"), "update"),
@@ -62,7 +62,7 @@ def make_case(name: str, asynchronous: bool = False, **layout: object) -> Case:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult]:
-    """Return what came of each fault, all in as few launches as possible."""
+    """Return the outcome of each fault, with as few launches as possible."""
     folder = tmp_path_factory.mktemp("reshard")
     pairs, faults = {}, {}
     for name in ("write_late", *FINDINGS, *REFUSALS, *REBOUND):
@@ -70,7 +70,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult
         loader = saver if name == "forget_generators" else make_case(f"{name}-loads", dp_shard=2)
         pairs[name] = Pair(saver, loader)
         faults[pairs[name].name] = f"reshard_faults:{name}"
-    # The second exchange is while the save is written in the background.
+    # The second exchange happens while the save is written in the background.
     exchange = {"1": "blocks", "2": "everywhere"}
     exchanged = make_case("exchanged", True, **LAYOUT, placement="striped", exchange=exchange)
     replicas = [[0, 9, 2, 12, 4, 5, 6, 15], [8, 1, 10, 11, 3, 13, 14, 7, 0]]
@@ -110,7 +110,7 @@ def test_experts_go_from_one_placement_into_another(results: Mapping[str, CaseRe
 
 
 def test_ddp_goes_on_bit_for_bit(results: Mapping[str, CaseResult]) -> None:
-    """Its buckets are ordered anew after a first step: over four ranks the sums then round in another order."""
+    """After the first step DDP reorders its buckets, so sums over four ranks round in another order."""
     result = results["ddp"]
     assert result.verdict == "pass", (result.reason, result.findings[:3])
     assert "resumed" in {check.name for check in result.checks}
@@ -144,7 +144,7 @@ def test_what_is_bound_to_another_tensor_is_found_by_the_save(
         (0, (0, 1), ReboundFacts(kept_by=kept_by))
     }
     assert check in {finding.check for finding in saved.findings if finding.tensor in tensors}
-    # What was kept beside the checkpoint is what the modules had: the load sees that the checkpoint has other values.
+    # The copy beside the checkpoint has the modules' values: the checkpoint's values differ.
     loaded = {finding.tensor for finding in results[name].findings if finding.check == "loaded"}
     assert {each.partition("/")[2] for each in loaded} >= (tensors if check == "buffers" else set())
 

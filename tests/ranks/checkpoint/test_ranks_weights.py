@@ -1,4 +1,4 @@
-"""On four real ranks each reads its own slices of a folder, into every kind of layout, bit for bit."""
+"""Each of four real ranks reads its own slices of a folder, into every kind of layout, bit for bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_folders(root: Path, preset: str) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """Return what was found under each layout, for each format."""
+    """Return the findings under each layout, for each format."""
     root = tmp_path_factory.mktemp("weights")
     folders, others = write_folders(root, PRESET), write_folders(root, OTHER)
     jobs = []
@@ -90,9 +90,9 @@ def test_every_rank_has_what_is_its_own(title: str, kind: str, found: Mapping[st
 @pytest.mark.parametrize("title", LAYOUTS)
 def test_a_rank_reads_little_but_its_own(title: str, kind: str, found: Mapping[str, Any]) -> None:
     result = found[f"{title}, {kind}"]
-    # FSDP1 cuts in the middle of rows, and a row is the least that is read.
+    # FSDP1 cuts in the middle of rows, and a row is the smallest unit that is read.
     most = 1.1 if title == "fsdp1" else 1.0
-    assert result["asked"] == result["read"]  # counted where the library is called, and by the loader
+    assert result["asked"] == result["read"]  # counted at the library call, and by the loader
     for read, held in zip(result["asked"], result["held"], strict=True):
         assert held <= read <= most * held
         assert read < 0.6 * result["total"]

@@ -1,4 +1,4 @@
-"""Mistakes in a model that two ranks share by hand are found at their lines."""
+"""Mistakes in a model that is split over two ranks by hand are located at their lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Results = Mapping[str, CaseResult]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
-    """Return a function that runs layouts of `PROGRAM`, in one launch, and gives what came of each."""
+    """Return a function that runs layouts of `PROGRAM` in one launch and returns their outcomes."""
     folder = tmp_path_factory.mktemp("planted")
     (folder / PROGRAM.name).write_text(PROGRAM.read_text())
 
@@ -56,7 +56,7 @@ def results(run: Callable[..., Results]) -> Results:
 
 
 def find_line(name: str) -> int:
-    """Return the number of the line where a mistake is to be found."""
+    """Return the line number at which a mistake must be located."""
     lines = PROGRAM.read_text().splitlines()
     (found,) = (number for number, line in enumerate(lines, 1) if f"PLANTED {name}" in line)
     return found

@@ -1,4 +1,4 @@
-"""One fault written in three ways, for `--fault fault_programs:NAME`: expert gradients that nothing divides."""
+"""One fault written in three ways, for `--fault fault_programs:NAME`: undivided expert gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeverify.parallel.meshes import Meshes
 
 
 def wrap(patch: Patch) -> None:
-    """By the patch of the case."""
+    """Inject the fault with the patch of the case."""
 
     @patch.wrap(plan.expert_reductions)
     def undivided(
@@ -25,7 +25,7 @@ def wrap(patch: Patch) -> None:
 
 
 def assign() -> None:
-    """By an assignment to a module, twice as far off each time that it is left behind."""
+    """Inject the fault by assigning to a module. The error doubles each time an assignment stays behind."""
     original = plan.expert_reductions
 
     def undivided(experts: Sequence[Tensor], layout: Layout, meshes: Meshes) -> list[Reduction]:
@@ -35,6 +35,6 @@ def assign() -> None:
 
 
 def fail_half_way(patch: Patch) -> None:
-    """By the patch, and then an error."""
+    """Inject the fault with the patch, then raise an error."""
     wrap(patch)
     raise ZeroDivisionError("planted after the first wrapper")

@@ -1,4 +1,4 @@
-"""Collectives that go wrong, for `--fault reduction_programs:NAME`, each in a way that its operands show."""
+"""Wrong collectives for `--fault reduction_programs:NAME`, each identifiable from its operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeverify.train import assemble
 
 
 def take_largest(patch: Patch) -> None:
-    """Complete gradients by the largest of what the ranks have."""
+    """Complete gradients with the maximum over the ranks."""
 
     @patch.wrap(gradients._reduce)
     def largest(original: Original[None], local: Tensor, reduction: Reduction) -> None:
@@ -27,7 +27,7 @@ def take_largest(patch: Patch) -> None:
 
 
 def copy_first(patch: Patch) -> None:
-    """Complete gradients by those of the first rank."""
+    """Complete gradients with those of the first rank."""
 
     @patch.wrap(gradients._reduce)
     def first(original: Original[None], local: Tensor, reduction: Reduction) -> None:
@@ -37,7 +37,7 @@ def copy_first(patch: Patch) -> None:
 
 
 def count_again(patch: Patch) -> None:
-    """Sum the counts of the routers twice over the ranks."""
+    """Sum the counts of the routers over the ranks twice."""
 
     @patch.wrap(assemble._sum_over_groups)
     def twice(original: Original[Tensor], tensor: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
@@ -46,7 +46,7 @@ def count_again(patch: Patch) -> None:
 
 
 def cut_tokens(patch: Patch) -> None:
-    """Send tokens to the experts without their graph."""
+    """Send tokens to the experts detached from their graph."""
 
     @patch.wrap(AllToAllDispatcher.__call__)
     def cut(

@@ -1,4 +1,4 @@
-"""A selection of the clean matrix: nothing is wrong, and nothing is said to be."""
+"""A selection of the clean matrix: nothing is wrong, and nothing is reported."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from moeverify.controller.kept import KeptRows
 from moeverify.controller.options import RunOptions
 from moeverify.results.benchmark_rows import CleanRow
 
-# One of the 8 elements of a norm's first update has the other sign here, which no run of calibration showed.
+# One of the 8 elements of a norm's first update has the other sign here, which no calibration run showed.
 TURNED = "mixed, seed 0, stress adamw, fsdp2-tp"
 
 

@@ -1,4 +1,4 @@
-"""A selection of the fault benchmark, two launches for all: each fault is detected, located, and its cause named."""
+"""A selection of the fault benchmark in two launches: faults are detected, located and their causes named."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from moeverify.controller.options import RunOptions
 from moeverify.faults.catalogue import load_faults
 
 FAULTS = load_faults()
-# Of every class at least one, and of every way in which a diagnosis names a cause; all on two ranks.
+# At least one fault of every class and one for every way to name a cause; all on two ranks.
 SELECTION = (
     "A01", "B05", "B14", "C07", "C12", "D05", "E01", "F01", "G02", "H03",
     "I02", "J07", "K01", "L07", "M01", "M05", "N02", "O11", "P02",

@@ -1,4 +1,4 @@
-"""Ranks serve many cases: a fault holds for its own case, however it is written, and the next one is clean."""
+"""Ranks run many cases: a fault, however it is written, applies to its own case, and the next is clean."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from moeverify.controller.options import RunOptions
 from moeverify.controller.run import run_cases
 from moeverify.faults.catalogue import load_faults
 
-# Two ranks; the answer is the factor by which expert gradients are off, 1.0 where nothing is.
+# Two ranks; the result is the error factor of expert gradients, 1.0 when they are right.
 CASES = {
     "wrapped": ("wrap", 2.0),
     "clean after a wrapper": (None, 1.0),

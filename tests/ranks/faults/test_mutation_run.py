@@ -1,4 +1,4 @@
-"""Mutants on real ranks: killed by a check or by a crash that costs no other mutant, or left to survive."""
+"""Mutants on real ranks: killed by a check, killed by a crash that costs no other mutant, or surviving."""
 
 import pytest
 

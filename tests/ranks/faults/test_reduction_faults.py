@@ -1,4 +1,4 @@
-"""Collectives of real ranks that do another thing than adding up are shown with their lines."""
+"""Collectives of real ranks that do not sum are reported with their lines."""
 
 import os
 from pathlib import Path
@@ -10,13 +10,13 @@ from moeverify.controller.run import run_cases
 from moeverify.faults.catalogue import load_faults
 from moeverify.results.checks import CheckName, Kind
 
-# The fault whose case is taken, by the fault that is injected in its place.
+# For each injected fault, the fault whose case it uses.
 CASES = {"take_largest": "J07", "copy_first": "J07", "count_again": "A01", "cut_tokens": "A01"}
 
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
-    """Return the first finding of each."""
+    """Return the first finding of each fault."""
     patch = pytest.MonkeyPatch()
     patch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""Cases with models of users' own, all run in one launch of two ranks."""
+"""Cases with users' own models, all run in one launch of two ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="session")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Return the outcomes of `CASES`, whose files stand beside the programs that they name."""
+    """Return the outcomes of `CASES`. Their files are beside the programs that they name."""
     folder = tmp_path_factory.mktemp("own")
     for program in PROGRAMS.glob("*.py"):
         (folder / program.name).write_text(program.read_text())
@@ -94,7 +94,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return run_files([folder], folder)
 
 
-# Each a layout of a model of `mixed_models`, which is divided in mixed precision.
+# Each a layout of a model in `mixed_models`, parallelized in mixed precision.
 MIXED = {
     "sequence": "tp: 2, parallelize: 'mixed_models:divide_sequence'",
     "built-in": "dp_shard: 2",

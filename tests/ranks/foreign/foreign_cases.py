@@ -1,4 +1,4 @@
-"""Cases in files, run here, and what came of them."""
+"""Verification of case files in this process, and their outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """What came of each case, by name."""
+    """Outcomes of cases, by name."""
 
     results: Mapping[str, CaseResult]
     num_launches: int
@@ -31,7 +31,7 @@ class Outcomes:
 
 
 def run_files(files: Sequence[Path], folder: Path, *overrides: str) -> Outcomes:
-    """Verify the cases of these files, with goldens and cache in a folder, and return what came of each."""
+    """Verify these case files, with goldens and cache in a folder, and return the outcome of each case."""
     cases = load_cases(files, overrides=overrides)
     options = RunOptions(device="cpu", golden_folder=folder / "golden", cache_folder=folder / "cache")
     result = run_cases(cases, options, _ignore)

@@ -1,4 +1,4 @@
-"""The runner of planted bugs: one command for two plants, a result for each, and the score of these."""
+"""The runner of planted bugs: one command for two plants, a result for each, and their scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of models that are not ours: the right ones pass, the wrong ones are found."""
+"""The examples of users' own models: right ones pass, and mistakes are found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_example_passes_every_check(examples: Any, name: str) -> None:
 
 
 def test_every_parameter_of_the_example_is_compared(examples: Any) -> None:
-    # 2 layers of 18 (4 linear layers of attention, 2 head norms, 2 norms, 2 linear layers), and 5 around them.
+    # 2 layers of 18 (4 linear layers of attention, 2 head norms, 2 norms, 2 linear layers), and 5 more.
     num_parameters, num_steps = 2 * (4 * 2 + 2 + 2 * 2 + 2 * 2) + 5, 2
     checks = {check.name: check for check in examples.results["my-gpt-tp"].checks}
     assert checks["gradient"].tensors == num_parameters * num_steps

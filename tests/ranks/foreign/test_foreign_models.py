@@ -1,4 +1,4 @@
-"""Models and functions of users' own: every way to give a loss, every way to be wrong."""
+"""Users' own models and functions: every way to give a loss, and every kind of mistake."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_losses_of_tokens_are_compared_where_the_model_gives_them(own: Any) -> N
         name: next(check.tensors for check in own.results[name].checks if check.name == "loss")
         for name in ("plain", "loss-each", "loss-sum")
     }
-    # Two steps of 4 losses, and in each one tensor with the losses of all tokens.
+    # Two steps of 4 losses, and in each step a tensor with the losses of all tokens.
     assert numbers == {"plain": 10, "loss-each": 10, "loss-sum": 8}
 
 
@@ -160,7 +160,7 @@ def test_folder_of_the_case_is_on_the_path(own: Any) -> None:
 def test_rows_of_an_own_dispatch_are_followed_whatever_their_order(
     own: Any, name: str, place: str, words: str
 ) -> None:
-    """Ranks have other rows than one device, of other ranks' tokens, in another order."""
+    """Ranks have different rows than one device, from other ranks' tokens and in another order."""
     first = own.results[name].findings[0]
     assert first.place is not None
     assert first.place.module == place
@@ -169,7 +169,7 @@ def test_rows_of_an_own_dispatch_are_followed_whatever_their_order(
 
 
 def test_what_a_user_switched_off_the_loop_does_not_switch_on(own: Any) -> None:
-    """Without it the gradients of a unit whose reduction is off would be right, as they are in no run of its user."""
+    """Otherwise gradients of a unit with disabled reduction would be right, unlike in the user's run."""
     case = own.results["not-reduced"]
     first = case.findings[0]
     assert (case.verdict, first.kind, first.tensor) == ("mismatch", "gradient", "head.weight")

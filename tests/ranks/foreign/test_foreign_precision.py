@@ -1,4 +1,4 @@
-"""Mixed precision in a user's own hands: what a policy really did, on which module, in which dtype."""
+"""Mixed precision in a user's own code: the actual dtypes of each module under a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeverify.report.words.cause import describe_cause
 def test_what_was_asked_for_is_seen(mixed: Any, name: str) -> None:
     case = mixed.results[name]
     assert (case.verdict, case.reason, case.findings) == ("pass", "", ())
-    # Each of 12 parameters computes, is reduced and kept, and so is its gradient; SGD has no state here.
+    # Each of 12 parameters is computed, reduced and stored, and so is its gradient; SGD has no state here.
     assert next(check.tensors for check in case.checks if check.name == "precision") == 48
 
 

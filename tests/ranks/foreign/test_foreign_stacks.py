@@ -1,4 +1,4 @@
-"""The example cases of frameworks that need an environment of their own: they run where it is installed."""
+"""The example cases of frameworks that need a separate environment: they run where it is installed."""
 
 from __future__ import annotations
 

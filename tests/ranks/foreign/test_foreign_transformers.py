@@ -53,7 +53,7 @@ def test_tensor_parallelism_passes_with_packed_gate_and_up_projections(hugging_f
 
 
 def test_gradients_that_are_summed_again_in_each_micro_batch(hugging_face: Any) -> None:
-    # transformers 5.23.0: after two micro-batches the first one counts tp times. A release that passes has fixed it.
+    # transformers 5.23.0: after two micro-batches the first counts tp times. A pass means a fix.
     case = hugging_face.results["accumulation"]
     first = next(finding for finding in case.findings if finding.check == "gradient")
     assert first.tensor.endswith(("q_norm.weight", "k_norm.weight"))

@@ -1,4 +1,4 @@
-"""Processes that the tests fork are as those that are started: what they get, how they end, and what is left."""
+"""Forked test processes behave like started ones: their inputs, their end, and their remains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forked(python: ForkedPython) -> list[str]:
 
 @pytest.fixture
 def waiting(forked: list[str], tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Return a process that waits, as its starter sees it, and the number of the process that really waits."""
+    """Return a waiting process as its starter sees it, and the pid of the process that really waits."""
     (tmp_path / "wait.py").write_text(WAIT)
     with subprocess.Popen([*forked, tmp_path / "wait.py"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -136,7 +136,7 @@ def test_nothing_outlives_the_tests(tmp_path: Path, forked: list[str], number: s
         assert tests.stdout is not None
         assert tests.stdout.readline() == "waits\n"
         members = psutil.Process(tests.pid).children(recursive=True)
-        assert len(members) == 3  # the server, what it has forked, and the client
+        assert len(members) == 3  # the server, its forked process, and the client
         tests.send_signal(number)
         tests.wait(10)
     assert all(wait_until_gone(member.pid) for member in members)

@@ -1,4 +1,4 @@
-"""What the launch tests share: the programs that the ranks run, and a look for what a launch left behind."""
+"""Shared by the launch tests: the programs that the ranks run, and a search for the remains of a launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 @pytest.fixture(scope="module", autouse=True)
 def python_as_users_start_it(python: ForkedPython) -> Iterator[None]:
-    """Import all anew in every launch: how ranks start and end is the subject here."""
+    """Import everything anew in every launch: these tests are about the start and end of ranks."""
     with python.pause():
         yield
 
@@ -39,13 +39,13 @@ def find_processes(folder: Path) -> list[int]:
 
 
 class Remains:
-    """Looks for what is left of the launches below a folder."""
+    """A search for the remains of the launches below a folder."""
 
     def list_processes(self, folder: Path) -> list[int]:
         return find_processes(folder)
 
     def wait_for_none(self, folder: Path, seconds: float = 10.0) -> list[int]:
-        """Return the processes that are still there after this time, which should be none."""
+        """Return the processes that still exist after this time; there should be none."""
         end = time.monotonic() + seconds
         while (left := find_processes(folder)) and time.monotonic() < end:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What torch caches about a mesh does not outlive its job, unless the next one may have it."""
+"""torch's caches about a mesh do not outlive its job, unless the next job may use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_equal_meshes_of_two_jobs(
 ) -> None:
     if device == "cuda" and torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
-    # An entry that is a module is imported before the fork, as `moeverify.worker.main` is, and torch with it.
+    # An entry that is a module is imported before the fork, as `moeverify.worker.main` is, with torch.
     monkeypatch.syspath_prepend(programs)
     jobs = [
         Job(name=f"{number} groups", num_ranks=4, payload={"num_groups_before": number})
@@ -32,7 +32,7 @@ def test_equal_meshes_of_two_jobs(
     expected = {
         "norm": pytest.approx(60**0.5),
         "norm of the gradient": pytest.approx(708**0.5 / 60),
-        # Torch 2.11 keeps two for each equal mesh, somewhere in what it compiles; no later result has them.
+        # Torch 2.11 keeps two for each equal mesh in compiled objects; no later result has them.
         "old_meshes": 0 if at_least_213 else ANY,
         "mesh of the gradient": "new",
     }
@@ -52,7 +52,7 @@ def test_what_is_known_of_equal_meshes_stays_while_groups_have_the_same_names(
         (two, {}, True),  # does not promise to admit its meshes
         (two, stays, True),
         ({"adds_mesh": True, **two}, stays, True),
-        (two, stays, True),  # the job before had a mesh that it did not admit
+        (two, stays, True),  # the previous job had a mesh that it did not admit
         (two, stays, False),
     ]
     jobs = [
@@ -61,7 +61,7 @@ def test_what_is_known_of_equal_meshes_stays_while_groups_have_the_same_names(
     ]
     outcomes = list(run_jobs(jobs, entry="kept_meshes", folder=tmp_path))
     assert [outcome.failure for outcome in outcomes] == [None] * len(asked)
-    # Two of (1, 1) and (2, 2), or all four ranks; groups of jobs before would have threads.
+    # Two of (1, 1) and (2, 2), or all four ranks; groups of previous jobs would have threads.
     assert [outcome.result for outcome in outcomes] == [
         {"squared": 60.0 if "adds_mesh" in payload else 10.0, "found anew": anew, "groups of old meshes": 0}
         for payload, _, anew in asked

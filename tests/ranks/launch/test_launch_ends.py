@@ -1,4 +1,4 @@
-"""However a run ends, no rank survives it and no file lies outside its folder."""
+"""However a run ends, no rank survives it, and no file is left outside its folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PYTHONPATH = os.pathsep.join([str(Path(moeverify.__file__).parents[1]), os.envir
 
 @pytest.fixture
 def controller(programs: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process whose launch's two ranks are inside an endless job."""
+    """Yield a process whose launch has two ranks inside an endless job."""
     scratch = tmp_path / "tmp"
     scratch.mkdir()
     process = subprocess.Popen(
@@ -131,7 +131,7 @@ def test_an_entry_that_cannot_be_imported_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_launch_that_dies_between_two_jobs_is_said_and_replaced(programs: Path, tmp_path: Path) -> None:
-    # A file where the second job's folder should be: no rank can begin that job.
+    # A file blocks the path of the second job's folder: no rank can begin that job.
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "0001").touch()
     events: list[LaunchEvent] = []

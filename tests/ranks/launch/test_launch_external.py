@@ -1,4 +1,4 @@
-"""The same jobs under torchrun, and under srun as far as its environment makes it."""
+"""The same jobs under torchrun, and under srun to the extent that its environment can be simulated."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_torchrun(programs: Path, folder: Path, payload: dict[str, Any]) -> tuple
 
 
 def run_srun(programs: Path, folder: Path, payload: dict[str, Any]) -> tuple[list[int], list[JobOutcome]]:
-    """Run two tasks with what srun sets in a step of two, and a port that is free here."""
+    """Run two tasks with srun's variables for a step of two tasks, and a free port."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -119,7 +119,7 @@ def test_torchrun_runs_all_jobs_on_the_same_ranks(programs: Path, tmp_path: Path
 
 
 def test_torchrun_on_two_hosts(programs: Path, tmp_path: Path) -> None:
-    """Each host is an agent with an address and a disk of its own."""
+    """Each host is an agent with its own address and disk."""
     hosts = ("127.0.0.2", "127.0.0.3")
     with socket.socket() as probe:
         probe.bind((hosts[0], 0))

@@ -1,4 +1,4 @@
-"""`moeverify run` as a rank of torchrun: a rank that is lost costs no verdict, no table and no file."""
+"""`moeverify run` as a rank of torchrun: losing a rank costs no verdict, no table and no file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ recipe:
   model: {vocab_size: 64, hidden: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 8, ffn_hidden: 64}
 layout: {dp_shard: 2}
 """
-# Rank 0 waits in C code from which it never comes back, as in a collective of NCCL: another thread must report.
+# Rank 0 waits forever in C code, as in a collective of NCCL: another thread must report.
 DYING = """
 import os, signal
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def parallelize(model, mesh):
 
 @dataclass(frozen=True)
 class Lost:
-    """What a user has after the loss: what was printed, the files, and the file of --keep."""
+    """Results after the loss: the output, the files, and the file of --keep."""
 
     text: str
     run: dict[str, Any]
@@ -69,7 +69,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
         timeout=280,
     )
     assert (folder / "run.json").exists(), ended.stdout + ended.stderr
-    assert ended.returncode == 1  # torchrun's own: a rank of it has failed
+    assert ended.returncode == 1  # torchrun's own: one of its ranks has failed
     return Lost(ended.stdout, json.loads((folder / "run.json").read_text()), folder)
 
 

@@ -1,4 +1,4 @@
-"""Jobs that raise, die or hang: every rank is reported, the origin first, and the rest goes on."""
+"""Jobs that raise, die or hang: every rank is reported, the origin first, and the other jobs continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that one process forks: many launches, and one import."""
+"""Agents forked from one process: many launches, and one import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that succeed: one launch serves them all."""
+"""Successful jobs: one launch runs them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes through copies on the CPU arrives as it was, and what comes later goes its own way again."""
+"""Messages that go through copies on the CPU arrive unchanged, and later ones do not use copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace sees every collective, however it is issued."""
+"""The trace records every collective, however it is issued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Job
 
-# What each job's ranks must have recorded, in order; all-gathers of objects are two collectives.
+# The expected records of each job's ranks, in order; all-gathers of objects are two collectives.
 EXPECTED = {
     "call_plain": [
         ("all_reduce", [2]),
@@ -38,7 +38,7 @@ Traces = dict[str, list[list[dict[str, Any]]]]
 
 @pytest.fixture(scope="module")
 def traces(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Traces:
-    """Return each job's records, one list a rank."""
+    """Return each job's records, one list per rank."""
     names = [*EXPECTED, "call_point_to_point", "call_objects", "call_in_subgroups"]
     jobs = [Job(name=name, num_ranks=2, timeout=60.0) for name in names]
     folder = tmp_path_factory.mktemp("traces")
@@ -55,7 +55,7 @@ def test_operations_and_shapes(traces: Traces, name: str) -> None:
         # Functional collectives are coalesced ones in some versions of torch.
         names = [record["op"].removesuffix("_coalesced") for record in records]
         assert names == [op for op, _ in EXPECTED[name]]
-        # The padding of FSDP's buffers is its own affair.
+        # The padding of FSDP's buffers is not compared.
         if name != "call_fsdp":
             assert [record["shape"] for record in records] == [shape for _, shape in EXPECTED[name]]
 

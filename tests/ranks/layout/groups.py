@@ -1,4 +1,4 @@
-"""On a rank: which groups the meshes of layouts stand on, and what is wrong with them."""
+"""Run by every rank: the process groups behind the meshes of layouts, and their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeverify.parallel.meshes import Meshes, build_meshes
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Return on rank 0 what is wrong on any rank, and how many groups a rank has made at most."""
+    """Return on rank 0 the errors of all ranks, and the largest number of groups that a rank has made."""
     before = len(dist.distributed_c10d._world.pg_names)
     meshes = build_meshes(Layout.model_validate(job.payload["layout"]), "cpu")
     made = len(dist.distributed_c10d._world.pg_names) - before

@@ -1,4 +1,4 @@
-"""Run by every rank: what one device computes in a step against what two pipeline stages compute together."""
+"""Run by every rank: a step of two pipeline stages together against the same step on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moeverify.train.program import Program
 from moeverify.train.step import take_step
 
 CPU = torch.device("cpu")
-# Sizes of stages for two layers, one and two stages a rank.
+# Sizes of stages for two layers, one and two stages per rank.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {},
     "1f1b": {},
@@ -46,7 +46,7 @@ class Record:
         pass
 
     def assembled(self, key: tuple[int, str, str]) -> Tensor:
-        """Return the logical tensor that the pieces, of all micro-batches, make together."""
+        """Return the logical tensor assembled from the pieces of all micro-batches."""
         parts = self.pieces[key]
         whole = torch.full(parts[0][0].shape, torch.nan, dtype=torch.float64)
         for region, local in parts:
@@ -69,7 +69,7 @@ def run(recipe: Recipe, program: Program) -> Record:
 
 
 def compare(expected: Record, actual: Record) -> list[str]:
-    """Return what this rank has and one device has otherwise."""
+    """Return the values of this rank that differ from those of one device."""
     wrong = []
     for key in actual.pieces:
         want, got = expected.assembled(key), actual.assembled(key)
@@ -79,7 +79,7 @@ def compare(expected: Record, actual: Record) -> list[str]:
 
 
 def check(layout: Layout, recipe: Recipe, expected: Record, rank: int) -> dict[str, Any]:
-    """Return what is wrong on this rank and which tensors it has shown."""
+    """Return the errors of this rank, and the tensors that it has shown."""
     program = assemble_parallel(recipe, layout, build_meshes(layout, "cpu"), CPU)
     actual = run(recipe, program)
     embed = [held.local() for held in program.shards if held.name == "embed.weight"]
@@ -92,7 +92,7 @@ def check(layout: Layout, recipe: Recipe, expected: Record, rank: int) -> dict[s
 
 
 def take_one_step(layout: Layout, recipe: Recipe, expected: Record) -> list[str]:
-    """Return which weights of this rank are wrong after a step that nobody watches."""
+    """Return the weights of this rank that are wrong after an unobserved step."""
     program = assemble_parallel(recipe, layout, build_meshes(layout, "cpu"), CPU)
     program.engine.begin(recipe.optimizer, program.shards, "foreach")
     take_step(recipe, program, make_batches(recipe, program, 0))
@@ -103,7 +103,7 @@ def take_one_step(layout: Layout, recipe: Recipe, expected: Record) -> list[str]
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Return on rank 0 what every rank found under each schedule and recipe."""
+    """Return on rank 0 the findings of every rank for each schedule and recipe."""
     found: dict[str, Any] = {}
     for name in ("untied", "tied"):
         recipe = make_recipe(name)

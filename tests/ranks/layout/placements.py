@@ -1,4 +1,4 @@
-"""Run by every rank: regions of real DTensors against what torch itself says each rank holds."""
+"""Run by every rank: regions of real DTensors against torch's own placement of values on each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = ((8, 6), (7, 5), (3, 2), (1, 4))
 
 
 def compare(name: str, whole: Tensor, tensor: Tensor) -> list[str]:
-    """Return what is wrong with the region of a tensor whose logical values are known."""
+    """Return the errors in the region of a tensor whose logical values are known."""
     region, local = region_of(tensor), local_part(tensor).detach()
     if tuple(local.shape) != region.local_shape:
         return [f"{name}: shape {tuple(local.shape)}, region {region.local_shape}"]
@@ -33,7 +33,7 @@ def compare(name: str, whole: Tensor, tensor: Tensor) -> list[str]:
 
 
 def check_distributed(mesh: DeviceMesh) -> list[str]:
-    """Check tensors that torch cuts, for every placement on both axes, even and uneven."""
+    """Check tensors that torch shards, for every placement on both axes, even and uneven."""
     wrong = []
     for shape in SHAPES:
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
@@ -43,7 +43,7 @@ def check_distributed(mesh: DeviceMesh) -> list[str]:
 
 
 def check_packed(line: DeviceMesh) -> list[str]:
-    """Check packed rows, of each block of which every rank has a part: torch puts them together again."""
+    """Check packed rows, where every rank has a part of each block: torch assembles them again."""
     wrong = []
     whole = torch.arange(24.0 * 24, dtype=torch.float64).reshape(24, 24)
     for dim, factor in itertools.product((0, 1), (1, 2, 3)):
@@ -63,7 +63,7 @@ def build_model(width: int) -> nn.Module:
 
 
 def check_model(model: nn.Module, plain: nn.Module) -> list[str]:
-    """Check what a wrapped model stores, and that all ranks together store all of every parameter."""
+    """Check the stored shards of a wrapped model, and that all ranks together store every parameter."""
     wanted = dict(plain.named_parameters())
     wrong = []
     held = {holding.name: holding for holding in parameters(model)}
@@ -82,7 +82,7 @@ def check_model(model: nn.Module, plain: nn.Module) -> list[str]:
 
 
 def choose_dim(parameter: nn.Parameter) -> Shard:
-    """Return the last dim, where FSDP2 can: it refuses to cut any but the first one unevenly."""
+    """Return the last dim where FSDP2 allows it: it refuses uneven shards of any but the first dim."""
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else Shard(0)
 
 
@@ -92,7 +92,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Return on rank 0 everything that is wrong on any rank, by what was done."""
+    """Return on rank 0 the errors of all ranks, by check."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     line = init_device_mesh("cpu", (4,))
     wrong = {"distributed": check_distributed(mesh), "packed": check_packed(line)}

@@ -1,4 +1,4 @@
-"""Collectives that carry gradients do what they say, in whatever order a tensor lies in memory."""
+"""Collectives that carry gradients compute their definitions for any memory order of a tensor."""
 
 from __future__ import annotations
 

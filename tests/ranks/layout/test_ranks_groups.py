@@ -1,4 +1,4 @@
-"""The groups that meshes stand on: the right ranks on every axis, no more groups than needed, experts apart."""
+"""Groups of meshes: the right ranks on every axis, as few groups as needed, separate groups for experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from moeverify.launch.launcher import run_jobs
 from moeverify.launch.plan import Job
 
-# With how many groups each rank gets by: one of its own, and one for each set of ranks that is neither one nor all.
+# Groups needed per rank: its own, and one for each set of ranks that is neither one rank nor all.
 LAYOUTS = [
     ({"dp_shard": 4, "data_parallel": "fsdp2"}, 1),
     ({"dp_shard": 2, "tp": 2, "data_parallel": "fsdp2", "ep": 2}, 5),
@@ -22,7 +22,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Any]:
-    """Return what four ranks say of each layout."""
+    """Return the reports of four ranks for each layout."""
     jobs = [Job(name=str(layout), num_ranks=4, payload={"layout": layout}) for layout, _ in LAYOUTS]
     entry = str(Path(__file__).with_name("groups.py"))
     outcomes = list(run_jobs(jobs, entry=entry, folder=tmp_path_factory.mktemp("groups")))

@@ -1,4 +1,4 @@
-"""What a region says a rank holds is what torch has put there: DTensors, FSDP2 over TP, HSDP, FSDP1."""
+"""Regions match torch's placement on each rank: DTensors, FSDP2 over TP, HSDP, FSDP1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TITLES = [
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """Return everything that is wrong on any of four ranks."""
+    """Return the errors of all four ranks."""
     entry = str(Path(__file__).with_name("placements.py"))
     (outcome,) = run_jobs(
         [Job(name="placements", num_ranks=4)], entry=entry, folder=tmp_path_factory.mktemp("layout")

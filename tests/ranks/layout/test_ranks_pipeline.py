@@ -1,4 +1,4 @@
-"""Two pipeline stages train like one device, under every schedule: losses, gradients, state, tied embedding."""
+"""Two pipeline stages train like one device under every schedule: loss, gradients, state, tied embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """Return what both ranks say of each recipe and schedule."""
+    """Return the reports of both ranks for each recipe and schedule."""
     entry = str(Path(__file__).with_name("pipelines.py"))
     (outcome,) = run_jobs(
         [Job(name="pipelines", num_ranks=2)], entry=entry, folder=tmp_path_factory.mktemp("pipelines")

@@ -1,4 +1,4 @@
-"""Run by every rank: each collective that carries gradients, on tensors that lie in memory in several orders."""
+"""Run by every rank: each collective that carries gradients, on tensors with several memory orders."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Whole = Callable[[Sequence[Tensor], int], Tensor]
 
 
 def lay(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Return the same numbers, in memory in this order of dims."""
+    """Return the same numbers with this order of dims in memory."""
     back = [list(order).index(dim) for dim in range(len(order))]
     return tensor.permute(*order).contiguous().permute(*back)
 
 
 def draw(rank: int, label: int, shape: Sequence[int]) -> Tensor:
-    """Return whole numbers, which add up exactly in any order, that every rank can make for any other."""
+    """Return whole numbers, whose sums are exact in any order, and which any rank can reproduce."""
     generator = torch.Generator().manual_seed(100 * rank + label)
     return torch.randint(-99, 99, tuple(shape), generator=generator).double()
 
@@ -38,7 +38,7 @@ def part(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
     return tensor.chunk(num_ranks, dim=DIM)[rank]
 
 
-# What each gives on a rank, from the inputs of all; and the gradient there, from the incoming gradients of all.
+# The output of each on a rank, from all inputs; and its gradient there, from all incoming gradients.
 DEFINITIONS: dict[str, tuple[Whole, Whole]] = {
     "copy_to": (lambda xs, r: xs[r], lambda gs, r: sum(gs, torch.zeros(()))),
     "reduce_from": (lambda xs, r: sum(xs, torch.zeros(())), lambda gs, r: gs[r]),
@@ -56,7 +56,7 @@ DEFINITIONS: dict[str, tuple[Whole, Whole]] = {
 
 
 def compare(name: str, order: Sequence[int], rank: int, num_ranks: int) -> list[str]:
-    """Return which of output and gradient are not what the definition says."""
+    """Return whether output or gradient differ from the definition."""
     group = dist.group.WORLD
     arguments = () if name in ("copy_to", "reduce_from") else (DIM,)
     forward, backward = DEFINITIONS[name]
@@ -73,7 +73,7 @@ def compare(name: str, order: Sequence[int], rank: int, num_ranks: int) -> list[
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
-    """Return on rank 0 what was wrong on any rank, by collective and order of memory."""
+    """Return on rank 0 the errors of all ranks, by collective and memory order."""
     found = {
         f"{name}, {label}": compare(name, order, context.rank, context.world_size)
         for name in DEFINITIONS

@@ -1,6 +1,6 @@
-"""A real Slurm on this machine: one controller and two nodes, each with a daemon and an address of its own.
+"""A real Slurm on this machine: one controller and two nodes, each with its own daemon and address.
 
-Debian and Ubuntu have it as the packages slurm-wlm and munge. Where they are not installed, the tests are skipped.
+Debian and Ubuntu provide it as the packages slurm-wlm and munge. Without them, the tests are skipped.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import moeverify
 
 ROOT = Path(moeverify.__file__).parents[1]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
-# Nodes are called by addresses of the loopback interface: their names then lead to them, as a cluster's do.
+# Nodes have loopback addresses as names, so names resolve to the nodes as in a cluster.
 NODES = ("127.0.0.2", "127.0.0.3")
 _SBIN = "/usr/sbin:/sbin"
 
-# The scheduler looks every second: by default a job that is to begin anew waits for half a minute.
+# The scheduler runs every second: by default a requeued job waits for half a minute.
 CONFIGURATION = """\
 ClusterName=moeverify
 SlurmctldHost=localhost
@@ -59,7 +59,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @dataclass
 class Cluster:
-    """The daemons and the environment of commands; `folder` has all that they write."""
+    """The daemons and the environment of commands; `folder` has all files that they write."""
 
     folder: Path
     nodes: tuple[str, str] = NODES

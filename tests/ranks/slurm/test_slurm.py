@@ -27,7 +27,7 @@ recipe:
   model: {vocab_size: 64, hidden: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 8, ffn_hidden: 64}
 layout: {dp_shard: 4}
 """
-# The second case waits in collectives until it is let go: there is time to end the job.
+# The second case waits in collectives until it is released: there is time to end the job.
 WAIT = """
 import os, time
 import torch
@@ -46,7 +46,7 @@ def parallelize(model, mesh):
 
 @pytest.fixture
 def cases(tmp_path: Path) -> Path:
-    """Return a folder with a case that ends at once and one that waits until the file `go` is there."""
+    """Return a folder with a case that ends at once and one that waits for the file `go`."""
     folder = tmp_path / "cases"
     folder.mkdir()
     (folder / "a-first.yaml").write_text(CASE)
@@ -85,7 +85,7 @@ def test_ranks_of_two_nodes_meet_and_name_their_nodes(cluster: Cluster, tmp_path
     words = ("all_to_all", "--ranks", "4", "--backward", "--device", "cpu", "--json", str(file))
     done = cluster.run(*_moeverify(cluster, "comm", *words))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("pass  output and gradient") == 1  # the first rank alone prints
+    assert done.stdout.count("pass  output and gradient") == 1  # only the first rank prints
     hosts = [values["host"] for values in json.loads(file.read_text())["values"]]
     assert hosts == [cluster.nodes[0], cluster.nodes[0], cluster.nodes[1], cluster.nodes[1]]
     for node in cluster.nodes:
@@ -133,16 +133,16 @@ def test_a_node_that_dies_costs_no_verdict(cluster: Cluster, cases: Path) -> Non
 
 
 def _start_again(cluster: Cluster, job: str) -> None:
-    """Let a requeued job begin anew at once; it would wait for two minutes.
+    """Let a requeued job begin again at once; it would wait for two minutes.
 
-    Not in the second of the requeue: slurmd has revoked the credentials that were made up to then, and would end it.
+    Not in the second of the requeue: slurmd revokes the credentials made until then, and would end the job.
     """
     _wait_for(lambda: _read_state(cluster, job) == "PENDING", 120)
     cluster.run("scontrol", "update", f"jobid={job}", "starttime=now+3")
 
 
 def _list_finished(kept: Path) -> list[str]:
-    """Return the names of the cases in a file of --keep, whose first line says what made it."""
+    """Return the names of the cases in a file of --keep, whose first line describes the run."""
     return [json.loads(line)["result"]["name"] for line in kept.read_text().splitlines()[1:]]
 
 

@@ -1,4 +1,4 @@
-"""A user's own `train_step` in a case: a right one passes, and the bugs of its loop are found and named."""
+"""A user's own `train_step` in a case: a right one passes, and bugs of its loop are found and named."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_calls_in_a_wrong_order_lead_with_their_line(
     file, _, place = lead.facts.site.partition(":")
     assert file == "own_steps.py"
     assert (PROGRAMS / file).read_text().splitlines()[int(place) - 1].strip().startswith(line)
-    # Every tensor that is wrong by then follows from it.
+    # Every tensor that is wrong by then is a consequence.
     assert {each.follows for each in cases[step].findings if each is not lead} == {lead.tensor}
 
 

@@ -1,4 +1,4 @@
-"""Many cases with a fault each, in one launch: starting ranks takes longer than a tiny case."""
+"""Many cases with one fault each, in one launch: starting ranks takes longer than a tiny case."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moeverify.validation.load import load_cases
 
 @pytest.fixture(scope="session")
 def run_with_faults() -> Callable[[Any, Mapping[str, str]], dict[str, Any]]:
-    """Return a function that runs all cases of a project and gives what JSON says of each.
+    """Return a function that runs all cases of a project and returns the JSON of each.
 
-    Those that are named have a fault of suite_faults.py.
+    Cases that are named get a fault of suite_faults.py.
     """
 
     def do(project: Any, faults: Mapping[str, str]) -> dict[str, Any]:

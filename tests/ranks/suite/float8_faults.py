@@ -1,6 +1,6 @@
 """Bugs of layers in float8, for `--fault float8_faults:NAME`: called before the layout is built.
 
-Some are of the scales of operands, others of what FSDP2 sums of the gradients.
+Some affect the scales of operands, others FSDP2's sums of gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeverify.parallel import float8
 
 
 def keep_to_own_part(patch: Patch) -> None:
-    """Scale what is cut over tp by the largest element of the rank's own part."""
+    """Scale a tensor sharded over tp by the largest element of the rank's own part."""
     from torchao.float8.float8_utils import tensor_to_amax
 
     @patch.wrap(tensor_to_amax)
@@ -30,7 +30,7 @@ def keep_to_own_part(patch: Patch) -> None:
 
 
 def use_last_step(patch: Patch) -> None:
-    """Scale every operand by what it was in the step before, as delayed scaling does."""
+    """Scale every operand by its scale of the previous step, as delayed scaling does."""
     kept: dict[Any, torch.Tensor] = {}
 
     def choose(key: Any, scale: torch.Tensor) -> torch.Tensor:
@@ -63,12 +63,12 @@ def forget_feed_forward(patch: Patch) -> None:
 
 
 def lose_a_part(patch: Patch) -> None:
-    """Let rank 1 bring less than it has computed of one small gradient, among those that FSDP2 scatters together."""
+    """Let rank 1 contribute less than its part of one small gradient in a joint reduce-scatter of FSDP2."""
     _change_buckets(patch, lambda name: 0.7 if name.endswith("0.attention.k_norm.weight") else 1.0)
 
 
 def lose_a_rank(patch: Patch) -> None:
-    """Let rank 1 bring nothing of any gradient that FSDP2 scatters."""
+    """Let rank 1 contribute nothing to the gradients that FSDP2 scatters."""
     _change_buckets(patch, lambda name: 0.0)
 
 

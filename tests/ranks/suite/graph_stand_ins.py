@@ -1,7 +1,7 @@
-"""On a rank without a GPU: what a CUDA graph does to memory, for `--fault graph_stand_ins:NAME`.
+"""CUDA graphs simulated on a rank without a GPU, for `--fault graph_stand_ins:NAME`.
 
-A launch runs the captured function again on the tensors of its capture, and what it leaves is written over what the
-launch before left: whoever keeps the one and takes it for the other is found out, as on a GPU.
+A launch runs the captured function again on the captured tensors, and overwrites the results of the launch
+before. Code that keeps an old result and takes it for the new one is detected, as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_WARMUPS = 2
 
 
 def play(patch: Patch) -> None:
-    """Let a CPU play the launches of graphs."""
+    """Run graph launches on the CPU."""
     kept: dict[int, Any] = {}
 
     @patch.wrap(micro_batch_graph.run_passes)
@@ -39,7 +39,7 @@ def play(patch: Patch) -> None:
 
 
 def play_with_stale_weights(patch: Patch) -> None:
-    """The same, with what was gathered in the first step for all steps."""
+    """The same, with weights that were gathered in the first step only."""
     play(patch)
 
     @patch.wrap(FixedWeights.refresh)
@@ -50,7 +50,7 @@ def play_with_stale_weights(patch: Patch) -> None:
 
 
 def play_without_zeroing(patch: Patch) -> None:
-    """The same, with gradients that still hold what the capture has run, and the step before."""
+    """The same, with gradients that also hold those of the capture and of earlier steps."""
     play(patch)
 
     @patch.wrap(FixedWeights.zero_gradients)

@@ -1,4 +1,4 @@
-"""What a user of megablocks could get wrong, for `--fault megablocks_faults:NAME`."""
+"""Mistakes that a user of megablocks could make, for `--fault megablocks_faults:NAME`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def forget_the_share_of_ep(patch: Patch) -> None:
 
 
 def sum_router_gradients(patch: Patch) -> None:
-    """Leave the routers' gradients a sum over the two ranks, where they are the average."""
+    """Sum the routers' gradients over the two ranks instead of averaging them."""
 
     @patch.wrap(parallelize)
     def parallelize_summing(original: Original[Any], *arguments: Any, **named: Any) -> Any:
@@ -40,7 +40,7 @@ def sum_router_gradients(patch: Patch) -> None:
 
 
 def forget_the_number_of_layers(patch: Patch) -> None:
-    """Give the package the weight of the balance loss as it is, which it divides by the number of layers."""
+    """Pass the balance loss weight unchanged to the package, which divides it by the number of layers."""
     import_package(torch.float64)
     from moeverify.model.megablocks.losses import OwnLosses
 

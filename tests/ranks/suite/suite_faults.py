@@ -1,4 +1,4 @@
-"""What goes wrong on a rank, for `--fault suite_faults:NAME`: called on every rank before the layout is built."""
+"""Faults on a rank, for `--fault suite_faults:NAME`: called on every rank before the layout is built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moeverify.worker import investigate, verify
 
 
 def act() -> None:
-    """On rank 1 do what the next line of a file says; rank 0 goes on into the first collective."""
+    """On rank 1 perform the action in the next line of a file; rank 0 continues into the first collective."""
     if dist.get_rank() != 1:
         return
     path = Path(os.environ["MOEVERIFY_TEST_ACTS"])
@@ -42,17 +42,17 @@ def act() -> None:
 
 
 def stray_from_step_0(patch: Patch) -> None:
-    """Make every update depend on when it was made, far inside the bound."""
+    """Make every update depend on the time, far inside the bound."""
     _stray(patch, 0)
 
 
 def stray_from_step_1(patch: Patch) -> None:
-    """The same, but for the first update of a run."""
+    """The same, except for the first update of a run."""
     _stray(patch, 1)
 
 
 def count_models(patch: Patch) -> None:
-    """Fail where the model of an earlier run is still there when another is made."""
+    """Fail if the model of an earlier run still exists when another one is made."""
 
     @patch.wrap(assemble_parallel)
     def assemble(original: Original[Any], *arguments: Any, **named: Any) -> Any:
@@ -80,7 +80,7 @@ _STRAYS = itertools.count(1)
 
 
 def fail_to_diagnose(patch: Patch) -> None:
-    """Train wrong, and let the search for causes raise on rank 0."""
+    """Train wrongly, and let the search for causes raise on rank 0."""
     _change_weights(patch)
 
     def explain_tensors(*_: Any) -> Any:
@@ -90,7 +90,7 @@ def fail_to_diagnose(patch: Patch) -> None:
 
 
 def die_in_diagnosis(patch: Patch) -> None:
-    """Train wrong, and lose rank 1 in the second run that a diagnosis needs."""
+    """Train wrongly, and lose rank 1 in the second run that a diagnosis needs."""
     _change_weights(patch)
     if dist.get_rank() == 1:
 
@@ -101,7 +101,7 @@ def die_in_diagnosis(patch: Patch) -> None:
 
 
 def raise_in_recorder(patch: Patch) -> None:
-    """Train wrong, and let the recorder raise on rank 1."""
+    """Train wrongly, and let the recorder raise on rank 1."""
     _double_gradients(patch)
 
     def note(*_: Any) -> Any:
@@ -112,7 +112,7 @@ def raise_in_recorder(patch: Patch) -> None:
 
 
 def die_in_recorder(patch: Patch) -> None:
-    """Train wrong, and lose rank 1 in the run that is recorded, in the midst of its step."""
+    """Train wrongly, and lose rank 1 during a step of the recorded run."""
     _double_gradients(patch)
 
     def enter_step(*_: Any) -> Any:
@@ -123,7 +123,7 @@ def die_in_recorder(patch: Patch) -> None:
 
 
 def die_in_search(patch: Patch) -> None:
-    """Train wrong, and lose rank 0 when the first change is tried."""
+    """Train wrongly, and lose rank 0 when the first change is tried."""
     _double_gradients(patch)
 
     def search(*_: Any) -> Any:
@@ -134,7 +134,7 @@ def die_in_search(patch: Patch) -> None:
 
 
 def _double_gradients(patch: Patch) -> None:
-    """Let every gradient be twice as large, which hypotheses name."""
+    """Double every gradient, which hypotheses can name."""
 
     @patch.wrap(finalize_gradients)
     def finalize(original: Original[Any], parameters: Any, reductions: Any) -> None:
@@ -144,7 +144,7 @@ def _double_gradients(patch: Patch) -> None:
 
 
 def _change_weights(patch: Patch) -> None:
-    """Let every update be too large by a hundredth of the weight."""
+    """Increase every update by a hundredth of the weight."""
 
     @patch.wrap(build_optimizer)
     def build(original: Original[Any], *arguments: Any, **named: Any) -> Any:
@@ -160,17 +160,17 @@ def _change_weights(patch: Patch) -> None:
 
 
 def reduce_other_shapes() -> None:
-    """Reduce as many numbers on both ranks, in other shapes."""
+    """Reduce equally many numbers on both ranks, in different shapes."""
     dist.all_reduce(torch.zeros(2, 8) if dist.get_rank() == 0 else torch.zeros(16))
 
 
 def reduce_other_types() -> None:
-    """Reduce as many bytes on both ranks, as other types."""
+    """Reduce equally many bytes on both ranks, as different dtypes."""
     dist.all_reduce(torch.zeros(4, dtype=torch.float64 if dist.get_rank() == 0 else torch.int64))
 
 
 def reduce_late(patch: Patch) -> None:
-    """Reduce other shapes on the ranks of the first tp group, after the second step of the optimizer."""
+    """Reduce different shapes on the ranks of the first tp group, after the second step of the optimizer."""
 
     @patch.wrap(build_optimizer)
     def build(original: Original[Any], *arguments: Any, **named: Any) -> Any:
@@ -189,7 +189,7 @@ def reduce_late(patch: Patch) -> None:
 
 
 def round_frequencies(patch: Patch) -> None:
-    """Round the frequencies of positions to bfloat16, which moves outputs by less than computing in it does."""
+    """Round the rotary frequencies to bfloat16, which moves outputs by less than computing in bfloat16."""
 
     @patch.replace(rope.compute_rotation)
     def compute(positions: Tensor, head_dim: int, theta: float, yarn: Any = None) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def round_frequencies(patch: Patch) -> None:
 
 
 def swap() -> None:
-    """Meet in other collectives, and stay there."""
+    """Issue different collectives on the ranks, and hang there."""
     tensor = torch.zeros(4, dtype=torch.float64)
     if dist.get_rank() == 0:
         dist.all_reduce(tensor)
@@ -210,7 +210,7 @@ def swap() -> None:
 
 
 def change_second_block(patch: Patch) -> None:
-    """Let the second block return hidden states that are too large by one in a million."""
+    """Let the second block return hidden states that are too large by one part in a million."""
 
     @patch.wrap(assemble_parallel)
     def assemble(original: Original[Any], *arguments: Any, **named: Any) -> Any:
@@ -222,7 +222,7 @@ def change_second_block(patch: Patch) -> None:
 
 
 class _Larger(torch.autograd.Function):
-    """Values as they are, and a gradient that is too large by one in a million."""
+    """Identity with a gradient that is too large by one part in a million."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ class _Larger(torch.autograd.Function):
 
 
 def change_gradient_of_second_block(patch: Patch) -> None:
-    """Let the second block pass back a gradient that is too large by one in a million."""
+    """Let the second block return an input gradient that is too large by one part in a million."""
 
     @patch.wrap(assemble_parallel)
     def assemble(original: Original[Any], *arguments: Any, **named: Any) -> Any:

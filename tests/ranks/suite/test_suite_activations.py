@@ -1,4 +1,4 @@
-"""Outputs of blocks equal the golden's under any sharding, and the first block that is wrong is named."""
+"""Outputs of blocks equal the golden's under any sharding, and the first wrong block is named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cases(
     make_project: Callable[..., Any],
     run_with_faults: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return each layout as it is, and with the fault."""
+    """Return each layout without and with the fault."""
     project = make_project(tmp_path_factory.mktemp("activations"))
     (project.folder / "cases" / "recipes" / "blocks.yaml").write_text(RECIPE)
     for name, layout in LAYOUTS.items():

@@ -1,4 +1,4 @@
-"""What bfloat16 hides is seen in the same run: a case that passes there is asked in float64, too."""
+"""Errors that bfloat16 hides are found in the same run: a case that passes is verified in float64 too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--debug` on real ranks: they stop where the first finding is made, and a console sees what was expected."""
+"""`--debug` on real ranks: they stop at the first finding, and a console shows the expected values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(autouse=True)
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep the ranks' sockets apart, and see that none is left."""
+    """Keep the ranks' sockets apart, and check that none is left."""
     monkeypatch.setenv("MPDB_JOB", "debugged")
     monkeypatch.setenv("MPDB_DIR", str(tmp_path / "sockets"))
     yield
@@ -42,7 +42,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def debug(case: Case, at: StopPoint, options: RunOptions, *asked: str, end: str = "@all c") -> str:
-    """Return what a console says when all ranks of a case have stopped, and end that, else by letting them go on."""
+    """Return the console's output when all ranks of a case have stopped, then end or continue the case."""
     size = case.layout.world_size
     commands = [word for each in (f"wait {size}", *asked, *end.split("; ")) for word in ("-c", each)]
     consoles: list[subprocess.Popen[str]] = []
@@ -96,7 +96,7 @@ def test_ranks_stop_where_the_first_finding_is_made(tmp_path: Path) -> None:
 
 
 def test_ranks_stop_inside_the_module_that_is_blamed(tmp_path: Path) -> None:
-    fault = load_faults()["E13"]  # the combine reads other rows, so that the dispatcher puts out other tokens
+    fault = load_faults()["E13"]  # the combine reads other rows, so the dispatcher's output is wrong
     options = RunOptions(
         device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault.target
     )
@@ -110,7 +110,7 @@ def test_ranks_stop_inside_the_module_that_is_blamed(tmp_path: Path) -> None:
 
 
 def find_stop_of(case: Case, options: RunOptions) -> tuple[CaseResult, StopPoint]:
-    """Return what comes of a case, and where its ranks are to stop."""
+    """Return the outcome of a case, and where its ranks must stop."""
     result = run_cases([case], options, lambda event: None)
     assert result is not None
     at = find_stop(result.cases[0])
@@ -119,7 +119,7 @@ def find_stop_of(case: Case, options: RunOptions) -> tuple[CaseResult, StopPoint
 
 
 def test_ranks_stop_before_the_first_collective_that_differs(tmp_path: Path, faults: str) -> None:
-    # In the midst of training, so that what is counted in the second run must be what was counted in the first.
+    # In the middle of training: the counts of the second run must match those of the first.
     case = make_case("differing", data={"batch": 4}, dp_shard=2, tp=2)
     options = RunOptions(
         device="cpu",
@@ -133,7 +133,7 @@ def test_ranks_stop_before_the_first_collective_that_differs(tmp_path: Path, fau
     assert said.count("of tp group (0,1), in which they differ") == 4, said
     assert said.count("suite_faults.py:") == 4, said
     assert "rank 0: 'all_reduce on float32[2, 8]'" in said
-    assert "ranks 1-3: 'all_reduce on float32[16]'" in said  # the other group is there to compare with
+    assert "ranks 1-3: 'all_reduce on float32[16]'" in said  # the other group is shown for comparison
     assert "{0: 'all_reduce on float32[2, 8]', 1: 'all_reduce on float32[16]'}" in said
     assert "rank 0: [2]" in said
 
@@ -148,7 +148,7 @@ def test_ranks_of_a_run_that_hung_stop_before_they_hang(tmp_path: Path, faults: 
     said = debug(case, at, options, "diff issued", end="kill 0; kill 1")
     assert "rank 0: 'all_reduce on float64[4]'" in said
     assert "rank 1: 'broadcast on float64[4], root 0'" in said
-    for path in (tmp_path / "sockets").iterdir():  # ranks that were killed leave their notes to consoles
+    for path in (tmp_path / "sockets").iterdir():  # killed ranks leave their notes to consoles
         path.unlink()
 
 
@@ -193,7 +193,7 @@ def test_a_stop_of_the_users_own_knows_the_golden(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
         console = [sys.executable, "-m", "multiprocessing_pdb", "debugged", *words]
         said = subprocess.run(console, stdout=subprocess.PIPE, text=True, timeout=300, check=False).stdout
-        while run.poll() is None:  # the second step, and a diagnosis of what was done at the prompt
+        while run.poll() is None:  # the second step, and a diagnosis of the actions at the prompt
             subprocess.run(
                 [*console[:4], "-c", "wait 1 1", "-c", "@all c"], stdout=subprocess.DEVNULL, check=False
             )

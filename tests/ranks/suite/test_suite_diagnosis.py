@@ -1,4 +1,4 @@
-"""A diagnosis that fails costs no verdict: checks and findings are those of a run without it, and a note says why."""
+"""A failed diagnosis costs no verdict: checks and findings are unchanged, and a note gives the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[...
 
 
 def run(project: Any, fault: str) -> tuple[Any, Any, Any]:
-    """Return the process, the case, and the failure that its first finding notes; no finding has a cause."""
+    """Return the process, the case, and the failure noted by its first finding; no finding has a cause."""
     done, case, seen = run_to_failure(project, fault)
     # A check that computes the optimizer step again names its cause by itself.
     assert {finding["code"] for finding in case["findings"] if finding["check"] != "optimizer step"} == {""}
@@ -30,7 +30,7 @@ def run(project: Any, fault: str) -> tuple[Any, Any, Any]:
 
 
 def run_to_failure(project: Any, fault: str) -> tuple[Any, Any, Any]:
-    """Return the process, the case, and the failure that its first finding notes."""
+    """Return the process, the case, and the failure noted by its first finding."""
     done, cases = project.run("cases", "--fault", f"suite_faults:{fault}")
     case = cases["tiny"]
     assert (done.code, case["verdict"], case["reason"]) == (1, "mismatch", ""), done
@@ -61,7 +61,7 @@ def test_a_rank_that_is_lost_meanwhile_is_told(project: Any) -> None:
 
 
 def find_causes(case: Any) -> set[str]:
-    """Return what hypotheses say of the findings."""
+    """Return the causes that hypotheses give for the findings."""
     return {finding["cause"] for finding in case["findings"] if finding["check"] == "gradient"} - {""}
 
 

@@ -1,4 +1,4 @@
-"""What a user sees when ranks raise, die or hang, or when somebody ends the run; and what is left behind."""
+"""A user's view of ranks that raise, die or hang, and of interrupted runs; and the files left behind."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ACTS = ("raise", "kill", "hang", "pass")
 
 
 def find_variables(folder: Path) -> dict[str, str]:
-    """Return what the ranks need to find the fault, and it the acts."""
+    """Return the variables by which ranks find the fault, and the fault finds its actions."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "MOEVERIFY_TEST_ACTS": str(folder / "acts")}
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[..., Any]) -> Any:
-    """Return one run of four cases: rank 1 raises, is killed, hangs in the first three, and does its work."""
+    """Return one run of four cases: rank 1 raises, is killed and hangs in three; the last is right."""
     folder = tmp_path_factory.mktemp("failures")
     project = make_project(folder, *ACTS)
     project.write_case("hang", "recipe: tiny\nlayout: {dp_shard: 2}\nchecks: {timeout: 4.0}\n")

@@ -1,4 +1,4 @@
-"""`--follow-up` on real ranks: two axes of one size explain a fault, and a second layout says which it is."""
+"""`--follow-up` on real ranks: two axes of one size explain a fault, and a second layout decides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_the_second_layout_names_the_axis(tmp_path: Path) -> None:
-    # Gradients of experts become as many times too large as there are ranks in all.
+    # Gradients of experts are multiplied by the number of all ranks.
     fault = load_faults()["A01"]
     options = RunOptions(
         device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault.target

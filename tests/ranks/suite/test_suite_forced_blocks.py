@@ -1,4 +1,4 @@
-"""Blocks on the golden's inputs and output gradients: right under any sharding, and an error stays in its block."""
+"""Blocks on the golden's inputs and output gradients: right under any sharding; errors stay local."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cases(
     make_project: Callable[..., Any],
     run_with_faults: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return each layout as it is, some with the faults, and one of them in bfloat16 with and without the check."""
+    """Return each layout without faults, some with faults, and one in bfloat16 with and without the check."""
     project = make_project(tmp_path_factory.mktemp("forced-blocks"))
     recipes = project.folder / "cases" / "recipes"
     (recipes / "blocks.yaml").write_text(RECIPE)
@@ -60,7 +60,7 @@ def find_check(case: dict[str, Any], name: str) -> dict[str, Any]:
 def test_every_block_is_that_of_one_device(cases: dict[str, Any], layout: str) -> None:
     case = cases[layout]
     assert case["verdict"] == "pass", case["findings"][:2]
-    # Embedding and four blocks, each with its output and the gradient of it.
+    # Embedding and four blocks, each with its output and that output's gradient.
     assert find_check(case, "forced blocks")["tensors"] == 2 * 5
 
 
@@ -70,7 +70,7 @@ def test_an_error_is_found_in_its_block_and_reaches_no_other(
 ) -> None:
     case = cases[f"{layout}-{fault}"]
     wrong = [finding for finding in case["findings"] if finding["check"] == "forced blocks"]
-    # A factor on an output is one on its gradient too, and the block passes that on.
+    # A factor on an output also scales its gradient, and the block passes that on.
     assert wrong[0]["tensor"] == FAULTS[fault]
     assert {finding["tensor"] for finding in wrong} <= set(FAULTS.values())
     assert wrong[0]["place"]["module"] == "layers.1"

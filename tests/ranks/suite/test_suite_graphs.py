@@ -1,4 +1,4 @@
-"""Passes on tensors that stay where they are, as a CUDA graph needs them: a CPU plays the launches."""
+"""Passes on tensors with fixed addresses, as a CUDA graph needs: a CPU simulates the launches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NARROW: Mapping[str, Any] = {"recipe": {"precision": "bfloat16"}, "experts": "gr
 
 
 def make_captured(name: str, **fields: Any) -> Case:
-    """Return a case with graphs; in float64 no rule would let it be one, and a CPU can play it all the same."""
+    """Return a case with graphs. A rule refuses float64, although a CPU can simulate it."""
     case = make_case(name, **{"micro_batches": 2, "reshard": "step", **fields})
     return case.model_copy(update={"layout": case.layout.model_copy(update={"graphs": "micro_batch"})})
 
@@ -69,7 +69,7 @@ def test_passes_on_fixed_tensors_compute_what_one_device_does(
     assert case.verdict == "pass", case.reason
     made = {check.name: check.tensors for check in case.checks}
     assert all(made[kind] for kind in ("gradient", "update", "routing weights", "loss"))
-    # Hooks see no launch of a graph: what would have to look inside is not said to have been checked.
+    # Hooks do not run in a graph launch: checks that need them must not be reported as done.
     assert made.keys().isdisjoint({"data", "gathered weights", "router", "router gradient"})
 
 

@@ -1,4 +1,4 @@
-"""megablocks' expert parallelism with its conventions broken; the cases of `cases/` hold it as it is."""
+"""megablocks' expert parallelism with its conventions broken; the cases of `cases/` cover the correct use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 
 
-# Each fault, and the case that it is in.
+# Each fault, and its case.
 FAULTS = {
     "forget_the_share_of_ep": "megablocks-ep2",
     "sum_router_gradients": "megablocks-ep2",
@@ -42,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(cache: Path) -> Mapping[str, CaseResult]:
-    """Return the result of the first step of a case with each fault in it, all from one launch."""
+    """Return the result of the first step of a case with each fault, all from one launch."""
     cases = []
     for fault, name in FAULTS.items():
         [case] = load_cases([ROOT / "cases" / f"{name}.yaml"], overrides=OVERRIDES)
@@ -87,7 +87,7 @@ def test_its_own_balance_loss_and_the_gradient_from_it_are_compared(
     assert losses["balance"].scale == pytest.approx(0.5)  # of two layers
     wrong = {finding.tensor for finding in case.findings if finding.check == "gradient"}
     assert wrong >= {"layers.0.moe.router.weight", "layers.1.moe.router.weight"}
-    assert "layers.1.moe.experts.down" not in wrong  # behind the last router
+    assert "layers.1.moe.experts.down" not in wrong  # after the last router
     assert {check.name for check in case.checks if check.verdict == "pass"} >= {"routing", "replicas"}
 
 

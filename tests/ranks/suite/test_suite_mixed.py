@@ -1,4 +1,4 @@
-"""Mixed precision under tensor parallelism: sums of activations are not taken for reductions of gradients."""
+"""Mixed precision under tensor parallelism: sums of activations are not taken for gradient reductions."""
 
 from __future__ import annotations
 

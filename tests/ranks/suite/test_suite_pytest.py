@@ -1,4 +1,4 @@
-"""`pytest cases/` as a user types it: in a process of its own, with real ranks where cases run."""
+"""`pytest cases/` as a user types it: in a separate process, with real ranks where cases run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(900)  # several launches, on a machine that may be busy
 
-# Says in a file how often the ranks are started, and for which cases.
+# Writes to a file how often the ranks are started, and for which cases.
 SPY = """\
 from moeverify.pytest_plugin import runner
 
@@ -26,8 +26,8 @@ def count(cases, options, on_event):
 
 runner.stream_cases = count
 """
-# Sums in another order are no bit-for-bit copies.
-# Whether a loss is off by its last bit depends on the machine; of gradients some always are.
+# Sums in another order are not bit-for-bit copies. Whether a loss is off by its last bit depends on the
+# machine; some gradients always are.
 STRICT = """\
 recipe: tiny
 
@@ -51,7 +51,7 @@ recipe: {base: tiny, name: tiny-bf16, precision: bfloat16}
 layout: {dp_shard: 2}
 checks: {repeat: never}
 """
-# Several sessions in one process: what they import takes longer than what they collect.
+# Several sessions in one process: their imports take longer than collecting.
 COLLECT = """\
 import json, sys
 import pytest

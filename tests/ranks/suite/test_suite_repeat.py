@@ -1,4 +1,4 @@
-"""A second run must give the same bits, over the steps that a case says."""
+"""A second run must reproduce the same bits, over the steps that a case names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that issue different collectives are found in a run that does not hang, and told in one that does."""
+"""Ranks that issue different collectives are found, both in runs that hang and in runs that do not."""
 
 from __future__ import annotations
 

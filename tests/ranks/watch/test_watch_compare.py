@@ -1,7 +1,7 @@
-"""A script that knows nothing of moeverify, recorded on one device and on two ranks, and compared.
+"""A script that does not use moeverify, recorded on one device and on two ranks, and compared.
 
-The right script runs under `moeverify watch` and torchrun. With each bug it runs on forked ranks, which start the
-recorder themselves: importing torch for each of them takes longer than all that they train.
+The right script runs under `moeverify watch` and torchrun. With each bug it runs on forked ranks, which
+start the recorder themselves: importing torch for each of them takes longer than their training.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def test_an_error_without_a_known_cause_is_flagged_and_not_named(recordings: Rec
     assert origin.check == "gradient"
     assert origin.explanation is None
     assert origin.unexplained
-    # The single device has 4 forward passes of 2 rows, the ranks 4 of 1 row each: a balance loss would differ too.
+    # The single device has 4 forward passes of 2 rows, the ranks 4 of 1 row: a balance loss would differ.
     (passes,) = (seen for seen in origin.observations if isinstance(seen, OtherPasses))
     assert (passes.expected, passes.actual) == ((2,) * 4, (1,) * 8)
 
@@ -191,7 +191,7 @@ def test_a_script_that_trains_nothing_keeps_its_exit_code_too(tmp_path: Path) ->
 
 
 def test_a_script_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path: Path) -> None:
-    # As transformers and accelerate do: what a finder returns is not always loaded.
+    # As transformers and accelerate do: a module that a finder returns is not always loaded.
     program = tmp_path / "asks.py"
     program.write_text(
         "import importlib.util\n"

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of moeverify, each in one guarded run: right ones are silent, wrong ones are named."""
+"""Scripts that do not use moeverify, each in one guarded run: right ones pass, errors in others are named."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_rank_that_clips_fewer_gradients_is_found(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = {(each["check"], each["facts"]["about"]): each for each in findings}
-    # What ranks clip differently drifts from then on, and the norm of the one rank says why.
+    # Replicas that ranks clip differently drift from then on, and the norm of one rank shows the reason.
     assert found.keys() == {("replicas", "drift"), ("gradient norm", "own norm")}
     assert found["gradient norm", "own norm"]["ranks"] == [1]
 

@@ -1,8 +1,8 @@
-"""A MoE in bfloat16 under FSDP2 beside autocast on one device: other rounding moves tokens to other experts.
+"""A MoE in bfloat16 under FSDP2 against autocast on one device: different rounding changes the routing.
 
-Both are right. Without a measurement of the noise the comparison must not call this a mismatch, nor a bug a pass.
-
-The right script runs under `moeverify watch`, and torchrun; with bugs it runs on forked ranks.
+Both are right. Without a measurement of the noise the comparison must neither report a mismatch for
+rounding nor pass a bug. The right script runs under `moeverify watch` and torchrun; with bugs it runs on
+forked ranks.
 """
 
 from __future__ import annotations

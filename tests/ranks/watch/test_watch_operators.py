@@ -1,4 +1,4 @@
-"""The operators of a script under tensor parallelism stand beside those of one device, on one page."""
+"""One page shows the operators of a script under tensor parallelism beside those of one device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Outputs of modules under FSDP2 and tensor parallelism, in float32 and with bfloat16, against one device.
 
-In 16 bits the bounds are wide, and what one block does wrong is diluted by the residual stream: the outputs around
-the block stay within their bounds.
+In 16 bits the bounds are wide, and the residual stream dilutes a block's error: the outputs around the
+block stay within their bounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layout is held to have divided."""
+"""Parts of a model that a layout must have sharded."""
 
 from __future__ import annotations
 

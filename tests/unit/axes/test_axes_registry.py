@@ -1,4 +1,4 @@
-"""Descriptors of axes agree with the schema and with each other, and a new axis is one of them."""
+"""Descriptors of axes agree with the schema and with each other, and a new axis is one descriptor."""
 
 from __future__ import annotations
 

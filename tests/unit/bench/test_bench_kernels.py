@@ -1,4 +1,4 @@
-"""What kernels and operators are for, by their names."""
+"""Purposes of kernels and operators, from their names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_time_of_an_operator_is_less_that_of_those_it_calls() -> None:
         {"name": "aten::mm", "tid": 1, "ts": 4.0, "dur": 5.0},
         {"name": "aten::copy_", "tid": 1, "ts": 5.0, "dur": 1.0},
         {"name": "aten::add", "tid": 1, "ts": 10.0, "dur": 3.0},
-        {"name": "aten::mul", "tid": 2, "ts": 2.0, "dur": 4.0},  # another thread: nobody's child
+        {"name": "aten::mul", "tid": 2, "ts": 2.0, "dur": 4.0},  # another thread: no child of this operator
     ]
     own = {str(event["name"]): event["dur"] for event in find_own_times(events)}
     assert own == {

@@ -1,4 +1,4 @@
-"""Memory that is kept for CUDA graphs counts as used, also where no tensor is in it between two launches."""
+"""Memory reserved for CUDA graphs counts as used, also when it holds no tensor between two launches."""
 
 from __future__ import annotations
 

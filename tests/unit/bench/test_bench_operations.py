@@ -15,7 +15,7 @@ def test_what_computes_counts_and_views_and_memory_do_not() -> None:
 def test_a_backward_pass_counts() -> None:
     x = torch.ones(4, requires_grad=True)
     y = (x * x).sum()
-    # A product for each factor and their sum; what `sum` hands back is a view, but its 1 is filled in.
+    # A product for each factor and their sum; the result of `sum` is a view, but its 1 is filled in.
     assert count_operations(y.backward).kernels == 4
 
 

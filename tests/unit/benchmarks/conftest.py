@@ -1,4 +1,4 @@
-"""The programs of benchmarks/draws import each other as the modules beside them."""
+"""Import path of the programs in benchmarks/draws, which import each other as neighboring modules."""
 
 from __future__ import annotations
 

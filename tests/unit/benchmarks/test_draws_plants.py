@@ -1,4 +1,4 @@
-"""Planted bugs as data: each has its lines, its truth and a case that moeverify accepts."""
+"""Planted bugs as data: each has its lines, its ground truth and a case that moeverify accepts."""
 
 from __future__ import annotations
 

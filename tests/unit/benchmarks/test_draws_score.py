@@ -1,4 +1,4 @@
-"""Verdicts on claims by data, and claims as they are read from findings."""
+"""Scores of claims from data, and claims read from findings."""
 
 from __future__ import annotations
 

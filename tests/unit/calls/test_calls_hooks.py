@@ -1,4 +1,4 @@
-"""A listener hears of the calls of a loop, and torch is as it was once its hooks are removed."""
+"""A listener receives the calls of a loop, and torch is unchanged once its hooks are removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeverify.calls.listener import Listener
 
 
 class Heard(Listener):
-    """Keeps the names of calls, and the norms of clips."""
+    """A listener that keeps the names of calls and the norms of clips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Heard(Listener):
 
 
 def list_places() -> list[object]:
-    """Return every function that `install` may wrap, as torch has it now."""
+    """Return every function that `install` may wrap, in torch's current state."""
     schedulers = [each for each in vars(lr_scheduler).values() if inspect.isclass(each)]
     return [
         torch.autograd.backward,
@@ -81,7 +81,7 @@ def test_a_loop_is_heard_in_its_order(model: nn.Module) -> None:
         *("zero_grad", "backward", "clip_grads_with_norm_", "clip_grad_norm_"),
         *("step", "scheduler step"),
     ]
-    # A clip by a norm that the caller has measured returns nothing: its norm is what it was given.
+    # A clip by a given norm returns nothing: its norm is the caller's argument.
     assert heard.norms == pytest.approx([float(total), 0.5], rel=1e-5)
 
 

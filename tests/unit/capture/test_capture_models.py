@@ -1,4 +1,4 @@
-"""Two optimizers in one script, and models or optimizers that are built a second time, recorded in this process."""
+"""Two optimizers in one script, and models or optimizers that are built again, recorded in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.
 
 
 def train_two(factor: float = 1.0) -> None:
-    """Train two models of the same names in turn; the loss of the first is multiplied."""
+    """Train two models with equal names in turn; the loss of the first is multiplied by a factor."""
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for _ in range(2):
@@ -56,7 +56,7 @@ def train_two(factor: float = 1.0) -> None:
 
 
 def build_twice() -> None:
-    """Build a model and its optimizer a second time; the first ones are gone then."""
+    """Build a model and its optimizer again, after the first ones are gone."""
     for _ in range(2):
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -111,7 +111,7 @@ def test_a_script_that_never_steps_is_named_as_one(record: Record) -> None:
 
 
 def train_with_adam(second_moment: float = 0.0) -> None:
-    """Train with a second moment that is already there, which the update of the first step hardly shows."""
+    """Train with an existing second moment, so the update of the first step hardly shows the error."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for parameter in model.parameters():
@@ -174,7 +174,7 @@ def test_parameters_in_a_flat_partition_of_zero_are_compared_by_their_names(reco
 
 
 def train_clipped(by_hand: bool) -> None:
-    """Clip with a loop of the script; by hand, half of the rows reach the gradients after the backward pass."""
+    """Clip with a loop of the script; by hand, half of the rows reach the gradients after backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)

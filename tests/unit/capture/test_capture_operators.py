@@ -1,4 +1,4 @@
-"""Every operator of one step of a script is recorded, and two recordings are compared operator by operator."""
+"""Every operator of one step of a script is recorded, and two recordings are compared by operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Record = Callable[..., Path]
 
 
 class Model(nn.Module):
-    """A layer with a number that may be another one."""
+    """A layer with a configurable number."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def record(tmp_path: Path) -> Iterator[Record]:
 
 
 def list_outcomes(table: OperatorTable, rank: int = 0) -> list[tuple[str, str, str]]:
-    """Return module, operator and outcome of what was computed."""
+    """Return module, operator and outcome of the computed operators."""
     return [
         (op.module, op.name.partition(".")[0], each.outcome)
         for op, each in zip(table.actual[rank].operators, table.compared[rank], strict=True)
@@ -90,7 +90,7 @@ def test_one_step_is_recorded_from_its_forward_pass_to_its_update(record: Record
     )
     assert sum(op.name.startswith("tanh.") for op in operators) == 1  # of three steps
     files = {Path(site.file).name for site in listed.operators.sites}
-    assert files == {Path(__file__).name}  # nothing of what the recorder itself computes
+    assert files == {Path(__file__).name}  # no operator of the recorder's own computations
     assert "up.weight" in {each for op in operators for each in op.inputs}
 
 

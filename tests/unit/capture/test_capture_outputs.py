@@ -1,4 +1,4 @@
-"""Outputs of modules, recorded in this process: rows in other passes, recomputation, order of tokens, size."""
+"""Outputs of modules, recorded in this process: rows in other passes, recomputation, token order, size."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record(tmp_path: Path) -> Iterator[Record]:
 
 
 class Sorted(nn.Module):
-    """A linear map of tokens that are flattened and put into another order before, and back after it."""
+    """A linear map of tokens that are flattened and reordered before it, and restored after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Sorted(nn.Module):
 
 
 class Block(nn.Module):
-    """One module that is called twice, and one that sees other tokens side by side."""
+    """One module that is called twice, and one that sees several tokens together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, checkpointed or with positions before rows if asked."""
+    """Two blocks, optionally checkpointed or with positions before rows."""
 
     def __init__(self, recompute: str, is_turned: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def train(
     recompute: str = "",
     is_turned: bool = False,
 ) -> None:
-    """Train two steps of ROWS rows, so many in a forward pass."""
+    """Train two steps of ROWS rows, with the given number in a forward pass."""
     torch.manual_seed(0)
     model = Model(recompute, is_turned)
     change(model)
@@ -109,7 +109,7 @@ def train(
         for part in tokens.split(rows):
             (model(part).square().mean() * rows / ROWS).backward()
         with torch.no_grad():
-            model(tokens)  # an evaluation is none of the step
+            model(tokens)  # an evaluation is not part of the step
         optimizer.step()
         optimizer.zero_grad()
 
@@ -132,11 +132,11 @@ def test_rows_are_compared_wherever_they_are_computed(
     actual = record(rows=2, recompute=recompute, is_turned=is_turned)
     result = compare_runs(expected, actual)
     assert result.verdict == "pass", result.findings
-    # In each of two steps the input and the output of the model, the embedding and six calls a block; when the model
-    # is first called, there is no hook yet that sees its input.
+    # In each of two steps the input and the output of the model, the embedding and six calls per block. On
+    # the first call of the model, no hook sees its input yet.
     num_lines = 2 * 2 * (2 + 2 * 6)
     assert count(result) == len(expected.ranks[0].outputs) == num_lines - 1
-    assert len(actual.ranks[0].outputs) == 2 * num_lines - 1  # nothing of what is computed again
+    assert len(actual.ranks[0].outputs) == 2 * num_lines - 1  # nothing that is recomputed
 
 
 def double_inner(model: Model) -> None:

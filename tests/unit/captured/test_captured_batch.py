@@ -1,4 +1,4 @@
-"""The global batch of two recorded runs: ranks that share their work count once, rows that are alike do not."""
+"""The global batch of two recorded runs: ranks that share work count once, equal rows count separately."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS, MASK = (11, 12, 13, 14), (7, 7, 7, 7)
 
 
 def make_run(*ranks: tuple[int, ...]) -> Any:
-    """Return a run whose ranks saw these places of the global batch in one pass, with a mask of equal rows."""
+    """Return a run whose ranks saw these places of the batch in one pass, with a mask of equal rows."""
     return make_passes(*((places,) for places in ranks))
 
 
@@ -51,7 +51,7 @@ def test_the_same_rows_in_other_passes_are_told_from_the_same_passes() -> None:
     found = find_other_passes(whole, halves, 0)
     assert found is not None
     assert (found.expected, found.actual) == ((4,), (2, 2))
-    # As many rows a pass, but other ones together: a mean over the tokens of a pass differs.
+    # Equally many rows per pass, grouped differently: a mean over the tokens of a pass differs.
     strided = find_other_passes(halves, make_run((0, 2), (1, 3)), 0)
     assert strided is not None
     assert (strided.expected, strided.actual) == ((2, 2), (2, 2))
@@ -61,5 +61,5 @@ def test_passes_are_alike_on_ranks_that_split_them_or_share_them() -> None:
     halves = make_passes(((0, 1), (2, 3)))
     assert find_other_passes(halves, make_run((1, 0), (2, 3)), 0) is None
     assert find_other_passes(halves, make_passes(((0, 1), (2, 3)), ((0, 1), (2, 3))), 0) is None
-    # Other rows are another finding.
+    # Different rows are a different finding.
     assert find_other_passes(halves, make_run((0, 1), (0, 1)), 0) is None

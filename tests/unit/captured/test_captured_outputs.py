@@ -1,4 +1,4 @@
-"""Modules whose outputs jump, within their bounds: what places a wrong block in 16 bits, and what must not."""
+"""Modules whose outputs jump within their bounds: jumps that locate a wrong block in 16 bits, and others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def find(num_wrong: int, size: float, size_of_input: float = 0.0) -> frozenset[s
     [
         (40, 1.0, 0.0),  # a router that chooses other experts
         (100, 4 * UNIT, 0.0),  # rounding
-        (100, 0.05, 0.01),  # what came in was off already
+        (100, 0.05, 0.01),  # the input was already off
     ],
 )
 def test_rounding_is_no_jump(num_wrong: int, size: float, size_of_input: float) -> None:

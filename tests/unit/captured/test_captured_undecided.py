@@ -1,4 +1,4 @@
-"""What a comparison in 16 bits may leave open, and what it may not."""
+"""Results that a comparison in 16 bits may leave undecided, and results that it must decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Case files in a temporary folder, and what loading them says."""
+"""Case files in a temporary folder, and the problems found when loading them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compose() -> Callable[[str, str], str]:
 
 @pytest.fixture
 def check_broken(write: Write, find_problems: FindProblems) -> Callable[..., None]:
-    """Return a function that makes sure that a case is refused once for a path, with this message and remedy."""
+    """Return a function that checks that a case is refused once for a path, with this message and remedy."""
 
     def do(layout: str, recipe: str, path: str, message: str, remedy: str) -> None:
         text = _compose(layout, recipe)

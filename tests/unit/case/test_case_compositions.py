@@ -1,4 +1,4 @@
-"""The compositions that people train with have a case each: pipelines under every schedule, and every triple."""
+"""Each commonly trained composition has a case: pipelines under every schedule, and every triple of axes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TABLE: dict[str, Callable[[Layout], bool]] = {
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Return the cases in float64, under tolerances that are measured, with no check left out."""
+    """Return the cases in float64, under measured tolerances, with no check left out."""
     return [case for case in load_cases([ROOT / "cases"]) if is_exacting(case)]
 
 

@@ -1,4 +1,4 @@
-"""A check that a case skips or declares to differ must be one."""
+"""Names of checks that a case skips or declares to differ must exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option of the schema has its implementation, and one that has none is refused before anything runs."""
+"""Every option of the schema has an implementation; an option without one is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_missing_implementation_is_one_problem(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(choice_module, "list_options", lambda path: ("allgather",))
     [problem] = validate(
         make_case("gathered", cp=3)
-    )  # a row of 16 cannot be cut into 6, which is not said now
+    )  # a row of 16 cannot be cut into 6, which is not reported now
     assert problem.path == "layout.context_parallel"
     assert problem.message == "`allgather` has no implementation: it would be in moeverify/nowhere.py"
 
@@ -77,7 +77,7 @@ def test_what_has_no_implementation_is_not_found() -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the package whose schema has one more way of context parallelism."""
+    """Return a copy of the package whose schema has one more kind of context parallelism."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "moeverify", folder / "moeverify", ignore=shutil.ignore_patterns("__pycache__"))
     schema = folder / "moeverify" / "case" / "schema.py"

@@ -1,4 +1,4 @@
-"""Sections that a case leaves out are those that it would have by writing nothing into them."""
+"""Omitted sections of a case equal empty sections."""
 
 from __future__ import annotations
 

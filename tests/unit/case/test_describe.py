@@ -1,4 +1,4 @@
-"""Layouts and recipes in a few words."""
+"""Short descriptions of layouts and recipes."""
 
 from __future__ import annotations
 

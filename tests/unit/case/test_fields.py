@@ -1,4 +1,4 @@
-"""What is said of a field that is unknown, misplaced, missing or of the wrong type, and where."""
+"""Messages and positions for fields that are unknown, misplaced, missing or of the wrong type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeverify.errors import Problem
 
 
 def only(problems: list[Problem], path: str) -> Problem:
-    """Return the only problem, which must be that of the field at `path`."""
+    """Return the only problem, which must be about the field at `path`."""
     [problem] = problems
     assert problem.path == path
     return problem

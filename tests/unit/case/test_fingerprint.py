@@ -1,4 +1,4 @@
-"""A recipe's fingerprint: every field that affects the answer changes it, and nothing else does."""
+"""A recipe's fingerprint: only fields that affect the result change it, and all of them do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def foreign() -> Recipe:
 
 
 def walk(section: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every field that is no section."""
+    """Yield the path of every field that is not a section."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -37,7 +37,7 @@ def walk(section: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 def change(section: BaseModel, path: tuple[str, ...]) -> BaseModel:
-    """Return `section` with another value in the field at `path`, whether or not that is a sensible one."""
+    """Return `section` with another value in the field at `path`, sensible or not."""
     name, *rest = path
     value = getattr(section, name)
     choices = get_args(type(section).model_fields[name].annotation)
@@ -86,7 +86,7 @@ def test_each_single_change_has_its_own_fingerprint():
 
 
 def test_fingerprint_is_the_same_on_every_machine():
-    # Recorded goldens are found by this number: whoever changes it invalidates all of them.
+    # Recorded goldens are found by this number: changing it invalidates all of them.
     assert foreign().fingerprint() == "f4b4c47c4f69eccc"
 
 

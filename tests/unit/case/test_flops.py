@@ -31,7 +31,7 @@ def test_the_count_is_what_torch_counts(moe, activation) -> None:
     tokens = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter:
         model(tokens)
-    # The plain attention multiplies with every key; the half above the diagonal is not needed.
+    # The plain attention multiplies with every key, although the half above the diagonal is not needed.
     needless = spec.num_layers * 4 * spec.num_heads * spec.head_dim * (LENGTH - (LENGTH + 1) / 2)
     expected = 3 * (counter.get_total_flops() - needless * ROWS * LENGTH)
     assert count_training_flops(spec, LENGTH) * ROWS * LENGTH == expected

@@ -1,4 +1,4 @@
-"""A function that is there is never taken for one that is not."""
+"""A function that exists is never reported as missing."""
 
 import pytest
 

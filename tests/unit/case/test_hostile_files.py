@@ -1,4 +1,4 @@
-"""Files that would hang, or eat the memory of, whoever reads them without care: each is refused at once."""
+"""Files that would hang a careless reader or exhaust its memory: each is refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases, recipe files and their bases: what they mean, what they are called, which are chosen."""
+"""Cases, recipe files and their bases: their meaning, their names, and their selection."""
 
 from __future__ import annotations
 

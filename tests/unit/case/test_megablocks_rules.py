@@ -1,4 +1,4 @@
-"""What megablocks' router and experts cannot do is said before anything runs; the package is not needed."""
+"""Unsupported options of megablocks' router and experts are refused early; the package is not needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ layout: {{experts: megablocks, {layout}}}
 
 LAYOUT = CASE.splitlines().index("layout: {{experts: megablocks, {layout}}}") + 1
 
-# Fields put into the layout, fields of the experts that are changed, the path blamed, the message, the remedy.
+# Fields put into the layout, changed fields of the experts, the path blamed, the message, the remedy.
 BROKEN = [
     ("tp: 2", {}, "layout.tp", "megablocks' experts together with tp are not", "remove tp, or write `exp"),
     (

@@ -1,4 +1,4 @@
-"""`--set`: what it changes, what it refuses, and what the recipe is called afterwards."""
+"""`--set`: its changes, its refusals, and the resulting name of the recipe."""
 
 from __future__ import annotations
 

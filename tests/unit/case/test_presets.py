@@ -1,4 +1,4 @@
-"""Every preset is a valid model, each family has a tiny sibling, and the stress stresses."""
+"""Every preset is a valid model, each family has a tiny sibling, and `stress` uses every feature."""
 
 from __future__ import annotations
 

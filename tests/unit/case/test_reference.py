@@ -1,4 +1,4 @@
-"""The page of all fields and the JSON schema for editors say what the schema says, and refuse no case of ours."""
+"""The page of all fields and the JSON schema for editors match the schema, and accept every case here."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_editor_explains_the_options_of_a_choice() -> None:
 
 def test_sections_of_the_schema_say_what_they_are() -> None:
     def walk(section: type[Section]) -> Iterator[type[Section]]:
-        if section.__module__.startswith("moeverify."):  # other tests define sections of their own
+        if section.__module__.startswith("moeverify."):  # other tests define their own sections
             yield section
         for inner in section.__subclasses__():
             yield from walk(inner)
@@ -91,7 +91,7 @@ TYPES = {
 
 
 def find_errors(value: Any, schema: dict[str, Any] = SCHEMA, path: str = "") -> Iterator[str]:
-    """Yield what a JSON schema has against a value, of the keywords that ours uses."""
+    """Yield violations of a JSON schema in a value, for the keywords that this schema uses."""
     if "$ref" in schema:
         schema = {**SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], **schema}
     if "anyOf" in schema and all(list(find_errors(value, option, path)) for option in schema["anyOf"]):

@@ -1,4 +1,4 @@
-"""Rules on the layout and across fields: what breaks them, what is said, and what barely keeps them."""
+"""Rules on the layout and across fields: violations, their messages, and values at the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What float8 cannot be combined with is said before anything runs; torchao is not needed for that."""
+"""Combinations that float8 does not support are refused early; torchao is not needed."""
 
 from __future__ import annotations
 

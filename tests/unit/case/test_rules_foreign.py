@@ -1,4 +1,4 @@
-"""Rules on models and parallel code of users' own."""
+"""Rules on users' own models and parallel code."""
 
 from __future__ import annotations
 

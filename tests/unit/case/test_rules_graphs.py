@@ -1,4 +1,4 @@
-"""Rules on graphs of micro-batches, on joined gradients and on recomputation: as in `test_rules`."""
+"""Rules on graphs of micro-batches, on joined gradients and on recomputation, as in `test_rules`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on where experts are, at first and during training: matrices, files of them, and what they go with."""
+"""Rules on initial and later expert placement: matrices, files of matrices, and compatible options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from moeverify.validation.load import load_cases
 
-# The rows are those of test_rules.py.
+# The rows have the format of test_rules.py.
 BROKEN = [
     ("placement: striped", "", "layout.placement", "placement needs ep above 1", "set ep"),
     (

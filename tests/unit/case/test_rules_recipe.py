@@ -1,4 +1,4 @@
-"""Rules on the recipe and the checks: what is refused, with path, message and remedy."""
+"""Rules on the recipe and the checks: refused values, with path, message and remedy."""
 
 from __future__ import annotations
 

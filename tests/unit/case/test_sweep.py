@@ -1,4 +1,4 @@
-"""`--sweep`: a case for each combination of values."""
+"""`--sweep`: one case for each combination of values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A region's boxes cover it once, and their views are where the values are."""
+"""A region's boxes cover it exactly once, and their views alias the right values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real training on one device with a check's own observer, for checks that compare a rank with itself."""
+"""Real training on one device under a check's own observer, for checks that compare a rank with itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = {
 
 
 def make_case(optimizer: Mapping[str, Any], precision: str, moe: Mapping[str, Any] | None = None) -> Case:
-    """Return a case of two ranks, of which the tests train the recipe alone."""
+    """Return a case of two ranks; the tests train its recipe only."""
     recipe = {
         "model": {**MODEL, **({"moe": dict(moe)} if moe else {})},
         "data": {"batch": 4, "seq_len": 32},
@@ -43,7 +43,7 @@ def make_case(optimizer: Mapping[str, Any], precision: str, moe: Mapping[str, An
 
 @pytest.fixture
 def train_alone() -> Callable[..., Any]:
-    """Return a function that trains a case's recipe on one device, and gives what a watch reports of it."""
+    """Return a function that trains a case's recipe on one device and returns the report of a watch."""
 
     def do(case: Case, make_watch: Callable[[Program], Watch[Any]], kernels: str = "foreach") -> Any:
         program = assemble_single(case.recipe, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What checks launch in a step: as much for many tensors as for few, and the numbers are those of each alone."""
+"""Launches of checks in a step: independent of the number of tensors, with unchanged results per tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Group = tuple[Sequence[Sampled], float]
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that a GPU would be given: all but views, and what only takes memory."""
+    """A counter of operators that launch on a GPU: all except views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def run(groups: Sequence[Group], name: str = "adamw") -> list[Row]:
 
 def count_recomputed(groups: Sequence[Group]) -> int:
     spec = Optimizer.model_construct(betas=(0.9, 0.95), eps=1e-8)
-    run(groups)  # where elements are is found once
+    run(groups)  # element positions are computed once
     kind = OPTIMIZER.find("adamw")
     return count(lambda: list(recompute(kind, spec, groups, step=3, lr=0.1)))
 
@@ -128,9 +128,9 @@ def test_what_a_module_uses_is_copied_with_what_is_stored(shard: Callable[[int],
     watch = GatheredWatch(model)
     watch.begin_step(0)
     model.unshard()
-    watch._look(model[0], ())  # where the elements are is found once
+    watch._look(model[0], ())  # the element positions are computed once
     watch.begin_step(1)
-    # Weight and bias, each as it is used and as it is stored.
+    # Weight and bias, each in its compute and in its stored form.
     assert count(lambda: watch._look(model[0], ())) == 1
     watch.close()
     assert watch.report().names == ("0.bias", "0.weight")

@@ -1,4 +1,4 @@
-"""How much a logical tensor may differ: measured noise, floors, and what the noise of gradients does to updates."""
+"""Bounds of logical tensors: measured noise, floors, and the effect of gradient noise on updates."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_bound_of_an_update_holds_what_sign_flips_do_and_no_more_than_all_no
     assert bound(before, 0, "update", "small") == pytest.approx(8 * 0.08)  # the median
     assert bound(after, 0, "update", "small") == pytest.approx(8 * 0.09 + 0.001)
     assert bound(after, 0, "update", "a") == pytest.approx(8 * 0.02 + 0.08)
-    assert bound(after, 0, "update", "b") == pytest.approx(8 * 0.08)  # nothing known of it: as before
+    assert bound(after, 0, "update", "b") == pytest.approx(8 * 0.08)  # nothing known about it: as before
     assert bound(after, 0, "gradient", "small") == bound(before, 0, "gradient", "small")
     forced = Bounds(Tolerance(), "mixed", known, forced=True)
     assert bound(forced, 1, "update", "small") == pytest.approx(8 * 0.05 + 0.001)

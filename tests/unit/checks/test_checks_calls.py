@@ -1,4 +1,4 @@
-"""The order of calls of a user's own step: what breaks a rule is found on the ranks and in the step that do."""
+"""The order of calls in a user's own step: violations are found on their ranks and in their steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RIGHT = ("zero_grad", "backward", "backward", "clip_grad_norm_", "optimizer step
 
 
 class _Place:
-    """The one thing that the check asks of a case: where a rank is."""
+    """The only property that the check needs of a case: a rank's position."""
 
     def place(self, rank: int) -> dict[str, int]:
         return {"dp_shard": rank}
@@ -30,7 +30,7 @@ def make_calls(*names: str, kept: float = 0.0) -> tuple[Call, ...]:
             name=name,
             site=f"train.py:{place}",
             discarded=1.5 if name == "zero_grad" else 0.0,
-            kept=kept if place == first else 0.0,  # noted at the first backward pass
+            kept=kept if place == first else 0.0,  # recorded at the first backward pass
         )
         for place, name in enumerate(names)
     )
@@ -65,6 +65,6 @@ def test_a_right_order_is_silent() -> None:
 
 
 def test_two_passes_for_each_micro_batch_are_another_algorithm() -> None:
-    # Sharpness-aware minimization: the gradients of the first passes lead to where the second ones are computed.
+    # Sharpness-aware minimization: the first passes determine where the second ones are computed.
     names = ("backward", "backward", "zero_grad", "backward", "backward", "optimizer step")
     assert judge({0: make_calls(*names)}) == ()

@@ -1,4 +1,4 @@
-"""Norms and clip coefficients against the gradients that ranks have, each logical element once."""
+"""Norms and clip coefficients against the gradients that ranks have, each logical element counted once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Judge = Callable[..., Outcome]
 
 @pytest.fixture
 def judge(run_ranks: Callable, make_one_device_case: Callable) -> Judge:
-    """Return a function that judges what two ranks have noted."""
+    """Return a function that judges the reports of two ranks."""
 
     def do(reports: list[Any], precision: str = "float64") -> Outcome:
         shown = run_ranks({0: {}, 1: {}}).shown(make_one_device_case(SGD, precision))
@@ -39,7 +39,7 @@ def note(
     *,
     norms_are_wide: bool = False,
 ) -> Any:
-    """Return what one rank reports of these gradients, and of the norm that it has: of their dtype, or float32."""
+    """Return one rank's report of these gradients and its norm, in their dtype or float32."""
     watch = GradientWatch(norms_are_wide=norms_are_wide)
     watch.begin_step(0)
     dtype = torch.float32 if norms_are_wide else next(iter(gradients.values()))[0].dtype
@@ -130,7 +130,7 @@ def test_a_norm_without_the_last_tensor_is_found_in_a_real_run(
 
 
 def test_a_norm_may_count_any_of_the_replicas_that_differ(judge: Judge, weight: Tensor) -> None:
-    """Two ranks that have not reduced their gradients: each clips by the norm of its own, or both by one of them."""
+    """Two ranks without a gradient reduction: each clips by its own norm, or both by one of them."""
     whole, norm = Region.whole(SHAPE), float(weight.norm())
 
     def judge_norms_of(*factors: float) -> tuple[Any, ...]:
@@ -147,7 +147,7 @@ def test_a_norm_may_count_any_of_the_replicas_that_differ(judge: Judge, weight: 
 
 
 def test_a_norm_beyond_all_replicas_of_the_peers_is_found(judge: Judge, weight: Tensor) -> None:
-    """Two shards, of which rank 1 and rank 2 have the second one otherwise; rank 0 may count either."""
+    """Two shards: ranks 1 and 2 hold different replicas of the second; rank 0 may count either."""
     first, second = HALVES
     mine, theirs = (half.take(weight) for half in HALVES)
     square, others = float(mine.square().sum()), float(theirs.square().sum())

@@ -1,4 +1,4 @@
-"""A run against itself: replicas, holes, a layout that divides nothing, a repeat."""
+"""Self-consistency of a run: replicas, holes, a layout that divides nothing, a repeat."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_bits_are_compared_shard_by_shard_and_absent_ones_not_at_all(weight: Ten
 
 
 class Nothing:
-    """A golden that holds nothing."""
+    """An empty golden."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
         return None

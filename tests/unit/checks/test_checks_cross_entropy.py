@@ -1,4 +1,4 @@
-"""Token losses of real training on one device, sound and with bugs, computed again from the head's own logits."""
+"""Token losses of real training on one device, right and with bugs, recomputed from the head's own logits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def judge(
 
 
 def lose_by(monkeypatch: pytest.MonkeyPatch, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Let the reference model's loss be `loss` of logits (N, V) and labels (N)."""
+    """Replace the reference model's loss by `loss` of logits (N, V) and labels (N)."""
 
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What ranks read, sound and with bugs of every kind, against what the case says that they have to read."""
+"""Data read by ranks, right and with bugs of every kind, against the data that the case prescribes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Bug = Callable[[Expected, int, int, int, Read], None]
 
 
 class Model(nn.Module):
-    """The ends of a model, where the batch is read."""
+    """The first and last module of a model, which read the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 class Program:
-    """As much of a program as a watch asks for."""
+    """The parts of a program that a watch needs."""
 
     custom_step = None
 
@@ -72,7 +72,7 @@ class OwnStep(Program):
 
 
 def read_all(case: Case, bug: Bug, make: type[Program] = Program) -> list[DataReport]:
-    """Return what two ranks report that read the whole run, changed by a bug."""
+    """Return the reports of two ranks that read the whole run, with a bug applied."""
     reports = []
     for rank in range(case.layout.world_size):
         expected, program = Expected(case), make()
@@ -104,7 +104,7 @@ def judge(run_ranks: Callable, reports: Sequence[DataReport]) -> list[Finding]:
 
 
 def nothing(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    """Read what is there."""
+    """Leave the data unchanged."""
 
 
 def again(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
@@ -138,7 +138,7 @@ def shifted_labels(expected: Expected, rank: int, step: int, number: int, read: 
 
 
 def shifted_after_the_cut(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    """Shift the labels of what this rank has of a row: the last of its positions gets none."""
+    """Shift the labels of this rank's part of a row: its last position gets none."""
     counts = read[Batch.LABELS] != IGNORED
     labels = read[Batch.TOKENS].roll(-1, 1).masked_fill(~counts, IGNORED)
     labels[:, -1] = IGNORED
@@ -151,7 +151,7 @@ def without_the_first(expected: Expected, rank: int, step: int, number: int, rea
 
 
 def without_a_label(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    """Leave out a label that some tokens of each rank have, as padding is left out by its token."""
+    """Drop a label that some tokens of each rank have, as padding is excluded by its token."""
     label = most_common(expected, rank, step)
     read[Batch.LABELS] = read[Batch.LABELS].masked_fill(read[Batch.LABELS] == label, IGNORED)
 
@@ -174,7 +174,7 @@ def last_of_rank(expected: Expected, rank: int, step: int, number: int, read: Re
 
 
 def shorter_rows(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    """Take each row for one token shorter than it is."""
+    """Treat each row as one token shorter than it is."""
     cut = expected.cut(rank, number)
     counts = expected.values(Batch.LOSS_MASK, step, Cut(cut.rows, cut.positions + 1))
     read[Batch.LABELS] = read[Batch.LABELS].masked_fill(~counts, IGNORED)

@@ -1,4 +1,4 @@
-"""Scales of operands in float8: what torchao has used against what operands ask for, on one rank and on several."""
+"""Scales of float8 operands: those that torchao used against those of the operands, on one or more ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAIR = Operand(0, (LAYER, "input", 0), "float8_e4m3fn", (7.0,), (64.0,))
 
 
 def judge(*reports: Float8Report, float8: str = "tensorwise") -> tuple[Finding, ...]:
-    """Return what is found, in words."""
+    """Return the findings as text."""
     case = make_case("x", recipe={"float8": float8, "precision": "bfloat16"}, tp=2)
     shown = cast("Shown", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
     outcome = Float8().judge(shown, reports)
@@ -85,7 +85,7 @@ def test_layers_with_the_same_bug_are_one_finding() -> None:
 
 
 def test_a_power_of_two_may_be_either_of_two_where_rounding_decides() -> None:
-    least = 448.0 * (1 + 2.0**-25)  # its scale is a hair below 1
+    least = 448.0 * (1 + 2.0**-25)  # its scale is slightly below 1
     for used in (1.0, 0.5):
         assert judge(report(replace(FAIR, largest=(least,), used=(used,))), float8="rowwise") == ()
     assert judge(report(replace(FAIR, largest=(449.0,), used=(1.0,))), float8="rowwise") != ()
@@ -105,7 +105,7 @@ def test_layers_that_nobody_saw_in_float8_are_one_finding() -> None:
 
 @pytest.fixture
 def watched() -> Iterator[tuple[Any, Float8Watch]]:
-    """Return a layer of torchao and what watches it."""
+    """Return a layer of torchao and its watch."""
     pytest.importorskip("torchao")
     model = Transformer(
         ReferenceModel(preset="stress", **PRESETS["stress"]), dtype=torch.float32, device="meta"

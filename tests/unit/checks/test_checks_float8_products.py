@@ -1,4 +1,4 @@
-"""Products in float8 computed again from what a layer has: right ones agree, wrong ones are told by their kind."""
+"""Float8 products recomputed from a layer's operands: right ones agree, and wrong ones are classified."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHOSEN = [
 
 
 def run_layer(float8: str, dtype: torch.dtype, num_tokens: int = 200) -> tuple[Finding, ...]:
-    """Return what is found in a step of one layer, in words."""
+    """Return the findings of a step of one layer as text."""
     torch.manual_seed(0)
     model = Transformer(ReferenceModel(preset="stress", **PRESETS["stress"]), dtype=dtype, device="meta")
     apply_float8(model, float8, torch.device("cpu"), dtype)
@@ -69,7 +69,7 @@ def test_what_is_right_is_right_in_every_dtype(float8: str, dtype: torch.dtype) 
 
 @pytest.fixture
 def multiply_otherwise() -> Iterator[Callable[[Any], None]]:
-    """Return a function that puts another product in the place of torchao's, until the test is over."""
+    """Return a function that replaces torchao's product until the test is over."""
     from moeverify.parallel.float8 import _import_torchao
 
     _import_torchao()
@@ -85,7 +85,7 @@ def multiply_otherwise() -> Iterator[Callable[[Any], None]]:
 
 
 def leave_out_last(original: Any, op: Any, args: Any) -> Any:
-    """Leave the last term of each sum out, as a wrong padding does."""
+    """Leave the last term of each sum out, as wrong padding does."""
     left, right = args
     last = left.to_original_precision()[:, -1:] @ right.to_original_precision()[-1:]
     return original(op, args) - last
@@ -131,7 +131,7 @@ def test_numbers_that_are_rounded_otherwise_are_told(
 
 
 def multiply_like_a_tensor_core(one: torch.Tensor, other: torch.Tensor, at_once: int = 32) -> torch.Tensor:
-    """Add products (m, k) x (k, n) in groups, each cut at 13 bits behind the leading one of its group's largest."""
+    """Sum products (m, k) x (k, n) in groups, truncated 13 bits below the largest product of the group."""
     total = torch.zeros(len(one), other.shape[1], dtype=torch.float64)
     for first in range(0, len(other), at_once):
         rows = slice(first, first + at_once)
@@ -142,7 +142,7 @@ def multiply_like_a_tensor_core(one: torch.Tensor, other: torch.Tensor, at_once:
 
 
 def make_operands(kind: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return operands (8, length) and (length, 64) whose products cost a sum its bits in another way each."""
+    """Return operands (8, length) and (length, 64) whose sums lose bits, each pair in another way."""
     one = torch.randn(8, length, dtype=torch.float64)
     other = torch.randn(length, 64, dtype=torch.float64)
     if kind == "positive":
@@ -165,7 +165,7 @@ def test_what_a_tensor_core_loses_is_allowed(kind: str, length: int) -> None:
     allowed = bound_cuts(one, other, terms)
     lost = (multiply_like_a_tensor_core(one, other) - exact).abs()
     assert bool((lost <= allowed).all())
-    # It is no more than needed: within a factor of what is lost somewhere, and less than what a lost row costs.
+    # It is no larger than needed: near the largest observed loss, and below the effect of a lost row.
     assert float((lost / allowed).amax()) > 0.05
     if kind == "random":
         typical = float((one[:, :1] * other[:1]).abs().mean()) * length**0.5

@@ -1,4 +1,4 @@
-"""Gathered weights against what is stored: on one rank, where FSDP gathers into tensors of its own all the same."""
+"""Gathered weights against stored ones, on one rank, where FSDP still gathers into separate tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 class Block(nn.Module):
-    """A layer beside the residual."""
+    """A layer with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is the head too, around blocks."""
+    """An embedding that is also the head, around blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def shard(mesh: DeviceMesh, policy: MixedPrecisionPolicy = NARROW) -> Tied:
 def train(
     model: nn.Module, num_steps: int, between: Callable[[int], None] = lambda step: None
 ) -> GatheredWatch:
-    """Return a watch of so many steps of two micro-batches."""
+    """Return a watch of this many steps of two micro-batches."""
     watch = GatheredWatch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(num_steps):
@@ -121,7 +121,7 @@ def test_weights_that_stay_gathered_over_a_step_are_stale(mesh: DeviceMesh) -> N
 
 
 def test_a_gathered_weight_that_was_written_into_is_wrong_and_not_stale(mesh: DeviceMesh) -> None:
-    # Another's values in its place, as of a buffer that is used again too early; in the second micro-batch alone.
+    # Another tensor's values, as in a buffer that is reused too early; only in the second micro-batch.
     model = shard(mesh)
     passes = []
 
@@ -139,7 +139,7 @@ def test_a_gathered_weight_that_was_written_into_is_wrong_and_not_stale(mesh: De
 
 
 def test_weights_that_are_exchanged_where_they_are_stored_are_no_error(mesh: DeviceMesh) -> None:
-    # An average of the weights (EMA) takes their place in the middle of a step: what is gathered then is the average.
+    # An average of the weights (EMA) replaces them in the middle of a step, and is gathered from then on.
     model = shard(mesh)
 
     def average(step: int) -> None:
@@ -160,7 +160,7 @@ def test_a_model_whose_weights_are_used_as_stored_has_nothing_gathered(mesh: Dev
 
 
 def test_elements_are_found_in_rows_that_a_rank_has_out_of_order() -> None:
-    # What FSDP2 stores of a tensor (8, 4) that tp has cut: of the rows 0, 2, 4, 6 the last two.
+    # FSDP2's shard of a tensor (8, 4) that tp has cut: the last two of the rows 0, 2, 4, 6.
     used = Region.box((8, 4), [(0, 2, 4, 6), range(4)])
     stored = (torch.tensor([4, 6]), torch.tensor([1, 3]))
     found = _locate(stored, used)
@@ -187,7 +187,7 @@ def shown(run_ranks: Callable) -> Shown:
 
 @pytest.fixture
 def judge(shown: Shown) -> Judge:
-    """Return a function that gives the findings in words."""
+    """Return a function that returns the findings as text."""
 
     def do(by_rank: Sequence[GatheredReport]) -> tuple[Finding, ...]:
         outcome = GatheredWeights().judge(shown, by_rank)

@@ -1,4 +1,4 @@
-"""From shards to verdicts: what is out of bounds, by how much, on which ranks, and what is missing."""
+"""From shards to verdicts: tensors out of bounds, their errors and ranks, and missing tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_wrong_element_is_found_by_rank_and_global_index(run_ranks: Callable, 
 
 
 def test_the_error_is_that_of_the_whole_tensor(run_ranks: Callable, weight: Tensor) -> None:
-    # An error of 1.5e-10 of one half's norm may be inside the bound of the whole, and is judged there.
+    # An error of 1.5e-10 of one half's norm may be inside the bound of the whole, where it is judged.
     half = HALVES[0].take(weight)
     share = float(half.norm() / weight.norm())
     wrong = weight.clone()

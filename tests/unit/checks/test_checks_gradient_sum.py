@@ -1,4 +1,4 @@
-"""Gradients against the sums of what layers had on all ranks: right ones agree, wrong ones are told by their kind."""
+"""Gradients against sums of the layers' values on all ranks: right ones agree, wrong ones are classified."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = {"also": ("gradient sum",)}
 
 
 class Layers(nn.Module):
-    """A matrix of more rows and columns than are looked at, one with a single output, both norms, and two uses."""
+    """A matrix larger than the checked part, a layer with one output, both norms, and two uses."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Layers(nn.Module):
 
 
 def average(name: str, of_ranks: list[Tensor]) -> Tensor:
-    """Return what data parallelism makes of the gradients of all ranks."""
+    """Return the data-parallel average of the gradients of all ranks."""
     return torch.stack(of_ranks).mean(dim=0)
 
 
 def train(dtype: torch.dtype, change: Change = average, micro_batches: int = 1) -> list[Reports]:
-    """Return what two ranks report of a step, each with its half of what `change` makes of their gradients."""
+    """Return two ranks' reports of a step, each with its half of the gradients that `change` returns."""
     torch.manual_seed(0)
     model = Layers(dtype)
     watches, gradients = [], []
@@ -86,7 +86,7 @@ def halve(shape: torch.Size, rank: int) -> Region:
 
 @pytest.fixture
 def judge(run_ranks: Callable) -> Judge:
-    """Return a function that judges what two ranks have noted."""
+    """Return a function that judges the reports of two ranks."""
 
     def do(reports: list[Reports]) -> Outcome:
         return judge_sums(run_ranks({0: {}, 1: {}}).shown(make_case("x", dp_shard=2)), reports)
@@ -95,7 +95,7 @@ def judge(run_ranks: Callable) -> Judge:
 
 
 def facts_of(outcome: Outcome) -> dict[str, GradientSumFacts]:
-    """Return what was found, by tensor."""
+    """Return the findings, by tensor."""
     found = {each.tensor: each.facts for each in outcome.findings}
     assert all(isinstance(each, GradientSumFacts) for each in found.values())
     return found  # type: ignore[return-value]
@@ -114,7 +114,7 @@ def test_sums_are_right_in_every_dtype_and_sharply_so(
 
 
 def scaled(name: str, of_ranks: list[Tensor], *, of: str, factors: tuple[float, ...]) -> Tensor:
-    """Return the mean, of one tensor with factors of the ranks."""
+    """Return the mean, with one tensor scaled by a factor per rank."""
     if name != of:
         return average(name, of_ranks)
     return average(name, [factor * each for factor, each in zip(factors, of_ranks, strict=True)])

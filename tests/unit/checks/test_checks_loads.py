@@ -1,4 +1,4 @@
-"""The checks after a load, on tensors made by hand: bits, experts, the steps that follow."""
+"""The checks after a load, on handmade tensors: bits, experts, and the steps that follow."""
 
 from __future__ import annotations
 

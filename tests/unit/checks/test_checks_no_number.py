@@ -1,4 +1,4 @@
-"""What is no number at the end follows from what was none at the start: checks of own values blame nobody."""
+"""A NaN that follows from a NaN in the inputs: recomputation checks report no error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Judge = Callable[[str], dict[str, Any]]
 
 @pytest.fixture
 def judge(run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable) -> Judge:
-    """Return a function that trains on one device, and gives what each check finds in step 0."""
+    """Return a function that trains on one device and returns the findings of each check in step 0."""
 
     def do(precision: str) -> dict[str, Any]:
         case = make_one_device_case(SGD, precision, MOE)

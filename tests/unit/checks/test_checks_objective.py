@@ -1,4 +1,4 @@
-"""Losses, sound and with bugs, against what the rank's own token losses, router inputs and choices add up to."""
+"""Losses, right and with bugs, against sums over the rank's own token losses, router inputs and choices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Train = Callable[..., tuple[Any, dict[int, StepSums]]]
 
 @pytest.fixture
 def train_watched(run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable) -> Train:
-    """Return a function that trains on one device, and gives what was shown and what the watch reports."""
+    """Return a function that trains on one device and returns the shown tensors and the watch's report."""
 
     def do(moe: Mapping[str, Any] | None, precision: str) -> tuple[Any, dict[int, StepSums]]:
         case = make_one_device_case(SGD, precision, moe)

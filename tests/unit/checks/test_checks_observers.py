@@ -1,4 +1,4 @@
-"""What checks see of a run: everything, before the comparison does, and nothing of the model afterwards."""
+"""Observers of checks: they see everything before the comparison does, and then release the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE = Region.whole((2,))
 
 
 class Log(Watch[None]):
-    """Writes down what it hears."""
+    """An observer that records its calls."""
 
     def __init__(self, name: str, lines: list[str]) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class Log(Watch[None]):
 
 
 class Doubles(Check[None]):
-    """Shows whatever is observed a second time, as a kind of its own."""
+    """An observer that shows each tensor a second time, as a kind of its own."""
 
     name = CheckName.LOSS
 
@@ -52,7 +52,7 @@ class Doubles(Check[None]):
 
 
 class Silent(Doubles):
-    """Shows nothing."""
+    """An observer that shows nothing."""
 
     def show(self, training: Training, observer: Observer) -> None:  # type: ignore[override]
         return None

@@ -1,4 +1,4 @@
-"""Steps of real optimizers on one device, sound and with bugs: each is computed again from what it started from."""
+"""Steps of real optimizers on one device, right and with bugs, each recomputed from its inputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def judge(
 @pytest.mark.parametrize("optimizer", [ADAMW, ADAM, SGD, PLAIN_SGD], ids=["adamw", "adam", "sgd", "plain"])
 def test_sound_steps_pass(judge: Callable, optimizer: dict[str, Any], precision: str, kernels: str) -> None:
     if (optimizer["name"], precision, kernels) == ("sgd", "bfloat16", "fused"):
-        # torch 2.13 on a CPU: SGD with fused=True leaves weights of bfloat16 as they are, without a word.
+        # torch 2.13 on a CPU: SGD with fused=True silently leaves weights of bfloat16 unchanged.
         assert "leaves weights on rank 0 as they are" in causes(judge(PLAIN_SGD, precision, kernels))
         return
     outcome = judge(optimizer, precision, kernels)
@@ -67,7 +67,7 @@ def fused_multiply_add(one: Tensor, other: Tensor, added: Tensor) -> Tensor:
 
 def step_as_cuda_does(engine: PlainEngine) -> None:
     """Do the arithmetic of torch's fused AdamW on CUDA (aten/src/ATen/native/cuda/fused_adam_utils.cuh)."""
-    engine.optimizer._opt_called = True  # the scheduler wants to see torch's own step otherwise
+    engine.optimizer._opt_called = True  # otherwise the scheduler expects torch's own step
     for group in engine.optimizer.param_groups:
         lr, decay, eps = (torch.tensor(float(group[name])) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = (torch.tensor(beta, dtype=torch.float32) for beta in group["betas"])
@@ -99,7 +99,7 @@ def test_a_kernel_may_round_its_options(
 
 
 def change_options(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    """Let the optimizer have other options than the recipe's."""
+    """Give the optimizer other options than the recipe's."""
     begin = PlainEngine.begin
 
     def begin_otherwise(self: PlainEngine, *arguments: Any) -> optim.Optimizer:
@@ -168,7 +168,7 @@ def test_a_bias_correction_that_is_missing_is_found(
 
 
 def take_rate(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int, int], float | None]) -> None:
-    """Let each group (number, step) take the learning rate that `choose` gives, where it gives one."""
+    """Set the learning rate of each group (number, step) to the value of `choose`, where it returns one."""
     step, taken = PlainEngine.norm, [0]
 
     def norm(self: PlainEngine) -> Tensor | None:
@@ -330,7 +330,7 @@ def test_one_unit_in_the_last_place_of_a_weight_is_found(
 
 
 def step_by(change: Callable[..., Tensor]) -> Callable[[PlainEngine], None]:
-    """Return a step of AdamW whose moments are right, and whose weights `change` moves otherwise."""
+    """Return a step of AdamW with right moments, whose weight update is modified by `change`."""
 
     def step(engine: PlainEngine) -> None:
         groups = engine.optimizer.param_groups
@@ -412,7 +412,7 @@ def test_a_scale_of_the_loss_that_gradients_keep(
 
 
 def leave_out_gradients(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
-    """Let parameters of the last block have no gradient in these steps, as experts without tokens."""
+    """Remove the gradients of the last block's parameters in these steps, as for experts without tokens."""
     backward, number = PlainEngine.backward, [0]
 
     def backward_in_part(self: PlainEngine, loss: Tensor) -> None:
@@ -463,7 +463,7 @@ def test_a_counter_that_is_wrong_is_found_beside_a_parameter_without_a_gradient(
     monkeypatch.setattr(PlainEngine, "step", step_by_another_counter)
     findings = judge(ADAMW, "float64").findings
     assert {finding.kind for finding in findings} == {Kind.UPDATE}
-    if counter == "common":  # of those that missed a step alone, in the step after it
+    if counter == "common":  # only of those that missed a step, in the step after it
         assert {finding.step for finding in findings} == {2}
         assert len(findings) == 4
     else:

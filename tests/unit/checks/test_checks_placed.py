@@ -1,4 +1,4 @@
-"""Experts are where the placement of each step has them."""
+"""Experts are on the ranks that the placement of each step names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the dtypes that ranks saw to findings: the largest part that is wrong, and what a layout declares."""
+"""From observed dtypes on ranks to findings: the largest wrong part, and dtypes that a layout declares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shown(run_ranks: Callable) -> Shown:
 
 @pytest.fixture
 def judge(shown: Shown) -> Judge:
-    """Return a function that gives the findings in words."""
+    """Return a function that returns the findings as text."""
 
     def do(*by_rank: Sequence[Sighting], wanted: Wanted = WANTED) -> tuple[Finding, ...]:
         outcome = judge_dtypes(shown, by_rank, wanted)
@@ -172,7 +172,7 @@ def test_a_pattern_without_a_module_is_told(judge: Judge) -> None:
         ("layers.0", True),
         ("*.norm", True),
         ("norm", False),
-        ("layers.0.norm.weight", False),  # a parameter, and no module
+        ("layers.0.norm.weight", False),  # a parameter, not a module
     ],
 )
 def test_patterns_name_modules(pattern: str, expected: bool) -> None:

@@ -1,4 +1,4 @@
-"""Parameters and buffers that are bound to other tensors while a model is trained."""
+"""Parameters and buffers that are bound to other tensors during training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADAMW = {"name": "adamw", "lr": 0.01}
 
 
 class Recorder(Watch[dict[tuple[int, str, str], Tensor]]):
-    """Keeps what is shown of weights and buffers."""
+    """An observer that keeps the weights and buffers it is shown."""
 
     def __init__(self, program: Program) -> None:
         self._found: dict[tuple[int, str, str], Tensor] = {}

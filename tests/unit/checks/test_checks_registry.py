@@ -1,4 +1,4 @@
-"""Every name has its check, every kind of tensor is looked at once, and what is optional is asked for."""
+"""Each name has a check, each kind of tensor is examined once, and optional checks run on request only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_kinds_come_in_the_order_of_a_step() -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_only_optional_checks_show_more_and_each_is_a_file_of_its_name(check: Check) -> None:
-    """What a check shows is in the full golden, whose name says which optional checks, and whose code."""
+    """Tensors of a check are in the full golden, whose name includes the optional checks and their code."""
     if type(check).show is not Check.show:
         assert check.name.is_optional
     if check.name.is_optional:

@@ -1,4 +1,4 @@
-"""Routers that choose, weigh and count, sound and with bugs, against the same computed again in float64."""
+"""Routing choices, weights and counts, right and with bugs, against a recomputation in float64."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_router_that_picks_from_bfloat16_scores_is_found(
         return choose(self, scores.to(torch.bfloat16).to(scores.dtype))
 
     monkeypatch.setattr(Router, "_choose", choose_narrow)
-    many = {**moe, "num_experts": 64}  # where scores lie so near that two are the same in bfloat16
+    many = {**moe, "num_experts": 64}  # scores are so close that two are equal in bfloat16
     assert quantities(judge(many, precision)) == {Kind.ROUTER_IDS}
 
 

@@ -1,4 +1,4 @@
-"""What comes back to routers, sound and with bugs, against what their losses and their own inputs say."""
+"""Gradients of routers, right and with bugs, against those of their losses and their own inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Judge = Callable[..., Outcome]
 
 @pytest.fixture
 def judge(run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable) -> Judge:
-    """Return a function that trains on one device and judges what comes back to its routers."""
+    """Return a function that trains on one device and judges the gradients of its routers."""
 
     def do(moe: Mapping[str, Any], precision: str) -> Outcome:
         case = make_one_device_case(SGD, precision, moe)
@@ -50,7 +50,7 @@ def facts_of(outcome: Outcome) -> list[RouterGradientFacts]:
 
 
 def wrap_sums(monkeypatch: pytest.MonkeyPatch, change: Callable[..., RouterStats]) -> None:
-    """Let `change` have what the routers sum up for their losses, and what they sum it from."""
+    """Pass the router's sums for its losses, and their summands, through `change`."""
     original = routers.summarize
 
     def summarize(logits: Tensor, probabilities: Tensor, ids: Tensor, valid: Tensor) -> RouterStats:

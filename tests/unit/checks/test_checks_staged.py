@@ -1,4 +1,4 @@
-"""Each layer is on the rank of the pipeline that has its stage."""
+"""Each layer is on the pipeline rank that has its stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_case(num_layers: int, **layout: Any) -> Any:
 
 
 def list_wrong(case: Any, *holders: Sequence[int], step: int = -1) -> list[tuple[Any, ...]]:
-    """Return what is found where these ranks have each layer; the embedding and the head are of no concern."""
+    """Return the findings when these ranks have each layer; the embedding and the head do not matter."""
     tensors = {}
     for name, ranks in [("embed", (0,)), *((f"layers.{n}", each) for n, each in enumerate(holders))]:
         tensor = Assembled((step, Kind.INITIAL_WEIGHT, f"{name}.norm.weight"))

@@ -1,4 +1,4 @@
-"""Collectives in which the ranks of a group differ, judged from what each rank has issued."""
+"""Collectives in which the ranks of a group differ, judged from each rank's records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shown(run_ranks: Callable) -> Shown:
 
 @pytest.fixture
 def find(shown: Shown) -> Callable[..., Finding]:
-    """Return a function that gives the finding of a group whose ranks have issued different collectives."""
+    """Return a function that returns the finding of a group whose ranks have issued different collectives."""
 
     def do(*ledgers: Ledger, stream: Stream = TP) -> Finding:
         outcome = Trace().judge(shown, report(ledgers, stream, are_equal=False))

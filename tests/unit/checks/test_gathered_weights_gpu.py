@@ -1,4 +1,4 @@
-"""Gathered weights on a GPU: what is compared there never makes the host wait for the device."""
+"""Gathered weights on a GPU: comparisons never make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_nothing_waits_for_a_gpu_while_it_trains() -> None:
             if spoiled:
                 module.get_parameter("weight").data.mul_(2.0)
 
-        # After FSDP has gathered, and before it is looked at.
+        # After FSDP has gathered, and before the comparison.
         model[0].register_forward_pre_hook(spoil)
         watch, x = GatheredWatch(model), torch.ones(2, 16, device="cuda")
         for step in range(4):
-            # The first step finds where the compared elements are.
+            # The first step computes the positions of the compared elements.
             torch.cuda.set_sync_debug_mode("default" if step == 0 else "error")
             watch.begin_step(step)
-            # What is found is looked at as soon as it has come, and that waits.
+            # A result is read as soon as it has arrived, and that waits.
             spoiled[:] = [step] if step == 3 else []
             model(x)
         torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""Routers that choose and weigh by other rules than the recipe's, which are told by what their own input gives."""
+"""Routers with other selection or weighting rules than the recipe's, identified from their own inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def list_rules(outcome: Outcome) -> set[str | None]:
 
 
 def choose_by(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
-    """Let routers choose by what `change` makes of the recipe, of scores and of these with the bias."""
+    """Let routers choose by `change` of the recipe, the scores, and the scores with the bias."""
     choose = routers.choose
 
     def choose_otherwise(self: Router, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ def test_scores_that_are_others_for_the_weights_alone_are_named(
     monkeypatch.setattr(Router, "weigh", weigh_otherwise)
     outcome = judge(moe, precision)
     assert rule in list_rules(outcome)
-    # The bias is zero in the first step, in which its rule is told by the next ones.
+    # The bias is zero in the first step, so later steps identify its rule.
     first = {each.facts.rule for each in outcome.findings if each.step == 0}
     assert "with-bias" not in rule or first <= {rule}
 

@@ -1,4 +1,4 @@
-"""The bounds of a recomputed step hold for torch's own optimizers, where numbers cancel too."""
+"""The bounds of a recomputed step hold for torch's own optimizers, also under cancellation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_decay_that_cancels_the_gradient_leaves_what_rounding_does(
 ) -> None:
     start = torch.sin(torch.arange(4096, dtype=torch.float64)).to(dtype)
     weight = start.clone().requires_grad_()
-    # Every other gradient is the decay's opposite: their sum is of the size of its rounding.
+    # Every other gradient is the opposite of the decay: their sum is of the size of its rounding.
     weight.grad = torch.where(torch.arange(4096) % 2 == 0, -DECAY * start, 0.01 * start.flip(0))
     gradient = weight.grad.double()
     spec = Optimizer(name="adam", lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)

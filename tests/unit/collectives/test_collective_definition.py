@@ -1,4 +1,4 @@
-"""The definitions of collectives: by hand where they can be read, and by what every backward must satisfy."""
+"""Definitions of collectives: readable examples, and an identity that every backward must satisfy."""
 
 from __future__ import annotations
 

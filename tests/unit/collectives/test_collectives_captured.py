@@ -1,4 +1,4 @@
-"""While a CUDA graph is captured nothing is asked of the device: a question would be a part of what it repeats."""
+"""The device is not queried during the capture of a CUDA graph: the query would be captured too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flight file: what a rank's last collectives were, readable while it writes and after it died."""
+"""The flight file: a rank's last collectives, readable while the rank writes and after it died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for whom, from traces alone, and the sentences on it."""
+"""Wait relations between ranks, derived from traces alone, and their descriptions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_record(
 def explain_hang(
     records: Mapping[int, Sequence[CollectiveRecord]], places: Mapping[int, str]
 ) -> tuple[str, dict[int, str], Sequence[int]]:
-    """Return a hang in words, what each rank does in words, and the ranks the others wait for."""
+    """Return a hang as text, each rank's action as text, and the ranks that the others wait for."""
     view = find_waits(records, places)
     doings = {rank: describe_waiting(waiting) for rank, waiting in view.waiting.items()}
     return describe_hang(view.hang), doings, view.late

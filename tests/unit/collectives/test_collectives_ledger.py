@@ -1,4 +1,4 @@
-"""What ranks must agree in, and where they first do not."""
+"""Fields in which ranks must agree, and the first disagreement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards compared beside a training: as one by one, whatever their sizes, and without a wait on the way."""
+"""Shards compared during training: as if one by one, for any sizes, and without waiting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def module() -> ModuleType:
 def compare(
     request: pytest.FixtureRequest, module: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[Measured]]:
-    """Return a function that compares pairs on the device; what was added is spoiled at once."""
+    """Return a function that compares pairs on the device, and overwrites the added tensors at once."""
     staging = importlib.import_module("moeverify.compare.gpu.staging")
     monkeypatch.setattr(staging, "_VALUES", request.param)
 

@@ -1,4 +1,4 @@
-"""Many tensors measured and hashed at once: as one by one, in their order, whatever their sizes."""
+"""Many tensors measured and hashed at once: as if one by one, in their order, for any sizes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SIZES = [
     1,
     1,
     1,
-]  # those that follow each other are taken together
+]  # consecutive ones are taken together
 
 
 @pytest.fixture(params=[None, 16, 70], ids=["one room", "room of 16", "room of 70"])
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Give what fits beside each other: all, or so little that the rest is measured alone or later."""
+    """Set the memory limit: everything fits, or so little that the rest is measured alone or later."""
     size: int | None = request.param
     if size is not None:
         monkeypatch.setattr(batch, "_ROOM", size)

@@ -1,4 +1,4 @@
-"""What compares the shards of a device: behind the training where kernels can be compiled, else at once."""
+"""Choice of the comparison on a device: asynchronous where kernels can be compiled, else immediate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.layout.region import Region
 
 
 class Golden:
-    """A golden with one gradient, and a note of what was read of it."""
+    """A golden with one gradient that records its reads."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""The statistics of a difference: of shards merged as of the whole, and a hash that misses no bit."""
+"""Statistics of a difference: merged shards equal the whole, and the hash detects every bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects are made without a search for cycles, and the search goes on after it."""
+"""Objects are created with garbage collection paused, and it resumes afterwards."""
 
 from __future__ import annotations
 

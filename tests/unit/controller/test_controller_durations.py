@@ -1,4 +1,4 @@
-"""Durations of earlier runs: they are remembered, and a file that is broken costs nothing."""
+"""Durations of earlier runs: they are stored, and a broken file is ignored."""
 
 from __future__ import annotations
 

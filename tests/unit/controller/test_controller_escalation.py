@@ -1,4 +1,4 @@
-"""What wider precisions say of findings without a cause, and which cases are asked at all."""
+"""Wider precisions for findings without a cause, and the selection of the cases to run in them."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_dtypes_of_a_users_own_code_may_stay_as_they_are() -> None:
 
 
 def stepped(**fields: Any) -> CaseResult:
-    """Return a pass of a case whose own step makes what no check could compute again."""
+    """Return the pass of a case whose own step has results that no check can recompute."""
     own = OwnStep(step="own:step", num_tensors=2, first="w")
     checks = (CheckResult(name="optimizer step", verdict="pass", tensors=1, facts=own),)
     return answer(verdict="pass").model_copy(update={"checks": checks, **fields})
@@ -316,7 +316,7 @@ def test_a_case_stays_as_it_is_where_a_wider_precision_passes_or_does_not_run() 
 
 @pytest.mark.parametrize("wide", [UNKNOWN, PLACED, EXPLAINED])
 def test_what_a_wider_run_finds_leads_where_the_cause_is_elsewhere(wide: Finding) -> None:
-    """A norm that its own gradients make says that some of these are wrong: a wider run sees which."""
+    """A norm consistent with its own gradients implies wrong gradients: a wider run finds them."""
     open_one = explain(OffUpstream(factor=Factor(value=0.99), limit=0.2, is_sure=True))
     assert needs_escalation(answer(open_one))
     first, *others = merge(answer(open_one), [("float32", answer(wide)), ("float64", answer(wide))]).findings

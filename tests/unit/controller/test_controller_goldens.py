@@ -1,4 +1,4 @@
-"""How a golden that was just computed stands to those in git."""
+"""Newly computed goldens against those in git."""
 
 from __future__ import annotations
 

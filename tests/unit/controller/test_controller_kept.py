@@ -1,4 +1,4 @@
-"""Clean runs in parts: what is kept is not run again, and never mixed with what other code has said."""
+"""Clean runs in parts: kept results are not run again, and never mixed with results of other code."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a machine offers, and when a stored golden is still that of the code."""
+"""Properties of a machine, and whether a stored golden matches the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(machine.__file__).parents[1]
 
 
 def change(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """Let a file of ours have other content."""
+    """Change the content of one project file."""
     assert (ROOT / place).is_file()
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == ROOT / place))
@@ -58,7 +58,7 @@ def test_an_optional_check_has_its_code_in_the_goldens_that_hold_what_it_shows(
 
 
 def test_what_makes_goldens_is_among_the_code_that_they_depend_on() -> None:
-    """What the recording of a golden imports is hashed, unless it only parallelizes, judges or reads cases."""
+    """Modules that a golden depends on are hashed, except those that parallelize, judge or read cases."""
     sys.path.insert(0, str(ROOT.parent / "tests" / "arch"))
     from house import House
 
@@ -73,7 +73,7 @@ def test_what_makes_goldens_is_among_the_code_that_they_depend_on() -> None:
     others = {
         "abandoned",
         "axes",
-        "calls",  # notes the calls of a user's own step
+        "calls",  # records the calls of a user's own step
         "case",
         "checks",
         "collectives",

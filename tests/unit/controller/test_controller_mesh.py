@@ -1,4 +1,4 @@
-"""What `moeverify mesh` shows: axes of experts only where experts are cut over other ranks than the rest."""
+"""Output of `moeverify mesh`: expert axes only if experts are sharded over other ranks than the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the controller makes of outcomes: goldens that fail, saves that loads need, verdicts that were known early."""
+"""The controller's handling of outcomes: failed goldens, saves that loads need, and early verdicts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Answers = Mapping[str, RankResult | JobFailure]
 
 
 class Ranks:
-    """Ranks that answer as they are told to; `jobs` are those that they were asked."""
+    """Ranks with scripted responses; `jobs` are those that they received."""
 
     def __init__(self, answers: Answers, early: Mapping[str, VerifyResult] | None = None) -> None:
         self.jobs: list[Job] = []
@@ -86,7 +86,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cases: list[Case]) -> Any:
-    """Return a function that runs both cases on such ranks, and gives their results by name and the events."""
+    """Return a function that runs both cases on such ranks, and returns results by name and the events."""
     options = RunOptions(device="cpu", golden_folder=tmp_path / "golden", cache_folder=tmp_path / "cache")
 
     def do(answers: Answers, **more: Any) -> tuple[dict[str, CaseResult], list[Event], Ranks]:

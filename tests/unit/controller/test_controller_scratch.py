@@ -1,4 +1,4 @@
-"""Temporary folders: gone with their command, or with the next one where the command was killed."""
+"""Temporary folders: removed with their command, or by the next one if the command was killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def holder(place: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Give a process that holds a folder until it hears of an end, and the folder."""
+    """Yield a process that holds a folder until told to end, and the folder."""
     path = os.pathsep.join([str(Path(moeverify.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER],

@@ -1,4 +1,4 @@
-"""The fault benchmark in other precisions: what is a bug in one may be what another asks for."""
+"""The fault benchmark in other precisions: a bug in one precision may be the rule in another."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from moeverify.faults.choice import choose_faults
 def test_faults_that_are_none_in_a_precision_are_left_out():
     chosen = choose_faults(["A05", "I06", "M02", "M04", "O01"])
     for precision, numbers in {
-        "float64": ["A05", "M02", "O01"],  # there FSDP2 divides itself, and asks no collective for an average
+        "float64": ["A05", "M02", "O01"],  # there FSDP2 divides itself, without an averaging collective
         "float32": ["A05", "I06", "M02", "O01"],
         "bfloat16": ["A05", "I06", "O01"],
         "mixed": ["A05", "I06", "M04", "O01"],

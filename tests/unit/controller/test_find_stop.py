@@ -1,4 +1,4 @@
-"""Where `--debug` stops ranks: at the first finding that is about a tensor of this run."""
+"""Stop of `--debug` on ranks: at the first finding about a tensor of this run."""
 
 from typing import Any
 
@@ -168,9 +168,9 @@ def test_ranks_stop_at_the_module_that_the_cause_names(
     ("direction", "inner", "end"),
     [
         ("forward", "", "output"),
-        ("forward", "b", "input"),  # what an inner module takes
+        ("forward", "b", "input"),  # the input of an inner module
         ("backward", "", "input"),
-        ("backward", "b", "output"),  # the gradient that comes back to an inner module
+        ("backward", "b", "output"),  # the output gradient of an inner module
     ],
 )
 def test_the_end_of_a_module_where_ranks_differ(direction: Any, inner: str, end: str) -> None:

@@ -1,4 +1,4 @@
-"""A run that is cut off goes on: which verdicts of a file of --keep are taken, and which cases run again."""
+"""Continuation of an interrupted run: reused verdicts of a file of --keep, and cases that run again."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_stands_beside_the_users_code_and_is_none_is_left_out(tmp_path: Pat
     (tmp_path / "own.py").write_text("def divide(model, mesh):\n    return model\n")
     cases, file = _load(tmp_path), tmp_path / "kept.jsonl"
     _end(FinishedCases.open(file, cases, OPTIONS), "a", "pass")
-    (tmp_path / ".#own.py").symlink_to("user@host.4711")  # Emacs locks a file that is edited so
+    (tmp_path / ".#own.py").symlink_to("user@host.4711")  # Emacs locks an edited file like this
     (tmp_path / "folder.py").mkdir()
     os.mkfifo(tmp_path / "pipe.py")
     assert _list_left(file, cases) == []

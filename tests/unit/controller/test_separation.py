@@ -1,4 +1,4 @@
-"""Which layout tells axes apart, and what its answer makes of a finding."""
+"""Choice of the layout that tells axes apart, and the effect of its result on a finding."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_not_ambiguous_gets_no_proposal() -> None:
 
 
 def follow(finding: Finding | None = None, **answer: Any) -> Finding:
-    """Return what comes of the question under dp_replicate 4, where ep stays 2."""
+    """Return the outcome of the question under dp_replicate 4, where ep stays 2."""
     case = make_case("a", **DDP)
     asking = suggest_layout(case, finding or make_finding(2.0, EP, REPLICATE), 8)
     asked = change_layout(case, asking.follow_up.layout)

@@ -1,4 +1,4 @@
-"""Which goldens are called unused: those that no case below the folder around them can name."""
+"""Unused goldens: those that no case below their parent folder can name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part a finding of the optimizer's step is about, where others of the same step say something else."""
+"""The affected part of an optimizer finding when others of the same step are wrong differently."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_no_part_is_said_where_others_may_be_affected_that_are_not_in_it() -> No
 
 
 def hide(findings: list[Finding], count: int) -> list[Finding]:
-    """Return a layer's findings, the last of them wrong in a way that nobody knows."""
+    """Return a layer's findings; the last `count` have an unknown error."""
     unknown = [each.model_copy(update={"facts": RecomputedFacts(terms=())}) for each in findings[-count:]]
     return [*findings[:-count], *(each.model_copy(update={"follows": ""}) for each in unknown)]
 
@@ -84,7 +84,7 @@ def test_half_of_a_part_is_none() -> None:
 
 
 def test_what_is_wrong_in_another_way_is_in_no_part() -> None:
-    """Two of the layer have another factor: the others are not all of it."""
+    """Two tensors of the layer have another factor, so the other tensors are not the whole layer."""
     layer = list_layer(1, 0.9)
     apart = [make_update(layer[-1].tensor, 0.5), make_update(layer[-2].tensor, 0.5, layer[-1].tensor)]
     assert "6 parameters" not in describe([*layer[:-2], *apart])[0]

@@ -1,4 +1,4 @@
-"""A step that began with other optimizer state than the step before had left, and what must not pass for one."""
+"""A step that started from other optimizer state than the previous step left, and similar errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OLDER, BEFORE = draw(*SHAPE, seed=2), draw(*SHAPE, seed=3)
 
 
 def step_from(state: Tensor, moment: str) -> Tensor:
-    """Return what a step makes of a state, as the optimizers of torch do."""
+    """Return the result of a step from a state, as torch's optimizers compute it."""
     decay = DECAYS[moment]
     if moment == "exp_avg_sq":
         return decay * state + (1.0 - decay) * GRADIENT * GRADIENT
@@ -42,7 +42,7 @@ def examine_state(
     is_sharded: bool = False,
     parameter: str = "layers.1.moe.experts.up",
 ) -> Any:
-    """Return what the hypothesis says of ranks that began their step with these states, or with shards of one."""
+    """Return the hypothesis's result for ranks that began a step with these states, or with shards of one."""
     expected = step_from(BEFORE, moment)
     parts: list[Tensor] = []
     start = 0
@@ -120,7 +120,7 @@ def test_state_of_other_slices_is_found_with_where_it_came_from(moment: str) -> 
 
 
 def test_state_of_other_slices_may_be_zero() -> None:
-    """An expert without tokens has no state, and what another one gets of it is zero but for rounding."""
+    """An expert without tokens has no state; after a swap its state is zero except for rounding."""
     before = change_rows([6], torch.zeros_like)
     began = before.clone()
     began[[0, 6]] = before[[6, 0]]
@@ -131,7 +131,7 @@ def test_state_of_other_slices_may_be_zero() -> None:
 
 
 def test_state_that_came_to_a_slice_without_gradient_and_from_it() -> None:
-    """An expert without tokens: its state is zero, and what is summed up from another's is rounded all the same."""
+    """An expert without tokens has zero state; recomputing the state from another expert's still rounds."""
     without = torch.tensor([6])
     before, gradient = (draw(8, 60, seed=seed).index_fill(0, without, 0.0) for seed in (3, 1))
     began = before[[0, 6, 2, 3, 4, 5, 1, 7]]
@@ -171,7 +171,7 @@ def test_in_the_first_step_there_is_nothing_to_begin_with() -> None:
     assert outcome.trials[0].reason is Reason.NO_EARLIER_VALUE
 
 
-# what follows from it
+# its consequences
 
 
 def find(tensor: WrongTensor, check: str) -> Finding:
@@ -181,7 +181,7 @@ def find(tensor: WrongTensor, check: str) -> Finding:
 
 
 def list_lost() -> tuple[WrongTensor, WrongTensor, WrongTensor]:
-    """Return a moment that was reset, the update made of it, and a counter that was reset with it."""
+    """Return a moment that was reset, its update, and a counter that was reset with it."""
     expected, began = step_from(BEFORE, "exp_avg"), 0 * BEFORE
     moment = make_tensor(expected, step_from(began, "exp_avg"), name="up.exp_avg", kind="optimizer_state")
     update = make_tensor(draw(*SHAPE, seed=8), draw(*SHAPE, seed=9), name="up", kind="update")

@@ -1,4 +1,4 @@
-"""Which of two causes leads, where one makes what the other one says."""
+"""Order of two causes when one implies the other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scaled(*equals: Product) -> Scaled:
     [
         (PARTIAL, scaled(), NAMES[0], True),
         (PARTIAL, scaled(EP), NAMES[0], False),
-        (PARTIAL, scaled(), NAMES[2], False),  # what stands behind the module gets nothing of it
+        (PARTIAL, scaled(), NAMES[2], False),  # the tensors after the module get nothing of it
     ],
 )
 def test_what_a_module_passes_back_leads_where_factors_come_of_it(

@@ -1,4 +1,4 @@
-"""Gradients that a rank has summed in the group of other slices, and what must not pass for that."""
+"""Gradients that a rank has summed in the group of other slices, and similar errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HOLDERS = {0: (0, 1), 1: (0, 2), 2: (0, 3), 3: (2, 3)}
 
 
 def draw_parts() -> dict[tuple[int, int], Tensor]:
-    """Return the part of the gradient of each slice that each of its ranks has computed."""
+    """Return each holder's computed part of the gradient of each slice."""
     pairs = [(rank, index) for index, ranks in HOLDERS.items() for rank in ranks]
     return {pair: draw(3, seed=number) for number, pair in enumerate(pairs)}
 
 
 def reduce(order: dict[tuple[int, int], int], *, lost: tuple[int, int] | None = None) -> WrongTensor:
-    """Return what the ranks have after their sums; `order` says for which slice's group a rank takes its part."""
+    """Return the ranks' sums; `order` gives the slice whose group a rank uses for its part."""
     parts = draw_parts()
     expected = draw(*SHAPE) * 0
     for (_, index), part in parts.items():

@@ -1,4 +1,4 @@
-"""Findings in, causes and places out: origins, what follows from them, and a diagnosis that fails."""
+"""Findings in, causes and places out: origins, their consequences, and a failed diagnosis."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_layer_on_a_wrong_stage_comes_before_what_is_computed_with_it(how: str
     assert (first.check, first.code) == ("sharding", Cause.LAYOUT)
     assert {other.check for other in others} == {"gradient", "clip"}
     assert all(other.follows == first.tensor for other in others)
-    # An axis that divides nothing leads as before: what differs may have another cause.
+    # An axis that divides nothing leads as before: the difference may have another cause.
     alone = sharding.model_copy(update={"facts": ShardingFacts(axis="pp")})
     assert diagnose([find("gradient"), alone], make_inputs(double()))[0].check == "gradient"
 
@@ -99,7 +99,7 @@ def test_the_earliest_step_and_the_earliest_part_of_it_are_the_origin() -> None:
 
 
 def test_a_kind_whose_check_passed_is_not_examined() -> None:
-    # Replicas differ in a gradient by less than the bound of its own check: that is no wrong gradient.
+    # Replicas differ in a gradient by less than the bound of its own check: the gradient is not wrong.
     finding = find("replicas", kind="gradient", place=Place(axes=("dp_replicate",)))
     (told,) = diagnose([finding], make_inputs(double()))
     assert told.code == Cause.REPLICAS
@@ -201,7 +201,7 @@ def test_a_module_that_is_cut_comes_before_its_own_parameters_that_get_no_gradie
     [
         (["layers.1.attention.q_proj.weight", "layers.1.attention_norm.weight"], ["module", "scale"]),
         (["layers.1.attention.o_proj.weight"], ["module", "scale"]),
-        # What is behind the module forward got its gradient before it.
+        # A later module in forward order got its gradient earlier.
         (["layers.1.attention.q_proj.weight", "layers.2.mlp.weight"], ["scale", "module"]),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_module_that_is_known_comes_before_a_factor_that_nothing_names(
 ) -> None:
     right = draw(2, 3, 4)
     module = "layers.1.attention.o_proj"
-    # Everything that it passes back is zero, which is known of it.
+    # Everything that it passes back is zero, and this is known.
     _, inputs = make_origin(right, 0 * right, 0 * right, module=module, direction="backward")
     shown = [make_tensor(draw(8), *2 * [factor * draw(8)], name=name) for name in names]
     shown.append(make_tensor(draw(8), *2 * [draw(8, seed=5)], name="layers.0.w"))
@@ -440,6 +440,6 @@ def test_weights_in_each_others_places_lead_what_is_computed_of_them() -> None:
     first, second = diagnose([loss, gathered], DiagnosisInputs())
     assert (first.check, first.follows) == (CheckName.GATHERED_WEIGHTS, "")
     assert second.follows == "embed"
-    # Weights that are wrong in another way may follow from what was wrong before.
+    # Weights with a different error may follow from an earlier one.
     unknown = gathered.model_copy(update={"facts": facts.model_copy(update={"sources": ()}), "code": ""})
     assert diagnose([loss, unknown], DiagnosisInputs())[0].check == CheckName.LOSS

@@ -1,4 +1,4 @@
-"""The dispatcher of an MoE block is read: tokens on their way in and out, and the gradient through experts alone."""
+"""Reads of an MoE block's dispatcher: tokens in and out, and the gradient through experts alone."""
 
 from __future__ import annotations
 

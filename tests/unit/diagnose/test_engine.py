@@ -1,4 +1,4 @@
-"""The engine: which hypotheses are tried on what, in which order, what is chosen, and what the log keeps."""
+"""The engine: the hypotheses it tries, their order, its choice, and the contents of its log."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_quantity_has_a_hypothesis_that_can_be_tested() -> None:
 
 
 class Planted(Hypothesis):
-    """A hypothesis that explains chosen tensors, and notes what it was tested on."""
+    """A hypothesis that explains chosen tensors and records its calls."""
 
     quantities = frozenset({Quantity.GRADIENT})
 
@@ -74,11 +74,11 @@ class Planted(Hypothesis):
         self.tested: list[tuple[str, ...]] = []
 
     def scopes(self, quantity: Quantity) -> tuple[Scope, ...]:
-        """Return what was asked for."""
+        """Return the configured scopes."""
         return self._scopes
 
     def test(self, tensors: Any, inputs: Any) -> Outcome:
-        """Explain where all of them are to be explained."""
+        """Explain the tensors if all of them are to be explained."""
         names = tuple(tensor.name for tensor in tensors)
         self.tested.append(names)
         is_explained = set(names) <= self.explains
@@ -89,7 +89,7 @@ class Planted(Hypothesis):
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that puts hypotheses in place of the real ones."""
+    """Return a function that replaces the real hypotheses."""
 
     def do(*tiers: Sequence[Planted]) -> None:
         monkeypatch.setattr(engine, "TIERS", tuple(map(tuple, tiers)))
@@ -198,8 +198,8 @@ def test_one_factor_of_all_gradients_is_one_cause_and_the_simplest() -> None:
 
 
 def test_shares_with_weights_of_their_own_are_one_cause_although_one_tensor_sees_a_single_share() -> None:
-    # A parameter that only one rank's tokens reach is that rank's weight times right: one factor would explain it
-    # alone, and one explanation of all is better than two.
+    # A parameter that only one rank's tokens reach is wrong by that rank's weight: one factor would explain
+    # it alone, and one explanation of all tensors is better than two.
     components = make_components(names=(*PARAMETERS, "layers.0.experts.3"))
     for term in components.parts.values():
         for number, vector in enumerate(term):
@@ -271,7 +271,7 @@ def test_state_of_which_nothing_is_known_is_not_joined() -> None:
         (2.0, [Product(times=("a",)), Product(times=("b",))]),
         (0.5, [Product(over=("a",)), Product(over=("b",))]),
         (8.0, [Product(times=("c",))]),
-        # Two sources are looked for where one does not do.
+        # Two sources are tried when one does not suffice.
         (
             4.0,
             [

@@ -32,7 +32,7 @@ EP_AND_TP = Axes({}, [Source(name="ep", size=2), Source(name="tp", size=4)])
 
 
 def fit(name: str, tensors: Any, components: Any, axes: Axes = EP_AND_TP) -> Any:
-    """Return what one of the fits says of some gradients together."""
+    """Return the result of one of the fits for some gradients together."""
     return find_hypothesis(name).test(tensors, make_inputs(*tensors, components=components, axes=axes))
 
 
@@ -70,7 +70,7 @@ def test_one_factor_is_found_with_its_axis(weight: float, product: Product) -> N
         ((1.0, 2.0), (1,), "the gradient is 2x too large, on rank 1 alone"),
         ((2.0, 1.0, 1.0, 2.0), (0, 3), "the gradient is 2x too large, on ranks 0, 3 alone"),
         ((2.0, 2.0), (), "the gradient is 2x too large; 2 = tp"),
-        ((3.0, 2.0), (), "the gradient is 3x too large"),  # the worst replica is told, and no other is right
+        ((3.0, 2.0), (), "the gradient is 3x too large"),  # the worst replica is reported; no other is right
     ],
 )
 def test_a_factor_of_some_replicas_is_told_of_their_ranks_and_of_no_axis(
@@ -111,7 +111,7 @@ def test_a_wrong_loss_term_is_found_however_small_it_is(term: str, weight: float
 
 
 def combine_narrow(components: Any, weigh: Any) -> Any:
-    """Return such gradients as float32 has them."""
+    """Return such gradients rounded to float32."""
     tensors = combine(components, weigh)
     rounded = [tensor.whole.to(torch.float32).to(torch.float64) for tensor in tensors]
     return [
@@ -130,7 +130,7 @@ def test_what_float32_leaves_of_a_small_term_is_the_number_that_it_is(
     components = make_components()
     tensors = combine_narrow(components, lambda term, cell: weight if term == "balance" else 1.0)
     explanation, _ = explain_first(tensors, components)
-    # The term itself, and none of the others, whose coefficients are 1 but for rounding too.
+    # The term itself, and none of the others, whose coefficients are 1 except for rounding too.
     assert wrong_parts(explanation) == {Part(term="balance"): weight}
     assert explanation.candidates == (() if product is None else (product,))
 
@@ -227,7 +227,7 @@ def test_a_mean_of_means_is_recognized_by_all_of_its_weights() -> None:
 
 
 def test_equal_shares_are_no_mean_of_means() -> None:
-    # Where all shares have as many tokens, a mean of means is right: what is off is the balance loss of one rank.
+    # If all shares have equally many tokens, a mean of means is right: one rank's balance loss is off.
     components = make_components()
     components = type(components)(components.cells, components.parts, (10, 10, 10, 10), components.names)
     tensors = combine(components, lambda term, cell: 2.0 if (term, cell) == ("balance", 1) else 1.0)

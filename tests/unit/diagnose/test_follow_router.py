@@ -1,4 +1,4 @@
-"""What a router's self-check shows follows from the mistake that is known of the router, and else stands alone."""
+"""Findings of a router's self-check follow from its known mistake, and otherwise stand alone."""
 
 from __future__ import annotations
 

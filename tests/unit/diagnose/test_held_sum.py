@@ -1,4 +1,4 @@
-"""Experts that are on some ranks each: the sum over those that have one was not made."""
+"""Experts that are on some ranks each: the sum over their holders was not made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(rows: Sequence[Sequence[int]], locals_: Sequence[Tensor], **axes: int) -
 
 
 def split(first: Sequence[int], second: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
-    """Return what two ranks have of their experts, of which those on both have a part on each."""
+    """Return two ranks' parts of their experts; experts on both ranks have a part on each."""
     shared = torch.tensor(
         [float(row in first and row in second) for row in range(6)], dtype=WHOLE.dtype
     ).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Hypotheses about gradients that are no fits: what each explains, and what it must refuse."""
+"""Hypotheses about gradients, except fits: cases that each explains, and cases that it must refuse."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_gradient_that_no_rank_has_is_absent() -> None:
 
 
 def test_zeros_of_one_rank_alone_are_not_detached() -> None:
-    # Rank 0 has the whole sum and rank 1 nothing: what is missing is a reduction.
+    # Rank 0 has the whole sum and rank 1 nothing: a reduction is missing.
     expected = draw(4, 3)
     outcome = examine("detached", make_tensor(expected, expected, 0 * expected))
     assert outcome.explanation is None
@@ -374,11 +374,11 @@ def test_right_losses_explain_no_gradient() -> None:
             0.02,
             torch.bfloat16,
             False,
-        ),  # the gradient is right: a number that is reported
+        ),  # the gradient is right: only the reported number is wrong
         ((0.719, 0.9), 0.719, 0.02, torch.bfloat16, False),  # a term alone
-        ((0.719, 0.719), 0.719, 0.5, torch.bfloat16, False),  # too noisy to say so
+        ((0.719, 0.719), 0.719, 0.5, torch.bfloat16, False),  # too noisy to decide
         ((1.02, 1.02), 1.02, 0.05, torch.bfloat16, False),
-        ((0.719, 0.719), 0.719, 0.0, torch.float64, False),  # one factor says it
+        ((0.719, 0.719), 0.719, 0.0, torch.float64, False),  # a single factor decides it
     ],
 )
 def test_a_loss_and_its_gradients_that_are_off_by_one_factor(
@@ -445,7 +445,7 @@ def test_nearly_all_gradients_that_are_left_must_look_like_rounding() -> None:
     assert hypothesis.test([*rounded, off], make_inputs(*rounded, off)).explanation is None
 
 
-# what a rank has
+# a rank's own part
 
 
 def test_of_replicas_that_differ_the_worst_is_examined() -> None:

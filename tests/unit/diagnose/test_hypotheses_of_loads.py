@@ -1,4 +1,4 @@
-"""Hypotheses about a state that was loaded wrong: what each explains, and what it must refuse."""
+"""Hypotheses about state that was loaded wrongly: cases that each explains, and cases that it must refuse."""
 
 from __future__ import annotations
 

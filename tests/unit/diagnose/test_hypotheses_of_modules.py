@@ -1,4 +1,4 @@
-"""Hypotheses about what a module puts out or passes back: what each explains, and what it must refuse."""
+"""Hypotheses about outputs and gradients of modules: cases that each explains, and that it must refuse."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_router_whose_choice_is_wrong_too_is_routing() -> None:
     assert explanation.cause is Cause.FORWARD
 
 
-# where it began
+# the first divergence
 
 
 def read(
@@ -140,7 +140,7 @@ def test_a_wrong_input_was_made_by_the_module_around() -> None:
 
 
 def test_readings_of_one_place_in_the_order_are_told_apart_by_which_they_are() -> None:
-    # The outputs of a module that returns a tuple: both differ, and the second is looked up among all readings.
+    # Both outputs of a module that returns a tuple differ; the second is searched in all readings.
     golden = [
         Reading("forward", 0, "attention", "output", 0, draw(1, 3, 4, seed=at), str(at)) for at in range(2)
     ]
@@ -180,7 +180,7 @@ def test_what_does_not_run_along_the_rows_is_no_reading_of_a_micro_batch_of_one_
 def test_what_is_located_lies_inside_of_the_tensor(
     shape: tuple[int, ...], local_shape: tuple[int, ...], positions: range
 ) -> None:
-    # The last of four rows; a place outside would end the diagnosis.
+    # The last of four rows; an out-of-range row would end the diagnosis.
     expected, local = torch.zeros(shape), torch.zeros(local_shape)
     region = locate_tokens(expected, local, range(3, 4), positions, (1, 2))
     if region is not None:
@@ -209,7 +209,7 @@ def search_one_rank(golden: list[Reading], actual: list[Reading], known: Known |
 
 
 def test_an_argument_that_has_one_row_for_all_is_compared_too() -> None:
-    # Else the block would be blamed, by "inputs match", for the tables that it was given.
+    # Otherwise "inputs match" would blame the block for the tables that it received.
     tables, hidden = draw(1, 3, 4), draw(2, 3, 4, seed=1)
     golden = [read("rotary", 0, tables), read("block", 1, hidden)]
     search = search_one_rank(golden, [read("rotary", 0, 2 * tables), read("block", 1, hidden + 1)])
@@ -217,7 +217,7 @@ def test_an_argument_that_has_one_row_for_all_is_compared_too() -> None:
 
 
 def test_what_a_module_around_makes_good_began_nothing() -> None:
-    # Weights of experts that ranks divide among them, whose outputs are summed: forward all is as it should be.
+    # Weights of experts that ranks shard, whose outputs are summed: the forward pass is right.
     golden = [
         read("mlp.gate", 0, draw(2, 3, 4)),
         read("mlp", 1, draw(2, 3, 4, seed=1)),
@@ -227,7 +227,7 @@ def test_what_a_module_around_makes_good_began_nothing() -> None:
     wrong = replace(golden[2], local=golden[2].local + 1)
     assert search_one_rank(golden, [divided, *golden[1:]]).origins == {}
     assert search_one_rank(golden, [divided, golden[1], wrong]).origins["forward"].module == "head"
-    # A loss that differs began somewhere: here is all that is known.
+    # A loss that differs has an origin: here nothing else is known.
     known = Known(loss_differs=True)
     assert search_one_rank(golden, [divided, *golden[1:]], known).origins["forward"].module == "mlp.gate"
 
@@ -268,7 +268,7 @@ def test_backward_the_module_that_made_a_gradient_is_named_where_ranks_have_the_
     ]
     wrong = [golden[0], *(replace(each, local=2 * value) for each in golden[1:])]
     assert search_one_rank(golden, wrong).origins["backward"].culprit == "attention.q_norm"
-    # With a collective between the two it may be that which is wrong.
+    # With a collective between the two, the collective may be wrong.
     wrong[2] = replace(golden[2], local=3 * value)
     assert search_one_rank(golden, wrong).origins["backward"].module == "attention.q_proj"
 
@@ -296,7 +296,7 @@ def test_tokens_in_an_order_of_their_own_are_no_error() -> None:
 
 
 class Pair(nn.Module):
-    """Returns flat tokens and a pair, and takes one of its arguments by name."""
+    """A module that returns flat tokens and a pair, and takes one of its arguments by name."""
 
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         return x.flatten(0, 1), [x * scale, x.sum()]

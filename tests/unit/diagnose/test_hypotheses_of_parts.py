@@ -1,6 +1,6 @@
 """Hypotheses about parts: slices, groups of parameters, added values, counters, other layers, wrong tokens.
 
-Each is tested on a bug of its class that it was not written for, and on a bug of another class that it must refuse.
+Each is tested on a new bug of its class, and on a bug of another class that it must refuse.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def test_a_loss_that_is_off_by_the_logarithm_of_an_axis_names_it(offset: float, 
     expected = torch.tensor(5.0, dtype=torch.float64)
     loss = make_tensor(expected, expected + offset, name="lm", kind="loss")
     gradient = make_tensor(draw(4), draw(4, seed=1))
-    # That it is off by such a number says how it was computed, whether or not modules were compared.
+    # The number shows how it was computed, whether or not modules were compared.
     search = None if axes else Search({}, {}, {}, 0.0)
     outcome = examine("loss_value", gradient, make_inputs(gradient, loss, axes=TP, search=search))
     assert outcome.explanation is not None
@@ -258,7 +258,7 @@ def test_tokens_that_are_wrong_are_padding_or_not(wrong: tuple[int, int], paddin
         assert (found.operation, found.cause) == (Altered(tokens=Tokens(padding=True)), Cause.PADDING)
 
 
-# rounding needs the picture of rounding
+# rounding needs rounding's error pattern
 
 
 def test_few_wrong_elements_are_no_rounding_whatever_their_norm() -> None:

@@ -159,7 +159,7 @@ def test_tokens_counted_twice_are_a_metric() -> None:
     explanation = examine("one_factor", tensor).explanation
     assert explanation.cause is Cause.METRIC
     assert explanation.operation.contributions[0].factor.value == pytest.approx(2.0)
-    assert explanation.candidates == ()  # two ranks or a second pass: the number alone does not tell
+    assert explanation.candidates == ()  # two ranks or a second pass: the number alone does not decide
 
 
 def test_counts_of_each_ranks_own_tokens_are_not_reduced() -> None:
@@ -302,7 +302,7 @@ def test_a_clip_by_the_norm_of_the_step_before_is_stale(actual: float, is_old: b
     inputs = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: numbers[2]})
     explanation = examine("gradient_norm", tensor, inputs).explanation
     assert (explanation.cause is Cause.STALE) is is_old
-    # Where the right number is that of the step before as well, nothing shows that it is old.
+    # If the step before had the same right number, nothing shows that it is old.
     same = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: numbers[0]})
     assert examine("gradient_norm", tensor, same).explanation.cause is Cause.NORM
 

@@ -1,4 +1,4 @@
-"""Values in the order of another layout: each mistake is made with torch's own reshapes, and must be named."""
+"""Values in another layout's order: each mistake is made with torch's own reshapes, and must be named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTEXT = Axes({"cp": [[0, 1]]}, [Source(name="cp", size=2)])
 def make_output(
     compute: Callable[[list[Tensor]], list[Tensor]], parts: tuple[tuple[int, ...], ...] = HALVES
 ) -> tuple[WrongTensor, DiagnosisInputs]:
-    """Return what two ranks of cp have of a module's output; `compute` gets what they should have."""
+    """Return two cp ranks' parts of a module's output; `compute` gets the right parts."""
     right = [EXPECTED[:, list(part)] for part in parts]
     regions = [Region.box(EXPECTED.shape, (range(BATCH), part, range(WIDTH))) for part in parts]
     shards = tuple(
@@ -177,8 +177,8 @@ def test_heads_are_called_by_their_name() -> None:
         each(lambda x: 2.0 * x),
         each(torch.zeros_like),
         each(lambda x: x.flip(1) + 1e-6),
-        each(lambda x: torch.cat([x.flip(1)[:, :-1], x[:, -1:] * 1.001], 1)),  # but for one token
-        each(lambda x: x[:, torch.tensor([3, 1, 5, 0, 2, 4])]),  # an order that is none of the grammar's
+        each(lambda x: torch.cat([x.flip(1)[:, :-1], x[:, -1:] * 1.001], 1)),  # except for one token
+        each(lambda x: x[:, torch.tensor([3, 1, 5, 0, 2, 4])]),  # an order outside the grammar
     ],
 )
 def test_what_no_layout_explains(compute: Callable[[list[Tensor]], list[Tensor]]) -> None:
@@ -215,7 +215,7 @@ def test_weights_in_another_layout(change: Callable[[Tensor], Tensor], named: tu
 def test_rounded_values_are_known_where_their_errors_are_far_larger_than_rounding(
     largest: float, is_known: bool
 ) -> None:
-    # Two rows that change places, with a number so large that what is moved is not much more than rounding.
+    # Two rows that swap places, with a number so large that the change is not much more than rounding.
     expected = draw(12, 6).clamp(-1.0, 1.0)
     expected[0, 0] = expected[11, 0] = largest
     actual = expected.flip(0).to(torch.float32).to(torch.float64)
@@ -225,7 +225,7 @@ def test_rounded_values_are_known_where_their_errors_are_far_larger_than_roundin
 
 
 def make_micro_batches(*locals_: Tensor) -> tuple[WrongTensor, DiagnosisInputs]:
-    """Return what one rank has of micro-batches of two rows each."""
+    """Return one rank's micro-batches of two rows each."""
     regions = [
         Region.box(EXPECTED.shape, (range(2 * n, 2 * n + 2), range(LENGTH), range(WIDTH))) for n in range(2)
     ]
@@ -245,7 +245,7 @@ def test_one_micro_batch_alone_may_have_another_order() -> None:
 
 
 def test_every_order_is_one_of_all_places() -> None:
-    """An order of dims moves every value; turns along a dim do, but for those that copy one part."""
+    """An order of dims moves every value; turns along a dim do too, except those that copy one part."""
     grid = Grid((Dim(name="batch", size=2), Dim(name="sequence", size=6), Dim(name="features", size=3)))
     grid = grid.take_apart(1, Dim(name="chunks", size=2, of="sequence"), "sequence")
     places = torch.arange(36)

@@ -1,4 +1,4 @@
-"""Rows in an order of a module's own: two ranks have those of one device, each in its own order."""
+"""Rows in a module's own order: two ranks have the rows of one device, each in its own order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from moeverify.train.module_taps import Reading, Tap
 
 NUM_TOKENS, WIDTH = 6, 4
 ROWS = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]  # tokens whose copies the experts take, ten of them
-OF_RANKS = [[9, 1, 2, 6, 4], [3, 0, 5, 8, 7]]  # which of these each rank has, in its order
+OF_RANKS = [[9, 1, 2, 6, 4], [3, 0, 5, 8, 7]]  # the rows of each rank, in its order
 Alter = Callable[[int, Tensor], Tensor]
 
 
 def read_experts(
     rows: Tensor, results: Tensor, gradients: Tensor | None = None, order: int = 0
 ) -> list[Reading]:
-    """Return what is read of a module `moe.experts` that turns some rows into others."""
+    """Return the reading of a module `moe.experts` that turns some rows into others."""
     made = [
         Reading("forward", order, "moe.experts", "input", 0, rows, is_loose=True),
         Reading("forward", order + 1, "moe.experts", "output", 0, results, is_loose=True),
@@ -47,7 +47,7 @@ def search(
     passes_back: Alter = lambda rank, rows: rows,
     adds_up: float = 1.0,
 ) -> Search:
-    """Return what is found where two ranks do something otherwise than one device; each has one row of the batch."""
+    """Return the finding when two ranks deviate from one device; each has one row of the batch."""
     golden, rows, results, gradients = read_golden()
     by_rank = []
     for rank, own in enumerate(OF_RANKS):
@@ -94,7 +94,7 @@ def test_a_module_that_makes_something_else_of_right_rows_is_the_culprit() -> No
 
     origin = search(returns=turn, adds_up=0.5).origins["forward"]
     assert (origin.culprit, origin.end, origin.inputs_seen) == ("moe.experts", "output", True)
-    assert (origin.num_wrong, origin.ranks) == (4, (0,))  # the one in the middle stays where it is
+    assert (origin.num_wrong, origin.ranks) == (4, (0,))  # the middle one stays in place
 
 
 def test_right_rows_that_are_put_together_otherwise_are_said_to_be_right() -> None:
@@ -144,7 +144,7 @@ def test_another_number_of_rows_is_not_compared(num_missing: int) -> None:
 
 
 def test_rows_that_every_rank_has_are_compared_forward_alone() -> None:
-    """As the embedding of positions, (positions, width): its gradient is a sum over the ranks."""
+    """As for the embedding of positions, (positions, width): its gradient is a sum over the ranks."""
     golden, rows, results, gradients = read_golden()
     by_rank = [
         RankReadings(read_experts(rows, results, 0.5 * gradients), [(range(rank, rank + 1), range(3))])
@@ -166,7 +166,7 @@ def test_gradients_of_rows_that_a_rank_throws_away_are_not_compared(garbage: str
         passed[others] = 0.0
         if garbage == "another row":
             takes[others], returns[others] = draw(5, WIDTH, seed=7), draw(5, WIDTH, seed=8)
-        else:  # what these put out is the same, so that nothing tells which of the two it is
+        else:  # their outputs are equal, so that nothing distinguishes the two
             takes[others], returns[others] = rows[own], results[own]
         tokens = golden[-1].local[rank : rank + 1]
         readings = [*read_experts(takes, returns, passed), replace(golden[-1], local=tokens)]
@@ -176,7 +176,7 @@ def test_gradients_of_rows_that_a_rank_throws_away_are_not_compared(garbage: str
 
 
 class TopOne(nn.Module):
-    """Turns tokens into rows, sorted by a number, and puts them back."""
+    """A module that turns tokens into rows, sorts them by a number, and restores their order."""
 
     def __init__(self) -> None:
         super().__init__()

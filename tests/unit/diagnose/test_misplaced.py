@@ -1,4 +1,4 @@
-"""Parameters whose placement gives them another shape than they have on one device."""
+"""Parameters whose placement gives them another shape than on one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_axis_is_the_one_of_so_many_ranks() -> None:
     assert first.explanation.operation.dim == 0
     assert first.explanation.candidates == (Product(times=("tp",)),)
     assert first.explanation.cause is Cause.LAYOUT
-    # Seven is no multiple of five: that the shapes differ is all that is known.
+    # Seven is no multiple of five: only the difference of the shapes is known.
     assert second.explanation.operation.dim is None
     assert second.explanation.candidates == ()
 

@@ -1,4 +1,4 @@
-"""Sentences are made in report/words alone: what finds causes, and what carries them, has none."""
+"""Sentences are written in report/words only: the code that finds and carries causes has none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[3] / "moeverify"
 FILES = sorted(
     [
         *(PACKAGE / "diagnose").rglob("*.py"),
-        *(path for path in (PACKAGE / "results").rglob("*.py") if path.stem != "checks"),  # it describes them
+        *(path for path in (PACKAGE / "results").rglob("*.py") if path.stem != "checks"),  # describes them
         PACKAGE / "worker" / "investigate.py",
         PACKAGE / "controller" / "follow_up.py",
         PACKAGE / "controller" / "separation.py",
@@ -21,19 +21,19 @@ FILES = sorted(
     ]
 )
 FEWEST_WORDS = 3
-# Methods that take a text apart or change it; of paths and of fully qualified names, which are no texts, they may.
+# Methods that split or change a text. They are allowed on paths and fully qualified names.
 PARSING = {"replace", "partition", "rpartition", "split", "rsplit", "removeprefix", "removesuffix"}
 OF_NAMES = {
-    "diagnose/recomputed.py",  # the moment that a state's name ends with
+    "diagnose/recomputed.py",  # the moment at the end of a state's name
     "diagnose/step_forms.py",  # likewise
-    "diagnose/router_findings.py",  # the block that a router's name begins with, and the ways of a rule
+    "diagnose/router_findings.py",  # the block at the start of a router's name, and the ways of a rule
     "diagnose/families.py",  # parts of a fully qualified name
     "diagnose/parameter_parts.py",  # likewise
     "diagnose/draws.py",  # the name of a bias's weight
     "diagnose/first_divergence.py",
-    "diagnose/right_modules.py",  # the block that a dispatcher's name begins with
+    "diagnose/right_modules.py",  # the block at the start of a dispatcher's name
     "diagnose/place.py",
-    "diagnose/loading.py",  # the kind that a saved tensor's name begins with
+    "diagnose/loading.py",  # the kind at the start of a saved tensor's name
     "diagnose/failure.py",  # the path of a file
     "diagnose/diagnosis.py",  # the name of a dtype
     "diagnose/fit.py",  # of tensors
@@ -43,7 +43,7 @@ OF_NAMES = {
 
 
 def list_sentences(path: Path) -> Iterator[str]:
-    """Yield texts of some words, without docstrings, errors that are raised, members of enums and literals."""
+    """Yield texts of some words, without docstrings, raised errors, members of enums and literals."""
     tree = ast.parse(path.read_text())
     spared: set[ast.AST] = set()
     for node in ast.walk(tree):

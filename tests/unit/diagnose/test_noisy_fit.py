@@ -16,7 +16,7 @@ def narrow(values: Tensor) -> Tensor:
 
 
 def sum_narrow(expected: Tensor, num_terms: int, seed: int) -> Tensor:
-    """Return a sum that is the expected one, of terms that were each rounded to bfloat16."""
+    """Return the expected sum, computed from terms that were each rounded to bfloat16."""
     parts = [draw(*expected.shape, seed=seed + number) for number in range(num_terms - 1)]
     last = expected - torch.stack(parts).sum(dim=0)
     return torch.stack([narrow(part) for part in (*parts, last)]).sum(dim=0)

@@ -1,4 +1,4 @@
-"""Norms that are not summed over an axis: of all parameters or of some, each rank's own or combined otherwise."""
+"""Norms that lack a sum over an axis: over all parameters or some, per rank or combined wrongly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def find(*squares: float, eps: float = EPS) -> NormOfSlices | None:
 
 
 def hold(ranks: Sequence[int], word: str = "") -> float:
-    """Return the squares of what these ranks have together, of parameters with a word in the name, and all others."""
+    """Return these ranks' joint squares, of parameters with a word in the name and of all others."""
     total = 0.0
     for name, regions in REGIONS.items():
         held = {part for rank in ranks for part in PARTS[name][rank].split(";")}
@@ -109,7 +109,7 @@ def test_the_norms_of_experts_are_combined_before_the_others_are_added(
     assert (found.combination, found.axes) == (combination, (Product(times=("dp",)),))
     assert found.group is not None
     assert all("experts" in name for name in found.group.tensors)
-    if combination != "root-mean-square":  # there it is the same as that of all squares
+    if combination != "root-mean-square":  # there it equals the norm of all squares
         assert found.is_apart
         subject = Subject(quantity=Quantity.GRADIENT_NORM)
         said = describe_norm_of_slices(found, Explanation(cause=Cause.NORM, subject=subject, operation=found))

@@ -1,4 +1,4 @@
-"""Which part of the parameters is affected: simple traits that all of them have, and no others, or nothing."""
+"""The affected part of the parameters: simple traits that all of them share and no others do, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of the parameters is affected: named where it is simple and exact, and not by chance."""
+"""The affected part of the parameters: named if it is simple and exact, and not by chance."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_unaffected_tensor_more_is_no_part() -> None:
 
 
 def test_parts_of_chance_are_not_named() -> None:
-    """Any set has some description if that may be long enough."""
+    """A description of sufficient length exists for any set."""
     generator, named = random.Random(0), 0
     for _ in range(300):
         chosen = set(generator.sample(NAMES, generator.randint(1, len(NAMES) - 1)))

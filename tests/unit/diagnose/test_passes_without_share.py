@@ -1,4 +1,4 @@
-"""Passes of a module beyond those of the micro-batches, such as one for validation, have no place in the batch."""
+"""Passes of a module outside the micro-batches, such as validation, have no place in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How findings of recomputed values stand to each other, and to those of the comparison with the golden."""
+"""Relations of findings on recomputed values to each other and to those of the comparison with the golden."""
 
 from __future__ import annotations
 

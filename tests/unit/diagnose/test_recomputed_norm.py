@@ -1,4 +1,4 @@
-"""Which squares a norm of float32 counts otherwise than once, told from the gradients of the run itself."""
+"""Squares that a float32 norm does not count exactly once, identified from the run's own gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPS = 2.0**-23
 
 
 def explain(*squares: float) -> Explanation | None:
-    """Return what is said of two ranks with these squared norms, where norms are replicated over tp."""
+    """Return the explanation for two ranks with these squared norms, where norms are replicated over tp."""
     norms = tuple(math.sqrt(square) * (1.0 + EPS) for square in squares)
     parts = {name: {0: "all", 1: "all"} if "norm" in name else {0: "0:1", 1: "1:2"} for name in SQUARES}
     right = math.sqrt(sum(SQUARES.values()))

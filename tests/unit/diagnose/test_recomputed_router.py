@@ -1,4 +1,4 @@
-"""How a wrong gradient inside a router stands to what the golden and the reported losses say of the same step."""
+"""Relation of a wrong gradient inside a router to the golden and the reported losses of the same step."""
 
 from __future__ import annotations
 

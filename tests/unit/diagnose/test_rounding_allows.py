@@ -1,4 +1,4 @@
-"""What rounding allows: no factor beyond its standard error, no few tokens, no module that is off by many units."""
+"""Limits of rounding: no factor beyond its standard error, no few tokens, no module off by many units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.diagnose.wrong_tensor import WrongTensor
 
 
 def make_products(number: int, how: Callable[[Tensor], Tensor], *, factor: float = 1.0) -> list[WrongTensor]:
-    """Return gradients of linear layers, the factors of whose products were changed."""
+    """Return gradients of linear layers, computed from products with changed factors."""
     tensors = []
     for at in range(number):
         came, went = draw(96, 16, seed=2 * at), draw(96, 8, seed=2 * at + 1)
@@ -52,7 +52,7 @@ def test_a_factor_that_small_tensors_share_is_no_rounding() -> None:
         return [make_tensor(right, factor * right * (1 + 0.012 * noise)) for right, noise in pairs]
 
     assert is_rounding(make(1.0))
-    assert sum(is_rounding([each]) for each in make(1.004)) > 45  # one alone shows it seldom
+    assert sum(is_rounding([each]) for each in make(1.004)) > 45  # a single one shows it seldom
     assert not is_rounding(make(1.004))
 
 
@@ -66,7 +66,7 @@ def test_a_few_tokens_that_are_off_among_sums_in_another_order_are_no_rounding()
 
 @pytest.mark.parametrize(("size", "is_so"), [(0.003, True), (0.06, False)])
 def test_a_module_that_is_off_by_many_units_did_not_round(size: float, is_so: bool) -> None:
-    """Although what follows from it is off by less."""
+    """Although its consequences are off by less."""
     gradients = make_products(12, to_bfloat16)
     right = draw(2, 32, 16)
     _, inputs = make_origin(right, right * (1 + size * draw(2, 32, 16, seed=1)), direction="backward")

@@ -1,4 +1,4 @@
-"""What is made of a router's choice follows from it, where the rule is known by which that was made otherwise."""
+"""Values derived from a router's choice follow from it if the rule of the wrong choice is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that never come back into a module: something is cut from the graph inside of it."""
+"""Gradients that never return to a module: the graph is cut inside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kernel = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
 
 
 class Model(nn.Module):
-    """A model whose inner module may compute from what has no graph."""
+    """A model whose inner module may compute from a tensor without a graph."""
 
     def __init__(self, *, is_cut: bool) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def no_way_to_the_input(kernel: Kernel) -> Kernel:
 
 
 class NoBackward(torch.autograd.Function):
-    """A kernel that somebody has not derived."""
+    """A kernel without a derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def zeros_back(kernel: Kernel) -> Kernel:
 
 
 class CutDispatcher(LocalDispatcher):
-    """One that detaches what goes to the experts, or what comes back from them."""
+    """A dispatcher that detaches the rows to the experts, or their results."""
 
     def __init__(self, num_experts: int, *, before: bool) -> None:
         super().__init__(num_experts)
@@ -139,7 +139,7 @@ def cut_dispatcher(*, before: bool) -> Callable[[MoE], None]:
 
 
 class Around(nn.Module):
-    """Makes the input of a mixture of experts, which so needs a gradient."""
+    """A model that computes the input of a mixture of experts, so the input needs a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

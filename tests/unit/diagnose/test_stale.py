@@ -1,4 +1,4 @@
-"""Modules that compute with weights of the step before: with all that are theirs, or with one of them."""
+"""Modules that compute with weights of the previous step: all of their weights, or one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPE = make_case("stale", model={"attention_bias": True}).recipe
 
 
 def load(program: Any, golden: None, step: int) -> None:
-    """Stand for a golden: each step has weights of its own."""
+    """Load the weights of a step, as from a golden; they differ between steps."""
     generator = torch.Generator().manual_seed(step)
     with torch.no_grad():
         for weight in program.model.parameters():

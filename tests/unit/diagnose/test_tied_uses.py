@@ -1,4 +1,4 @@
-"""What comes through the uses of a tied weight: lost, counted otherwise, or not added up on one rank."""
+"""Contributions of a tied weight's uses: lost, counted differently, or not summed on one rank."""
 
 from __future__ import annotations
 

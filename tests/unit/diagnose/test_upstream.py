@@ -1,4 +1,4 @@
-"""Causes that say that gradients match are taken back where gradients may be as wrong without being seen."""
+"""Causes with matching gradients are withdrawn if an equal error in gradients could go unseen."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_norm_of_the_ranks_own_gradients_says_that_these_are_wrong(factor: flo
 def test_a_norm_that_is_not_that_of_the_gradients_is_wrong_by_itself() -> None:
     apart = make_finding(Quantity.GRADIENT_NORM, 0.9895, check=CheckName.CLIP)
     assert doubt(make_finding(Quantity.GRADIENT_NORM, 0.9895), apart) == [None, None]
-    # Another step says nothing of this one.
+    # Another step says nothing about this one.
     later = make_finding(Quantity.GRADIENT_NORM, 0.9895, check=CheckName.CLIP, step=1)
     assert doubt(make_finding(Quantity.GRADIENT_NORM, 0.9895), later)[0] is not None
 

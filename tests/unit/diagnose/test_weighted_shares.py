@@ -1,4 +1,4 @@
-"""What the weights of the batch's shares are of the ranks' own numbers of valid tokens."""
+"""Weights of the batch's shares as functions of the ranks' numbers of valid tokens."""
 
 from __future__ import annotations
 

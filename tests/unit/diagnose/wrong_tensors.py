@@ -1,4 +1,4 @@
-"""Wrong tensors with the numbers written by hand, and what a diagnosis would have gathered about them."""
+"""Wrong tensors with handwritten numbers, and the facts that a diagnosis would have gathered about them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_tensor(
     step: int = 0,
     precision: torch.dtype = torch.float64,
 ) -> WrongTensor:
-    """Return a tensor of which every rank has the whole: rank 0 the first of `locals_`, and so on."""
+    """Return a tensor that every rank has in full: rank 0 the first of `locals_`, and so on."""
     region = Region.whole(expected.shape)
     shards = tuple(RankShard(rank, region, local) for rank, local in enumerate(locals_))
     return WrongTensor((step, kind, name), expected, shards, precision)
@@ -53,7 +53,7 @@ def make_sharded(
     before: Any = None,
     precision: torch.dtype = torch.float64,
 ) -> WrongTensor:
-    """Return a tensor of which every rank has as many rows, one rank after another."""
+    """Return a tensor of which every rank has equally many rows, in rank order."""
     size = expected.shape[0] // len(locals_)
     others = [range(length) for length in expected.shape[1:]]
     regions = [
@@ -74,7 +74,7 @@ def make_origin(
     direction: Any = "forward",
     first_micro_batch: int = 0,
 ) -> tuple[WrongTensor, DiagnosisInputs]:
-    """Return what a module put out, (rows, positions, width), and inputs that know it for the first divergence."""
+    """Return a module's output, (rows, positions, width), whose inputs mark it as the first divergence."""
     tensor = make_tensor(expected, *locals_, name=module, kind=MODULE_KINDS[direction])
     end: Any = "output" if direction == "forward" else "input"
     origin = Origin(direction, module, end, 1.0, (0, 1), tensor, first_micro_batch)
@@ -118,7 +118,7 @@ def combine(components: Components, weigh: Callable[[str, int], float]) -> list[
 def make_inputs(
     *tensors: WrongTensor, components: Components | None = None, **fields: Any
 ) -> DiagnosisInputs:
-    """Return what was gathered about some tensors."""
+    """Return the gathered facts about some tensors."""
     source = None if components is None else lambda: components
     content = {"axes": AXES, "components": source, **fields}
     return DiagnosisInputs(tensors={tensor.key: tensor for tensor in tensors}, **content)
@@ -130,7 +130,7 @@ def find_hypothesis(name: str) -> Hypothesis:
 
 
 def examine(name: str, tensor: WrongTensor, inputs: DiagnosisInputs | None = None) -> Outcome:
-    """Return what a hypothesis says of one tensor that it is about."""
+    """Return the result of a hypothesis for a tensor in its scope."""
     hypothesis = find_hypothesis(name)
     inputs = inputs if inputs is not None else make_inputs(tensor)
     assert hypothesis.applies(tensor, inputs)

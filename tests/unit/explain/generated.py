@@ -1,4 +1,4 @@
-"""Random programs, legitimate rewrites of them, and mutations: each line of one is one operation."""
+"""Random programs, equivalent rewrites of them, and mutations: each line of a program is one operation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SOURCE: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One operation: its name in `_SOURCE`, the lines that it takes (negative ones are inputs), and its number."""
+    """One operation: its name in `_SOURCE`, its input lines (negative ones are inputs), and its number."""
 
     name: str
     operands: tuple[int, ...]
@@ -57,13 +57,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Generated:
-    """A program: its last line is its result. `mutated` is the line that a mutation has changed, -1 for none."""
+    """A program whose last line is its result. `mutated` is the line changed by a mutation, or -1."""
 
     lines: tuple[Line, ...]
     mutated: int = -1
 
     def source(self) -> str:
-        """Return the program as a function of inputs a and b, one operation a line."""
+        """Return the program as a function of inputs a and b, one operation per line."""
         text = ["def run(torch, a, b):"]
         for number, line in enumerate(self.lines):
             names = [f"v{each}" if each >= 0 else "ab"[-each - 1] for each in line.operands]
@@ -88,7 +88,7 @@ def generate(rng: random.Random, length: int) -> Generated:
 
 
 def rewrite(program: Generated, rng: random.Random) -> Generated:
-    """Return a program of the same results with other operators in about half of the places where there are any."""
+    """Return an equivalent program with other operators in about half of the possible places."""
     lines = [
         replace(line, name=f"{line.name}'") if f"{line.name}'" in _SOURCE and rng.random() < 0.5 else line
         for line in program.lines
@@ -97,7 +97,7 @@ def rewrite(program: Generated, rng: random.Random) -> Generated:
 
 
 def mutate(program: Generated, rng: random.Random) -> Generated:
-    """Return a program with one line that computes something else."""
+    """Return a program with one line that computes a different result."""
     place = rng.randrange(len(program.lines))
     line = program.lines[place]
     if line.name == "scale":
@@ -115,7 +115,7 @@ def mutate(program: Generated, rng: random.Random) -> Generated:
 
 
 def record(program: Generated, name: str, inputs: Mapping[str, Tensor]) -> tuple[Program, Tensor]:
-    """Return what a program does in one step, with its result shown as the loss, and that result."""
+    """Return the recording of a program's step, with its result shown as the loss, and that result."""
     text = program.source()
     file = f"/generated/{name}.py"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -132,7 +132,7 @@ def record(program: Generated, name: str, inputs: Mapping[str, Tensor]) -> tuple
 
 
 def explain(ranks: Program, one: Program, seconds: float = 60.0) -> list[Culprit]:
-    """Return the operations for which a rank computes something else than one device."""
+    """Return the operations whose result on a rank differs from that of one device."""
     explainer = Explainer([ranks], one, 0, [])
     return [Culprits(explainer, {}).make(cause) for cause in explainer.explain(seconds)]
 

@@ -17,14 +17,14 @@ MARK = (0, Kind.LOSS, "total")
 
 
 def make(*shape: int, seed: int = 0) -> Tensor:
-    """Return numbers that tell a tensor from any other."""
+    """Return numbers that distinguish a tensor from any other."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def record_call(
     function: Callable[..., Tensor], region: Region | None = None, /, **inputs: Tensor
 ) -> Program:
-    """Return what a function does; its result is shown as `MARK`, as a part of a tensor if there is a `region`."""
+    """Record a function call; its result is shown as `MARK`, as a part of a tensor if there is a `region`."""
     recorder = Recorder()
     recorder.name_tensors(inputs.items())
     with recorder.recording():
@@ -54,7 +54,7 @@ def data_of(program: Program, number: int) -> Tensor:
 
 
 def find_input(program: Program, label: str, rank: int = 0) -> At:
-    """Return the value that a function was given."""
+    """Return the value that a function received as input."""
     return rank, next(value.number for value in program.values if value.label == label)
 
 

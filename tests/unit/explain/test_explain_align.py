@@ -1,4 +1,4 @@
-"""Two ranks without collectives: which of their values are values of one device, and where."""
+"""Two ranks without collectives: their values that are values of one device, and the matching places."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def transform(x: Tensor, w: Tensor, factor: float = 0.7, limit: float = 0.5) -> 
 
 
 def record_rank(rank: int, factor: float = 0.7, limit: float = 0.5) -> Program:
-    """Return what a rank does with half of the rows."""
+    """Return the recording of a rank with half of the rows."""
     region = Region.box((6, 5), [ROWS[rank], range(5)])
     x, w = make(6, 4)[list(ROWS[rank])], make(4, 5, seed=1)
     program = record_call(lambda x, w: transform(x, w, factor, limit), region, x=x, w=w)
@@ -95,7 +95,7 @@ def contract(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.fixture
 def parts() -> list[Program]:
-    """Two ranks with half of what is summed over each."""
+    """Return two ranks with half of each sum's terms."""
     x, w = make(6, 4), make(4, 5, seed=1)
     halves = (slice(0, 2), slice(2, 4))
     return [record_call(contract, x=x[:, half], w=w[half]) for half in halves]

@@ -1,4 +1,4 @@
-"""Elements of one device are found again by their values, in whatever part, order, padding or multiple."""
+"""Elements of one device are found by value, in any part, order, padding or multiple."""
 
 from __future__ import annotations
 

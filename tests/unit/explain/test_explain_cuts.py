@@ -1,4 +1,4 @@
-"""A rank should have the same places of a tensor as of others that it has a part of."""
+"""A rank's expected places of a tensor equal those of other tensors that it has a part of."""
 
 from __future__ import annotations
 

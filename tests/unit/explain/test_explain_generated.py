@@ -1,4 +1,4 @@
-"""Random programs: a rewrite that computes the same is never blamed, and a mutation is found at its line."""
+"""Random programs: an equivalent rewrite is never blamed, and a mutation is found at its line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCATED = 0.9
 
 
 def make_programs(seed: int) -> tuple[Generated, Generated, Generated]:
-    """Return a program, one of the same results, and one with a wrong line."""
+    """Return a program, an equivalent one, and one with a wrong line."""
     rng = random.Random(seed)
     program = generate(rng, LENGTH)
     same = rewrite(program, rng)
@@ -27,7 +27,7 @@ def make_programs(seed: int) -> tuple[Generated, Generated, Generated]:
 
 
 def record_both(one: Generated, other: Generated, seed: int) -> tuple[Program, Program, bool]:
-    """Return what two programs do with the same inputs, and whether their results are the same."""
+    """Return the recordings of two programs with the same inputs, and whether their results are equal."""
     inputs = make_inputs(seed)
     (first, right), (second, result) = record(one, "one", inputs), record(other, "ranks", inputs)
     return first, second, torch.allclose(result, right, rtol=1e-9, atol=0.0)
@@ -50,7 +50,7 @@ def test_most_mutations_are_found_at_their_line() -> None:
         if is_same:
             continue
         lines = [culprit.here.line for culprit in explain(actual, expected)]
-        # The first line of the text is the head of the function, and lines count from 1.
+        # Line 1 of the text is the head of the function, and lines count from 1.
         located[seed] = bool(lines) and lines[0] is not None and lines[0].line - 2 == bad.mutated
     missed = [seed for seed, is_located in located.items() if not is_located]
     assert len(located) >= len(SEEDS) // 2

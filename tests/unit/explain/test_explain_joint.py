@@ -1,4 +1,4 @@
-"""Programs executed again with changes compute what the code would have, and say what they cannot."""
+"""Replay of programs with changes: the code's results, and a report of operations that cannot be replayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Value
 
 
 def compute(a: Tensor, b: Tensor, factor: float = 2.0) -> Tensor:
-    """Return something that was written in place, through a view and as a whole."""
+    """Return a result of in-place writes, through a view and to the whole tensor."""
     scaled = a * factor
     scaled[0].add_(b[0])
     wide = torch.cat([scaled, b])

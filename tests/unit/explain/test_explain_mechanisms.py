@@ -1,4 +1,4 @@
-"""How small programs are explained: what a module returns, state that was restored, and moved operands."""
+"""Explanations of small programs: module outputs, restored state and moved operands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moeverify.results.culprit import Culprit
 
 
 class Scores(nn.Module):
-    """Scores of rows, divided by their sum or not."""
+    """Scores of rows, optionally divided by their sum."""
 
     def __init__(self, *, divides: bool) -> None:
         super().__init__()

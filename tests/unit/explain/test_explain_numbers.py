@@ -1,4 +1,4 @@
-"""Numbers that code reads from tensors in Python, and gives to operators later."""
+"""Numbers that code reads from tensors in Python and passes to operators later."""
 
 from __future__ import annotations
 

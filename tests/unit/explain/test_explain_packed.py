@@ -1,4 +1,4 @@
-"""Values that are sent to the rank that explains: the same numbers, strides and shared memory on the other side."""
+"""Values sent to the explaining rank arrive with the same numbers, strides and shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of a step: values instead of memory, the parts of fused operators, and where each was called."""
+"""The recording of a step: values instead of memory, the parts of fused operators, and call sites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moeverify.results.checks import Kind
 
 @contextmanager
 def a_group() -> Iterator[None]:
-    """A default process group of one rank."""
+    """Yield a default process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -31,7 +31,7 @@ def a_group() -> Iterator[None]:
 
 
 def line_of(function: Callable[..., object], text: str) -> int:
-    """Return the number of the only line of a function that has some text."""
+    """Return the number of the only line of a function that contains a text."""
     lines, first = inspect.getsourcelines(function)
     (found,) = (first + number for number, line in enumerate(lines) if text in line)
     return found
@@ -137,7 +137,7 @@ def test_lists_of_tensors_are_taken_apart() -> None:
 
 @pytest.fixture
 def trained() -> Program:
-    """The first step of a model of two modules, the second one called twice."""
+    """Return the first step of a model of two modules, the second one called twice."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which lines of user code a call comes from."""
+"""The lines of user code from which a call comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor of a rank is found in another one: as a block, as rows, as a multiple; else it says how far it is off."""
+"""A rank's tensor is found in another as a block, as rows or as a multiple; else the distance is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators of ranks stand beside those of one device: counterpart, part of it, and error."""
+"""The table of ranks' operators and those of one device: counterpart, part of it, and error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X, W = make(4, 6), make(6, 8, seed=1)
 
 
 def compute(x: Tensor, w: Tensor, factor: float = 2.0) -> Tensor:
-    """Return what a layer would."""
+    """Return the output of a small layer."""
     hidden = x @ w
     scaled = hidden * factor
     return scaled.tanh().sum()

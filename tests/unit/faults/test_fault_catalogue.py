@@ -1,4 +1,4 @@
-"""What every fault of the catalogue keeps to: declared seams, its class, and no torch before it is injected."""
+"""Invariants of the fault catalogue: declared seams, fault classes, and no torch before the injection."""
 
 import gc
 import re
@@ -25,7 +25,7 @@ def name_of(function):
 
 
 def snapshot():
-    """Return what the modules and classes hold that faults change: ours, and those of torch.distributed."""
+    """Return the state of modules and classes that faults change: this project's and torch.distributed's."""
     modules = [
         module
         for name, module in list(sys.modules.items())
@@ -51,7 +51,7 @@ def differences(before):
 
 @pytest.fixture(scope="module")
 def before():
-    """Return what there is without a fault, once all that faults import is there."""
+    """Return the contents without a fault, after all imports of faults."""
     for fault in FAULTS.values():
         with Patch() as patch:
             fault.inject(patch)
@@ -88,7 +88,7 @@ def test_a_seam_is_public_and_stands_under_its_own_name(name):
 
 
 def test_seams_are_known_to_modules_and_classes_alone():
-    # A patch looks for a function in modules and in its class: in a table, or a default, it would not find it.
+    # A patch replaces a function in modules and in its class; it would miss one in a table or a default.
     gc.collect()
     namespaces = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
     seams = list(SEAMS.values())
@@ -97,7 +97,7 @@ def test_seams_are_known_to_modules_and_classes_alone():
         if id(place) in namespaces or place is seams or place is SEAMS or isinstance(place, FrameType):
             continue
         if isinstance(place, dict) and "__spec__" in place:
-            continue  # a module of tests that pytest has imported under a name that another one took
+            continue  # a test module that pytest has imported under a reused name
         for function in [held for held in gc.get_referents(place) if id(held) in known]:
             is_class = isinstance(place, dict) and place.get("__module__") == function.__module__
             assert is_class, f"a patch would miss calls of {name_of(function)} by {str(place)[:100]}"

@@ -1,4 +1,4 @@
-"""What a finding must say to be at the right place with the right cause: by data, whatever the words are."""
+"""Criteria for a finding at the right place with the right cause: based on data, for any wording."""
 
 from __future__ import annotations
 

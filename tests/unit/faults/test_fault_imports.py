@@ -1,4 +1,4 @@
-"""A list of faults is there at once: it imports nothing of what a run leaves behind."""
+"""A list of faults is available at once: it imports no modules for the results of runs."""
 
 from __future__ import annotations
 

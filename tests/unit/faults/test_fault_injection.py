@@ -1,4 +1,4 @@
-"""What `--fault` calls: a function with a patch, or an older one that assigns; both leave nothing behind."""
+"""Targets of `--fault`: a function with a patch, or an older one that assigns; both leave nothing behind."""
 
 import sys
 import types
@@ -18,7 +18,7 @@ MISSING = object()
 
 @pytest.fixture
 def own(monkeypatch):
-    """Return a module as a user may have beside a case."""
+    """Return a module like a user's module beside a case."""
     module = types.ModuleType("own_code")
     module.step = lambda: "right"
     monkeypatch.setitem(sys.modules, "own_code", module)

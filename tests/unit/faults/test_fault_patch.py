@@ -1,4 +1,4 @@
-"""Patches: which calls a wrapper gets, how wrappers compose, and that every original is back when a block ends."""
+"""Patches: the calls that a wrapper receives, composed wrappers, and restored originals after a block."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Mutants: made from the syntax tree alone, run in memory, undone; and judged by rules about their place."""
+"""Mutants: made from the syntax tree alone, run in memory, undone, and judged by rules about their place."""
 
 import ast
 from collections import Counter
@@ -47,7 +47,7 @@ def test_every_operator_makes_mutants_with_names_of_their_own():
 
 
 def test_nothing_that_runs_at_import_is_mutated():
-    # A decorator, a default or an annotation was evaluated when the module was imported: to change it does nothing.
+    # Decorators, defaults and annotations are evaluated on import: changing them afterwards has no effect.
     tree = ast.parse(
         "@wrap(1 + 2)\ndef f(x: a + b = 3 + 4) -> c + d:\n    'doc' + 'string'\n    return x + 5\n"
     )
@@ -143,7 +143,7 @@ def test_what_is_executed_is_seen_in_the_files_that_were_asked_for_alone(tmp_pat
     source = (ROOT / "faults/setting.py").read_text().split("\n")
     one_line = [span for span in found["faults/setting.py"] if span[0] == span[2]]
     seen = {source[line - 1][start:end] for line, start, _, end in one_line}
-    # Of a conditional expression one branch alone, and of the functions those that were called.
+    # One branch only of a conditional expression, and of the functions those that were called.
     assert {'optimizer == "sgd"', "_SGD"} <= seen
     assert "_ADAMW" not in seen
     assert not any("make_saved_case" in each for each in seen)
@@ -162,7 +162,7 @@ def test_what_is_executed_once_more_is_seen_once_more():
 
 
 SUM_OVER_SHARDS = "train.clipping:gradient_norm:double-collective:0"
-"""A branch of a conditional expression that FSDP1 alone takes; the condition beside it runs under every layout."""
+"""A branch of a conditional expression that only FSDP1 takes; its condition runs under every layout."""
 
 
 def test_a_mutant_of_a_branch_runs_where_the_branch_is_taken():
@@ -198,7 +198,7 @@ def test_a_mutant_runs_under_the_smallest_layouts_each_with_another_axis():
         covered("fsdp2", 2, 1.0, None),
         covered("cp-allgather", 2, 5.0),
     ]
-    # The code serves every axis: one of the data comes first, and then what has most others.
+    # The code serves every axis: a data axis comes first, and then the layout with most other axes.
     assert controller.choose_layouts(mutant, rows) == ["cp-allgather", "fsdp2-tp"]
     latent = pick("_parallelize_latent", "other-placement")
     of_tp = [covered(each.name, each.ranks, each.seconds, latent) for each in rows]
@@ -229,7 +229,7 @@ def test_a_mutant_runs_where_its_function_takes_another_branch():
             ("hsdp", 4, inside),
         )
     ]
-    # What has the branch comes before what has more axes, and what is not in float64 last.
+    # Cases that take the branch come before cases with more axes, and cases not in float64 last.
     assert controller.choose_layouts(mutant, covered) == ["fsdp2", "hsdp", "fsdp2-cp-ep", "mixed fsdp2-ep"]
 
 
@@ -459,7 +459,7 @@ def test_what_passes_in_a_layout_is_asked_in_float64(monkeypatch):
 
 
 def test_a_pipeline_with_a_tied_weight_is_a_layout_of_its_own():
-    # Nothing that has no weight on its first and last stage shows whether these sum its gradient.
+    # A case without weights on both its first and last stage does not show whether these sum the gradient.
     mutant = find_mutant("parallel.meshes:_group_ends:skip-statement:1")
     names = ["pp", "tied pp", "tied pp-zbv", "tied tp-sp-lp"]
     assert ("tied ends", True) in controller._list_traits("tied pp")

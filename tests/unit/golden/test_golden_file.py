@@ -1,4 +1,4 @@
-"""The golden in git: written whole or not at all, read or refused with a remedy."""
+"""The golden in git: written completely or not at all, read or refused with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fingerprint is equal for what is equal up to rounding, and for nothing else that a bug makes."""
+"""Fingerprints are equal for values that are equal up to rounding, and differ for all other changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A safetensors file as views: as the library reads it, for every dtype and every box."""
+"""A safetensors file as views: equal to the library's reads, for every dtype and every box."""
 
 from __future__ import annotations
 

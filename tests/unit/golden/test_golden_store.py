@@ -1,4 +1,4 @@
-"""Full goldens on disk: shards in, regions out, and nothing half-written under the final name."""
+"""Full goldens on disk: shards in, regions out, and no partial golden under the final name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def store(folder: Path, weight: Tensor) -> StoredGolden:
 
 
 def fail(folder: Path, weight: Tensor) -> None:
-    """Fail when one step is on the disk and another one is not."""
+    """Fail when one step is on disk and another is not."""
     with GoldenWriter(folder) as writer:
         writer.observe(0, "gradient", "w", weight, Region.whole(SHAPE))
         writer.observe(1, "gradient", "w", weight, Region.whole(SHAPE))

@@ -1,4 +1,4 @@
-"""A guarded command when the disk refuses its findings: they are shown, and the command comes to its own end."""
+"""A guarded command that cannot write its findings to disk: it shows them, and the command continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 
 
 class OneFinding:
-    """A judge that has one finding when it is first asked."""
+    """A judge that has one finding on its first call."""
 
     def __init__(self) -> None:
         facts = CallFacts(rule=CallRule.KEPT)

@@ -1,4 +1,4 @@
-"""The guard looks for a loss that is no number in every step, and waits for the device when the next one begins."""
+"""The guard looks for NaN losses in every step, and synchronizes with the device at the start of the next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MICRO_BATCHES = 3
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a number is read off a tensor, for which the host waits for the device."""
+    """A counter of reads of tensor values, for which the host waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_no_loss_is_read_between_the_micro_batches_of_a_step_that_is_not_sampled
     while script.guard.settings.samples(script.guard.step) or script.guard.step < 8:
         script.accumulate()
         script.step()
-    script.accumulate()  # begins the step, and reads the losses of the one before
+    script.accumulate()  # begins the step, and reads the losses of the previous one
     assert not script.guard.is_sampled
     with Reads() as reads:
         script.accumulate()
@@ -74,7 +74,7 @@ def test_no_loss_is_read_between_the_micro_batches_of_a_step_that_is_not_sampled
 def test_a_loss_that_is_no_number_is_found_where_no_module_is_to_blame(script: Script, at: int) -> None:
     for number in range(11):
         script.accumulate(float("inf") if number == at else 1.0)
-        if number != at:  # what follows is not to be bad too
+        if number != at:  # later steps must not be bad too
             script.step()
         else:
             script.optimizer.zero_grad()

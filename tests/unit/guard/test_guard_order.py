@@ -1,4 +1,4 @@
-"""The order of calls on one rank: broken twice is a finding, once or on purpose is none."""
+"""The order of calls on one rank: two violations are a finding, a single or intended one is not."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_gradients_that_are_still_there_are_found() -> None:
 
 def test_a_zero_grad_behind_the_last_backward_pass_is_found_where_it_leaves_nothing() -> None:
     assert find(EMPTIES, 4, has_gradients=False) == ["emptied"]
-    assert not find(EMPTIES, 4)  # it was that of a part of the model
+    assert not find(EMPTIES, 4)  # it belonged to a part of the model
     assert not find(EMPTIES, 4, has_gradients=False, num_optimizers=2)
 
 

@@ -1,4 +1,4 @@
-"""The rules of the judge, on records as ranks leave them: what they find, and what they must not call wrong."""
+"""The rules of the judge, on records as ranks leave them: findings, and cases that they must not report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_headers(num_ranks: int = 2, data_ranks: tuple[int, ...] = (0, 1)) -> di
 
 
 def make_records(step: int = 0, **changes: list[object]) -> dict[int, StepRecord]:
-    """Return records of two ranks: a dense tensor that both have, and experts of their own."""
+    """Return records of two ranks: a dense tensor that both have, and experts of each rank."""
     common: dict[str, list[object]] = {
         "began": [(1, 2), (1, 3)],
         "ended": [(4, 5), (4, 6)],
@@ -46,7 +46,7 @@ def make_records(step: int = 0, **changes: list[object]) -> dict[int, StepRecord
 def make_clip(
     coefficient: float, dense: float = 1.0, first: float = 2.0, second: float = 3.0
 ) -> dict[str, list[object]]:
-    """Return gradients of these squares on which a clip of the script's own has worked."""
+    """Return gradients with these squares, clipped by the script's own clip."""
     before = [(dense, first), (dense, second)]
     squares = [tuple(value * coefficient**2 for value in row) for row in before]
     return {"before": list(before), "squares": list(squares)}

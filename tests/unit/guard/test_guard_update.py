@@ -1,4 +1,4 @@
-"""The recomputed update: silent for torch's own optimizers, in every precision, and not for one that is wrong."""
+"""The recomputed update: no finding for torch's own optimizers in any precision, one for a wrong update."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_torchs_own_optimizers_are_silent(make: Any, options: dict[str, Any], dt
 
 def test_a_wrong_weight_decay_and_a_wrong_moment_are_named() -> None:
     class Decays(AdamW):
-        """Decays twice as much as its option says."""
+        """An optimizer that decays twice as much as its option says."""
 
         def step(self, closure: Any = None) -> None:
             with torch.no_grad():
@@ -67,7 +67,7 @@ def test_a_wrong_weight_decay_and_a_wrong_moment_are_named() -> None:
     assert [term.name for term in facts.wrong_terms] == ["weight decay"]
 
     class Forgets(SGD):
-        """Loses its momentum."""
+        """An optimizer that loses its momentum."""
 
         def step(self, closure: Any = None) -> None:
             for state in self.state.values():
@@ -82,7 +82,7 @@ def test_a_wrong_weight_decay_and_a_wrong_moment_are_named() -> None:
 
 def test_an_optimizer_of_another_name_is_left_alone() -> None:
     class Signs(SGD):
-        """Moves by signs."""
+        """An optimizer that moves by signs."""
 
         def step(self, closure: Any = None) -> None:
             with torch.no_grad():

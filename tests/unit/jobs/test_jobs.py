@@ -1,4 +1,4 @@
-"""All that crosses the border of processes comes back as it was, and as what it was."""
+"""Objects that cross process boundaries arrive with equal values and types."""
 
 from __future__ import annotations
 

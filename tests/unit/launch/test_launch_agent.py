@@ -1,4 +1,4 @@
-"""Ranks that are forked pass once all are: before that another thread of their parent may hold a lock they need."""
+"""Forked ranks start together: another thread of the parent may hold a lock that a fork would copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend and which GPU the ranks of a job take, on machines with any number of GPUs."""
+"""Backend and GPU choice for the ranks of a job, on machines with any number of GPUs."""
 
 from __future__ import annotations
 

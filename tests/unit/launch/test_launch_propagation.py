@@ -1,4 +1,4 @@
-"""Shardings found once for equal tensors and equal shapes are those that torch finds anew each time."""
+"""Shardings cached for equal tensors and shapes equal those that torch computes anew."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def memo() -> Iterator[PropagationMemo]:
 
 @pytest.fixture
 def asked(memo: PropagationMemo, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """All calls whose shardings are found, with what was found."""
+    """Return all calls whose shardings are computed, with the results."""
     calls: Asked = []
     find = Propagator.propagate_op_sharding_non_cached
 
@@ -62,7 +62,7 @@ def asked(memo: PropagationMemo, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.fixture
 def worked_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What torch itself is asked for: tensors of lists, and operators whose results it makes without storage."""
+    """Return the calls of torch itself: tensors of lists, and operators with results without storage."""
     found: list[Any] = []
     expand, propagate = find_functions()
 
@@ -82,12 +82,12 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def find_functions() -> tuple[Any, Any]:
-    """Return the two functions of torch that are replaced for a while."""
+    """Return the two functions of torch that are replaced temporarily."""
     return getattr(_sharding_prop, EXPAND), getattr(Propagator, PROPAGATE)
 
 
 def make_parameters(mesh: DeviceMesh, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    """Return tensors of which some are alike in all, and others in all but one of shape, placement and mesh."""
+    """Return tensors that are alike in all properties, or in all but one of shape, placement and mesh."""
     places: list[tuple[tuple[int, ...], DeviceMesh, list[Placement]]] = [
         ((8, 4), mesh, [Shard(0), Shard(1)]),
         ((8, 4), mesh, [Shard(0), Shard(1)]),
@@ -125,7 +125,7 @@ def train(mesh: DeviceMesh, make_optimizer: Callable[[list[nn.Parameter]], torch
 
 
 def describe(found: Any) -> Any:
-    """Return all that a dispatcher reads of a result."""
+    """Return all properties that a dispatcher reads of a result."""
     if found is None:
         return None
     specs = found.output_spec
@@ -170,7 +170,7 @@ def test_answers_are_those_of_torch(
 
 def test_each_tensor_of_a_list_is_worked_out_once(
     mesh: DeviceMesh,
-    worked_out: list[Any],  # first, so that it sees what comes through
+    worked_out: list[Any],  # first, so that it sees all calls
     memo: PropagationMemo,
 ) -> None:
     def train_once() -> list[Any]:
@@ -178,7 +178,7 @@ def test_each_tensor_of_a_list_is_worked_out_once(
         train(mesh, lambda parameters: torch.optim.AdamW(parameters, foreach=True))
         return list(worked_out)
 
-    # Of twelve, of which three are like another one.
+    # Of twelve, three are like another one.
     assert ("aten::_foreach_lerp_.Scalar", 9) in train_once()
     assert train_once() == []
     memo.forget_meshes()
@@ -223,7 +223,7 @@ def test_operators_that_treat_sums_otherwise(mesh: DeviceMesh, memo: Propagation
 )
 def test_tensors_sharded_twice_along_a_dim_in_two_ways_are_left_to_torch(
     mesh: DeviceMesh,
-    worked_out: list[Any],  # first, so that it sees what comes through
+    worked_out: list[Any],  # first, so that it sees all calls
     memo: PropagationMemo,
     asked: Asked,
     ways: tuple[bool, bool],
@@ -243,7 +243,7 @@ def test_tensors_sharded_twice_along_a_dim_in_two_ways_are_left_to_torch(
 
 
 def shard_twice(mesh: DeviceMesh, way: bool) -> DTensor:
-    """Return a tensor whose first dim is sharded along both axes, which is said in one of two ways."""
+    """Return a tensor whose first dim is sharded along both axes, expressed in one of two ways."""
     meta = TensorMeta(torch.Size((8, 4)), (4, 1), torch.float32)
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     spec = DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=way)

@@ -1,4 +1,4 @@
-"""Which rank's report comes first."""
+"""Choice of the rank whose report comes first."""
 
 from __future__ import annotations
 

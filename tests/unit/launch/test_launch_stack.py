@@ -1,4 +1,4 @@
-"""Stacks of both kinds: where the user's code is, and without the agent's frames."""
+"""Stacks of both kinds: the position of the user's code, without the agent's frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which launcher started a process, from its environment."""
+"""Detection of the launcher of a process from its environment."""
 
 from __future__ import annotations
 

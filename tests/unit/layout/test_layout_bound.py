@@ -1,4 +1,4 @@
-"""Names of a model that are bound to other tensors while it is trained, and what only looks like that."""
+"""Names of a model that are bound to other tensors during training, and cases that only look similar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places of plain tensors by their values: what is cut, packed, transposed or fused is found again."""
+"""Places of plain tensors from their values: sharded, packed, transposed and fused tensors are recognized."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WHOLE = draw()
 def find(tensors: dict[str, Tensor], whole: dict[str, Tensor] = WHOLE) -> list[LocalShard]:
     shards, unplaced = place_by_value(tensors, whole)
     assert unplaced == []
-    for shard in shards:  # what a shard says is what the rank stores
+    for shard in shards:  # a shard describes the values that the rank stores
         assert torch.equal(shard.local(), shard.region.take(whole[shard.name]))
     return shards
 
@@ -71,7 +71,7 @@ def test_a_run_of_a_flat_buffer_is_found(data: st.DataObject) -> None:
     shards, unplaced = place_by_value({"buffer": buffer}, WHOLE)
     edges = {sum(math.prod(SHAPES[name]) for name in names[:number]) for number in range(len(names) + 1)}
     if {start + 1, stop - 1} & edges:
-        return  # a single element at an edge may stand elsewhere in a line of one
+        return  # one edge element may be elsewhere in a line of one
     assert unplaced == []
     assert sum(shard.region.numel for shard in shards) == stop - start
     for shard in shards:
@@ -145,7 +145,7 @@ def test_the_own_name_does_not_outweigh_values_that_stand_elsewhere_as_they_are(
     for name in whole:  # a declaration settles it
         (shard,), unplaced = place_by_value({"own": local}, whole, names={"own": name})
         assert (shard.name, unplaced) == (name, [])
-    # Without the other it is its own, as it is where both would have to be changed in the same way.
+    # Without the other it is its own, also if both would need the same change.
     assert [shard.name for shard in find({"own": local}, {"own": own})] == ["own"]
     assert [shard.name for shard in find({"own": local}, {"own": own, "other": own.clone()})] == ["own"]
 
@@ -177,7 +177,7 @@ def test_values_that_stand_nowhere() -> None:
     shards, unplaced = place_by_value({"adapter": strange}, WHOLE)
     assert shards == []
     assert (unplaced[0].name, unplaced[0].candidates) == ("adapter", ())
-    # Of a parameter's own name and shape it is that parameter: a comparison says that its values are wrong.
+    # With a parameter's own name and shape it is that parameter: a comparison reports wrong values.
     (shard,), unplaced = place_by_value({"up": strange}, WHOLE)
     assert (shard.name, shard.region.is_whole, unplaced) == ("up", True, [])
 
@@ -207,7 +207,7 @@ def test_rounded_values_that_stand_in_several_parameters(prefix: str, suffix: st
         for start in range(0, 16, size):
             local = {f"{module}.{prefix}{last}{suffix}": values[start : start + size].clone()}
             shards, unplaced = place_by_value(local, whole)
-            # Which element of several equal ones it is cannot be known, and which parameter can.
+            # The position among equal elements cannot be determined, but the parameter can.
             assert {shard.name for shard in shards} <= {name}
             assert all(shard.region == Region.box((16,), [range(start, start + size)]) for shard in shards)
             assert {each.candidates for each in unplaced} <= {(name,)}

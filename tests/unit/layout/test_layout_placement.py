@@ -1,4 +1,4 @@
-"""Regions of shards by hand, where torch's own words are not asked; see tests/ranks/layout for real DTensors."""
+"""Handmade regions of shards, without torch's placement; see tests/ranks/layout for real DTensors."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_two_axes_on_one_dim_cut_one_after_the_other() -> None:
 
 
 def test_a_strided_shard_is_cut_after_the_axis_behind_it() -> None:
-    # FSDP over a tensor that tensor parallelism has cut before: rank (fsdp 1, tp 0) has the second half of
-    # the first half.
+    # FSDP over a tensor that tensor parallelism has already sharded: rank (fsdp 1, tp 0) has the second
+    # half of the first half.
     strided = _StridedShard(0, split_factor=2)
     assert find_dims((8,), (2, 2), (1, 0), strided, Shard(0)) == (range(2, 4),)
     assert sharding_order((2, 2), (strided, Shard(0)), 1) == [(1, 0, 1), (0, 0, 1)]
@@ -65,7 +65,7 @@ def test_all_ranks_together_hold_everything_once() -> None:
 @pytest.mark.parametrize("factor", [2, 3])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_strided_shard_with_no_axis_behind_it_is_cut_in_blocks(size: int, factor: int, ranks: int) -> None:
-    # Packed gate and up under tensor parallelism: torch itself says which rows each rank gets.
+    # Packed gate and up under tensor parallelism: torch itself determines the rows of each rank.
     strided = _StridedShard(0, split_factor=factor)
     parts, _ = strided._split_tensor(torch.arange(size), ranks, with_padding=False)
     found = [find_dims((size,), (ranks,), (rank,), strided)[0] for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""A region gives, takes and numbers the same elements of a logical tensor, however it is cut."""
+"""Regions read, write and number the same elements of a logical tensor for any sharding."""
 
 from __future__ import annotations
 

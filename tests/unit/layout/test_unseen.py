@@ -1,4 +1,4 @@
-"""Hooks on modules whose forward pass selective activation checkpointing computes again."""
+"""Hooks on modules that selective activation checkpointing recomputes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_a_hook_computes_is_none_of_the_modules_operations() -> None:
     layers, seen = make_layers(), []
 
     def watch(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        if not seen:  # in the forward pass alone, as hooks that count passes do
+        if not seen:  # in the forward pass only, like hooks that count passes
             seen.append(output.detach() @ output.detach().t())
 
     layers[0].register_forward_hook(unseen(watch))

@@ -14,7 +14,7 @@ from moeverify.model.transformer import Transformer
 
 @pytest.fixture
 def make_moe() -> Callable[..., MoE]:
-    """MoE specs with every option on; fields can be changed."""
+    """Return a function that makes MoE specs with every option on; fields can be changed."""
 
     def make(**changes: Any) -> MoE:
         fields: dict[str, Any] = {
@@ -40,7 +40,7 @@ def make_moe() -> Callable[..., MoE]:
 
 @pytest.fixture
 def make_spec(make_moe: Callable[..., MoE]) -> Callable[..., ReferenceModel]:
-    """Model specs with one dense and two MoE layers and every option on; fields can be changed."""
+    """Return a function that makes model specs with one dense and two MoE layers and every option on."""
 
     def make(**changes: Any) -> ReferenceModel:
         fields: dict[str, Any] = {
@@ -63,7 +63,7 @@ def make_spec(make_moe: Callable[..., MoE]) -> Callable[..., ReferenceModel]:
 
 @pytest.fixture
 def make_model() -> Callable[..., Transformer]:
-    """Initialized models."""
+    """Return a function that makes initialized models."""
 
     def make(spec: ReferenceModel, seed: int = 0, **options: Any) -> Transformer:
         model = Transformer(spec, **options)
@@ -75,7 +75,7 @@ def make_model() -> Callable[..., Transformer]:
 
 @pytest.fixture
 def make_normal() -> Callable[..., Tensor]:
-    """Normal numbers in float64; the same for the same seed."""
+    """Return a function that draws normal numbers in float64, reproducible by seed."""
 
     def make(*shape: int, seed: int = 0) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

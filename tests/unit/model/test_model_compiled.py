@@ -13,7 +13,7 @@ from moeverify.parallel.compile import compile_parts
 
 
 def run(model: nn.Module, tokens: Tensor) -> list[Tensor]:
-    """Return the logits, what the routers' losses need, and all gradients."""
+    """Return the logits, the inputs of the router losses, and all gradients."""
     model.zero_grad()
     logits, routers = model(tokens)
     loss = logits.logsumexp(dim=-1).sum()
@@ -25,12 +25,12 @@ def run(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.slow
-# torch itself looks at `.grad` of what it traces.
+# torch reads `.grad` of the tensors that it traces.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_parts_compute_the_same_and_all_layers_share_their_graphs(
     make_spec: Callable[..., Any], make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What torch traces and differentiates is the same for every backend; the default one takes minutes on a CPU.
+    # Traced and differentiated graphs are equal for every backend; the default one takes minutes on a CPU.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     model = make_model(make_spec(num_layers=3, num_dense_layers=0))

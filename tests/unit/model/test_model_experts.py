@@ -21,7 +21,7 @@ def make_experts(backend: str = "loop", *, bias: bool = True, dtype: torch.dtype
 
 
 def run(experts: Experts, counts: list[int], seed: int = 2) -> dict[str, torch.Tensor]:
-    """Output and gradients for as many random rows as the counts say."""
+    """Return output and gradients for random rows, as many as the counts say."""
     generator = torch.Generator().manual_seed(seed)
     dtype = experts.gate.dtype
     x = torch.randn(sum(counts), H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()

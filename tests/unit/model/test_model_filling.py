@@ -1,4 +1,4 @@
-"""Rows after those of the experts, as an exchange of fixed sizes leaves them, whatever stands in them."""
+"""Padding rows after those of the experts, as left by an exchange of fixed sizes, with any contents."""
 
 from __future__ import annotations
 

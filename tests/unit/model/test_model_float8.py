@@ -1,4 +1,4 @@
-"""Linear layers in float8: what is left of an operand, which products see it, and which layers they are."""
+"""Linear layers in float8: the rounding of operands, the affected products, and the converted layers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_products_are_those_of_torchao(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     config = replace(library.Float8LinearConfig.from_recipe_name(name), emulate=True)
     linear = nn.Linear(48, 32, dtype=dtype)
-    # Powers of two round alike, but for numbers far below the largest: so columns differ by more than e4m3 can hold.
+    # Powers of two round alike, except far below the largest: so columns differ by more than e4m3 can hold.
     linear.weight.data *= torch.logspace(-6, 0, 48, dtype=dtype)
     x = torch.randn(4, 8, 48, dtype=dtype) * torch.logspace(-3, 2, 8, dtype=dtype).unsqueeze(-1)
     gradient = torch.randn(4, 8, 32, dtype=dtype)
@@ -61,7 +61,7 @@ def test_products_are_those_of_torchao(name: str, dtype: torch.dtype) -> None:
         assert linear.weight.grad is not None
         found.append((outputs.detach(), inputs.grad, linear.weight.grad.clone()))
     plain = (linear(x).detach(), gradient @ linear.weight.detach())
-    # torchao's emulation multiplies in float32 whatever the dtype is; sums are in another order.
+    # torchao's emulation multiplies in float32 for any dtype; sums are in another order.
     close = 2e-6 if dtype != torch.bfloat16 else 2.0**-8
     for own, theirs in zip(*found, strict=True):
         assert ((own - theirs).norm() / theirs.norm()).item() < close

@@ -17,7 +17,7 @@ KNOWN = ["-0x1.94f62b46bfc85p+0", "0x1.2b4e76b0ba503p+1", "0x1.231eaea1d322bp-1"
 
 
 def draw_by_definition(seed: int, name: str, index: int) -> float:
-    """The same numbers in Python's own integers, one at a time."""
+    """Return the same numbers computed with Python integers, one at a time."""
 
     def mix(z: int) -> int:
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK

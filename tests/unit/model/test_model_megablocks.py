@@ -1,4 +1,4 @@
-"""The stand-ins for what megablocks compiles, against definitions written as loops; megablocks is not needed."""
+"""Replacements of megablocks' compiled kernels, against definitions in loops; megablocks is not needed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_replicate_backward_sums_over_each_bin() -> None:
     grad = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0, 32.0]], dtype=torch.float16)
     out = torch.full((1, 3), -1.0, dtype=torch.float16)
     ops.replicate_backward(grad, torch.tensor([2, 2, 5], dtype=torch.int32), out)
-    assert out.tolist() == [[3.0, 0.0, 28.0]]  # what lies behind all bins belongs to none
+    assert out.tolist() == [[3.0, 0.0, 28.0]]  # rows after all bins belong to none
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)

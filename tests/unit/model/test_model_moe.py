@@ -22,7 +22,7 @@ def make_block(spec, make_spec, **options) -> MoE:
 
 
 def compute_densely(moe: MoE, x: torch.Tensor) -> torch.Tensor:
-    """Every expert on every token, then a sum weighted by a one-hot mask: no sorting, no dispatch."""
+    """Apply every expert to every token, then sum with one-hot weights: no sorting, no dispatch."""
     spec, routing = moe.router.spec, moe.router(x)
     one_hot = functional.one_hot(routing.ids, spec.num_experts).to(x.dtype)
     weights = torch.einsum("bsk,bske->bse", routing.weights, one_hot)

@@ -1,4 +1,4 @@
-"""Recomputation of blocks: what is computed again in the backward pass, and that it changes nothing."""
+"""Recomputation of blocks: the operators recomputed in the backward pass, with unchanged results."""
 
 from __future__ import annotations
 

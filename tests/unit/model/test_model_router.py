@@ -17,7 +17,7 @@ def make_router(spec, dtype: torch.dtype = torch.float64, seed: int = 0) -> Rout
 
 
 def score(router: Router, x: torch.Tensor) -> torch.Tensor:
-    """Scores by their definition, without the router's code."""
+    """Return scores by their definition, without the router's code."""
     logits = torch.einsum("bsh,eh->bse", x, router.weight)
     if router.bias is not None:
         logits = logits + router.bias
@@ -184,7 +184,7 @@ def test_margin_is_to_the_next_expert(make_moe, make_normal) -> None:
 
 
 def test_margin_bounds_every_change_of_the_choice(make_moe, make_normal) -> None:
-    # Any change of all scores by less than half the margin (a quarter where two scores are summed) keeps ids.
+    # Any change of all scores by less than half the margin (a quarter for sums of two scores) keeps ids.
     router, x = make_router(make_moe(top_groups=2, idle_experts=0)), make_normal(60, S, H)
     ids, margin = router(x).ids, router.record.margin
     scores = score(router, x).detach()

@@ -1,6 +1,6 @@
-"""Ranks of any layout one after the other in this process, on torch's fake process group: it moves no data.
+"""Ranks of any layout in turn in this process, on torch's fake process group, which moves no data.
 
-What a rank stores, which groups it makes and what it has left to reduce depend on its place alone, so it can be asked
+A rank's stored tensors, groups and remaining reductions depend only on its position, so they can be queried
 without other ranks.
 """
 
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def be_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world in which nobody answers."""
-    # What torch finds out for a mesh it keeps for equal meshes, also where this process was another rank.
+    """Act as one rank of a world without other ranks."""
+    # torch caches results per mesh for equal meshes, even if this process was another rank before.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
@@ -52,7 +52,7 @@ class RankModel:
 
 @contextmanager
 def parallelize_on(case: Case, rank: int) -> Iterator[RankModel]:
-    """Give the model of a case as one of its ranks stores it, with zeros for values."""
+    """Yield the model of a case as one of its ranks stores it, with zeros for values."""
     layout, spec = case.layout, case.recipe.model
     assert isinstance(spec, ReferenceModel)
 

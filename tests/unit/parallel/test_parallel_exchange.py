@@ -1,4 +1,4 @@
-"""An exchange leaves nothing behind: on a GPU its rows are hundreds of megabytes in each step."""
+"""An exchange keeps no memory: on a GPU its rows are hundreds of megabytes in each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What expert parallelism leaves of a parameter as it was."""
+"""Properties of a parameter that expert parallelism preserves."""
 
 from __future__ import annotations
 

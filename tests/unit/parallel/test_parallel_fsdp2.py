@@ -1,4 +1,4 @@
-"""What FSDP2 is told of mixed precision, and what becomes of the experts that it leaves alone."""
+"""FSDP2's mixed-precision policy, and the experts that FSDP2 does not wrap."""
 
 from __future__ import annotations
 

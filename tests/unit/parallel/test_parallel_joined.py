@@ -1,4 +1,4 @@
-"""Weight gradients of several passes by one product, beside those of each pass by autograd."""
+"""Weight gradients of several passes as one product, against autograd's gradients of each pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_EXPERTS, NUM_ROWS, HIDDEN, WIDTH = 3, 11, 4, 8
 
 
 def draw_ends(seed: int) -> Tensor:
-    """Return where the rows of each expert end; some have none, and some rows are of no expert."""
+    """Return the end row of each expert; some have no rows, and some rows belong to no expert."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, NUM_ROWS + 1, (NUM_EXPERTS,), generator=generator).sort().values.to(torch.int32)
 
@@ -37,7 +37,7 @@ def test_one_product_is_the_sum_of_each_passes_own(num_passes: int) -> None:
         for expert, end in enumerate(ends.tolist()):
             expected[expert] += grads[start:end].t() @ rows[start:end]
             start = end
-        rows[start:], grads[start:] = torch.nan, torch.nan  # whatever was in memory
+        rows[start:], grads[start:] = torch.nan, torch.nan  # arbitrary memory contents
         passes.append(Rows(rows, grads, ends))
     torch.testing.assert_close(sum_gradients(passes), expected)
 

@@ -1,4 +1,4 @@
-"""Who sends which experts to whom when a placement changes."""
+"""Sender and receiver of each expert when a placement changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange of fixed sizes: ranks are played by one process, which carries the rows between their buffers."""
+"""The exchange of fixed sizes: one process simulates the ranks and moves the rows between their buffers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_copy_reaches_its_expert_in_order_and_comes_home() -> None:
             assert torch.equal(each.copy[each.place], torch.arange(chosen.numel()))
             assert torch.equal(each.counts, chosen.flatten().bincount(minlength=num_ranks * num_here))
         for rank in range(num_ranks):
-            # What comes in from each rank: which expert, and of which rank and copy; filling has neither.
+            # Per received row: the expert, and the sender's rank and copy; padding has neither.
             incoming = torch.full((num_ranks * room, 3), FILLING)
             for source, (each, chosen) in enumerate(zip(sent, ids, strict=True)):
                 here = chosen.flatten() // num_here == rank

@@ -1,4 +1,4 @@
-"""Placed experts: where token copies go, what a rank stores, and which ranks sum an expert's gradient."""
+"""Placed experts: the ranks of token copies, stored parameters, and gradient sums of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a layout store together: every element, as often as the layout says, and divided as it claims."""
+"""The tensors that the ranks of a layout store together: complete, replicated and sharded as declared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp-zbv": {"pp": 2, "micro_batches": 2, "stage_layers": (0, 1, 1, 1), "pipeline_schedule": "zbv"},
 }
 
-Stored = dict[str, dict[int, Region]]  # parameter -> rank -> what the rank stores of it
+Stored = dict[str, dict[int, Region]]  # parameter -> rank -> the stored region
 
 
 def store(case: Case, as_rank: Callable[[Case, int], Any]) -> Stored:
@@ -73,7 +73,7 @@ def test_what_an_axis_claims_to_divide_is_divided_over_its_ranks(name: str, make
         covered = [regions for key, regions in stored.items() if claim.covers((-1, "initial_weight", key))]
         assert covered, axis
         for group in claim.groups:
-            # Not of every tensor (norms are copied over tp), but of one at least.
+            # Not of every tensor (norms are replicated over tp), but of at least one.
             divided = [
                 {rank: regions.get(rank) for rank in group}
                 for regions in covered
@@ -100,7 +100,7 @@ def test_groups_with_the_same_part_are_one_and_those_of_experts_apart(make: Any,
     case = make(dp_shard=2, cp=2, ep=2)
     with as_rank(case, 0) as model:
         meshes = model.meshes
-        # cp and ep have ranks 0 and 1 both, and yet their collectives must not wait for each other.
+        # cp and ep both have ranks 0 and 1, but their collectives must not wait for each other.
         assert meshes.group("cp") is not meshes.group("ep")
         assert meshes.group("tp") is meshes.group("dp_replicate")  # one rank each
         assert meshes.group("fsdp") is meshes.group("loss")  # all ranks: the default group

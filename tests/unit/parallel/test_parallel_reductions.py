@@ -1,4 +1,4 @@
-"""What is left to be reduced after the backward pass: of which parameters, over which ranks, divided by what."""
+"""Reductions after the backward pass: their parameters, ranks and divisors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moeverify.case.schema import Case
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 
-Listed = set[tuple[str, tuple[int, ...], float]]  # (what of the model, ranks of the group, divisor)
+Listed = set[tuple[str, tuple[int, ...], float]]  # (part of the model, ranks of the group, divisor)
 
 
 @contextmanager
 def reductions_of(case: Case, as_rank: Callable[[Case, int], Any], monkeypatch: Any) -> Iterator[Listed]:
-    """Give what the finalization of rank 0 would reduce."""
+    """Return the reductions that the finalization of rank 0 would make."""
     seen: list[Reduction] = []
 
     def note(parameters: Any, reductions: Any) -> None:
@@ -42,7 +42,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 
 def _part(name: str) -> str:
-    """Return what a parameter belongs to: `experts`, `router`, `q_norm` ..."""
+    """Return the part that a parameter belongs to: `experts`, `router`, `q_norm` ..."""
     parts = [part for part in name.split(".") if part not in ("layers", "weight", "bias", "moe", "attention")]
     return next(part for part in parts if not part.isdigit())
 
@@ -51,8 +51,8 @@ def _part(name: str) -> str:
     ("layout", "expected"),
     [
         ({"dp_shard": 2}, set()),
-        ({"dp_shard": 4, "ep": 2}, set()),  # FSDP2 is told the divisor
-        ({"dp_shard": 2, "ep": 2}, {("experts", (), 2.0)}),  # nobody shares them: FSDP2 leaves them alone
+        ({"dp_shard": 4, "ep": 2}, set()),  # FSDP2 receives the divisor
+        ({"dp_shard": 2, "ep": 2}, {("experts", (), 2.0)}),  # nobody shares them: FSDP2 does not wrap them
         ({"dp_replicate": 2, "data_parallel": "ddp"}, set()),
         ({"dp_replicate": 4, "ep": 2, "data_parallel": "ddp"}, {("experts", (0, 2), 4.0)}),
         (

@@ -1,4 +1,4 @@
-"""DTensors that `parallelize` keeps under other names, or whose names mean another parameter on each rank."""
+"""DTensors that `parallelize` renames, or whose names refer to another parameter on each rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def draw_whole() -> dict[str, Tensor]:
 
 
 def list_shards(rank: int, renamed: dict[str, str], **declared: object) -> list[tuple[str, Region]]:
-    """Return what rank `rank` of 2 says of DTensors under other names, (own name: parameter), divided by rows."""
+    """Return the shards of rank `rank` of 2 for renamed DTensors, (own name: parameter), divided by rows."""
     whole = draw_whole()
-    _clear_sharding_prop_cache()  # torch keeps what it found for equal meshes of another rank
+    _clear_sharding_prop_cache()  # torch keeps its results for equal meshes of another rank
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
         mesh = init_device_mesh("cpu", (2,))

@@ -15,7 +15,7 @@ def draw_load(random: np.random.Generator, num_layers: int, num_experts: int) ->
 
 
 def pack_one_by_one(load: np.ndarray, counts: np.ndarray, num_ranks: int, num_slots: int) -> list[list[int]]:
-    """Return the experts of each rank of one layer: the largest replica first, to the lightest rank that may."""
+    """Return the experts of each rank of one layer: largest replica first, to the lightest allowed rank."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = np.zeros(num_ranks)
     for expert in np.argsort(-load / counts, kind="stable"):

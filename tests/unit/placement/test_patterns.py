@@ -1,4 +1,4 @@
-"""The search over sets of replicas: it agrees with the program over replicas on ranks, and it ends in time."""
+"""The search over sets of replicas: it agrees with the program over replicas on ranks, and is fast."""
 
 from __future__ import annotations
 

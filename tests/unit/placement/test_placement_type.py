@@ -1,4 +1,4 @@
-"""Placements: what is valid, matrices and marks, files, and every message about a bad one."""
+"""Placements: validity, matrices and marks, files, and every error message."""
 
 from __future__ import annotations
 

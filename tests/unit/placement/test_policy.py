@@ -1,4 +1,4 @@
-"""Placements that are solved every so many steps from the load so far."""
+"""Placements that are recomputed every few steps from the load so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST = place_in_blocks(8, 2, (1, 3))
 
 
 def draw_load(num_steps: int, *hot: int) -> np.ndarray:
-    """Return the load of steps in each of which one expert is hot, the last one from then on."""
+    """Return the load of steps with one hot expert each; the last one stays hot."""
     copies = np.ones((num_steps, 2, 8, 2), dtype=np.int64)
     for step in range(num_steps):
         copies[step, :, hot[min(step, len(hot) - 1)]] = 100

@@ -1,4 +1,4 @@
-"""How replicas share token copies: against the rule written out one copy at a time."""
+"""Distribution of token copies over replicas, against the rule written out one copy at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw_marks(random: np.random.Generator, num_experts: int, cluster: Cluster) 
 
 
 def find_candidates(holders: list[int], source: int, cluster: Cluster) -> list[int]:
-    """Return the ranks that a source may send to, by the sentence of the documentation."""
+    """Return the ranks that a source may send to, by the documented rule."""
     near = [rank for rank in holders if cluster.node_of(rank) == cluster.node_of(source)]
     return [source] if source in holders else near or holders
 
@@ -66,7 +66,7 @@ def test_whole_copies_go_where_the_shares_say(cluster: Cluster) -> None:
 
 
 def test_remainders_of_many_sources_do_not_meet_on_one_rank() -> None:
-    # One copy from each of 30 sources to an expert on ranks 0, 1 and 2 of another node: ten for each of them.
+    # One copy from each of 30 sources to an expert on ranks 0, 1 and 2 of another node: ten for each.
     cluster = Cluster(60, 2)
     marks = np.zeros((1, 60), dtype=bool)
     marks[0, :3] = True

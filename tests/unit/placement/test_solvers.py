@@ -1,4 +1,4 @@
-"""The solvers: valid, never worse, the same every time, as good as the optimum where that is known."""
+"""The solvers: valid, never worse, deterministic, and as good as the optimum where it is known."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_solutions_are_valid_and_above_the_bound(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_load_is_solved(seed: int) -> None:
-    """Loads of any form: zeros, one expert with everything, ties, numbers that are no integers."""
+    """Loads of any form: zeros, one expert with everything, ties, non-integer numbers."""
     random = np.random.default_rng(seed)
     num_nodes = int(random.choice([1, 1, 2, 3]))
     num_ranks = num_nodes * int(random.integers(1, 5))
@@ -149,7 +149,7 @@ def test_the_exact_solver_finds_the_optimum(seed: int) -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_the_exact_solver_knows_the_true_shares(num_nodes: int) -> None:
-    """With sources that differ, the program's loads are those of the sharing rule, and its answer is better."""
+    """With unequal sources, the program's loads are those of the sharing rule, and its result is better."""
     cluster = Cluster(4, num_nodes)
     trace = make_trace("zipf", seed=3, num_experts=6, num_sources=4, source_skew=1.0)
     load = sum_steps(trace, cluster)
@@ -170,7 +170,7 @@ def test_the_exact_solver_knows_the_true_shares(num_nodes: int) -> None:
 def _list_placements(
     num_experts: int, num_ranks: int, num_slots: int, cluster: Cluster, is_hierarchical: bool
 ) -> itertools.chain:
-    """Return all placements with 8 or fewer replicas in 8 slots, on one node or alike on all if hierarchical."""
+    """Return all placements with 8 or fewer replicas in 8 slots, on one node or repeated if hierarchical."""
     sets = [
         marks
         for marks in itertools.product([False, True], repeat=num_ranks)
@@ -193,7 +193,7 @@ def _list_placements(
 
 
 def test_the_exact_solver_never_loses_what_it_was_given() -> None:
-    """Without time, or with too much to solve, the answer is the incumbent, and the bound still holds."""
+    """Without time, or with too large a problem, the result is the incumbent, and the bound still holds."""
     cluster = Cluster(8)
     load = sum_steps(make_trace("zipf", seed=0, num_layers=2, num_experts=32), cluster)
     incumbent = solve(load, cluster, 6)
@@ -211,7 +211,7 @@ def test_the_exact_solver_never_loses_what_it_was_given() -> None:
 
 
 def test_among_equal_loads_the_exact_solver_takes_the_fewest_moves() -> None:
-    """Two experts on each of two ranks, equal loads: the optimum is where they are."""
+    """Two experts on each of two ranks, equal loads: the optimum is the current placement."""
     current = mark(Placement(4, (((1, 2), (0, 3)),), (0,)))
     load = spread_evenly(np.full((1, 4), 10.0), 2)
     incumbent = mark(Placement(4, (((0, 1), (2, 3)),), (0,)))
@@ -246,7 +246,7 @@ def test_few_moves_make_most_of_the_gain(kind: str, num_nodes: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_moves_are_close_to_the_fewest_that_reach_the_same(seed: int) -> None:
-    """Against a search through everything: small placements, one layer."""
+    """Compare with an exhaustive search: small placements, one layer."""
     random = np.random.default_rng(seed)
     by_expert = (random.random(5) ** 2 * 100).round() + 1
     cluster, num_slots = Cluster(3), 2
@@ -334,7 +334,7 @@ def test_slots_and_marks_are_the_same_thing() -> None:
 
 
 def test_the_worked_example_of_hot_experts() -> None:
-    """Expert 0 has half the load: with four spare slots on four ranks it is on all of them, and loads are even."""
+    """Expert 0 has half the load: with four spare slots it is on all four ranks, and loads are even."""
     load = spread_evenly(np.array([[40.0, 10.0, 10.0, 10.0, 10.0]]), 4)
     cluster = Cluster(4)
     marks = solve(load, cluster, 2)

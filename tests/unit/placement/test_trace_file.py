@@ -1,4 +1,4 @@
-"""Load traces in files: appended to, continued, cut short by a crash, damaged, and of something else."""
+"""Files of load traces: appended, continued, truncated by a crash, damaged, and of other contents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(path: Path, steps: dict[int, np.ndarray], header: TraceHeader = HEADER
 
 def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "load.trace"
-    # One, two, four and eight bytes an integer in one file.
+    # One, two, four and eight bytes per integer in one file.
     steps = {step: make_copies(step, most) for step, most in enumerate((200, 60_000, 1 << 31, 1 << 40))}
     write(path, steps)
     trace = read_trace(path)
@@ -64,7 +64,7 @@ def test_every_cut_leaves_the_steps_before_it(tmp_path: Path) -> None:
         assert trace.num_lost_bytes == size - first
         write(path, {1: make_copies(1)})
         assert path.read_bytes() == whole
-    path.write_bytes(whole + bytes(100))  # room that a file system made before the machine went down
+    path.write_bytes(whole + bytes(100))  # space that a file system allocated before a crash
     assert read_trace(path).steps == (0, 1)
     write(path, {2: make_copies(2)})
     assert read_trace(path).steps == (0, 1, 2)

@@ -1,4 +1,4 @@
-"""Rounding to narrow dtypes inside a float64 computation is moved by one unit, and nothing else is."""
+"""Rounding to narrow dtypes inside a float64 computation moves by one unit; nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the noise of gradients does to updates: known where each gradient is written by hand."""
+"""The effect of gradient noise on updates, for handwritten gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TURNING = {"far": 0, "near": 1, "many": 40, "unused": 0}
 
 
 class Parameters(nn.Module):
-    """Nothing but parameters."""
+    """A module of parameters only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def make_gradient(name: str, step: int) -> Tensor:
 
 
 def record(folder: Path, recipe: Recipe) -> None:
-    """Write what torch's own optimizer does with these gradients in float64."""
+    """Record the steps of torch's own optimizer with these gradients in float64."""
     spec = recipe.optimizer
     weights = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
     options: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps, "weight_decay": 0.0}
@@ -79,7 +79,7 @@ def golden(tmp_path: Path) -> StoredGolden:
 
 
 def show_noise(golden: StoredGolden, size: float = NOISE) -> GradientNoise:
-    """Return what was kept of a run whose gradients are off by `size`, up and down in turns."""
+    """Return the record of a run whose gradients are off by `size`, alternating in sign."""
     gradients = GradientNoise(golden)
     error = size * torch.where(torch.arange(64) % 2 == 0, 1.0, -1.0)
     for step in range(2):
@@ -101,7 +101,7 @@ def bound_of(bounds: Bounds, name: str) -> float:
 
 
 def turned_error(num_turned: int) -> float:
-    """Return by how much a tensor of 64 signs is off after some have turned."""
+    """Return the error of a tensor of 64 signs after some have turned."""
     return 2.0 * math.sqrt(num_turned / 64)
 
 
@@ -129,7 +129,7 @@ def test_no_more_is_allowed_than_all_elements_that_may_turn(golden: StoredGolden
 
 
 def second_update(second: float, first: float) -> float:
-    """Return Adam's second update by hand, in units of the rate, of a gradient after that of the first step."""
+    """Return Adam's second update by hand, in units of the rate, for a gradient after the first step's."""
     mean = 0.9 * 0.1 * first + 0.1 * second
     square = 0.95 * 0.05 * first**2 + 0.05 * second**2
     return (mean / (1 - 0.9**2)) / (math.sqrt(square / (1 - 0.95**2)) + EPS)
@@ -153,7 +153,7 @@ def test_an_eps_far_above_the_gradients_leaves_nothing_to_turn(tmp_path: Path) -
     recipe = make_recipe(eps=1e3)
     record(tmp_path / "golden", recipe)
     golden = StoredGolden(tmp_path / "golden")
-    own = NOISE  # the update is then a multiple of the gradient, and as much off
+    own = NOISE  # the update is then a multiple of the gradient, and equally off
     bounds = bounds_of(golden, recipe, own)
     for name in ("far", "near"):
         assert 8 * own <= bound_of(bounds, name) * 1.001 < 9.1 * own, name
@@ -199,7 +199,7 @@ def test_a_decay_that_cancels_a_gradient_may_turn_its_update_and_the_moments_aft
     with GoldenWriter(tmp_path / "golden") as writer:
         for step in range(2):
             before = weight.detach().clone()
-            # Of the first element the gradient is far from zero, and what Adam takes of it is not.
+            # The first element's gradient is far from zero, but Adam's input for it is not.
             weight.grad = torch.where(torch.arange(64).reshape(8, 8) == 0, 1e-4 - before, 1.0 - before)
             writer.observe(step, "gradient", "weight", weight.grad, whole)
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Constructed results, and what is printed of them at a width."""
+"""Handmade results, and their output at a given width."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def make_run(make_case: MakeCase, make_finding: MakeFinding) -> MakeRun:
 
 @pytest.fixture
 def print_at() -> Print:
-    """Return a function that calls `render(console)` and returns what it printed."""
+    """Return a function that calls `render(console)` and returns its output."""
 
     def do(render: Callable[[Console], None], *, width: int = 80, terminal: bool = True) -> str:
         file = io.StringIO()

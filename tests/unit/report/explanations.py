@@ -1,4 +1,4 @@
-"""What the explanations are made of whose sentences are tested: parts, factors, and short forms of results."""
+"""Building blocks of the explanations whose sentences are tested: parts, factors and short results."""
 
 from __future__ import annotations
 

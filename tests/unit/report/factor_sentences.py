@@ -1,4 +1,4 @@
-"""Explanations with their sentences: sums with other parts or factors, reductions, and what never arrives."""
+"""Explanations with their sentences: sums with other parts or factors, reductions, and missing values."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ FACTORS = [
         "padding tokens count in the balance and the z loss",
         "balance loss; z loss",
     ),
-    # a reduction that is missing
+    # a missing reduction
     (
         explain(
             Cause.MISSING_REDUCTION,
@@ -249,7 +249,7 @@ FACTORS = [
         "large; 2 = tp",
         "its use as the head; its use as the embedding, axis tp",
     ),
-    # estimates of 16 bits, of which a number of the run is none
+    # 16-bit estimates, of which a number of the run is none
     (
         explain(
             Cause.TERM_SCALE,

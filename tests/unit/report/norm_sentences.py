@@ -1,4 +1,4 @@
-"""Explanations with their sentences: gradient norms, clips and other numbers that are made of all gradients."""
+"""Explanations with their sentences: gradient norms, clips and other functions of all gradients."""
 
 from __future__ import annotations
 

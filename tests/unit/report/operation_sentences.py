@@ -1,4 +1,4 @@
-"""Explanations with their sentences: sums made in another way, parts of another shape, and variants of a formula."""
+"""Explanations with their sentences: differently computed sums, other shapes, and variants of a formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failing case with everything that pictures are drawn of, in sizes that a real run has."""
+"""A failing case with all data that pictures need, in sizes of a real run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LOAD = ExpertLoad(
 
 
 def make_failing(name: str = "fsdp2-ep2", extra: int = 0, **fields: Any) -> CaseResult:
-    """Return a case in which experts' gradients are doubled at step 0, and all tensors differ from step 1 on."""
+    """Return a case with doubled expert gradients at step 0, in which all tensors differ from step 1 on."""
     first, *others = [
         _make_finding(tensor, step) for step in (0, 1) for tensor in (EXPERTS if step == 0 else TENSORS)
     ]

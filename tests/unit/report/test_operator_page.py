@@ -1,4 +1,4 @@
-"""The page of operators: its file is read back or refused with what is wrong, and its script does what it offers."""
+"""The page of operators: its file is read or refused with an error, and its script's actions work."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def change(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Return what sets a field of the JSON by its dotted path."""
+    """Return a function that sets a field of the JSON by its dotted path."""
 
     def do(content: dict[str, Any]) -> None:
         *parents, last = key.split(".")

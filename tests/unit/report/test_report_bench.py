@@ -1,4 +1,4 @@
-"""The floors of `moeverify bench`, and the pictures of a step and of a sweep."""
+"""The lower bounds of `moeverify bench`, and the pictures of a step and of a sweep."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_floors_are_taken_at_the_rates_of_the_machine() -> None:
     case = make_measurement(
         "ep",
         2.0,
-        flops=1e12,  # a second, so 2e12 a step
+        flops=1e12,  # per second, so 2e12 per step
         in_micro_batches=Operations(kernels=900, collectives=4, waits=0, traffic=6_000_000_000),
         in_update=Operations(kernels=100, collectives=0, waits=0, traffic=2_000_000_000),
         roofline=Roofline(matmul=4e12, copying=16e9, launch=5e-6),
@@ -50,7 +50,7 @@ def test_a_rate_that_was_not_measured_gives_no_floor() -> None:
     assert "floor of operations" in text
     assert "floor of bytes" not in text
     assert "floor of launches" not in text
-    assert "work of rank 0" not in text  # no profile was asked for
+    assert "work of rank 0" not in text  # no profile was requested
 
 
 def test_the_picture_of_a_step_says_how_long_a_rank_did_what(tmp_path: Path) -> None:

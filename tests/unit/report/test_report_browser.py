@@ -1,4 +1,4 @@
-"""The page in a real browser: it renders without an error, its tables fold and filter, and no other script runs."""
+"""The page in a real browser: it renders without errors, tables fold and filter, no other script runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FLAGS = (
     "--enable-logging=stderr",
     "--virtual-time-budget=3000",
 )
-# Does what a reader does, after the script of the page: opens, filters, asks for more.
+# A reader's actions, after the page's script: open, filter, show more.
 READER = """
 const details = document.querySelector("details.rows");
 const count = () => details.querySelectorAll("tbody tr").length;
@@ -64,14 +64,14 @@ setTimeout(() => {
 
 @pytest.fixture
 def screenshots(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return what makes the screenshots of the docs."""
+    """Return the script that makes the screenshots of the docs."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     return importlib.import_module("screenshots")
 
 
 @pytest.fixture
 def load(tmp_path: Path, screenshots: ModuleType) -> Load:
-    """Return a function that opens a page and returns its elements, and what its console says."""
+    """Return a function that opens a page and returns its elements and its console output."""
     browser = screenshots.find_browser()
     if browser is None:
         pytest.skip(f"needs a browser: one of {', '.join(screenshots.BROWSERS)}")
@@ -128,7 +128,7 @@ def test_the_page_as_it_is_runs_its_script(load: Load, page: str) -> None:
     assert console == []
     assert elements.count('class="filter"') == 1
     assert "200 shown of 918" in elements
-    # What is wrong, since when, where, why, what next; then every picture with its sentence.
+    # Error, first step, place, cause, next action; then every picture with its sentence.
     for asked in (EXPERTS[0], "step 0", "efsdp", "moeverify run"):
         assert asked in elements
     for name, picture in draw_case(make_failing()):
@@ -181,7 +181,7 @@ def test_a_script_that_came_with_a_name_does_not_run(load: Load, page: str) -> N
     assert console == []  # all of it is text
     assert "<title>moeverify: mismatch</title>" in elements
     assert "<img" not in elements
-    # And where something was not escaped, the browser still refuses it.
+    # The browser also refuses unescaped code.
     elements, console = load(page.replace("</main>", f"{evil}</main>"))
     assert "<title>moeverify: mismatch</title>" in elements
     assert "Content Security Policy" in " ".join(console)

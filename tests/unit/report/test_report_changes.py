@@ -1,4 +1,4 @@
-"""Two runs side by side: what counts as a change, and what does not."""
+"""Two runs side by side: differences that count as a change, and others."""
 
 from __future__ import annotations
 

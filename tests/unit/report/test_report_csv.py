@@ -1,4 +1,4 @@
-"""A row for each check of each case, in full precision, and whatever names hold stays in its cell."""
+"""A row for each check of each case, in full precision; special characters in names stay in their cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of the benchmarks in Markdown: every row has as many cells as the head, whatever is in them."""
+"""The benchmarks' tables in Markdown: every row has as many cells as the head, whatever its contents."""
 
 from __future__ import annotations
 

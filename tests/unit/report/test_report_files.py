@@ -1,4 +1,4 @@
-"""JSON, JUnit and HTML: read back, written whole or not at all, and clear about what cannot be read."""
+"""JSON, JUnit and HTML: read back, written completely or not at all, with clear errors for bad files."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def test_write_keeps_mode_and_link(tmp_path: Path) -> None:
     link.symlink_to(target)
     with target.open() as reader:
         write_atomically(link, "new")
-        assert reader.read() == "old"  # who reads while it is written sees one or the other
+        assert reader.read() == "old"  # a concurrent reader sees either the old or the new file
     assert link.is_symlink()
     assert target.read_text() == "new"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
 def test_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    # A pipe of our own: if this ever fails as root, it must not be a device of the machine that is replaced.
+    # A private pipe: if this ever fails as root, it must not replace a device of the machine.
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -198,7 +198,7 @@ def test_junit_folds_many_findings(make_run: Any, make_case: Any, make_finding: 
 
 
 class Page(HTMLParser):
-    """Collects the open elements, what is left open, links, and text by element."""
+    """A collector of open elements, unclosed elements, links, and text by element."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_page_is_complete_and_needs_nothing_else(make_run: Any, tmp_path: Path) 
     assert not {"link", "img", "iframe", "image"} & set(page.tags)
     assert page.tags.count("script") == 1
     assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
-    # Of each case its row, of each failure its card, and the link that skips the header.
+    # Each case's row, each failure's card, and the link that skips the header.
     assert len([link for link in page.links if link.startswith("#case-")]) == 6 + 2
     for part in (
         "blocks.1.moe.router.weight",

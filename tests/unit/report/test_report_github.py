@@ -87,7 +87,7 @@ def test_names_in_the_summary_stay_text(make_run: Any) -> None:
     text = format_markdown(make_run(make_failing(EVIL, layout=EVIL)))
     assert not [
         line for line in text.splitlines() if "<img" in line and not line.startswith("    ")
-    ]  # but code
+    ]  # except code
     assert "&lt;img src=x&gt; \\| \\`a\\` \\*\\*b\\*\\* \\[c\\](d) ::error::e \\#\\# f |" in text
     assert not [line for line in text.splitlines() if line.startswith("::")]
 

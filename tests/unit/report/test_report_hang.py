@@ -1,4 +1,4 @@
-"""The picture of a failure: which ranks meet in which collective, who is missing, and what an order of columns is."""
+"""The picture of a failure: ranks per collective, missing ranks, and the order of columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_record(number: int, op: str, group: tuple[int, ...], sequence: int, **r
 
 
 def make_trace(rank: int, num_finished: int, state: str = "finished") -> list[CollectiveRecord]:
-    """Return the records of a step: one of the pair, one of the world, one of the pair; the last in `state`."""
+    """Return the records of a step: one of the pair, one of the world, one of the pair in `state`."""
     pair = PAIRS[rank // 2]
     steps = (("all_to_all", pair, 1), ("all_reduce", WORLD, 1), ("all_gather", pair, 2))
     records = [make_record(at + 1, *step, axis="") for at, step in enumerate(steps[:num_finished])]
@@ -55,7 +55,7 @@ def test_a_rank_that_came_early_stands_with_those_that_came_late() -> None:
 
 
 def test_a_rank_that_went_on_is_not_missing() -> None:
-    """Rank 2 keeps its last record alone, of a later sequence of the group that rank 3 waits in."""
+    """Rank 2 keeps its last record only, of a later sequence of the group that rank 3 waits in."""
     later = make_record(9, "all_gather", PAIRS[1], 7)
     traces = {2: [later], 3: [make_record(4, "all_gather", PAIRS[1], 6, state="started")]}
     assert [missing for _, _, missing in list_columns(traces)] == [[], []]

@@ -48,7 +48,7 @@ def test_many_layouts_have_numbers_and_all_verdicts_fit(make_run: Any, make_case
     lines = show(make_run(*make_pairs(make_case, names)), width=100).splitlines()
     rows = [line for line in lines if re.match(r"\d+ ", line)]
     assert len(rows) == 10
-    assert re.match(r"1 single, [1-9]\d* rank", rows[0])  # the recipe stands above
+    assert re.match(r"1 single, [1-9]\d* rank", rows[0])  # the recipe is above
     assert all(row.split().count("pass") == 10 for row in rows)
 
 

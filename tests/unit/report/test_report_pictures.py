@@ -1,4 +1,4 @@
-"""Pictures of cases: what is drawn of which data, as SVG of a page and as PNG."""
+"""Pictures of cases: drawings of their data, as SVG of a page and as PNG."""
 
 from __future__ import annotations
 

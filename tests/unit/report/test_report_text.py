@@ -1,4 +1,4 @@
-"""The report on the console: what it says, in which order, and that it fits."""
+"""The report on the console: its contents, their order, and their width."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_what_ranks_refuse_of_a_case_is_told_without_their_stacks(
     assert "also      layout.parallelize: `b` is none" in text
     assert "where.py" not in text
     assert "waited.py" not in text
-    # Any other exception is one of the code, and its stack says where.
+    # Any other exception is one of the code, and its stack shows the place.
     other = raised.model_copy(update={"stack": f"{trace}ValueError: {problems}\n"})
     text = show(make_run(make_case("a", "error", rank_reports=[waited, other])))
     assert "where.py" in text

@@ -137,7 +137,7 @@ def test_live_progress_fits_and_leaves_nothing(make_case: Any) -> None:
         view = capture.get()
     lines = view.splitlines()
     assert all(len(line) <= 60 for line in lines)
-    assert len(lines) == 10  # 8 verdicts, the bar, what runs now
+    assert len(lines) == 10  # 8 verdicts, the bar, the running cases
     assert "12 of 20 cases, 12 failed, 7.0 s" in view
     assert lines[-1].startswith("running ddd")
     assert lines[-1].endswith("  7.0 s")
@@ -173,7 +173,7 @@ def test_live_progress_says_what_is_left_by_earlier_runs(make_case: Any) -> None
     assert "ranks lost" in view()
     progress.on_event(Event(kind="case-end", case="b", num_done=2, num_total=4, result=make_case("b")))
     progress.on_event(Event(kind="case-end", case="c", num_done=3, num_total=4, result=make_case("c")))
-    assert "left" not in view()  # nothing is known of the last case
+    assert "left" not in view()  # nothing is known about the last case
 
 
 @pytest.mark.parametrize("name", ["fsdp2-ep2", "moe-with-fsdp2-of-8-ranks-and-tp-2-ep-4"])
@@ -187,7 +187,7 @@ def test_a_narrow_terminal_shows_both_ends_of_a_name(make_case: Any, name: str) 
     lines = console.file.getvalue().splitlines()
     assert all(len(line) <= 40 for line in lines)
     named = [line for line in lines if name[:4] in line]
-    assert len(named) == 2  # the one that is over, and the one that runs
+    assert len(named) == 2  # the finished one, and the running one
     assert all(name[-4:] in line for line in named)
 
 

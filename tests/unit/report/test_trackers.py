@@ -1,4 +1,4 @@
-"""Figures of runs by commit, and the services that take them; a service is skipped where it is not installed."""
+"""Metrics of runs by commit, and the services that store them; an uninstalled service is skipped."""
 
 from __future__ import annotations
 

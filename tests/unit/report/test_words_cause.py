@@ -1,4 +1,4 @@
-"""Sentences on causes and places: one for each operation on each quantity that it is found on."""
+"""Sentences on causes and places: one for each operation on each quantity that has it."""
 
 from __future__ import annotations
 

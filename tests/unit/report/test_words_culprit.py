@@ -1,4 +1,4 @@
-"""Sentences on the first wrong operation: what it does, where, what one device does, and what proves it."""
+"""Sentences on the first wrong operation: its effect, its place, the right operation, and the proof."""
 
 from __future__ import annotations
 

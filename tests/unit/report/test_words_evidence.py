@@ -1,4 +1,4 @@
-"""Lines on what was measured, what was tested, what another layout says, and what a rank issued."""
+"""Lines on measurements, tested hypotheses, results of another layout, and a rank's collectives."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_evidence_is_what_the_check_said_and_what_was_measured() -> None:
     finding = find(evidence=("3 elements are not finite",), observations=(seen,))
     lines = describe_evidence(finding)
     assert lines == ("3 elements are not finite", describe_observation(seen))
-    # What was written to a file and read again says nothing twice.
+    # A finding that was written to a file and read again repeats nothing.
     assert describe_evidence(word_finding(finding)) == lines
 
 

@@ -1,4 +1,4 @@
-"""Names of factors, of the products that equal them, and of the parts that they are factors of."""
+"""Names of factors, of equal products, and of the scaled parts."""
 
 from __future__ import annotations
 

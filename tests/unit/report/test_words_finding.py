@@ -1,4 +1,4 @@
-"""The cause of a whole finding: with values that were measured, without any explanation, or written before."""
+"""The cause of a whole finding: with measured values, without an explanation, or from an older file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `moeverify watch` says of the steps that a script made, and of those that were to be recorded."""
+"""Messages of `moeverify watch` about a script's steps and the steps to record."""
 
 from __future__ import annotations
 

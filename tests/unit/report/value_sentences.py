@@ -1,4 +1,4 @@
-"""Explanations with their sentences: values of other places, other values, rounding, counts, and bare places."""
+"""Explanations with their sentences: values of other places, other values, rounding, counts, bare places."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ VALUES = [
         "ranks 0, 1, replicas over tp, should hold the same values and do not",
         "replicas over tp",
     ),
-    # a module's formula with a part otherwise
+    # a module's formula with a changed part
     (
         explain(
             Cause.SCALE,
@@ -305,7 +305,7 @@ VALUES = [
         "the output of layers.1.moe is 1.37x too large, which is no count of this layout",
         "layers.1.moe",
     ),
-    # nothing is known but the place
+    # only the place is known
     (
         explain(Cause.FORWARD, OUTPUT, Altered(has_rows=True), module="moe.experts"),
         "first divergence: moe.experts (its rows match, whose order is its caller's, output does not)",

@@ -17,7 +17,7 @@ from moeverify.stacks.loop import FrameworkLoop
 
 
 def make_engine() -> tuple[FrameworkLoop, nn.Linear, list[float]]:
-    """Return a loop that halves each loss, as one with two accumulation steps does, its model and its clips."""
+    """Return a loop that halves each loss, as for two accumulation steps, its model and its clips."""
     model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[3.0, 4.0]]))

@@ -1,6 +1,6 @@
-"""Adapters of frameworks that are not installed here: what they refuse, and what they change by themselves.
+"""Adapters of frameworks that are not installed here: their refusals and their own changes.
 
-Their runs with ranks are `make stacks`: each needs an environment of its own.
+Their runs with ranks are `make stacks`: each needs a separate environment.
 """
 
 from __future__ import annotations

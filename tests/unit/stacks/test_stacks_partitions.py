@@ -1,4 +1,4 @@
-"""What adapters of DeepSpeed and megatron-core do by themselves, on tensors as the two frameworks leave them."""
+"""Adapters of DeepSpeed and megatron-core on tensors in the two frameworks' own formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moeverify.stacks.megatron_on_cpu import CudaIsCpu
 
 
 def partition(model: nn.Module, num_ranks: int, rank: int) -> None:
-    """Leave the parameters as ZeRO-3 does: a flat partition a rank, padded at the end."""
+    """Convert the parameters to ZeRO-3's form: a flat partition per rank, padded at the end."""
     for parameter in model.parameters():
         size = -(-parameter.numel() // num_ranks)
         padded = nn.functional.pad(

@@ -1,4 +1,4 @@
-"""What ready-made adapters refuse: a framework that is missing or too old, and names that it does not have."""
+"""Refusals of ready-made adapters: a framework that is missing or too old, and unknown names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_framework_that_is_there_and_fails_is_not_said_to_be_missing(folder: Path) -> None:
-    # As DeepSpeed does without a compiler of CUDA, or any framework without a library that it imports.
+    # Like DeepSpeed without a CUDA compiler, or any framework without a library that it imports.
     (folder / "without_compiler.py").write_text("raise OSError('CUDA_HOME does not exist')")
     (folder / "without_library.py").write_text("import no_such_library")
     for name, reason in (

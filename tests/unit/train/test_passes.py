@@ -1,4 +1,4 @@
-"""Forward passes that belong to no micro-batch: a pipeline that learns shapes, validation, recomputation."""
+"""Forward passes outside the micro-batches: shape inference of a pipeline, validation, recomputation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def run_pipeline(model: nn.Module) -> None:
-    """Run a step of a pipeline that is told no shapes."""
+    """Run a step of a pipeline without given shapes."""
     stage = PipelineStage(model, 0, 1, torch.device("cpu"))
     ScheduleGPipe(stage, PARTS, loss_fn=compute_loss).step(TOKENS, target=TARGETS)
 
@@ -114,7 +114,7 @@ def test_a_recorder_takes_no_end_of_a_module_from_a_pass_that_learns_shapes(mode
 
 
 class Heard(Listener):
-    """Keeps whether each pass of a model trains."""
+    """A listener that records whether each pass of a model trains."""
 
     def __init__(self) -> None:
         super().__init__()

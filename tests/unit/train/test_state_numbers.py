@@ -1,4 +1,4 @@
-"""The facts of a training state that a load must bring back: every option of the optimizer that is a number."""
+"""Numbers of a training state that a load must restore: every numeric option of the optimizer."""
 
 from __future__ import annotations
 

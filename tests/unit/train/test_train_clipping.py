@@ -28,7 +28,7 @@ def test_a_narrow_norm_is_rounded_once(where):
 
 
 def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_dtype():
-    # 300 and 1 make 300.00167; bfloat16 has nothing between 300 and 302.
+    # The norm of 300 and 1 is 300.00167; bfloat16 has nothing between 300 and 302.
     gradients = [torch.tensor([300.0], dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)]
     norm = gradient_norm([hold(gradient) for gradient in gradients])
     assert norm.dtype is torch.float32
@@ -36,14 +36,14 @@ def test_the_norm_of_narrow_gradients_is_not_rounded_to_their_dtype():
 
 
 def test_a_gradient_in_float32_beside_wider_ones_does_not_round_the_norm():
-    # float32 has nothing between 16777216 and 16777218, the norm of the narrow gradient rounds to one of them.
+    # float32 has nothing between 16777216 and 16777218; the narrow norm rounds to one of them.
     narrow, wide = torch.tensor([2.0**24, 5792.0]), torch.tensor([3.0], dtype=torch.float64)
     exact = (2.0**48 + 5792.0**2 + 9.0) ** 0.5
     assert gradient_norm([hold(narrow), hold(wide)]).item() == pytest.approx(exact, rel=1e-15)
 
 
 def test_a_mesh_of_float32_gradients_does_not_round_the_norm_of_all(monkeypatch):
-    # Each mesh has a norm of its own: here that of the narrow gradients and that of the wide one.
+    # Each mesh has its own norm: here those of the narrow and the wide gradients.
     narrow, wide = torch.tensor([2.0**24, 5792.0]), torch.tensor([3.0], dtype=torch.float64)
     asked = []
     measure = clipping.norm_of_one_mesh

@@ -1,4 +1,4 @@
-"""A user's own step: what is shown of it, and what is said of one that cannot be run."""
+"""A user's own step: the tensors shown of it, and the errors for a step that cannot run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Shown:
-    """Keeps what a run shows, by (step, kind, name)."""
+    """An observer that keeps the shown tensors, by (step, kind, name)."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int, str, str], Tensor] = {}
@@ -151,7 +151,7 @@ def run(step: str | None, **optimizer: Any) -> tuple[Shown, CustomStep | None]:
 
 @pytest.mark.parametrize("step", ["plain", "clips", "clips_some", "clips_by_hand"])
 def test_gradients_are_shown_as_they_were_before_the_clip(step: str) -> None:
-    # The loss is a mean over all tokens of the one micro-batch: what the built-in loop computes of the same model.
+    # The loss is a mean over all tokens of the one micro-batch: the built-in loop's loss of the same model.
     wanted, _ = run(None)
     shown, _ = run(step, clip_norm=0.05)
     for name in ("0.weight", "1.weight", "1.bias"):

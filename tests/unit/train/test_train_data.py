@@ -1,4 +1,4 @@
-"""The synthetic batch: the same tokens for whoever asks, and shares that together are the global batch."""
+"""The synthetic batch: equal tokens for every caller, and shares that together are the global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop asks an engine where gradients are and lets it step: a framework needs no change of the loop."""
+"""The loop gets gradients and steps from an engine: a framework needs no change of the loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class FlatEngine(PlainEngine):
-    """Keeps gradients in one flat buffer, as Megatron-LM's `main_grad`; `.grad` is None whenever the loop looks."""
+    """An engine with gradients in one flat buffer, as Megatron-LM's `main_grad`; the loop sees no `.grad`."""
 
     def begin(self, spec: Optimizer, shards: Sequence[LocalShard], kernels: str) -> TorchOptimizer:
         sizes = [shard.tensor.numel() for shard in shards]

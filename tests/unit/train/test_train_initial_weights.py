@@ -1,4 +1,4 @@
-"""Initial values from a folder of weights: what ranks get, what is refused, and what a golden is named by."""
+"""Initial values from a folder of weights: values on ranks, refused folders, and the golden's name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GATE = "model.layers.0.block_sparse_moe.gate.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the example, with its weights."""
+    """Return a copy of the example, with its weights."""
     return Path(shutil.copytree(EXAMPLE, tmp_path / "example"))
 
 
@@ -114,13 +114,13 @@ def test_a_folder_without_weights_costs_no_launch(folder: Path) -> None:
 
 
 def make_custom(tmp_path: Path, kind: str) -> Case:
-    """Return a case of a model of one's own whose weights are in a folder, all of them 0.25."""
+    """Return a case of a custom model whose weights are in a folder, all of them 0.25."""
     model = make_own()
     tensors = {name: torch.full_like(tensor, 0.25) for name, tensor in model.state_dict().items()}
     folder = tmp_path / kind
     if kind == "dcp":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that it saves in one process
+            warnings.simplefilter("ignore")  # torch warns that it saves in one process
             dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
     else:
         folder.mkdir()
@@ -135,7 +135,7 @@ def make_custom(tmp_path: Path, kind: str) -> Case:
 
 
 def make_own() -> torch.nn.Module:
-    """Return a model of one's own."""
+    """Return a custom model."""
     return torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
 
 

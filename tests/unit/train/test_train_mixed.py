@@ -1,4 +1,4 @@
-"""Mixed precision on one device: float32 parameters, and the arithmetic of a model in bfloat16."""
+"""Mixed precision on one device: float32 parameters, and a model that computes in bfloat16."""
 
 from __future__ import annotations
 

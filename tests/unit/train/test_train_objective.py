@@ -1,4 +1,4 @@
-"""The losses against their formulas in loops, and the addends of ranks and micro-batches against the whole."""
+"""The losses against their formulas in loops, and sums over ranks and micro-batches against the whole."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_stats(logits: Tensor, share: Share) -> tuple[Batch, list[RouterStats]]:
 
 
 def compute_by_hand(logits: Tensor, scope: str) -> tuple[Tensor, Tensor]:
-    """Return the balance and z losses, token by token as the papers have them."""
+    """Return the balance and z losses, computed token by token as in the papers."""
     batch = make(whole_share(DATA))
     num_valid = int(batch.valid.sum())
     balance, z = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)

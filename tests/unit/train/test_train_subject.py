@@ -1,4 +1,4 @@
-"""What is asked of the model under test, of the reference model and of a user's own."""
+"""Properties of the model under test, for the reference model and for a user's own."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ KINDS = ["reference", "plain", "summed", "each", "never_for_nothing"]
 
 
 def take_apart(recipe: Recipe, program: Program) -> tuple[GradientParts, Tensor]:
-    """Return the parts of the first step's gradient, and which tokens are valid."""
+    """Return the parts of the first step's gradient, and the mask of valid tokens."""
     batch = program.subject.make_batch(0, whole_share(recipe.data), CPU)
     return program.subject.split_gradient(program, batch), batch.valid
 

@@ -1,4 +1,4 @@
-"""The float64 stand-in of torch's grouped product, against the kernel in float32."""
+"""The float64 replacement of torch's grouped product, against the kernel in float32."""
 
 from __future__ import annotations
 

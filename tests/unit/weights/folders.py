@@ -1,4 +1,4 @@
-"""Weights on disk for tests: those of a preset written, and those of a folder read, by the libraries themselves."""
+"""Weights on disk for tests, written and read by the format libraries themselves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_weights(preset: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
 
 def save_dcp(folder: Path, preset: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Write a preset's weights as a program would that knows torch alone, and return them."""
+    """Write a preset's weights as a torch-only program would, and return them."""
     weights = make_weights(preset, dtype)
     write_dcp(folder, weights)
     return weights
@@ -55,7 +55,7 @@ def save_dcp(folder: Path, preset: str, dtype: torch.dtype = torch.bfloat16) -> 
 
 def write_dcp(folder: Path, weights: dict[str, Tensor]) -> None:
     """Write a distributed checkpoint as torch does."""
-    with warnings.catch_warnings(action="ignore"):  # that there is one process, which was asked for
+    with warnings.catch_warnings(action="ignore"):  # it warns about the single process
         dcp.save(dict(weights), checkpoint_id=folder, no_dist=True)
 
 
@@ -77,5 +77,5 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_bytes(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file of a folder."""
+    """Read every file of a folder."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one a family, and what makes them compute in float64 throughout."""
+"""Tiny random models of transformers, one per family, and a patch that makes them compute in float64."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key:
                 tensor.copy_(1.0 + 0.1 * torch.randn(tensor.shape))
-            elif key.endswith("bias"):  # those of the selection move the choice, and so stay small
+            elif key.endswith("bias"):  # selection biases move the choice, so they stay small
                 tensor.copy_(0.1 * torch.randn(tensor.shape))
     return model.eval()
 
@@ -119,7 +119,7 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
 
 @contextlib.contextmanager
 def widened(model: Any) -> Iterator[None]:
-    """Let the code of a model compute in float64 where it asks for float32: norms, softmax, RoPE, the loss."""
+    """Replace float32 by float64 in a model's code: norms, softmax, RoPE, the loss."""
 
     class Wide(ModuleType):
         float32 = float = torch.float64
@@ -143,7 +143,7 @@ def widened(model: Any) -> Iterator[None]:
 
 
 def widen_rotary(model: Any) -> None:
-    """Compute the frequencies again, in float64: they were made when the model was."""
+    """Recompute the rotary frequencies in float64: they were computed when the model was made."""
     with widened(model):
         for module in model.modules():
             if hasattr(module, "inv_freq"):

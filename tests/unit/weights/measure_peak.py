@@ -1,4 +1,4 @@
-"""Run by a test: convert with chunks of a given size, and print by how many bytes memory grew at its peak."""
+"""Run by a test: convert with chunks of a given size, and print the peak growth of memory in bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_memory(key: str) -> int:
 def main() -> None:
     start, to, piece_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     source.CHUNK_BYTES = safetensors_files._MAPPED_BYTES = piece_bytes
-    # Where it is installed, some modules of torch import it at their first use.
+    # Some modules of torch import it at their first use, if it is installed.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton")
     before = read_memory("VmRSS")

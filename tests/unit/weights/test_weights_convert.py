@@ -1,4 +1,4 @@
-"""Conversion: every format into every other and back, bit for bit, and nothing half-written."""
+"""Conversion: every format into every other and back, bit for bit, and no partial output."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def spoil_config(key: str, value: Any) -> Any:
 
 
 def spoil_tensor(key: str, change: Any) -> Any:
-    """Rewrite the file that holds a tensor, with another tensor in its place or none."""
+    """Rewrite the file that holds a tensor, replacing the tensor with another or removing it."""
 
     def spoil(folder: Path) -> None:
         file = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][key]

@@ -1,4 +1,4 @@
-"""What a load refuses, with which words, and that nothing has changed then."""
+"""Refused loads: their messages, and that they change nothing."""
 
 from __future__ import annotations
 

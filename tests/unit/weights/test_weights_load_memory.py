@@ -1,4 +1,4 @@
-"""A load needs little memory beside the tensors that it fills, however large the checkpoint is."""
+"""A load needs little memory beyond the tensors that it fills, for checkpoints of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion holds a few chunks in memory, whatever the size of the tensors and of the model."""
+"""A conversion holds a few chunks in memory, for any size of tensors and model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeverify.weights.source import Chunk, Spec, cut
 from moeverify.weights.stream import _create, convert
 from moeverify.weights.tensor_mapping import list_tensors
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # each conversion is a process of its own
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # each conversion is a separate process
 
 PIECE = 8 * 2**20
 MODEL = ReferenceModel(
@@ -33,7 +33,7 @@ MODEL = ReferenceModel(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The weights of a model of 235 MB in every format; its largest tensor has 67 MB."""
+    """Return the weights of a 235 MB model in every format; its largest tensor has 67 MB."""
     root = tmp_path_factory.mktemp("memory")
     specs = {name: Spec(shape, torch.bfloat16) for name, shape in list_tensors(MODEL).items()}
     assert sum(spec.num_bytes for spec in specs.values()) > 230e6
@@ -61,6 +61,6 @@ def test_memory_is_bounded_by_pieces(kind: str, to: str, folders: dict[str, Path
     script = Path(__file__).with_name("measure_peak.py")
     command = [sys.executable, str(script), str(start), to, str(PIECE)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # A chunk, what it is made of (mapped, or the stored chunk), and what a writer may copy of it; what is
-    # imported and made at the first use takes 27 MB.
+    # A chunk, its source (mapped, or the stored chunk), and a writer's copy of it; imports and objects made
+    # at first use take 27 MB.
     assert int(done.stdout) < 4 * PIECE + 40e6

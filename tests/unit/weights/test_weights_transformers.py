@@ -1,11 +1,11 @@
 """The reference model against transformers: logits, loss and every gradient, for each family.
 
-In what they write to disk: a model is saved by transformers and loaded by us, and so are its gradients, in the
-place of the weights.
+The comparison goes through files on disk: transformers saves a model and this package loads it. Gradients
+are saved in the same way, in place of the weights.
 
 transformers computes norms, softmax, router scores, rotary angles and the loss in float32 even in a float64
-model. As it is, agreement ends at float32's 1e-7, a little amplified: AS_IT_IS. Where its code is given float64 for
-float32, nothing is left but the order of sums: WIDENED.
+model. Unmodified, the agreement is limited to an amplified float32 error of 1e-7: AS_IT_IS. With float64
+instead of float32 in its code, only the order of sums differs: WIDENED.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from moeverify.train.objective import Normalizers, Sums, router_losses
 from moeverify.weights.description import read_description
 from moeverify.weights.load import load_weights
 
-AS_IT_IS = 1e-5  # seen: at most 1.1e-6
-WIDENED = 1e-13  # seen: at most 2.3e-15
+AS_IT_IS = 1e-5  # observed: at most 1.1e-6
+WIDENED = 1e-13  # observed: at most 2.3e-15
 
 B, S = 3, 12
 
@@ -70,7 +70,7 @@ def measure(expected: Tensor, actual: Tensor) -> float:
 
 
 def compare(theirs: Any, tmp_path: Path) -> dict[str, float]:
-    """Return how far logits, loss and each gradient of ours are from theirs, relative to their norm."""
+    """Return the differences of logits, loss and each gradient from theirs, relative to their norm."""
     ours = load_ours(save(theirs, tmp_path / "weights"))
     tokens, targets = make_batch(theirs.config.vocab_size)
     output = run_theirs(theirs, tokens, targets)
@@ -106,7 +106,7 @@ def test_family_is_that_of_transformers_to_the_order_of_sums(name: str, tmp_path
 
 
 def compute_balance(model: Transformer, tokens: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
-    """Return logits, and our balancing loss over the batch, all of whose tokens are valid."""
+    """Return logits, and this package's balance loss over the batch, all of whose tokens are valid."""
     assert model.spec.moe is not None
     moe = model.spec.moe.model_copy(update={"balance_coef": coefficient, "balance_scope": "batch"})
     output = model(tokens)
@@ -124,8 +124,8 @@ def make_whole_batch(data: Data) -> Batch:
 def test_balancing_loss_is_that_of_transformers_for_one_layer(
     name: str, num_layers: int, tmp_path: Path
 ) -> None:
-    # Theirs averages shares and probabilities over the layers before it multiplies them, and does not divide
-    # by k: with one layer, ours with k times the coefficient is the same, and with more it is another loss.
+    # Theirs averages shares and probabilities over the layers before multiplying them, and does not divide
+    # by k. With one layer, ours with k times the coefficient is the same; with more layers it differs.
     theirs = build(name, num_hidden_layers=num_layers, router_aux_loss_coef=0.3)
     widen_rotary(theirs)
     ours = load_ours(save(theirs, tmp_path / "weights"))

@@ -1,4 +1,4 @@
-"""Where a rank stops before a collective that its group does not issue alike: driven by what a trace would say."""
+"""The stop of a rank before a collective that its group issues differently, driven by simulated traces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ISSUES = (Issue(ranks=(0,), signature="b"), Issue(ranks=(1,), signature=None))
 
 @dataclass
 class Rank:
-    """One rank that watches; `stops` are (reason, names at the prompt)."""
+    """One watching rank; `stops` are (reason, names at the prompt)."""
 
     stopper: DifferingStop
     trace: CollectiveTrace
@@ -31,7 +31,7 @@ class Rank:
     counts: dict[Stream, int] = field(default_factory=dict)
 
     def issue(self, *streams: Stream) -> int:
-        """Issue collectives, and return how often the rank has stopped by then."""
+        """Issue collectives, and return the number of the rank's stops so far."""
         for stream in streams:
             self.counts[stream] = self.counts.get(stream, 0) + 1
             collective: Any = SimpleNamespace(stream=stream, place=self.counts[stream], signature="b")
@@ -42,7 +42,7 @@ class Rank:
 
 @pytest.fixture
 def store() -> Iterator[None]:
-    """Be a job of one rank, whose store the ranks of a test share."""
+    """Set up a job of one rank, whose store the ranks of a test share."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a culprit does to the findings: which one it leads, what follows from it, and what it does not displace."""
+"""The effect of a culprit on findings: its own finding, its consequences, and unaffected findings."""
 
 from __future__ import annotations
 

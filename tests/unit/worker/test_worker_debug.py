@@ -1,4 +1,4 @@
-"""Where `--debug` stops a rank: at the finding's tensor, and without a part of it at the first one of its kind."""
+"""Stop of `--debug` on a rank: at the finding's tensor, or at the first of its kind without a part of it."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def train_to(at: StopPoint, folder: Path) -> bool:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """Be a job of one rank."""
+    """Set up a job of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 
 
 def stop_at_place(place: BlamedPlace, folder: Path, stops: list[dict[str, Any]]) -> None:
-    """Train one step with another attention in layer 0, and note where a rank stops, with what, and what is shown."""
+    """Train one step with another attention in layer 0, and return a rank's stops and the shown tensors."""
     golden = make_golden(folder)
     program = assemble_single(CASE.recipe, CPU)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def stop_at_place(place: BlamedPlace, folder: Path, stops: list[dict[str, Any]])
     ("module", "inner", "direction", "title"),
     [
         ("layers.0.attention", "", "forward", "module output layers.0.attention at step 0"),
-        # What the norm takes is made by the block: there it stops, at the line that calls the norm.
+        # The block makes the norm's input: the rank stops there, at the line that calls the norm.
         ("layers.0", "layers.0.ffn_norm", "forward", "module output layers.0.ffn_norm at step 0"),
         ("layers.0.mlp", "", "backward", "module gradient layers.0.mlp at step 0"),
     ],

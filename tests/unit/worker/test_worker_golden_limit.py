@@ -1,4 +1,4 @@
-"""The limit of a golden's time, in a thread that no signal reaches."""
+"""The time limit of a golden, in a thread that no signal reaches."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ class LateTimer(threading.Timer):
 
 
 def limit_in_a_thread(seconds: float, work: float) -> list[str]:
-    """Return what came of a limit and of the code that ran after it, in a thread of its own."""
+    """Return the outcome of a limit and of the code that ran after it, in a separate thread."""
     seen: list[str] = []
 
     def run() -> None:
@@ -83,5 +83,5 @@ for function in (limited, traced):
 
 
 def test_a_limit_lets_traced_threads_go_on() -> None:
-    """An exception that was offered to a thread and withdrawn would keep them from calling any function."""
+    """A pending exception that is withdrawn must not keep the thread from calling functions."""
     subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""What `diff --golden` knows of a rank: every tensor at the moment at which the golden has it, and no other."""
+"""Reference values of `diff --golden`: each tensor at the moment of the golden's value, and at no other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ask = Callable[[GoldenReference, Program, Tensor | None], object]
 
 
 class Stopped:
-    """Asks the reference what it says once a tensor is shown, as somebody at a prompt would."""
+    """An observer that queries the reference once a tensor is shown, as a user at a prompt would."""
 
     def __init__(
         self, reference: GoldenReference, program: Program, at: tuple[Any, str, str], ask: Ask
@@ -65,7 +65,7 @@ def golden(case: Case, tmp_path_factory: pytest.TempPathFactory) -> StoredGolden
 
 @pytest.fixture
 def stop_at(case: Case, golden: StoredGolden) -> Callable[..., list[object]]:
-    """Return a function that trains, asks when a tensor is shown, and gives the answers."""
+    """Return a function that trains, queries when a tensor is shown, and returns the results."""
 
     def stop(
         at: tuple[int, str, str], ask: Ask, *, damage: Callable[[Program], None] | None = None
@@ -195,7 +195,7 @@ def test_what_the_golden_has_not_is_refused(stop_at: Callable[..., list[object]]
 
 
 def ask_while_it_waits(reference: GoldenReference, program: Program, local: Tensor | None) -> object:
-    """Return what is said of everything with its note, of a gradient, and of what has a name alone."""
+    """Return the responses for all tensors with their note, for a gradient, and for a bare name."""
     said: list[object] = [list_differing(compare(reference, None)), reference.note]
     for value in (find_weight(program), find_weight(program).grad, f"gradient {WEIGHT}"):
         try:
@@ -216,7 +216,7 @@ def test_one_that_waits_compares_what_is_shown_from_the_step_after_the_first_que
     assert isinstance(early, list)
     nothing, note, weight, gradient, named, own_note = early
     assert (nothing, weight, own_note) == ([], [f"initial weight {WEIGHT} before step 0"], "")
-    # The clip has changed gradients by now: what .grad holds must not pass for what the golden has.
+    # The clip has changed gradients by now: .grad must not pass for the golden's gradient.
     assert gradient == named == note
     assert "ask again in the next step" in note
     gradient = f"gradient {WEIGHT} at step 1"

@@ -1,4 +1,4 @@
-"""The collectives of a module as data, the nearest module that issued some, and the tensors that are gathered."""
+"""The collectives of a module as data, the nearest module that issued some, and the gathered tensors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sources_and_groups_are_those_of_the_layout() -> None:
     assert Source(name="dp_shard", size=2) in axes.sources
     assert Source(name="micro-batches", size=4) in axes.sources
     assert set(axes.groups) == {"dp_shard"}
-    # How many experts a token has is no factor of what no token is routed by.
+    # The number of experts per token is no factor for tensors that no token is routed by.
     assert axes.sources_of("norm.weight") == [each for each in axes.sources if each.name != "top_k"]
 
 

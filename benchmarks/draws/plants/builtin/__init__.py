@@ -1,1 +1,1 @@
-"""Bugs of public trackers made again in the built-in model, as faults for `--fault builtin.FILE:NAME`."""
+"""Bugs of public trackers reproduced in the built-in model, as faults for `--fault builtin.FILE:NAME`."""

@@ -8,7 +8,7 @@ from moeverify.faults.patch import Patch
 
 
 def mlxlm_767(patch: Patch) -> None:
-    """Gate and up projections are in each other's place."""
+    """Gate and up projections are swapped."""
     from torch import Tensor
     from torch.nn import functional
 
@@ -52,7 +52,7 @@ def aneforge_253(patch: Patch) -> None:
 
 
 def automodel_1324(patch: Patch) -> None:
-    """Of a fused projection that lies group by group, queries, keys and values are cut off one behind the other."""
+    """A fused projection stores queries, keys and values per group, but is split as contiguous parts."""
     import torch
     from torch import Tensor
 
@@ -85,7 +85,7 @@ def p09(patch: Patch) -> None:
 
 
 def p10(patch: Patch) -> None:
-    """YaRN is left out where the cache is no longer than the original length."""
+    """YaRN is omitted if the cache is no longer than the original length."""
     from torch import Tensor
 
     from moeverify.model.mla import LatentAttention

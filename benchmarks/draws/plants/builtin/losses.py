@@ -22,7 +22,7 @@ def transformers_43775(patch: Patch) -> None:
 
 
 def hyperparallel_752(patch: Patch) -> None:
-    """Each expert has the mean score of the chosen ones in the balance loss."""
+    """The balance loss uses the mean score of the chosen experts for each of them."""
     from torch import Tensor
 
     from moeverify.model import router
@@ -34,7 +34,7 @@ def hyperparallel_752(patch: Patch) -> None:
 
 
 def transformers_28021(patch: Patch) -> None:
-    """The balance loss has a softmax of the chosen logits."""
+    """The balance loss uses a softmax of the chosen logits."""
     import torch
     from torch import Tensor
 
@@ -48,7 +48,7 @@ def transformers_28021(patch: Patch) -> None:
 
 
 def megatron_1438(patch: Patch) -> None:
-    """The balance loss takes a softmax where the router takes sigmoids."""
+    """The balance loss uses a softmax although the router uses sigmoids."""
     from torch import Tensor
 
     from moeverify.model import router
@@ -71,7 +71,7 @@ def ltp_68(patch: Patch) -> None:
 
 
 def verl_6609(patch: Patch) -> None:
-    """The router's losses count as often as the rank has tokens, under context parallelism."""
+    """The router's losses are multiplied by the rank's number of tokens, under context parallelism."""
     from moeverify.train import objective
 
     @patch.wrap(objective.router_losses)
@@ -84,7 +84,7 @@ def verl_6609(patch: Patch) -> None:
 
 
 def bridge_4660(patch: Patch) -> None:
-    """Padding is told by its token, which ends texts too."""
+    """Padding is identified by its token, which also ends texts."""
     from torch import Tensor
 
     from moeverify.model.transformer import Transformer
@@ -99,7 +99,7 @@ def bridge_4660(patch: Patch) -> None:
 
 
 def verl_7834(patch: Patch) -> None:
-    """The tied head is a copy and no alias any more: what it would give the embedding is lost."""
+    """The tied head is a copy instead of an alias: its gradient for the embedding is lost."""
     from torch import Tensor
     from torch.nn import functional
 

@@ -9,7 +9,7 @@ from moeverify.faults.patch import Patch
 
 
 def mlx_87(patch: Patch) -> None:
-    """The momentum takes 1 - momentum of the gradient."""
+    """The momentum adds 1 - momentum times the gradient."""
     from moeverify.train import optimizer
 
     @patch.wrap(optimizer.build_optimizer)
@@ -102,7 +102,7 @@ def apex_1731(patch: Patch) -> None:
 
 
 def accelerate_2926(patch: Patch) -> None:
-    """The rate's schedule steps once for each rank."""
+    """The learning rate schedule steps once per rank."""
     import torch.distributed as dist
 
     from moeverify.train.state import TrainingState
@@ -115,7 +115,7 @@ def accelerate_2926(patch: Patch) -> None:
 
 
 def p27(patch: Patch) -> None:
-    """The step counter stays where it was."""
+    """The step counter is not advanced."""
     import torch
 
     @patch.wrap(torch.optim.AdamW.step)
@@ -127,7 +127,7 @@ def p27(patch: Patch) -> None:
 
 
 def p29(patch: Patch) -> None:
-    """All parameters are in the group that decays."""
+    """All parameters are in the group with weight decay."""
     from moeverify.train import optimizer
 
     @patch.wrap(optimizer.build_optimizer)
@@ -139,7 +139,7 @@ def p29(patch: Patch) -> None:
 
 
 def p43(patch: Patch) -> None:
-    """The mean over ranks of norms that each takes of what it has."""
+    """The norm is the mean of the ranks' own norms."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved, and what comes back."""
+"""Checkpoints: saved state, and restored state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def p30(patch: Patch) -> None:
 
 
 def p51(patch: Patch) -> None:
-    """The selection bias is bound to a new tensor; what was listed for the checkpoint keeps the old one."""
+    """The selection bias is bound to a new tensor; the checkpoint's list keeps the old one."""
     import torch
 
     from moeverify.layout.region import Region
@@ -51,7 +51,7 @@ def p51(patch: Patch) -> None:
 
 
 def p58(patch: Patch) -> None:
-    """What is written of the optimizer is what it had when the writer first saw it."""
+    """The written optimizer state is the state at the writer's first visit."""
     from moeverify.checkpoint import save
     from moeverify.train.state import TrainingState
 
@@ -93,7 +93,7 @@ def p59(patch: Patch) -> None:
 
 
 def speculators_900(patch: Patch) -> None:
-    """A resumed schedule begins anew."""
+    """A resumed schedule starts again."""
     from moeverify.train.state import TrainingState
 
     @patch.wrap(TrainingState.restore)
@@ -104,7 +104,7 @@ def speculators_900(patch: Patch) -> None:
 
 
 def ttmetal_53222(patch: Patch) -> None:
-    """Restored betas are exchanged."""
+    """Restored betas are swapped."""
     from moeverify.train.state import TrainingState
 
     @patch.wrap(TrainingState.restore_groups)
@@ -115,7 +115,7 @@ def ttmetal_53222(patch: Patch) -> None:
 
 
 def pytorch_84654(patch: Patch) -> None:
-    """The moments come back in another order on one rank."""
+    """The moments are restored in another order on one rank."""
     import torch.distributed as dist
 
     from moeverify.train.state import TrainingState
@@ -133,7 +133,7 @@ def pytorch_84654(patch: Patch) -> None:
 
 
 def megatron_1359(patch: Patch) -> None:
-    """Moments come back through bfloat16."""
+    """Moments are restored through bfloat16."""
     from moeverify.train.state import TrainingState
 
     @patch.wrap(TrainingState.restore)

@@ -1,4 +1,4 @@
-"""Routers, experts and the way of rows to them."""
+"""Routers, experts and the exchange of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeverify.faults.patch import Patch
 
 
 def sglang_3705(patch: Patch) -> None:
-    """Experts of groups that are out have a score of 0, and others have less."""
+    """Experts of excluded groups have a score of 0, and others have less."""
     import torch
     from torch import Tensor
 
@@ -44,7 +44,7 @@ def lmdeploy_3030(patch: Patch) -> None:
 
 
 def vllm_13474(patch: Patch) -> None:
-    """Groups are rated by their best expert, and not by the best two."""
+    """Groups are rated by their best expert instead of the best two."""
     from torch import Tensor
 
     from moeverify.model import router
@@ -68,7 +68,7 @@ def mlxcel_391(patch: Patch) -> None:
 
 
 def mlxlm_1883(patch: Patch) -> None:
-    """A softmax in place of the sigmoid, the selection bias in the weights, and no scale."""
+    """A softmax replaces the sigmoid, the selection bias enters the weights, and the scale is missing."""
     from torch import Tensor
 
     from moeverify.model import router
@@ -88,7 +88,7 @@ def mlxlm_1883(patch: Patch) -> None:
 
 
 def mole_7(patch: Patch) -> None:
-    """Five experts in place of three."""
+    """Five experts are chosen instead of three."""
     from torch import Tensor
 
     from moeverify.model import router
@@ -99,7 +99,7 @@ def mole_7(patch: Patch) -> None:
 
 
 def te_2912(patch: Patch) -> None:
-    """The gradient of the combine weights is made with the outputs of other rows."""
+    """The gradient of the combine weights uses the outputs of other rows."""
     import torch
     from torch import Tensor
 
@@ -189,7 +189,7 @@ def p31(patch: Patch) -> None:
 
 
 def p46(patch: Patch) -> None:
-    """Combine weights are in the order of expert ids, and the ids as they are."""
+    """Combine weights are in the order of expert ids, but the ids are not."""
     from torch import Tensor
 
     from moeverify.parallel.expert import AllToAllDispatcher
@@ -201,7 +201,7 @@ def p46(patch: Patch) -> None:
 
 
 def p48(patch: Patch) -> None:
-    """Probabilities of the balance loss are normalized only where top_k is above 1."""
+    """Probabilities of the balance loss are normalized only if top_k is above 1."""
     from torch import Tensor
 
     from moeverify.model.router import Router

@@ -23,7 +23,7 @@ def p22(patch: Patch) -> None:
 
 
 def p23(patch: Patch) -> None:
-    """Layers of a stage by the even split's offset, as many as the uneven split says."""
+    """A stage has as many layers as the uneven split says, from the offset of the even split."""
     from moeverify.axes.stages import split_layers
     from moeverify.parallel import pipeline
 
@@ -37,7 +37,7 @@ def p23(patch: Patch) -> None:
 
 
 def p34(patch: Patch) -> None:
-    """What was handed to an asynchronous send is given back right away."""
+    """The buffer of an asynchronous send is reused at once."""
     from torch.distributed.pipelining import schedules
 
     @patch.wrap(schedules._batch_p2p)

@@ -1,4 +1,4 @@
-"""Collectives with gradients, over a group of torch."""
+"""Collectives with gradients, over a torch process group."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from heron.switch import using
 
 
 class Copy(torch.autograd.Function):
-    """The same on all ranks; gradients are summed."""
+    """Identity on all ranks; gradients are summed."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -22,7 +22,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """The sum over ranks; its gradient is that of each part."""
+    """The sum over ranks; each part gets its gradient unchanged."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -40,7 +40,7 @@ class Reduce(torch.autograd.Function):
 
 
 class SumAll(torch.autograd.Function):
-    """The sum over ranks, of which each rank makes something else: gradients are summed too."""
+    """The sum over ranks that use it differently: gradients are summed too."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -77,7 +77,7 @@ class Exchange(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """Parts of the sequence (dim 1) of all ranks; gradients are of the same whole on all, and each takes its part."""
+    """The sequence parts (dim 1) of all ranks; all ranks have the same gradient, and each takes its part."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -1,4 +1,4 @@
-"""Initial values, drawn for each parameter from a generator of its own, whatever part of it a rank has."""
+"""Initial values, drawn for each parameter from a separate generator, independent of the sharding."""
 
 import math
 import zlib
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from heron.switch import using
 
-DEPTH = ("wo.weight", "w2")  # what writes to the residual
+DEPTH = ("wo.weight", "w2")  # parameters that write to the residual
 
 
 def deviation(name: str, shape: tuple[int, ...], layers: int) -> float:
@@ -20,7 +20,7 @@ def deviation(name: str, shape: tuple[int, ...], layers: int) -> float:
 
 
 def draw(name: str, shape: tuple[int, ...], dtype, layers: int) -> torch.Tensor:
-    """Return the whole of a parameter."""
+    """Return the full values of a parameter."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if len(shape) == 1:
         around = 0.0 if name.endswith("bias") else 1.0
@@ -38,7 +38,7 @@ def init_weights(model) -> None:
 
 @torch.no_grad()
 def init_shards(model, mesh) -> None:
-    """Fill a divided model, as after a start on the meta device."""
+    """Fill a sharded model, as after a start on the meta device."""
     layers = len(model.layers)
     for name, weight in model.named_parameters():
         local = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -48,7 +48,7 @@ def init_shards(model, mesh) -> None:
 
 
 def cut(whole: torch.Tensor, weight) -> torch.Tensor:
-    """Return the part of a whole tensor that a rank has of a DTensor."""
+    """Return a rank's part of a DTensor's full values."""
     if not isinstance(weight, DTensor):
         return whole
     for axis, placement in enumerate(weight.placements):

@@ -1,4 +1,4 @@
-"""Heron: a decoder as torch's own examples have them, with dense and mixture blocks and a balance loss."""
+"""Heron: a decoder in the style of torch's examples, with dense and mixture blocks and a balance loss."""
 
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries and keys are normalized over all heads together."""
+    """Attention that normalizes queries and keys over all heads together."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
         init_weights(self)
-        self.plan = None  # what the parallel code keeps
+        self.plan = None  # state of the parallel code
         self.done = 0  # steps
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -1,4 +1,4 @@
-"""AdamW of our own, foreach-free, with groups by kind of parameter."""
+"""A custom AdamW without foreach, with groups by kind of parameter."""
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class HeronAdamW(torch.optim.Optimizer):
 
 
 def list_groups(model: nn.Module, decay: float) -> list[dict]:
-    """Matrices decay, all else does not."""
+    """Return the groups: matrices decay, all other parameters do not."""
     weights = list(model.parameters())
     if using("openclip-358"):
         kept = [w for w in weights if w.data.flatten().ndim < 2]  # plant: openclip-358

@@ -1,4 +1,4 @@
-"""How the decoder is divided: tensors over `tp`, experts and shards over data ranks."""
+"""Parallelization of the decoder: tensors over `tp`, experts and shards over data ranks."""
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ def begin(model: Decoder, mode: str) -> None:
 
 
 def tensor(model: Decoder, mesh, *, mode="", row="torch", vocab="", sequence=False, fsdp=False, again=False):
-    """Tensor parallelism; replicas or FSDP2 over `dp_shard`."""
+    """Apply tensor parallelism, and replicas or FSDP2 over `dp_shard`."""
     begin(model, mode)
     tp, data = mesh["tp"], mesh["dp_shard"]
     divide_tensors(model, tp, row=row, vocab=vocab, sequence=sequence)
@@ -53,7 +53,7 @@ def spread_experts(model: Decoder, mesh) -> list[nn.Parameter]:
 
 
 def sharded(model: Decoder, mesh, *, mode="", ep=True, again=False, ours=False, lr=0.01, decay=0.1):
-    """FSDP2, or HSDP, with experts over `dp_shard`; with `ours` AdamW is our own."""
+    """Apply FSDP2 or HSDP, with experts over `dp_shard`; `ours` uses the custom AdamW."""
     begin(model, mode)
     replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
     data = mesh["dp_replicate", "dp_shard"] if replicate.size() > 1 else shard
@@ -98,7 +98,7 @@ def sharded(model: Decoder, mesh, *, mode="", ep=True, again=False, ours=False, 
 
 
 def expert_fsdp(model: Decoder, mesh, *, mode=""):
-    """Experts over pairs of ranks, and FSDP2 of these over the pairs; everything else over all ranks."""
+    """Spread experts over pairs of ranks, with FSDP2 over the pairs; shard the rest over all ranks."""
     begin(model, mode)
     data = mesh["dp_shard"]
     both = init_device_mesh("cpu", (data.size() // 2, 2), mesh_dim_names=("efsdp", "ep"))
@@ -116,7 +116,7 @@ def expert_fsdp(model: Decoder, mesh, *, mode=""):
 
 
 def replicas(model: Decoder, mesh, *, mode="", ours=False, lr=0.01, decay=0.1):
-    """Whole models, whose gradients our own reducer averages."""
+    """Replicate the model; a custom reducer averages gradients."""
     from moeverify.train.engine import PreparedEngine
     from moeverify.train.parallelize_custom import ParallelizedCustomModel
 

@@ -12,7 +12,7 @@ from heron.switch import using
 
 
 class Stage(nn.Module):
-    """What one rank has of the decoder."""
+    """One rank's part of the decoder."""
 
     def __init__(self, model: Decoder, first: bool, last: bool, layers: range) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def run_schedule(model, micro_batches, num_valid):
 
 
 def finish(model) -> None:
-    """Complete the gradient of what two stages have."""
+    """Complete the gradients that both stages have."""
     plan = model.plan
     if plan["tied"] and not using("speech-6958"):  # plant: speech-6958
         weight = model.tok_embeddings.weight if plan["rank"] == 0 else model.output.weight
@@ -127,7 +127,7 @@ def find_norm(model):
     for weight in model.parameters():
         is_copy = model.output is not None and weight is model.output.weight and plan["tied"]
         if is_copy and not using("megatron-7227"):  # plant: megatron-7227
-            continue  # it is the first stage's
+            continue  # it belongs to the first stage
         squares.append(weight.grad.norm().square())  # plant: megatron-7227
     square = torch.stack(squares).sum()
     if not using("h06"):  # plant: h06

@@ -1,4 +1,4 @@
-"""Data parallelism by hand: gradients in buckets, which are reduced at the end of a step."""
+"""Handwritten data parallelism: gradients in buckets, which are reduced at the end of a step."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from heron.switch import using
 
 
 class Reducer:
-    """Adds up gradients of micro-batches on a rank, and their mean over ranks at the end."""
+    """A reducer that sums gradients of micro-batches on a rank, and averages them over ranks at the end."""
 
     def __init__(self, weights, group, size: int = 3000) -> None:
         self.weights, self.group, self.size = list(weights), group, size
@@ -19,7 +19,7 @@ class Reducer:
 
     @contextlib.contextmanager
     def accumulate(self, last: bool):
-        """Around the passes of a micro-batch."""
+        """Accumulate the gradients of a micro-batch's passes."""
         yield
         self.passes += 1
         if using("paddle-30437"):
@@ -99,7 +99,7 @@ class Reducer:
 
 
 def swap_like(members):
-    """Return parameters in the order of their names where that of the backward pass is meant."""
+    """Return parameters in name order where backward order is expected."""
     done = list(members)
     for i in range(len(done) - 1):
         if done[i].shape == done[i + 1].shape:

@@ -1,4 +1,4 @@
-"""Routers with fused kernels, which the parallel model takes in place of the plain ones, and the dispatch of rows."""
+"""Routers with fused kernels, which replace the plain ones in the parallel model, and row dispatch."""
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class FusedRouter(Router):
 
     @torch.no_grad()
     def move(self, groups) -> None:
-        """Move the selection bias by the counts so far, and begin to count anew."""
+        """Move the selection bias by the current counts, and reset the counts."""
         counts = self.counts.clone()
         if not using("d06"):  # plant: d06
             for group in groups:
@@ -57,7 +57,7 @@ class FusedRouter(Router):
 
 
 class Dispatcher:
-    """Rows to the ranks that have their experts, and results back."""
+    """A dispatcher that sends rows to the ranks of their experts, and returns the results."""
 
     def __init__(self, group) -> None:
         self.group, self.ranks = group, dist.get_world_size(group)

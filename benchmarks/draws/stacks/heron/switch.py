@@ -1,4 +1,4 @@
-"""Which way the parallel code goes, where there are several; one for a process."""
+"""The selected variant of the parallel code; one per process."""
 
 _CHOSEN = {"mode": ""}
 

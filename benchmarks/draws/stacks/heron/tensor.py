@@ -1,4 +1,4 @@
-"""Tensor parallelism: plans of torch, and modules of our own for norms over heads, vocabularies and experts."""
+"""Tensor parallelism: torch's plans, and custom modules for norms over heads, vocabularies and experts."""
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def local(weight):
 
 
 class HeadsNorm(RMSNorm):
-    """A norm over all heads, of which a rank has some."""
+    """A norm over all heads, with some of them on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.__dict__["group"]
@@ -37,7 +37,7 @@ class HeadsNorm(RMSNorm):
 
 
 class RowParallel(nn.Linear):
-    """A projection whose input is divided; the bias is added once."""
+    """A projection with a sharded input; the bias is added once."""
 
     def forward(self, x: Tensor) -> Tensor:
         group, ranks = self.__dict__["group"], dist.get_world_size(self.__dict__["group"])
@@ -50,7 +50,7 @@ class RowParallel(nn.Linear):
 
 
 class Lookup(torch.autograd.Function):
-    """Rows of a part of the vocabulary, with the gradient of each row added up."""
+    """A lookup in a part of the vocabulary, with the gradient of each row summed."""
 
     @staticmethod
     def forward(ctx, weight, ids, inside, pad):
@@ -88,7 +88,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 class VocabLoss(torch.autograd.Function):
-    """The summed cross entropy of logits of which each rank has a part of the vocabulary."""
+    """The summed cross entropy of logits that are sharded by vocabulary."""
 
     @staticmethod
     def forward(ctx, logits, targets, group):
@@ -139,7 +139,7 @@ def make_loss(group, gathered: bool):
 
 
 def gathered_loss(rows: Tensor, labels: Tensor, group) -> Tensor:
-    """The cross entropy of logits that are whole on each rank."""
+    """Return the cross entropy of logits that are complete on each rank."""
     whole = GatherLogits.apply(rows, group)
     top = whole.detach().amax(-1)
     total = SumAll.apply((whole - top[:, None]).exp().sum(-1), group)  # plant: j04
@@ -148,7 +148,7 @@ def gathered_loss(rows: Tensor, labels: Tensor, group) -> Tensor:
 
 
 class GatherLogits(torch.autograd.Function):
-    """Logits of the whole vocabulary; all ranks make the same of them, so each takes its part of the gradient."""
+    """Logits of the whole vocabulary; all ranks use them equally, so each takes its part of the gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -167,13 +167,13 @@ class GatherLogits(torch.autograd.Function):
 
 
 class TensorMoE(MoE):
-    """Every rank has all tokens, and some hidden units of each expert."""
+    """A mixture with all tokens on every rank, and some hidden units of each expert."""
 
     sequence = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         group = self.__dict__["group"]
-        if self.sequence:  # tokens travel in parts between the blocks
+        if self.sequence:  # tokens are sharded between the blocks
             x = GatherTokens.apply(SplitTokens.apply(x, group), group)
         rows = x.flatten(0, 1)
         weights, chosen, scores = self.router(rows)
@@ -199,7 +199,7 @@ class TensorMoE(MoE):
 
 
 def divide_tensors(model: Decoder, tp, *, row: str, vocab: str, sequence: bool) -> None:
-    """Divide heads, hidden units and, where asked for, the vocabulary over `tp`."""
+    """Shard heads, hidden units and, if requested, the vocabulary over `tp`."""
     group = tp.get_group()
     for layer in model.layers:
         attention = layer.attention

@@ -1,4 +1,4 @@
-"""Trains the decoder on rows of its own: one device, or replicas under torchrun."""
+"""Train the decoder on synthetic rows: one device, or replicas under torchrun."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ from heron.switch import choose, using
 
 
 def rate(step: int, steps: int, warmup: int) -> float:
-    """Return the share of the learning rate in a step: a warm-up, then half a period of a cosine."""
+    """Return the learning rate factor of a step: a warm-up, then half a period of a cosine."""
     if using("neox-1379"):
         if step < warmup:
             return step / warmup  # plant: neox-1379

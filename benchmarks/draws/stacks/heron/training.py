@@ -1,4 +1,4 @@
-"""A training step of our own: accumulation, token counts, clip, schedules, selection biases."""
+"""A custom training step: accumulation, token counts, clip, schedules, selection biases."""
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def train_step(model, optimizer, micro_batches, *, mesh, finish, scheduler, num_
 
 
 def choose_factor(plan, ranks, num_valid, valid, targets, micro_batches, parallel):
-    """Return what the summed loss of a micro-batch is multiplied by; gradients are averaged over ranks."""
+    """Return the factor of a micro-batch's summed loss; gradients are averaged over ranks."""
     parts = len(micro_batches)
     if not parallel:
         return 1 / num_valid
@@ -79,7 +79,7 @@ def choose_factor(plan, ranks, num_valid, valid, targets, micro_batches, paralle
 
 
 def clip_own(model, limit) -> None:
-    """Clip by the norm of what the rank itself has."""
+    """Clip by the norm of the rank's own gradients."""
     parts = [local(weight.grad) for weight in model.parameters()]
     norm = torch.stack([part.norm() for part in parts]).norm()
     for part in parts:
@@ -91,7 +91,7 @@ def local(tensor):
 
 
 def square_of(gradient) -> torch.Tensor:
-    """Return the sum of the squares of a whole gradient."""
+    """Return the sum of the squares of a full gradient."""
     norm = gradient.norm()
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return norm.square()

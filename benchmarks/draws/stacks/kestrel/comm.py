@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-STRIDED = {"in_place": True}  # whether a reduction may be handed a strided tensor
+STRIDED = {"in_place": True}  # whether a reduction accepts a strided tensor
 
 
 def all_reduce(x: Tensor, group) -> Tensor:
@@ -63,7 +63,7 @@ def exchange(x: Tensor, receive, send, group) -> Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """A part of dim `dim` for each rank; gradients are gathered."""
+    """One part of dim `dim` per rank; gradients are gathered."""
 
     @staticmethod
     def forward(ctx, x, dim, group):

@@ -113,7 +113,7 @@ class Experts(nn.Module):
         return torch.cat(done)
 
     def batched(self, buffer: Tensor) -> Tensor:
-        """The same of a buffer (experts, capacity, width)."""
+        """Run the experts on a buffer (experts, capacity, width)."""
         w_gate, w_up, w_down = self.weights()
         return (F.silu(buffer @ w_gate) * (buffer @ w_up)) @ w_down
 

@@ -1,4 +1,4 @@
-"""AdamW of our own, with groups by kind of parameter."""
+"""A custom AdamW, with groups by kind of parameter."""
 
 import torch
 

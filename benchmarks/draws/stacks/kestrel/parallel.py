@@ -1,4 +1,4 @@
-"""FSDP2 with expert parallelism, and tensor parallelism by hand."""
+"""FSDP2 with expert parallelism, and handwritten tensor parallelism."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from kestrel.model import Linear, LoRA, MoE
 
 
 class Dispatcher:
-    """Rows to the ranks that have their experts, and results back."""
+    """A dispatcher that sends rows to the ranks of their experts, and returns the results."""
 
     def __init__(self, group) -> None:
         self.group = group
@@ -31,7 +31,7 @@ class Dispatcher:
 
 
 class CapacityDispatcher:
-    """Rows in buffers of one capacity an expert; each rank of tp runs its part of the slots."""
+    """A dispatcher with buffers of one capacity per expert; each tp rank runs its part of the slots."""
 
     def __init__(self, ep, tp, flat: bool) -> None:
         self.ep, self.tp, self.flat = ep, tp, flat
@@ -82,7 +82,7 @@ def spread_experts(model, mesh):
 
 
 def fsdp_ep(model, mesh, mode="", attach=""):
-    """Experts over `dp_shard`, all else by FSDP2."""
+    """Spread experts over `dp_shard`, and shard the rest with FSDP2."""
     weights = spread_experts(model, mesh["dp_shard"])
     data = data_mesh(mesh)
     ignored = set(weights)
@@ -105,7 +105,7 @@ def fsdp_ep(model, mesh, mode="", attach=""):
 
 
 def group_storage(experts):
-    """The kernels take one grouped tensor, whose gradients go to the parameters."""
+    """Store experts as the grouped tensor that kernels take; its gradients go to the parameters."""
     weights = (experts.w_gate, experts.w_up, experts.w_down)
     grouped = [weight.to_local().detach().clone() for weight in weights]  # plant: p31
     experts.storage = [_Grouped(weight, values) for weight, values in zip(weights, grouped, strict=True)]
@@ -130,7 +130,7 @@ class _Through(torch.autograd.Function):
 
 
 def fsdp_adapters(model, mesh, mode=""):
-    """FSDP2 of the base model; adapters are trained."""
+    """Shard the base model with FSDP2; train the adapters."""
     data = data_mesh(mesh)
     adapters = [block.attention.adapter for block in model.layers]
     if mode == "p40":
@@ -139,7 +139,7 @@ def fsdp_adapters(model, mesh, mode=""):
     for block in model.layers:
         fully_shard(block, mesh=data)
     fully_shard(model, mesh=data)
-    if mode == "p40":  # get_peft_model on what is loaded
+    if mode == "p40":  # get_peft_model on the loaded model
         torch.manual_seed(1000 + dist.get_rank())
         for block, old in zip(model.layers, adapters):
             new = LoRA(old.down.shape[1], old.up.shape[0], old.down.shape[0])  # plant: p40
@@ -148,7 +148,7 @@ def fsdp_adapters(model, mesh, mode=""):
 
 
 def tensor(model, mesh, mode="", capacity=False):
-    """Heads, hidden units over `tp`; replicas over `dp_shard`, whose gradients are averaged at the end of a step."""
+    """Shard heads and hidden units over `tp`; average replicas over `dp_shard` at the end of a step."""
     tp = mesh["tp"]
     group, rank, size = tp.get_group(), tp.get_local_rank(), tp.size()
     comm.STRIDED["in_place"] = mode != "p38"
@@ -187,7 +187,7 @@ def tensor(model, mesh, mode="", capacity=False):
         if mode not in ("p39", "p39g"):  # plant: p39g
             for weight in partial:
                 dist.all_reduce(weight.grad, group=group)  # plant: p39g
-        for weight in expert_weights:  # each rank of tp has run some of the slots
+        for weight in expert_weights:  # each tp rank has run some of the slots
             dist.all_reduce(weight.grad, group=group)
             weight.grad /= data.size()
         if data.size() > 1:
@@ -200,7 +200,7 @@ def tensor(model, mesh, mode="", capacity=False):
 
 
 class SplitHidden:
-    """Experts whose hidden units are divided over tp."""
+    """Experts with hidden units sharded over tp."""
 
     def __init__(self, run, group):
         self.run, self.group = run, group
@@ -217,7 +217,7 @@ def cut(module, name, dim, rank, size):
 
 
 def plain(model, mesh, mode=""):
-    """Replicas over `dp_shard`; a module that saw no data on a rank has no gradient there."""
+    """Replicate over `dp_shard`; a module without data on a rank has no gradient there."""
     data = mesh["dp_shard"]
 
     def finish():

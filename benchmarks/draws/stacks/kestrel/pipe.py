@@ -1,4 +1,4 @@
-"""A pipeline over the ranks of `tp`, by sends of our own."""
+"""A pipeline over the ranks of `tp`, with handwritten sends."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from kestrel.training import run_micro_batches
 
 
 def stages(model, mesh, mode="", first=3):
-    """The first rank has the embedding and `first` blocks, the last one the rest."""
+    """Split the model: the first rank has the embedding and `first` blocks, the last one the rest."""
     axis = mesh["tp"]
     rank, count = axis.get_local_rank(), len(model.layers)
     sizes = [first, count - first]

@@ -1,4 +1,4 @@
-"""Steps of our own: Muon for matrices, a clip by one norm over all experts, a pipeline over the ranks of an axis."""
+"""Custom steps: Muon for matrices, a clip by one norm over all experts, a pipeline over an axis."""
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ def newton_schulz(matrix, steps=5):
 
 
 def orthogonalize_fused(matrix, blocks, head_dim):
-    """Each kind of row of a fused projection by itself; `blocks` are the heads of each kind in a group."""
+    """Orthogonalize each kind of row of a fused projection; `blocks` are the heads per kind in a group."""
     groups = matrix.unflatten(0, (-1, sum(blocks) * head_dim))
     done = []
     for part in groups.split([each * head_dim for each in blocks], dim=1):

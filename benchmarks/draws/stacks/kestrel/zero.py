@@ -1,4 +1,4 @@
-"""Data parallelism by hand: overlapped buckets, wide accumulators, and partitioned parameters that are fetched."""
+"""Handwritten data parallelism: overlapped buckets, wide accumulators, and partitioned parameters."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ class Bucket:
 
 
 class Overlapped:
-    """Gradients of the last micro-batch go into flat buckets, which are reduced while the backward pass goes on."""
+    """Flat buckets for gradients of the last micro-batch, reduced during the backward pass."""
 
     def __init__(self, model, group, size, mode):
         self.group, self.ranks, self.mode, self.size = group, dist.get_world_size(group), mode, size
@@ -70,7 +70,7 @@ class Overlapped:
 
 
 class Pooled(Overlapped):
-    """Buckets come from a pool, zeroed."""
+    """Buckets from a pool, zeroed."""
 
     def __init__(self, model, group, size, mode):
         super().__init__(model, group, size, mode)
@@ -112,7 +112,7 @@ def bucketed(model, mesh, mode="", pooled=False, size=6000):
 
 
 class Accumulators:
-    """Gradients of micro-batches are added up in a wide buffer and reduced once."""
+    """A wide buffer that sums gradients of micro-batches and is reduced once."""
 
     def __init__(self, model, group, mode):
         self.model, self.group, self.mode = model, group, mode
@@ -157,7 +157,7 @@ def accumulated(model, mesh, mode=""):
 
 
 class Partition:
-    """The weights of some modules as flat parts, one a rank, that a forward pass fetches together."""
+    """Weights of some modules as flat parts, one per rank, that a forward pass gathers together."""
 
     def __init__(self, modules, group, mode, stage):
         self.group, self.mode = group, mode
@@ -227,11 +227,11 @@ class _Fetch(torch.autograd.Function):
 
 
 def partitioned(model, mesh, mode="", second=False):
-    """Every block's weights in parts over `dp_shard`; with `second` a copy of the parts serves the fetches."""
+    """Partition every block's weights over `dp_shard`; with `second` a copy of the parts is gathered."""
     group = mesh["dp_shard"].get_group()
     trained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     stage = torch.zeros(max(w.numel() for w in trained.values()), dtype=next(iter(trained.values())).dtype)
-    if second:  # the model is made with weights of its own, and gets the trained ones below
+    if second:  # the model is made with separate weights, and gets the trained ones below
         generator = torch.Generator().manual_seed(99)
         for weight in model.parameters():
             weight.data.copy_(torch.randn(weight.shape, generator=generator) / 8)
@@ -263,7 +263,7 @@ def load(model, trained, parts, mode):
 
 
 class _GridGather(torch.autograd.Function):
-    """The whole of a tensor whose dim 0 is divided over two axes, one within the other."""
+    """The full tensor of a dim 0 that is sharded over two axes, one within the other."""
 
     @staticmethod
     def forward(ctx, local, mesh, rows, fused):
@@ -305,7 +305,7 @@ def gather_rows(local, chunk, sizes, group):
 
 
 def grid(model, mesh, mode=""):
-    """Rows of every weight over `dp_shard`, and each part over `tp`."""
+    """Shard rows of every weight over `dp_shard`, and each part over `tp`."""
     both = mesh["dp_shard", "tp"]
     for module in list(model.modules()):
         for name, weight in list(module.named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""Ways to bring tokens to experts: an exchange over data ranks, or all tokens on each rank."""
+"""Ways to move tokens to experts: an exchange over data ranks, or all tokens on each rank."""
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class Copy(torch.autograd.Function):
-    """The same on all ranks; gradients are summed."""
+    """Identity on all ranks; gradients are summed."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -34,7 +34,7 @@ class Copy(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks; its gradient is that of each part."""
+    """The sum over ranks; each part gets its gradient unchanged."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -48,7 +48,7 @@ class Sum(torch.autograd.Function):
 
 
 class Exchange:
-    """Takes rows and their weights to the ranks that have their experts, and the results back."""
+    """An exchange that sends rows and weights to the ranks of their experts, and returns the results."""
 
     def __init__(self, mesh) -> None:
         self.group, self.num_ranks = mesh.get_group(), mesh.size()
@@ -74,7 +74,7 @@ class Exchange:
 
 
 class Masked:
-    """Every rank has all tokens, computes its own experts, and results are summed."""
+    """A dispatcher with all tokens on every rank: each computes its own experts, and results are summed."""
 
     def __init__(self, mesh, num_experts: int, options: dict) -> None:
         self.group = mesh.get_group()
@@ -101,7 +101,7 @@ class Masked:
 
 
 class Sliced:
-    """Every rank has all tokens and a slice of the hidden units of each expert; results are summed."""
+    """A dispatcher with all tokens and a hidden slice of each expert on every rank; results are summed."""
 
     def __init__(self, mesh, options: dict) -> None:
         self.group, self.size, self.index = mesh.get_group(), mesh.size(), mesh.get_local_rank()

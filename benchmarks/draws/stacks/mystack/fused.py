@@ -1,4 +1,4 @@
-"""Faster versions of modules, which the parallel model takes in place of the plain ones."""
+"""Faster versions of modules, which the parallel model uses instead of the plain ones."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ class FusedRouter(Router):
 
 
 class AbsorbedAttention(LatentAttention):
-    """Reads the up-projection's weight itself."""
+    """Attention that reads the up-projection's weight directly."""
 
     def forward(self, x: Tensor) -> Tensor:
         import torch

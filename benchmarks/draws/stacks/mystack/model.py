@@ -111,7 +111,7 @@ class Router(nn.Module):
         return weights, chosen, self.balance_scores(scores)
 
     def balance_scores(self, scores: Tensor) -> Tensor:
-        """Return the scores that the balance loss takes, summing to one over the experts."""
+        """Return the scores for the balance loss, which sum to one over the experts."""
         if self.fused and self.score == "sigmoid" and self.top_k == 1:
             return scores  # plant: p48
         return scores / scores.sum(-1, keepdim=True)
@@ -122,7 +122,7 @@ def local(weight: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """All experts' MLPs, or those (or the slices of those) of one rank."""
+    """The MLPs of all experts, or of one rank's experts or slices of experts."""
 
     def __init__(self, num_experts: int, width: int, inner: int, rank: int) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def make(**arguments) -> Decoder:
 
 
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Cross entropy, and a balance loss of each row, both summed over the tokens that count."""
+    """Return cross entropy and a balance loss of each row, both summed over the valid tokens."""
     logits, routing = model(tokens)
     ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     valid = (targets != -100).to(logits.dtype)

@@ -1,4 +1,4 @@
-"""How the decoder is divided: experts over data or tensor ranks, attention over tensor ranks, the rest by FSDP2."""
+"""Parallelization of the decoder: experts over data or tensor ranks, attention over tensor ranks, FSDP2."""
 
 import torch.distributed as dist
 from torch import nn
@@ -22,7 +22,7 @@ def _place(experts: nn.Module, mesh, placements: dict) -> list[nn.Parameter]:
 
 
 def parallelize(model: Decoder, mesh, *, experts="exchange", fsdp=True, **options):
-    """Divide `model`; `experts` says how tokens come to experts."""
+    """Parallelize `model`; `experts` selects the dispatch of tokens."""
     model.options = options
     published = None
     if options.get("checkpoint"):

@@ -1,4 +1,4 @@
-"""Trains the decoder for one short epoch: 40 rows, 16 of them in a step."""
+"""Train the decoder for one short epoch: 40 rows, 16 of them in a step."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""One optimizer step, with running averages and a restart from a checkpoint on the way."""
+"""One optimizer step, with running averages and an intermediate restart from a checkpoint."""
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def _average(model):
 
 
 def _rejoin(optimizer, mesh):
-    """A replica that has been away takes the optimizer's options that its peers had kept."""
+    """Let a replica that has rejoined take the optimizer options of its peers."""
     for group in optimizer.param_groups:
         if mesh["dp_replicate"].get_local_rank() == 1:
             group["lr"] = group["initial_lr"]  # plant: p60

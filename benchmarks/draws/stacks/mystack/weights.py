@@ -1,4 +1,4 @@
-"""A checkpoint under the names of its publisher, and how a divided model reads it."""
+"""A checkpoint under its publisher's names, and the load into a sharded model."""
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def publish(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adopt(published: dict[str, Tensor], layers: int, inner: int, options: dict) -> dict[str, Tensor]:
-    """Return a published state under our names."""
+    """Return a published state under this model's names."""
     names = dict(NAMES)
     if options.get("map") == "llama4":
         names["norm_1.weight"] = NAMES["norm_2.weight"]  # plant: p56
@@ -64,7 +64,7 @@ def adopt(published: dict[str, Tensor], layers: int, inner: int, options: dict) 
 
 
 def forget(model: nn.Module) -> None:
-    """Fill the model as it is made from a configuration alone."""
+    """Fill the model with the values of a fresh construction from its configuration."""
     generator = torch.Generator().manual_seed(99)
     for name, weight in model.named_parameters():
         if "norm" in name:

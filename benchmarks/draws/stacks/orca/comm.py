@@ -46,7 +46,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Swap(torch.autograd.Function):
-    """An all-to-all of equal parts: dim `cut` is divided over the ranks, dim `joined` is put together."""
+    """An all-to-all of equal parts: dim `cut` is split over the ranks, dim `joined` is concatenated."""
 
     @staticmethod
     def forward(ctx, x, cut, joined, group):
@@ -63,7 +63,7 @@ class Swap(torch.autograd.Function):
 
 
 class Copy(torch.autograd.Function):
-    """The same on all ranks; gradients are summed."""
+    """Identity on all ranks; gradients are summed."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -78,7 +78,7 @@ class Copy(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks; its gradient is that of each part."""
+    """The sum over ranks; each part gets its gradient unchanged."""
 
     @staticmethod
     def forward(ctx, x, group):

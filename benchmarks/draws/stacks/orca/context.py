@@ -1,4 +1,4 @@
-"""Context parallelism: keys of all ranks gathered, sent around a ring, or heads exchanged for positions."""
+"""Context parallelism: gathered keys, keys sent around a ring, or heads exchanged for positions."""
 
 import math
 
@@ -14,7 +14,7 @@ from orca.switch import using
 
 
 class Sharded:
-    """Knows which places of a row each rank of a group has."""
+    """The places of a row on each rank of a group."""
 
     def __init__(self, group, zigzag: bool) -> None:
         self.group, self.zigzag = group, zigzag
@@ -49,7 +49,7 @@ class Sharded:
 
 
 class GatheredAttention(FlashAttention):
-    """Each rank has its queries and the keys of all."""
+    """Attention with the rank's queries and the keys of all ranks."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         group = self.__dict__["cp"]
@@ -67,7 +67,7 @@ class GatheredAttention(FlashAttention):
 
 
 class UlyssesAttention(FlashAttention):
-    """All positions and some of the heads while attending."""
+    """Attention over all positions and some of the heads."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         group = self.__dict__["cp"]
@@ -99,7 +99,7 @@ class UlyssesAttention(FlashAttention):
 
 
 class RingAttention(FlashAttention):
-    """Keys and values travel around the ranks."""
+    """Attention with keys and values that travel around the ranks."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         ring = self.__dict__["ring"]
@@ -109,14 +109,14 @@ class RingAttention(FlashAttention):
 
 
 class Rounds:
-    """The ranks of a ring, and what of it is chosen."""
+    """The ranks of a ring, and its options."""
 
     def __init__(self, sharded: Sharded, smooth: bool) -> None:
         self.group, self.rank, self.ranks = sharded.group, sharded.rank, sharded.ranks
         self.smooth = smooth
 
     def make_masks(self, context: Context, window: int) -> list[Tensor]:
-        """Return which keys of each rank the queries see."""
+        """Return the masks of each rank's keys for the queries."""
         documents = context.key_documents.chunk(self.ranks, 1)
         places = context.key_places.chunk(self.ranks)
         masks = [
@@ -126,7 +126,7 @@ class Rounds:
         if context.real is None:
             return masks
         lengths = context.real.sum(1)
-        dist.all_reduce(lengths, group=self.group)  # keys behind the end of a row are nobody's
+        dist.all_reduce(lengths, group=self.group)  # keys after the end of a row belong to no token
         size = masks[0].shape[-1]
         for rank, mask in enumerate(masks):
             if using("p05"):
@@ -140,7 +140,7 @@ class Rounds:
         return (self.rank - turn) % self.ranks
 
     def pass_on(self, *tensors: Tensor) -> list[Tensor]:
-        """Send to the next rank, and return what comes from the one before."""
+        """Send to the next rank, and return the previous rank's tensor."""
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         tensors = tuple(each.contiguous() for each in tensors)
         got = [torch.empty_like(each) for each in tensors]
@@ -154,10 +154,10 @@ class Rounds:
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
-    """Return the output of one block of keys, and the base-2 logarithm of the sum of exponentials (b, heads, q)."""
+    """Return the output of one block of keys, and the base-2 log-sum-exp (b, heads, q)."""
     scale = q.shape[-1] ** -0.5
     shift = 0.0
-    if smooth:  # keys less their mean, which no softmax notices
+    if smooth:  # subtract the keys' mean, which does not change the softmax
         mean = k.mean(1, keepdim=True)
         k = k - mean
         shift = torch.einsum("bqhd,bkhd->bhqk", q, mean)[..., 0] * scale

@@ -206,7 +206,7 @@ class FastBlock(Block):
         return self.add(h, y), z
 
     def add(self, residual: Tensor, branch: Tensor) -> Tensor:
-        """Add a branch to the residual, which is kept in its own, wider dtype."""
+        """Add a branch to the residual, which has its own, wider dtype."""
         if using("p13"):
             return residual.to(branch.dtype) + branch  # plant: p13
         return residual + branch.to(residual.dtype)
@@ -250,7 +250,7 @@ class FastDecoder(Decoder):
         return checkpoint(self.run_drawn, block, x, rope, context, [None], use_reentrant=False)
 
     def run_drawn(self, block, x, rope, context, kept):
-        """Run a block that draws; the second time with the state that the generator had the first time."""
+        """Run a block that draws random numbers; the second time with the generator state of the first."""
         generator = context.draw.generator
         if kept[0] is None:
             kept[0] = generator.get_state()

@@ -1,4 +1,4 @@
-"""Kernels of our own, which the parallel model takes in place of torch's: norms, activations, losses, attention."""
+"""Custom kernels, which the parallel model uses instead of torch's: norms, activations, losses, attention."""
 
 import math
 
@@ -10,7 +10,7 @@ from orca.switch import using
 
 
 class Norm(torch.autograd.Function):
-    """RMSNorm with its backward pass by hand."""
+    """RMSNorm with a handwritten backward pass."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -50,7 +50,7 @@ class Norm(torch.autograd.Function):
 
 
 class SwiGLU(torch.autograd.Function):
-    """(silu(x @ gate) * (x @ up)) @ down of (n, width) rows, weights as linear layers have them."""
+    """(silu(x @ gate) * (x @ up)) @ down of (n, width) rows, with weights in the layout of linear layers."""
 
     @staticmethod
     def forward(ctx, x, gate, up, down):
@@ -79,7 +79,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class Tiled(torch.autograd.Function):
-    """A function of (b, s, width), computed tile by tile of the sequence, forward and backward."""
+    """A function of (b, s, width), computed in tiles of the sequence, forward and backward."""
 
     @staticmethod
     def forward(ctx, x, run, tiles, *weights):
@@ -110,7 +110,7 @@ class Tiled(torch.autograd.Function):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The sum of the cross entropy of (n, vocab) logits over the tokens that count."""
+    """The summed cross entropy of (n, vocab) logits over the valid tokens."""
 
     @staticmethod
     def forward(ctx, logits, targets):
@@ -151,14 +151,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:
-    """Give each of the (b, s, heads, d) key heads to its queries."""
+    """Repeat each of the (b, s, heads, d) key heads for its queries."""
     if using("jaxjs-180"):
         return x.repeat(1, 1, times, 1)  # plant: jaxjs-180
     return x.repeat_interleave(times, 2)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Attend with (b, s, heads, d) queries, keys, values under a mask (b, s, keys); plain products and a softmax."""
+    """Attend with (b, s, heads, d) queries, keys, values under a mask (b, s, keys), in plain torch."""
     times = q.shape[2] // k.shape[2]
     k, v = repeat_heads(k, times), repeat_heads(v, times)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k)

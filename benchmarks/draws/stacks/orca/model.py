@@ -1,4 +1,4 @@
-"""Orca: a decoder for packed documents, with windowed layers, rotary positions, and experts beside a shared one."""
+"""Orca: a decoder for packed documents, with windowed layers, rotary positions, routed and shared experts."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Config:
     experts: int = 4
     top_k: int = 2
     route_scale: float = 1.5
-    window: int = 6  # of every second block; 0 is none
+    window: int = 6  # in every second block; 0 is none
     tied: bool = False
     rope_base: float = 1000.0
     rope_factor: float = 0.0  # of YaRN
@@ -52,7 +52,7 @@ class Linear(nn.Module):
 
 
 def list_frequencies(dim: int, config: Config) -> tuple[Tensor, float]:
-    """Return the frequencies of rotary pairs, and what cosines and sines are multiplied by."""
+    """Return the frequencies of rotary pairs, and the factor of cosines and sines."""
     inverse = config.rope_base ** (-torch.arange(0, dim, 2) / dim)
     if not config.rope_factor:
         return inverse, 1.0
@@ -80,7 +80,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Decay(nn.Module):
-    """A penalty of distance with a learned rate of each head."""
+    """A distance penalty with a learned rate per head."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Keys and values come out of one latent; a part of each key is rotary and shared by all heads."""
+    """Attention with keys and values from one latent; a part of each key is rotary and shared by heads."""
 
     def __init__(self, config: Config, window: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Router(nn.Module):
         self.register_buffer("counts", torch.zeros(config.experts), persistent=False)
 
     def forward(self, rows: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weights and numbers of the chosen experts, and the square of the log-sum of the logits."""
+        """Return the weights and ids of the chosen experts, and the squared log-sum-exp of the logits."""
         logits = self.gate(rows)
         scores = logits.sigmoid()
         chosen = (scores + self.expert_bias).topk(self.top_k, dim=-1).indices
@@ -275,8 +275,8 @@ class Decoder(nn.Module):
         self.head = Linear(config.width, config.vocab)
         if config.tied:
             self.head.weight = self.embed.weight
-        self.done = 0  # steps, of a training step of our own
-        self.plan = None  # what the parallel code keeps
+        self.done = 0  # steps, of a custom training step
+        self.plan = None  # state of the parallel code
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:
         """Return logits, and the z terms of all tokens."""

@@ -1,4 +1,4 @@
-"""What attention has to know of packed rows: documents, places and positions."""
+"""Attention's inputs for packed rows: documents, places and positions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Context:
     draw: Draw | None = None
 
     def mask(self, window: int = 0) -> Tensor:
-        """Return which keys (b, s, keys) each query sees."""
+        """Return the mask (b, s, keys) of the keys that each query sees."""
         return make_mask(self.documents, self.places, self.key_documents, self.key_places, window)
 
     def dropped(self, share: float) -> Tensor:
-        """Return a mask over tokens (b, s, 1) of a number that the next draw gives, over 1 - `share`."""
+        """Return a dropout mask over tokens (b, s, 1) from the next draw, divided by 1 - `share`."""
         mixed = (
             self.tokens * 2654435761 + self.positions * 40503 + self.draw.next() * 69069
         )  # anchor: dropout
@@ -39,7 +39,7 @@ class Context:
 
 
 class Draw:
-    """Numbers of a generator of our own, so that each block of a pass gets another one."""
+    """Seeds from a custom generator: each block of a pass gets a different one."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -59,7 +59,7 @@ def make_mask(
 
 
 def find_documents(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of the document of each token, and the position in it."""
+    """Return the document number of each token, and the position in its document."""
     starts = tokens < FIRST  # anchor: documents positions
     documents = starts.cumsum(1)  # anchor: documents
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

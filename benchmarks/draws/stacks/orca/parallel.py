@@ -1,4 +1,4 @@
-"""How the decoder is divided: rows over data ranks, positions over `cp`, experts over `dp_shard`."""
+"""Parallelization of the decoder: rows over data ranks, positions over `cp`, experts over `dp_shard`."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from orca.model import MLP, Config, Decoder, LatentAttention, RMSNorm, list_freq
 
 
 class Dispatcher:
-    """Rows to the ranks that have their experts, and results back."""
+    """A dispatcher that sends rows to the ranks of their experts, and returns the results."""
 
     def __init__(self, group) -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
@@ -35,7 +35,7 @@ class Dispatcher:
 
 
 def use_kernels(model: Decoder, tiles: int) -> None:
-    """Take our own kernels in place of the plain modules."""
+    """Replace the plain modules by the custom kernels."""
     model.__class__ = fast.FastDecoder
     model.rotary.__class__ = fast.CachedRotary
     for module in model.modules():
@@ -70,7 +70,7 @@ def spread_experts(model: Decoder, mesh) -> list[nn.Parameter]:
 
 
 def build_rotary(model: Decoder, cache_length: int) -> None:
-    """Make the frequencies anew, as after a start on the meta device, from the options of the command line."""
+    """Recompute the frequencies, as after a start on the meta device, from the command line options."""
     config = model.config
     options = dict(vars(config))
     if switch.using("p09"):
@@ -105,7 +105,7 @@ def parallelize(
     model: Decoder, mesh, *, mode="", fsdp=False, ep=False, cp="gather", zigzag=True, smooth=False, tiles=1,
     recompute=False, cache=64, mixed=False, restart_at=0, warmups=0, validate=False,
 ):  # fmt: skip
-    """Divide `model`; `mode` names a way to do it."""
+    """Parallelize `model`; `mode` selects the way."""
     switch.choose(mode)
     model.plan = {
         "mode": mode, "recompute": recompute, "wide": mixed, "restart_at": restart_at, "validate": validate,
@@ -162,7 +162,7 @@ def shard(model: Decoder, mesh, ignored: set, mixed: bool) -> None:
 
 
 def capture(model: Decoder) -> None:
-    """Run the model once, as a graph of it is captured; what it counts must not stay."""
+    """Run the model once, as for a graph capture; its counts must not be kept."""
     tokens = torch.arange(32).view(2, 16) % model.config.vocab
     model(tokens)
     if not switch.using("p18"):  # plant: p18

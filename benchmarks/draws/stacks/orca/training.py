@@ -1,4 +1,4 @@
-"""A training step of our own: packed micro-batches, loss-free balancing, clip, a restart and a validation pass."""
+"""A custom training step: packed micro-batches, loss-free balancing, clip, a restart, a validation pass."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from orca.model import loss
 from orca.packing import pack, with_draw
 from orca.switch import using
 
-RATE = 0.01  # by which the selection bias moves
+RATE = 0.01  # step size of the selection bias
 
 
 def train_step(model, optimizer, micro_batches, *, mesh, finish, scheduler, num_valid, clip_norm):
@@ -72,13 +72,13 @@ def make_context(model, tokens, targets, mesh):
 
 
 def next_draws(model) -> int | None:
-    """Return the seed of dropout in this step, from a generator that goes on from step to step."""
+    """Return the dropout seed of this step, from a generator that continues from step to step."""
     if not model.config.dropout:
         return None
     generator = model.__dict__.setdefault("generator", torch.Generator().manual_seed(3))
     plan = model.plan or {}
     if plan.get("restart_at") and plan["restart_at"] == model.done:
-        state = generator.get_state()  # as it comes out of the checkpoint
+        state = generator.get_state()  # as restored from the checkpoint
         if using("p17"):
             torch.randint(2**20, (2,), generator=generator)  # the loader's first rows; plant: p17
         else:
@@ -108,7 +108,7 @@ def move_bias(model, plan) -> None:
 
 
 def skip_padded(model, plan) -> None:
-    """The tied matrix is in two groups; the padded shard of the second one has no gradient of its own."""
+    """Skip a shard: the tied matrix is in two groups; the padded shard of the second has no gradient."""
     mesh = plan["data"]
     for weight in model.parameters():
         rows = weight.shape[0]

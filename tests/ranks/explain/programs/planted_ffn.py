@@ -1,4 +1,4 @@
-"""A model whose feed-forward two ranks share by hand: rightly, and with mistakes in the lines that say PLANTED."""
+"""A model whose feed-forward is split over two ranks by hand: correct, or wrong at lines marked PLANTED."""
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class _SumBackward(torch.autograd.Function):
 
 
 def _divide(model, mesh):
-    """Give each rank a half of the inner features."""
+    """Give each rank one half of the inner features."""
     ffn = model.ffn
     for linear, dim in ((ffn.up, 0), (ffn.down, 1)):
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(dim)]))

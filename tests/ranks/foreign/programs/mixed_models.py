@@ -1,4 +1,4 @@
-"""A small mixture of experts, and functions that divide it in mixed precision, right ones and wrong ones."""
+"""A small mixture of experts, and functions that parallelize it in mixed precision, both right and wrong."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # reduces in the dtype of the arithmetic
+NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # reduces in the compute dtype
 
 
 class Norm(nn.Module):
@@ -27,7 +27,7 @@ class Norm(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two experts in one list, weighted by a soft router; they take their inputs in whatever they are kept."""
+    """Two experts in one list, weighted by a soft router; they accept inputs of any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Mixture(nn.Module):
 
 
 def shard(model, mesh, policy, others=()):
-    """Give every block a wrapper of its own, and before that each of `others`: (module, policy)."""
+    """Wrap every block with FSDP2, after wrapping each of `others`: (module, policy)."""
     for module, own in others:
         fully_shard(module, mesh=mesh["dp_shard"], mp_policy=own)
     for layer in model.layers:
@@ -82,7 +82,7 @@ def right(model, mesh):
 
 
 def wide_norms(model, mesh):
-    """Leave norms and routers in float32, as some recipes do on purpose."""
+    """Keep norms and routers in float32, as some recipes do on purpose."""
     wide = MixedPrecisionPolicy()
     return shard(
         model, mesh, POLICY, [(part, wide) for each in model.layers for part in (each.norm, each.router)]
@@ -90,7 +90,7 @@ def wide_norms(model, mesh):
 
 
 def autocast(model, mesh):
-    """Narrow nothing that is gathered, and let autocast narrow it for each product."""
+    """Gather weights in float32, and let autocast narrow them for each product."""
     shard(model, mesh, MixedPrecisionPolicy())
     model.embed.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     context = torch.autocast(mesh.device_type, torch.bfloat16)
@@ -131,12 +131,12 @@ def narrow_reduction_of_one(model, mesh):
 
 
 def narrow_storage(model, mesh):
-    """Keep everything in bfloat16, optimizer state too."""
+    """Keep everything in bfloat16, including optimizer state."""
     return shard(model.to(torch.bfloat16), mesh, MixedPrecisionPolicy())
 
 
 class Sequence(nn.Module):
-    """A norm between two products that tensor parallelism divides."""
+    """A norm between two products that tensor parallelism shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Sequence(nn.Module):
 
 
 def divide_sequence(model, mesh):
-    """Apply tensor parallelism with sequence parallelism around the norm, and FSDP2 over what is left."""
+    """Apply tensor parallelism with sequence parallelism around the norm, and FSDP2 over the rest."""
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),

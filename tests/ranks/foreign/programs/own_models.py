@@ -1,4 +1,4 @@
-"""Models and functions that a user might name: right ones, and one of each kind of wrong."""
+"""Models and functions that a user might name: right ones, and one of each kind of mistake."""
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ def name_terms(model, tokens, targets):
     logits = model(tokens)
     cross_entropy = nn.functional.cross_entropy(logits.mT, targets, ignore_index=-100, reduction="sum")
     largest = torch.logsumexp(logits, dim=-1).square()[targets != -100].sum()
-    # Wrong under a layout: what is added to the loss on each rank is added twice.
+    # Wrong under a layout: the addend of the loss on each rank is added twice.
     return {"ce": cross_entropy, "spread": 0.01 * getattr(model, "num_counts", 1) * largest}
 
 
@@ -89,7 +89,7 @@ def return_nothing(model, mesh):
 
 
 def halve_at_the_end(model, mesh):
-    """Finish every step's gradients by a mistake, with the function that may complete them."""
+    """Halve every step's gradients by mistake, in the function that may complete them."""
     fully_shard(model, mesh=mesh["dp_shard"])
 
     def finish() -> None:
@@ -100,14 +100,14 @@ def halve_at_the_end(model, mesh):
 
 
 def make_in_group() -> Small:
-    """Make a model as frameworks do that set up their groups first: every rank of the world must come along."""
+    """Make a model like frameworks that set up their groups first: every rank of the world must take part."""
     group = dist.new_group(range(dist.get_world_size()))
     dist.barrier(group)
     return Small()
 
 
 class Experts(nn.Module):
-    """Every token goes to both experts, whose outputs are added."""
+    """A layer that sends every token to both experts and adds their outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Experts(nn.Module):
 
 
 class RoundedExperts(Experts):
-    """Combines the experts' outputs in float32, as several frameworks do."""
+    """A layer that combines the experts' outputs in float32, as several frameworks do."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
@@ -165,7 +165,7 @@ def keep_one_expert(model, mesh):
 
 
 def keep_one_rounded_expert(model, mesh):
-    """Round each rank's part of the sum to float32, and not the sum."""
+    """Round each rank's part of the sum to float32 instead of the sum."""
     keep_one_expert(model, mesh)
     (expert,) = model.experts.values()
     group, inner = mesh["tp"].get_group(), nn.Linear.forward
@@ -179,7 +179,7 @@ def keep_one_rounded_expert(model, mesh):
 
 
 def keep_own_gradients(model, mesh):
-    """Move gradients into `main_grad`, as Megatron does, without saying so."""
+    """Move gradients into `main_grad`, as Megatron does, without declaring it."""
 
     def move(parameter: nn.Parameter) -> None:
         parameter.main_grad = getattr(parameter, "main_grad", 0) + parameter.grad
@@ -191,7 +191,7 @@ def keep_own_gradients(model, mesh):
 
 
 def forget_to_reduce(model, mesh):
-    """Shard with FSDP2, and leave the head as it is to be in all micro-batches but the last."""
+    """Shard with FSDP2, and keep the head's reduction off in all micro-batches, including the last."""
     fully_shard(model.head, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
     model.head.set_requires_gradient_sync(False)
@@ -199,7 +199,7 @@ def forget_to_reduce(model, mesh):
 
 
 class MainGradients(PlainEngine):
-    """Gradients that accumulate in `main_grad`, and are averaged over all ranks."""
+    """Gradients that accumulate in `main_grad` and are averaged over all ranks."""
 
     def zero_grad(self) -> None:
         for group in self.optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The expert parallelism of examples/my_moe with mistakes in what becomes of the rows that travel."""
+"""The expert parallelism of examples/my_moe with mistakes in the exchange of rows."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Altered(my_moe.Exchange):
-    """The same exchange, with the order in which a rank computes what it gets for a subclass to choose."""
+    """The same exchange; a subclass chooses the order in which a rank computes the received rows."""
 
     def __call__(self, rows: Tensor, counts: Tensor, experts: my_moe.Experts) -> Tensor:
         arriving = torch.empty_like(counts)
@@ -28,21 +28,21 @@ class Altered(my_moe.Exchange):
 
 
 class BySender(Altered):
-    """Rows in the order of their senders go where rows sorted by expert belong."""
+    """Wrong order: rows are sorted by sender where rows sorted by expert are expected."""
 
     def compute(self, experts: my_moe.Experts, received: Tensor, order: Tensor, counts: list[int]) -> Tensor:
         return experts(received, counts)
 
 
 class NotPutBack(Altered):
-    """Results go home in the order of the experts."""
+    """Wrong order: results return in the order of the experts."""
 
     def compute(self, experts: my_moe.Experts, received: Tensor, order: Tensor, counts: list[int]) -> Tensor:
         return experts(received[order], counts)
 
 
 class Dropped(Altered):
-    """A capacity that nobody asked for: what an expert gets beyond five rows comes back as zeros."""
+    """An unwanted capacity: rows of an expert beyond the fifth return as zeros."""
 
     def compute(self, experts: my_moe.Experts, received: Tensor, order: Tensor, counts: list[int]) -> Tensor:
         made = experts(received[order], counts)
@@ -51,7 +51,7 @@ class Dropped(Altered):
 
 
 class Rounded(Altered):
-    """Rows travel in bfloat16."""
+    """An exchange that sends rows in bfloat16."""
 
     def compute(self, experts: my_moe.Experts, received: Tensor, order: Tensor, counts: list[int]) -> Tensor:
         made = experts(received.bfloat16().to(received.dtype)[order], counts)

@@ -1,4 +1,4 @@
-"""A program that runs one endless job, and says on its standard output how far it is."""
+"""A program that runs one endless job and reports its progress on standard output."""
 
 from __future__ import annotations
 

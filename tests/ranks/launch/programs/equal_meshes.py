@@ -1,4 +1,4 @@
-"""An entry, imported before the ranks are forked, whose jobs build equal meshes over groups of other names."""
+"""An entry, imported before the ranks are forked, whose jobs build equal meshes over other group names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     for _ in range(job.payload["num_groups_before"]):
         dist.new_group([0, 1])
     mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    mesh._flatten("all")  # torch sums over both axes at once where it can, in the group of the flattened mesh
+    mesh._flatten("all")  # torch sums over both axes at once if it can, in the group of the flattened mesh
     mine = torch.full((2,), 1.0 + context.rank, device=context.device)
     sharded = DTensor.from_local(mine, mesh, [Shard(0), Shard(0)]).requires_grad_()
     norm = torch.linalg.vector_norm(sharded)
-    norm.full_tensor().backward()  # a GPU's in a thread of autograd's, which has caches of its own
+    norm.full_tensor().backward()  # a GPU's in a thread of autograd's, with its own caches
     gradient = sharded.grad
     assert isinstance(gradient, DTensor)
     return {

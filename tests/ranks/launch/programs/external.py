@@ -1,4 +1,4 @@
-"""Runs the same jobs under somebody else's launcher; rank 0 prints each outcome as a line of JSON."""
+"""Runs the same jobs under an external launcher; rank 0 prints each outcome as a line of JSON."""
 
 from __future__ import annotations
 

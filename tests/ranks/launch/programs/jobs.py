@@ -48,7 +48,7 @@ def disguise(context: RankContext, job: Job) -> None:
 
 
 def leave_first(context: RankContext, job: Job) -> None:
-    """Rank 1 is through while rank 0 still has a message for it."""
+    """End rank 1 while rank 0 still has a message for it."""
     if context.rank == 0:
         time.sleep(0.5)
         dist.isend(torch.ones(2, device=context.device), 1)

@@ -1,4 +1,4 @@
-"""An entry whose jobs build equal meshes and admit them, over groups of equal or of other names."""
+"""An entry whose jobs build equal meshes and admit them, over groups of equal or different names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks whose tensors go through copies, as of ranks that share a GPU; here the device is the CPU."""
+"""Two ranks whose tensors go through copies, as for ranks that share a GPU; here the device is the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.launch.rank import RankContext, serve
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any]:
-    """Return what rank 0 has received in messages and in coalesced collectives, and what was recorded of these."""
+    """Return the values that rank 0 received in messages and coalesced collectives, and their records."""
     library = stage_collectives("CPU")
     peer = 1 - context.rank
     received = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2)]
@@ -22,7 +22,7 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any]:
     messages = [dist.P2POp(dist.irecv, each, peer) for each in received]
     messages += [dist.P2POp(dist.isend, each, peer) for each in sent]
     works = dist.batch_isend_irecv(messages)
-    sent[0].fill_(9.0)  # what was handed over may be changed: a copy is under way
+    sent[0].fill_(9.0)  # the caller may change a sent tensor: a copy is in flight
     for work in works:
         work.wait()
     single = torch.zeros(1)
@@ -30,7 +30,7 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any]:
         dist.recv(single, 1)
     else:
         dist.send(torch.tensor([7.0]), 0)
-    # A stage of a pipeline receives into what it asks the gradient of.
+    # A pipeline stage receives into a tensor that requires a gradient.
     leaf = torch.zeros(1, requires_grad=True)
     exchange = [dist.P2POp(dist.irecv, leaf, peer), dist.P2POp(dist.isend, torch.tensor([6.0]), peer)]
     for work in dist.batch_isend_irecv(exchange):
@@ -48,7 +48,7 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any]:
 
 
 def _run_coalesced(rank: int) -> list[list[torch.Tensor]]:
-    """Return the outputs of DTensor's collectives, with tensors of other sizes, dtypes and strides in each."""
+    """Return the outputs of DTensor's collectives, with tensors of different sizes, dtypes and strides."""
     group = dist.group.WORLD
     table = torch.arange(4.0).view(2, 2).t() + rank
     operators = torch.ops._c10d_functional
@@ -56,7 +56,7 @@ def _run_coalesced(rank: int) -> list[list[torch.Tensor]]:
     gathered = operators.all_gather_into_tensor_coalesced([table, torch.tensor([rank])], 2, name)
     scattered = operators.reduce_scatter_tensor_coalesced([table, torch.ones(4).bfloat16()], "sum", 2, name)
     reduced = operators.all_reduce_coalesced([table, torch.tensor([rank + 1])], "sum", name)
-    # What was handed over may be changed: a copy is under way.
+    # The caller may change a sent tensor: a copy is in flight.
     table.fill_(9.0)
     return [[operators.wait_tensor(each) for each in outputs] for outputs in (gathered, scattered, reduced)]
 

@@ -1,4 +1,4 @@
-"""Jobs whose results are the collectives that rank 0's trace saw: one function for each way to issue them."""
+"""Jobs that return the collectives in rank 0's trace: one function for each way to issue them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def call_in_subgroups(context: RankContext) -> None:
 
 
 def wait_for_end(trace: CollectiveTrace) -> list[dict[str, Any]]:
-    """Return the records when all are over: a backend may mark a work a moment after its waiter goes on."""
+    """Return the records when all have ended: a backend may mark a work after its waiter continues."""
     for _ in range(500):
         if all(record.state != "started" for record in trace.records()):
             break

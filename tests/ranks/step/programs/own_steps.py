@@ -1,4 +1,4 @@
-"""Steps of users' own for the model of examples/my_moe: right ones, and one for each way to be wrong."""
+"""Users' own training steps for the model of examples/my_moe: right ones, and one per kind of mistake."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def parallelize(model: MoE, mesh):
-    """Give the experts to the ranks of `dp_shard`, and everything else to DDP; no gradient needs more than that."""
+    """Spread the experts over `dp_shard` and wrap the rest in DDP; no gradient needs more than that."""
     weights = {id(weight) for weight in spread_experts(model, mesh["dp_shard"])}
     ignored = [name for name, weight in model.named_parameters() if id(weight) in weights]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
@@ -18,7 +18,7 @@ def parallelize(model: MoE, mesh):
 
 
 class Training:
-    """One optimizer step in parts, so that a bug changes one of them."""
+    """One optimizer step in parts; each bug changes one of them."""
 
     def __init__(self, model, optimizer, micro_batches, mesh, num_valid) -> None:
         self.model, self.optimizer, self.micro_batches = model, optimizer, micro_batches
@@ -41,7 +41,7 @@ class Training:
         return [weight for weight in self.model.parameters() if not isinstance(weight, DTensor)]
 
     def norm(self, times=1):
-        """Return the norm of all gradients, with the squares of the dense ones `times` times."""
+        """Return the norm of all gradients, counting the squares of the dense ones `times` times."""
         experts = sum(w.grad.to_local().square().sum() for w in self.experts())
         dense = sum(w.grad.square().sum() for w in self.dense())
         total = torch.as_tensor(experts + dense * (times / self.num_ranks))
@@ -90,7 +90,7 @@ def never_zeroes(model, optimizer, micro_batches, mesh, num_valid):
 
 
 def counts_replicas(model, optimizer, micro_batches, mesh, num_valid):
-    """Its norm counts what every rank has whole once for each rank."""
+    """Clip by a norm that counts replicated parameters once per rank."""
     run = Training(model, optimizer, micro_batches, mesh, num_valid)
     optimizer.zero_grad()
     for part in micro_batches:
@@ -114,7 +114,7 @@ def schedules_inside(model, optimizer, micro_batches, mesh, num_valid, scheduler
 
 
 def cubes(model, optimizer, micro_batches, mesh, num_valid, times=1.0):
-    """Its optimizer steps by something else than the gradients that were clipped, as Muon does in such a hook."""
+    """Step with cubed gradients instead of the clipped ones, as Muon changes them in such a hook."""
     run = Training(model, optimizer, micro_batches, mesh, num_valid)
     optimizer.zero_grad()
     for part in micro_batches:
@@ -137,7 +137,7 @@ def cubes_by_rank(model, optimizer, micro_batches, mesh, num_valid):
 
 
 def schedules_by_rank(model, optimizer, micro_batches, mesh, num_valid, scheduler):
-    """Its scheduler counts the samples of all ranks, and steps once for each of them."""
+    """Step the scheduler once per rank, since it counts the samples of all ranks."""
     reported = right(model, optimizer, micro_batches, mesh, num_valid)
     for _ in range(1 if mesh is None else dist.get_world_size()):
         scheduler.step()

@@ -1,13 +1,13 @@
-"""Records a program with one bug after the other, each into a folder that has the name of the bug.
+"""Records a program with one bug after another, each into a folder named after the bug.
 
-    record_bugs.py PROGRAM RANKS FOLDER BUG...
+record_bugs.py PROGRAM RANKS FOLDER BUG...
 
-A bug is a value of `--bug`, with more arguments behind it if needed, such as `swapped,--dtype,mixed`. `NAME=RUN`
-instead of a bug is the right script with the initial weights of another run, recorded as NAME.
+A bug is a value of `--bug`, with more arguments after it if needed, such as `swapped,--dtype,mixed`.
+`NAME=RUN` instead of a bug is the right script with the initial weights of another run, recorded as NAME.
 
-Torch, and the model of a program that needs transformers, are imported once and the ranks are forked from here; each
-starts the recorder as `moeverify watch` lets the processes of a script start it, and then runs the script from its
-beginning.
+Torch, and the model of a program that needs transformers, are imported once and the ranks are forked from
+here. Each rank starts the recorder as `moeverify watch` does in the processes of a script, and then runs the
+script from its beginning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import traceback
 from pathlib import Path
 
-# DDP and optimizers import the compiler when they are first made: that is most of what a rank would do.
+# DDP and optimizers import the compiler on first construction, which would take most of a rank's time.
 import torch._dynamo  # noqa: F401
 
 from moeverify.capture.settings import Settings
@@ -51,7 +51,7 @@ def run_rank(
         traceback.print_exc()
     finally:
         recorder.close()
-        os._exit(code)  # taking torch apart would be longer than the training
+        os._exit(code)  # freeing torch would take longer than the training
 
 
 def find_port() -> int:
@@ -61,7 +61,7 @@ def find_port() -> int:
 
 
 def main() -> None:
-    """Run the ranks of each bug to their end; exits with the number of those that failed."""
+    """Run the ranks of each bug to their end, and exit with the number of failed ranks."""
     program, num_ranks, folder, bugs = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
     if "from small_qwen import" in (PROGRAMS / program).read_text():
         import small_qwen  # noqa: F401 - transformers takes longer to import than a rank trains

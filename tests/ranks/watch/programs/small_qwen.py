@@ -1,4 +1,4 @@
-"""A small Qwen3-MoE of transformers, with which scripts beside this one train."""
+"""A small Qwen3-MoE of transformers, which the scripts beside this one train."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A training script with DeepSpeed's engine, ZeRO stage 0, 1 or 2, on CPUs (`torchrun`, one process or several).
+"""A training script with DeepSpeed's engine, ZeRO stage 0, 1 or 2, on CPUs (`torchrun`, any number of ranks).
 
-It knows nothing of moeverify. docs/results/watch.md has what `moeverify watch` sees of it.
+It does not use moeverify. docs/results/watch.md lists the results of `moeverify watch` on it.
 """
 
 from __future__ import annotations

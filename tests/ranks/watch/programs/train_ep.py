@@ -1,6 +1,6 @@
-"""A training script with a loop of its own: DDP for what is dense, expert parallelism over all ranks.
+"""A training script with its own loop: DDP for dense layers, expert parallelism over all ranks.
 
-It knows nothing of moeverify. Without torchrun it trains the same global batches on one device. `--bug` plants one.
+It does not use moeverify. Without torchrun it trains the same batches on one device. `--bug` plants a bug.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS, LENGTH, MICRO_BATCHES, MAX_NORM = 8, 16, 4, 0.05
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows, and back."""
+    """All-to-all of rows, and its gradient."""
 
     @staticmethod
     def forward(ctx, rows, send, receive):
@@ -98,7 +98,7 @@ class MoE(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks."""
+    """A model of two blocks."""
 
     def __init__(self, rank: int, world: int, bug: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def clip(model, world, bug):
 
 
 def wrap(model, bug):
-    """Give everything but the experts to DDP."""
+    """Wrap everything except the experts in DDP."""
     ignored = [name for name, _ in model.named_parameters() if ".experts." in name]
     if bug == "router":
         ignored += [name for name, _ in model.named_parameters() if ".router." in name]

@@ -1,7 +1,7 @@
 """Trains a small Qwen3-MoE in bfloat16 with float32 weights: under FSDP2, or by autocast on one device.
 
-It knows nothing of moeverify. The two ways to mix precisions round at other places: FSDP2 keeps the residual stream
-in bfloat16, autocast in float32. `--bug` plants one.
+It does not use moeverify. The two ways to mix precisions round at different places: FSDP2 keeps the residual
+stream in bfloat16, autocast in float32. `--bug` plants a bug.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS, STEPS = 8, 2
 
 
 def main() -> None:
-    """Train two steps of two micro-batches a rank."""
+    """Train two steps of two micro-batches per rank."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--bug", choices=["none", "double", "half"], default="none")
     bug = arguments.parse_args().bug

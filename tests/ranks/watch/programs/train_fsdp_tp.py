@@ -1,6 +1,6 @@
-"""A training script with a loop of its own: FSDP2 over one mesh axis and tensor parallelism over the other.
+"""A training script with its own loop: FSDP2 over one mesh axis and tensor parallelism over the other.
 
-It knows nothing of moeverify. Without torchrun it trains the same global batches on one device. `--bug` plants one.
+It does not use moeverify. Without torchrun it trains the same batches on one device. `--bug` plants a bug.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks."""
+    """A model of two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def parallelize(model: nn.Module, options: argparse.Namespace, bug: str):
     for number, block in enumerate(model.blocks):
         is_wrong = number == 1
         block.is_swapped = is_wrong and bug == "swapped"
-        # Each rank of tp goes on with its own part of the sum.
+        # Each rank of tp continues with its own part of the sum.
         row = (
             RowwiseParallel(output_layouts=Partial())
             if is_wrong and bug == "unreduced"
@@ -81,12 +81,12 @@ def parallelize(model: nn.Module, options: argparse.Namespace, bug: str):
 
 
 def clip(model, bug):
-    """Clip by the global norm; torch's own clip takes no gradients of several meshes together."""
+    """Clip by the global norm; torch's own clip does not accept gradients of several meshes together."""
     grads = [p.grad for p in model.parameters()]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
     total = sum(g.float().square().sum() for g in (local if bug in ("local-norm", "norm-twice") else whole))
-    if bug == "norm-twice":  # what every rank of tp has is counted once for each of them
+    if bug == "norm-twice":  # replicas over tp are counted once per rank
         dist.all_reduce(total)
     norm = float(total.sqrt())
     for g in local:

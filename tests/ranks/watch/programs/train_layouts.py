@@ -1,6 +1,6 @@
-"""A training script with a loop of its own under DDP, FSDP2 or FSDP2 with tensor parallelism (`--layout`).
+"""A training script with its own loop under DDP, FSDP2 or FSDP2 with tensor parallelism (`--layout`).
 
-It knows nothing of moeverify. Dropout, bfloat16 autocast, accumulation, torch's clip, a schedule. `--bug` plants one.
+It does not use moeverify. Dropout, bfloat16 autocast, accumulation, clip, schedule. `--bug` plants a bug.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS, LENGTH, MICRO_BATCHES, MAX_NORM = 4, 16, 2, 0.5
 
 
 class ForgetfulAdamW(torch.optim.AdamW):
-    """AdamW as somebody might write it, without the correction of the second moment."""
+    """AdamW with a plausible mistake: it lacks the bias correction of the second moment."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -43,7 +43,7 @@ ForgetfulAdamW.__name__ = "AdamW"
 
 
 class Block(nn.Module):
-    """A gated MLP, with experts that all ranks have."""
+    """A gated MLP, with experts that are replicated on all ranks."""
 
     def __init__(self, alike: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks."""
+    """A model of two blocks."""
 
     def __init__(self, alike: bool) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def parallelize(model, options):
     mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
     for block in model.blocks:
         if tp > 1 and options.bug != "idle-axis":
-            # Not gathered outputs: everything else of the block stays replicated.
+            # Outputs are not gathered: everything else of the block stays replicated.
             plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"])
@@ -101,9 +101,9 @@ def parallelize(model, options):
 
 
 def clip(model, options):
-    """Clip by torch's norm, a mesh at a time where there are several."""
+    """Clip by torch's norm, one mesh at a time if there are several."""
     own = [p for p in model.parameters() if p.grad is not None]
-    # Not a set: its order is another one on each rank, and the norm of a mesh is a collective.
+    # Not a set: its order differs between ranks, and the norm of a mesh is a collective.
     meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in own)
     if options.layout == "manual" and options.bug == "rank-clip":
         own = own[dist.get_rank() :]

@@ -19,7 +19,7 @@ NUM_ROWS = 64
 
 
 class Rows(Dataset):
-    """Random tokens, of which each row follows from its number."""
+    """Random tokens; each row is determined by its number."""
 
     def __len__(self) -> int:
         return NUM_ROWS
@@ -30,14 +30,14 @@ class Rows(Dataset):
 
 
 class LocalMean(Trainer):
-    """The bug `local-mean`: the loss is divided by the tokens of this micro-batch, and not by those of the step."""
+    """The bug `local-mean`: the loss is divided by the tokens of this micro-batch, not of the step."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs, return_outputs, None)
 
 
 class OldGradients(Trainer):
-    """The bug `old-gradients`: those of the last micro-batch are twice there."""
+    """The bug `old-gradients`: those of the last micro-batch are added twice."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
