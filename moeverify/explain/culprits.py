@@ -20,8 +20,8 @@ from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.results.culprit import Culprit, Operation, Source
 
-_SCALING = frozenset({"mul", "div", "mean", "sum", "reciprocal"})
-"""Operators whose factor may be a size of the run."""
+_ADDING = frozenset({"add", "sub", "pow"})
+"""Operators whose result is a multiple by what they add, and not by a size of the run."""
 
 _MOST_REPAIRED = 20
 _MOST_OTHERS = 4
@@ -124,7 +124,7 @@ class Culprits:
         Empty in the optimizer's step, where other rates occur.
         """
         op = self._joint.op(maker)
-        if op.phase == "step" or not (op.meeting is not None or op.short.rstrip("_") in _SCALING):
+        if op.phase == "step" or op.short.rstrip("_") in _ADDING:
             return ()
         return tuple(
             name
