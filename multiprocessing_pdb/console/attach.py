@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing_pdb.console.broadcast import Answer, ask, collect
 from multiprocessing_pdb.console.grouping import name_ranks
 from multiprocessing_pdb.console.link import LinkClosedError, wait
-from multiprocessing_pdb.console.target import Target, read_number, read_text
+from multiprocessing_pdb.console.target import Target, read_number, read_prompt_output, read_text
 from multiprocessing_pdb.console.terminal import Terminal, find_size
 from multiprocessing_pdb.wire.procfs import is_alive
 
@@ -98,7 +98,7 @@ class Attachment:
         if self._target.state == "running":
             self._terminal.show(f"{name} runs; a step or a breakpoint stops it, Ctrl-C asks it to stop")
             return self._await_prompt()
-        self._terminal.show_part(read_text(answer.frame, "banner"))
+        self._terminal.show_part(read_prompt_output(answer.frame, "banner"))
         return True
 
     def _await_prompt(self) -> bool:
@@ -146,7 +146,7 @@ class Attachment:
                         return False
         except LinkClosedError as error:
             answer.failure = f"gone: {error}"
-        self._terminal.show_part(read_text(answer.frame, "out"))
+        self._terminal.show_part(read_prompt_output(answer.frame, "out"))
         if answer.failure:
             self._terminal.show(f"{name_ranks([target])}: {answer.failure}")
         return read_text(answer.frame, "end") == "ready" or (bool(answer.failure) and not target.link.closed)

@@ -12,7 +12,7 @@ from multiprocessing_pdb.console.grouping import group, name_ranks, show_block, 
 from multiprocessing_pdb.console.link import LinkClosedError
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.table import show_countdowns, show_table
-from multiprocessing_pdb.console.target import ENDS, Target, clean, drop_screen_control, read_text
+from multiprocessing_pdb.console.target import ENDS, Target, clean, read_text
 from multiprocessing_pdb.console.terminal import find_size
 from multiprocessing_pdb.wire.framing import Frame
 
@@ -68,7 +68,7 @@ def _show_end(answer: Answer) -> str:
     if answer.frame.get("nested") is True:
         who = f"@{answer.target.label}"
         end = f"{read_text(answer.frame, 'prompt')} (answer with {who} TEXT; {who} EOF ends the input)"
-    return drop_screen_control(answer.out) + end
+    return answer.out + end
 
 
 def show_stacks(targets: Sequence[Target], seconds: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from multiprocessing_pdb.console.broadcast import Answer, ask, explain_silence
 from multiprocessing_pdb.console.grouping import group, name_ranks, show_block
@@ -19,18 +20,53 @@ _STATUS_SECONDS = 2.0
 _MOST_SEARCHES = 8
 _MOST_LEAVES = 1_000_000
 _MOST_SHOWN = 3  # differing parts of a value that are shown in detail
+_MOST_RANKS = 100_000
 
 Leaves = dict[str, Frame]
 
 
-def compare(targets: Sequence[Target], expression: str, seconds: float) -> tuple[list[Answer], str]:
-    """Return the answers, and their text by group. Other groups are compared to the largest one."""
+@dataclass(frozen=True)
+class Coverage:
+    """Whether all ranks have answered: the names of the others, and whether the user selected ranks."""
+
+    absent: str
+    is_selected: bool
+
+    @classmethod
+    def find(cls, answers: Sequence[Answer], running: Sequence[Target] | None) -> Coverage:
+        """Count the answers. `running` are ranks that were not asked, or None if the user selected some."""
+        silent = [*(answer.target for answer in answers if answer.failure), *(running or ())]
+        world = max((int(read_number(a.target.info, "world") or 0) for a in answers), default=0)
+        known = {answer.target.number for answer in answers}
+        unseen = [] if running is None else set(range(min(world, _MOST_RANKS))) - known
+        return cls(name_ranks(silent, unseen), running is None)
+
+    @property
+    def note(self) -> str:
+        """Return a remark on the absent ranks, or an empty string."""
+        return f"; no value of {self.absent}" if self.absent else ""
+
+    @property
+    def equal(self) -> str:
+        """Return on which ranks a value is equal, if it is on those that answered."""
+        if self.absent:
+            return f"equal on these{self.note}"
+        return "equal on all selected" if self.is_selected else "equal on all"
+
+
+def compare(
+    targets: Sequence[Target], expression: str, seconds: float, running: Sequence[Target] | None
+) -> str:
+    """Return the answers by group. Other groups are compared to the largest one.
+
+    `running` are ranks that cannot be asked, or None if the user selected the targets.
+    """
     answers = ask(targets, {"do": "evaluate", "text": expression}, seconds)
     explain_silence(answers, _STATUS_SECONDS)
-    return answers, show_comparison(answers, seconds)
+    return _show_comparison(answers, Coverage.find(answers, running), seconds)
 
 
-def show_comparison(answers: Sequence[Answer], seconds: float) -> str:
+def _show_comparison(answers: Sequence[Answer], coverage: Coverage, seconds: float) -> str:
     """Return one block per distinct answer, followed by the first difference of each."""
     failed = [answer for answer in answers if answer.failure]
     given = [answer for answer in answers if not answer.failure]
@@ -40,11 +76,11 @@ def show_comparison(answers: Sequence[Answer], seconds: float) -> str:
     ]
     shown: list[str] = []
     if any(_shard(_value(answer)) for answer in given):
-        shown = _show_sharded(given, seconds)
+        shown = _show_sharded(given, coverage, seconds)
     elif any(_value(answer).get("is_sharded") for answer in given):
-        shown = _show_trees([given], len(given), seconds)
+        shown = _show_trees([given], coverage, seconds)
     elif given:
-        shown = _show_replicas(given, len(answers), seconds)
+        shown = _show_replicas(given, coverage, seconds)
     return "\n".join([*shown, *blocks])
 
 
@@ -66,21 +102,25 @@ def _show_value(value: Frame) -> str:
     return read_text(value, "text") + read_text(value, "content")
 
 
-def _show_replicas(answers: Sequence[Answer], asked: int, seconds: float) -> list[str]:
+def _find_caveat(answers: Sequence[Answer]) -> str:
+    return next((text for answer in answers if (text := read_text(_value(answer), "caveat"))), "")
+
+
+def _show_replicas(answers: Sequence[Answer], coverage: Coverage, seconds: float) -> list[str]:
     groups = _group(answers)
-    caveat = next((text for a in answers if (text := read_text(_value(a), "caveat"))), "")
+    caveat = _find_caveat(answers)
     lines = []
     for members in groups:
         text = _show_value(_value(members[0]))
-        if len(groups) == 1 and asked > 1:
-            text += f" (no difference seen, but {caveat})" if caveat else " (equal on all)"
+        if len(groups) == 1 and len(answers) > 1 and not text.startswith("not compared: "):
+            text += f" (no difference seen, but {caveat})" if caveat else f" ({coverage.equal})"
         lines.append(show_block(name_ranks([a.target for a in members]), text))
     if len(groups) == 1:
         return lines
     if all(read_number(_value(members[0]), "length") for members in groups):
         return lines + _search(groups, seconds)
     if any((read_number(_value(members[0]), "leaves") or 0) > 1 for members in groups):
-        return _show_trees(groups, len(answers), seconds)
+        return _show_trees(groups, coverage, seconds)
     return lines
 
 
@@ -102,11 +142,11 @@ def _pair(expected: Sequence[Answer], actual: Sequence[Answer]) -> tuple[list[Ta
 # A single DTensor.
 
 
-def _show_sharded(answers: Sequence[Answer], seconds: float) -> list[str]:
+def _show_sharded(answers: Sequence[Answer], coverage: Coverage, seconds: float) -> list[str]:
     """Show the shards of one tensor as one tensor, and the replicas that differ."""
     forms = group((repr(_value(answer).get("form")), answer) for answer in answers)
     if len(forms) > 1:
-        return _show_replicas(answers, len(answers), seconds)
+        return _show_replicas(answers, coverage, seconds)
     places: dict[str, list[Answer]] = {}
     for answer in answers:
         places.setdefault(read_text(_shard(_value(answer)), "place"), []).append(answer)
@@ -115,7 +155,8 @@ def _show_sharded(answers: Sequence[Answer], seconds: float) -> list[str]:
     text = f"{read_text(values[0], 'text')} in {len(places)} shard(s){_show_norm(values)}"
     copies = min(len(found) for found in places.values())
     if not differing:
-        text += " (replicas equal)" if copies > 1 else " (no replicas to compare)"
+        found = "replicas equal" if copies > 1 else "no replicas to compare"
+        text += f" ({_find_caveat(answers) or found}{coverage.note})"
     lines = [show_block(name_ranks([a.target for a in answers]), text)]
     for place, groups in differing:
         lines += [f"shard {place}: {line}" for line in _search(groups, seconds)]
@@ -133,7 +174,7 @@ def _show_norm(values: Sequence[Frame]) -> str:
 # Values with parts: a model, an optimizer, a batch.
 
 
-def _show_trees(groups: Sequence[Sequence[Answer]], asked: int, seconds: float) -> list[str]:
+def _show_trees(groups: Sequence[Sequence[Answer]], coverage: Coverage, seconds: float) -> list[str]:
     """Show which parts differ.
 
     One rank per group of equal answers is read, or every rank for sharded values.
@@ -144,21 +185,28 @@ def _show_trees(groups: Sequence[Sequence[Answer]], asked: int, seconds: float) 
     leaves = _read_leaves([members[0] for members in readers], seconds)
     if isinstance(leaves, str):
         return [f"the values differ; where was not found: {leaves}"]
-    paths = sorted({path for found in leaves for path in found if not path.endswith("#")})
+    paths = sorted({path for found in leaves for path in found})
     differing = [(path, parts) for path in paths if len(parts := _compare_leaf(path, readers, leaves)) > 1]
-    number = f"{len(paths)} part(s) of {read_text(_value(answers[0]), 'type')}"
+    count = sum(not path.endswith("#") for path in paths)  # the others are of containers
+    number = f"{count} part(s) of {read_text(_value(answers[0]), 'type')}"
     everyone = name_ranks([answer.target for answer in answers])
+    if not differing and len(groups) > 1:
+        return [f"{everyone}: the values differ; where was not found"]
     if not differing:
-        caveat = next((text for a in answers if (text := read_text(_value(a), "caveat"))), "")
-        end = f"no difference seen, but {caveat}" if caveat else "equal on all"
+        caveat = _find_caveat(answers)
+        end = f"no difference seen, but {caveat}" if caveat else coverage.equal
         return [f"{everyone}: {number} ({end}{', shards among their replicas' if sharded else ''})"]
-    lines = [f"{everyone}: {len(differing)} of {number} differ; first {differing[0][0] or 'the value'}"]
+    lines = [f"{everyone}: {len(differing)} of {number} differ; first {_name(differing[0][0])}"]
     for path, parts in differing[:_MOST_SHOWN]:
         lines += _show_leaf(path, parts, seconds)
     if len(differing) > _MOST_SHOWN:
-        rest = [path for path, _ in differing[_MOST_SHOWN:]]
+        rest = [_name(path) for path, _ in differing[_MOST_SHOWN:]]
         lines.append(f"and {', '.join(rest[:20])}{' ...' if len(rest) > 20 else ''}")
     return lines
+
+
+def _name(path: str) -> str:
+    return path.removesuffix("#") or "the value"
 
 
 def _read_leaves(answers: Sequence[Answer], seconds: float) -> list[Leaves] | str:
@@ -202,7 +250,7 @@ def _compare_leaf(
 
 
 def _show_leaf(path: str, parts: Sequence[tuple[list[Answer], Frame]], seconds: float) -> list[str]:
-    lines = [f"  {path or 'the value'}"]
+    lines = [f"  {_name(path)}"]
     for members, leaf in parts:
         place = read_text(_shard(leaf), "place")
         text = (read_text(leaf, "text") if leaf else "is not there") + (f" (shard {place})" if place else "")

@@ -10,9 +10,9 @@ from multiprocessing_pdb.console.target import Target
 Item = TypeVar("Item")
 
 
-def name_ranks(targets: Iterable[Target]) -> str:
+def name_ranks(targets: Sequence[Target], numbers: Iterable[int] = ()) -> str:
     """Return "rank 7", "ranks 0-3, 6" or, for those without a number, "process p71"."""
-    ranked = sorted({target.number for target in targets if target.number is not None})
+    ranked = sorted({*numbers, *(target.number for target in targets if target.number is not None)})
     others = [target.label for target in targets if target.number is None]
     runs: list[list[int]] = []
     for number in ranked:

@@ -85,11 +85,12 @@ class RankRegistry:
         self._begin("processes", job=job, action=action)
         return [process for source in self.sources for process in source.list_processes(job, action)]
 
-    def find_armed(self) -> list[Target]:
-        """Return the armed processes of the job without a stopped or stepped thread."""
+    def find_armed(self, job: str | None = None) -> list[Target]:
+        """Return the armed processes of a job, or of the chosen one, without a stopped or stepped thread."""
+        job = job or self.job
         stopped = {read_number(target.info, "pid") for target in self.refresh()}
         armed = self._refresh(armed=True)
-        jobs = {target.job for target in armed} if self.job is None else {self.job}
+        jobs = {target.job for target in armed} if job is None else {job}
         if len(jobs) > 1:
             raise JobError(
                 f"ranks of {len(jobs)} jobs are armed: {', '.join(sorted(jobs))}; choose: job NAME"

@@ -149,8 +149,9 @@ class Shell:
         flag, _, rest = expression.partition(" ")
         if flag == "--golden":  # not a Python expression, unless golden is a variable
             return compare_with_golden(targets, rest.strip(), self._deadline)
-        _, text = compare(targets, expression, self._deadline)
-        return text
+        is_selected = len(targets) < len(self._registry.find())
+        running = [] if is_selected else self._registry.find_armed(targets[0].job)
+        return compare(targets, expression, self._deadline, None if is_selected else running)
 
     def _attach_to(self, targets: Sequence[Target], _: str) -> None:
         if len(targets) != 1:

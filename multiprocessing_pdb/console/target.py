@@ -12,32 +12,33 @@ from typing import Any
 from multiprocessing_pdb.console.link import Link, LinkClosedError
 from multiprocessing_pdb.wire.framing import Frame
 
-# Allow colors and pdbpp's "clear the screen". Other sequences could forge the terminal's content.
-_ALLOWED = re.compile(r"\x1b\[[0-9;]*m|\x1b\[2J|\x1b\[1;1H")
-_SCREEN = re.compile(r"\x1b\[2J|\x1b\[1;1H")
+# Other sequences could forge the terminal's content. A prompt also shows pdbpp's "clear the screen".
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+_PROMPT = re.compile(r"\x1b\[[0-9;]*m|\x1b\[2J|\x1b\[1;1H")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def clean(text: object) -> str:
-    """Return text that is safe to print."""
+def clean(text: object, allowed: re.Pattern[str] = _COLORS) -> str:
+    """Return text that is safe to print: all text of ranks passes here."""
     kept: list[str] = []
     at = 0
     raw = text if isinstance(text, str) else repr(text)
-    for match in _ALLOWED.finditer(raw):
+    for match in allowed.finditer(raw):
         kept += [_CONTROL.sub("?", raw[at : match.start()]), match.group()]
         at = match.end()
     return "".join([*kept, _CONTROL.sub("?", raw[at:])])
-
-
-def drop_screen_control(text: str) -> str:
-    """Return text without pdbpp's "clear the screen", for display next to other ranks' text."""
-    return _SCREEN.sub("", text)
 
 
 def read_text(frame: Frame, name: str) -> str:
     """Return a field as printable text, or an empty text if it is missing."""
     value = frame.get(name)
     return "" if value is None else clean(value)
+
+
+def read_prompt_output(frame: Frame, name: str) -> str:
+    """Return the same for the output of an attached prompt, which may clear the screen."""
+    value = frame.get(name)
+    return "" if value is None else clean(value, _PROMPT)
 
 
 def read_number(frame: Frame, name: str) -> float | None:

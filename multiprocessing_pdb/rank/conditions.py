@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 from collections.abc import Mapping
 from types import CodeType
 from typing import Any
@@ -25,6 +27,7 @@ class Condition:
         self.code = code
         self._compiled = compile_expression(expression, "<watch>")
         self._last: str | None = None
+        self.caveat = ""  # what `changes` does not compare of the last value
 
     @property
     def is_once(self) -> bool:
@@ -49,16 +52,35 @@ class Condition:
             return f"until {self.expression}" if value else ""
         taken = Value(value, lambda: None)
         if self.kind == "changes":
-            key = str(taken.describe()["key"])
+            description = taken.describe()
+            key, self.caveat = str(description["key"]), str(description["caveat"])
             previous, self._last = self._last, key
             return f"{self.expression} changed" if previous is not None and previous != key else ""
         found = taken.find_bad(self.kind)
         return f"{self.kind} in {self.expression}{found}" if found is not None else ""
 
 
-def parse_watch(text: str, code: CodeType) -> Condition:
-    """Return the condition of a `watch` command. Raises ValueError, or SyntaxError for the expression."""
+def parse_watch(text: str, code: CodeType, names: Mapping[str, Any]) -> Condition:
+    """Return the condition of a `watch` command in a function.
+
+    `names` are the names that have a value. Local names of the function may be without one.
+
+    Raises ValueError, or SyntaxError for the expression.
+    """
     expression, _, kind = text.strip().rpartition(" ")
     if kind not in KINDS or not expression:
         raise ValueError(f"watch needs an expression and one of {', '.join(KINDS)}: watch loss nan")
-    return Condition(expression, kind, code)
+    condition = Condition(expression, kind, code)
+    known = {*names, *vars(builtins), *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    missing = sorted(_find_free_names(expression) - known)
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is not defined here")
+    return condition
+
+
+def _find_free_names(expression: str) -> set[str]:
+    """Return the names that an expression reads and does not bind itself."""
+    nodes = list(ast.walk(ast.parse(expression.strip(), mode="eval")))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    return {node.id for node in names} - bound - {node.arg for node in nodes if isinstance(node, ast.arg)}

@@ -236,14 +236,16 @@ class ConsolePdb:
             self.message("\n".join(f"{n} {c}" for n, c in enumerate(self.conditions)) or "nothing is watched")  # type: ignore[attr-defined]
             return
         try:
-            condition = parse_watch(argument, self.curframe.f_code)  # type: ignore[attr-defined]
+            names = {**self.curframe.f_globals, **self.frame_locals()}  # type: ignore[attr-defined]
+            condition = parse_watch(argument, self.curframe.f_code, names)  # type: ignore[attr-defined]
         except (ValueError, SyntaxError) as error:
             self.error(str(error))  # type: ignore[attr-defined]
             return
         # Record the initial value.
         condition.check(self.curframe.f_globals, self.frame_locals())  # type: ignore[attr-defined]
         self.conditions.append(condition)
-        self.message(str(condition))  # type: ignore[attr-defined]
+        caveat = f", but {condition.caveat}" if condition.caveat else ""
+        self.message(f"{condition}{caveat}")  # type: ignore[attr-defined]
 
     def do_unwatch(self, argument: str) -> None:
         """Unwatch [N]: forget a watched expression, or all."""

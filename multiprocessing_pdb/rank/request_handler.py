@@ -22,8 +22,8 @@ _MOST_LEAVES = 1000  # in one answer, which must fit into a frame
 _Answer = Callable[[Any, int, Frame], Frame]
 
 
-class CancelledError(RuntimeError):
-    """The console gave up waiting."""
+class CancelledError(BaseException):
+    """The console gave up waiting. Not an Exception: comparisons handle those of the program."""
 
 
 class RequestHandler:

@@ -92,7 +92,7 @@ def _copy(part: Any) -> Any:
 def _hash_chunk(chunk: Any, key: Any) -> None:
     """Update `key` with the bits of a contiguous chunk, or with a checksum computed on the accelerator."""
     if not is_torch(chunk):
-        key.update(memoryview(sys.modules["numpy"].ascontiguousarray(chunk)).cast("B"))
+        key.update(chunk.tobytes())  # not every dtype has a buffer
         return
     import torch
 
@@ -212,6 +212,8 @@ def _describe_form(value: Any, local: Any) -> dict[str, Any]:
     placements = getattr(value, "placements", None)
     if placements is not None:
         form["placement"] = ", ".join(str(p) for p in placements)
+    if getattr(value, "requires_grad", False):
+        form["requires_grad"] = True
     return form
 
 

@@ -1,51 +1,41 @@
 """Decomposition of a value for comparison between ranks: leaves with a path, a text and a key.
 
-Every part that is not compared completely carries a caveat. "Equal" always means bitwise equality.
+A part that no comparison covers, and one that is too deep, carries a caveat. "Equal" means bitwise equality.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
-import re
-import sys
-import types
-from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Iterable
 from typing import Any
 
+import multiprocessing_pdb.rank.array_comparisons  # noqa: F401  # registers the types of torch and numpy
 from multiprocessing_pdb.rank import tensors
-
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
-_MOST_LEAVES = 100_000
-_MOST_DEPTH = 60
-_MOST_TEXT = 4000
-_LEAF_TEXT = 200
-# Values from these modules are fully described by their repr: numpy.float64, torch.dtype, pathlib.Path.
-_VALUE_MODULES = ("numpy", "torch", "datetime", "decimal", "fractions", "pathlib", "uuid")
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    type(None),
-    enum.Enum,
-    range,
-    type,
-    types.ModuleType,
+from multiprocessing_pdb.rank.comparisons import (
+    Comparison,
+    NotComparedError,
+    State,
+    choose_comparison,
+    cut,
+    name_type,
+    split_value,
 )
 
+_MOST_LEAVES = 100_000
+_MOST_DEPTH = 60
+_LEAF_TEXT = 200
+_KEY_TEXT = 80
+
 Description = dict[str, Any]
-Children = list[tuple[str, Any]]
 
 
 @dataclasses.dataclass
 class Leaf:
-    """One compared part of a value. `tensor` is kept for the search for the first difference."""
+    """One compared part of a value. `tensor` is kept for the search for the first difference.
+
+    A container's own leaf has the path of the container and "#".
+    """
 
     path: str
     text: str
@@ -55,13 +45,28 @@ class Leaf:
     summary: Description | None = None
 
 
+def _hash(*parts: str | bytes) -> str:
+    """Return the hash of texts, each after its length."""
+    key = hashlib.sha256()
+    for part in parts:
+        octets = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        key.update(len(octets).to_bytes(8, "little"))
+        key.update(octets)
+    return key.hexdigest()
+
+
+def _hash_leaves(leaves: list[Leaf]) -> str:
+    ordered = sorted(leaves, key=lambda leaf: (leaf.path, leaf.key))
+    return _hash(*(text for leaf in ordered for text in (leaf.path, leaf.key)))
+
+
 class Value:
     """A decomposed value."""
 
     def __init__(self, value: Any, check: tensors.Check) -> None:
         self._check = check
-        self._path: set[int] = set()  # ids of the containers on the current path, to end cycles
-        self._names: dict[int, str] = {}  # names of parameters by id
+        self._path: dict[int, int] = {}  # depth of the values on the current path by id, to end cycles
+        self._comparisons: dict[type, Comparison] = {}
         self.type = type(value).__qualname__
         self.leaves: list[Leaf] = []
         self.text = self._visit(value, "", 0)
@@ -71,16 +76,9 @@ class Value:
         if len(self.leaves) == 1 and self.leaves[0].path == "" and self.leaves[0].summary is not None:
             summary = self.leaves[0].summary
             return {**summary, "leaves": 1, "type": self.type, "caveat": summary.get("caveat", "")}
-        key = hashlib.sha256()
-        for leaf in sorted(self.leaves, key=lambda leaf: leaf.path):
-            key.update(f"{leaf.path}\0{leaf.key}\0".encode("utf-8", "backslashreplace"))
-        text = self.text
-        if len(text) > _MOST_TEXT:
-            half = _MOST_TEXT // 2
-            text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
         return {
-            "text": text,
-            "key": key.hexdigest(),
+            "text": cut(self.text),
+            "key": _hash_leaves(self.leaves),
             "type": self.type,
             "leaves": len(self.leaves),
             "is_sharded": any(_shard(leaf) is not None for leaf in self.leaves),
@@ -130,164 +128,103 @@ class Value:
         return leaf.text
 
     def _visit(self, value: Any, path: str, depth: int) -> str:
+        """Add the leaves of a value, and return its text."""
         self._check()
-        if tensors.is_array(value):
-            return self._visit_array(value, path, depth)
-        if isinstance(value, _PLAIN) or type(value).__module__ in _VALUE_MODULES:
-            return self._add(_make_leaf(path, value, ""))
-        children = self._list_children(value)
-        if children is None:
-            return self._add(_make_leaf(path, value, "was compared by its repr only"))
+        kind = type(value)
         if id(value) in self._path:
-            return self._add(Leaf(path, "(itself)", hashlib.sha256(b"cycle").hexdigest()))
+            return self._add(Leaf(path, "(itself)", _hash("cycle", str(depth - self._path[id(value)]))))
+        try:
+            if kind not in self._comparisons:
+                self._comparisons[kind] = choose_comparison(kind)
+            state = split_value(value, self._comparisons[kind])
+            summary = None if state.array is None else tensors.summarise(state.array, self._check)
+        except Exception as error:  # code of the program, and whatever a library does not implement
+            return self._refuse(path, kind, error)
+        self._path[id(value)] = depth
+        try:
+            if summary is not None:
+                return self._visit_array(kind, state, summary, path, depth)
+            return self._visit_parts(kind, state, path, depth)
+        finally:
+            del self._path[id(value)]
+
+    def _refuse(self, path: str, kind: type, error: Exception) -> str:
+        text = _flatten(f"not compared: {kind.__qualname__}")
+        name = "" if isinstance(error, NotComparedError) else f"{type(error).__name__} "
+        reason = _flatten(f"{name}{error}")[:_LEAF_TEXT]
+        return self._add(Leaf(path, text, _hash(text), f"is {text}{reason and f' ({reason})'}"))
+
+    def _visit_array(self, kind: type, state: State, summary: Description, path: str, depth: int) -> str:
+        key = _hash(name_type(kind), summary["key"])
+        text = f"{summary['text']}{summary.get('content', '')}"
+        leaf = Leaf(path, text, key, summary.get("caveat", ""), state.array, {**summary, "key": key})
+        self._add(leaf)
+        parts = [(name, self._visit(child, f"{path}{name}", depth + 1)) for name, child in state.parts]
+        return text + (f" ({', '.join(f'{name}: {part}' for name, part in parts)})" if parts else "")
+
+    def _visit_parts(self, kind: type, state: State, path: str, depth: int) -> str:
+        name = _flatten(kind.__qualname__)
+        is_mapping, is_set = state.keys is not None, state.elements is not None
+        if not state.parts and not is_mapping and not is_set and (state.content or state.text):
+            return self._add(Leaf(path, state.text or name, _hash(name_type(kind), state.content)))
         if depth >= _MOST_DEPTH or len(self.leaves) >= _MOST_LEAVES:
             return self._add(Leaf(path, "...", "", "was not looked into: the value is too deep or too large"))
-        self._path.add(id(value))
-        kind = f"{type(value).__qualname__} of {len(children)}"
-        self.leaves.append(Leaf(f"{path}#", kind, hashlib.sha256(kind.encode()).hexdigest()))
-        if isinstance(value, Set):
-            text = self._visit_set(value, path, depth)
-        else:
-            parts = [(name, self._visit(child, f"{path}{name}", depth + 1)) for name, child in children]
-            text = _join(value, parts)
-        self._path.discard(id(value))
-        return text
+        count = len(state.parts) + len(state.keys or ())
+        shown = " ".join(filter(None, [name, state.text])) + ("" if is_set else f" of {count}")
+        self._add(Leaf(f"{path}#", shown, _hash(name_type(kind), state.content, str(count))))
+        texts = [] if state.elements is None else [("", self._visit_set(state.elements, path, depth))]
+        for key, child in state.keys or ():
+            place = self._name_key(key, path, depth)
+            texts.append((place, self._visit(child, f"{path}{place}", depth + 1)))
+        texts += [(place, self._visit(child, f"{path}{place}", depth + 1)) for place, child in state.parts]
+        return _join(kind, state, texts)
 
-    def _visit_set(self, value: Set[Any], path: str, depth: int) -> str:
+    def _name_key(self, key: Any, path: str, depth: int) -> str:
+        """Return the path suffix of a key, and add its leaf unless the suffix determines the key."""
+        if type(key) in (str, int, bool, type(None)):
+            return f"[{key!r}]"
+        found = self._visit_apart(key, depth)
+        text = found.text if len(found.text) <= _KEY_TEXT else f"{found.text[:_KEY_TEXT]}... {found.key[:8]}"
+        self._add(Leaf(f"{path}[{text}] (key)", found.text, found.key, found.caveat))
+        return f"[{text}]"
+
+    def _visit_apart(self, value: Any, depth: int) -> Leaf:
+        """Return one leaf for a whole value."""
+        before, self.leaves = self.leaves, []
+        try:
+            text = self._visit(value, "", depth + 1)
+            caveat = next((leaf.caveat for leaf in self.leaves if leaf.caveat), "")
+            return Leaf("", text, _hash_leaves(self.leaves), caveat)
+        finally:
+            self.leaves = before
+
+    def _visit_set(self, elements: Iterable[Any], path: str, depth: int) -> str:
         """Compare the elements in any order: the order of strings differs between processes."""
-        before = len(self.leaves)
-        found = []
-        for element in value:
-            start = len(self.leaves)
-            text = self._visit(element, f"{path}{{}}", depth + 1)
-            found.append(
-                (hashlib.sha256("".join(x.key for x in self.leaves[start:]).encode()).hexdigest(), text)
-            )
-        caveat = next((leaf.caveat for leaf in self.leaves[before:] if leaf.caveat), "")
-        del self.leaves[before:]
-        found.sort()
-        key = hashlib.sha256("".join(key for key, _ in found).encode()).hexdigest()
-        text = "{" + ", ".join(sorted(text for _, text in found)) + "}"
-        return self._add(Leaf(path, text, key, caveat))
-
-    def _visit_array(self, value: Any, path: str, depth: int) -> str:
-        parts = _divide_array(value)
-        if parts is not None:
-            return _join(value, [(n, self._visit(child, f"{path}{n}", depth + 1)) for n, child in parts])
-        summary = tensors.summarise(value, self._check)
-        text = summary["text"] + summary.get("content", "")
-        caveat = summary.get("caveat", "")
-        return self._add(Leaf(path, text, summary["key"], caveat, value, summary))
-
-    def _list_children(self, value: Any) -> Children | None:
-        """Return the parts of a value with their path suffixes, or None for a value with only a repr."""
-        module, optimizer = _get_torch_class("nn", "Module"), _get_torch_class("optim", "Optimizer")
-        children: Children | None = None
-        if module and isinstance(value, module):
-            children = _list_module(value)
-        elif optimizer and isinstance(value, optimizer):
-            children = self._list_optimizer(value)
-        elif isinstance(value, Mapping):
-            children = [(self._name_key(key, at), child) for at, (key, child) in enumerate(value.items())]
-        elif isinstance(value, tuple) and hasattr(value, "_fields"):
-            children = [(f".{name}", getattr(value, name)) for name in value._fields]
-        elif isinstance(value, list | tuple | deque):
-            children = [(f"[{at}]", child) for at, child in enumerate(value)]
-        elif isinstance(value, Set):
-            children = [("", child) for child in value]
-        elif not callable(value):
-            children = _list_attributes(value)
-        return children
-
-    def _name_key(self, key: Any, at: int) -> str:
-        if tensors.is_array(key):  # an optimizer's state has parameters as keys
-            return f"[{self._names.get(id(key), f'#{at}')}]"
-        return f"[{_ADDRESS.sub('0x..', repr(key))}]"
-
-    def _list_optimizer(self, optimizer: Any) -> Children:
-        children: Children = []
-        known = _name_parameters()
-        for number, group in enumerate(optimizer.param_groups):
-            for at, parameter in enumerate(group["params"]):
-                self._names[id(parameter)] = known.get(id(parameter), f"{number}.{at}")
-            children.append((f".param_groups[{number}]", {k: v for k, v in group.items() if k != "params"}))
-        return [*children, (".state", dict(optimizer.state))]
+        found = [self._visit_apart(element, depth) for element in elements]
+        caveat = next((leaf.caveat for leaf in found if leaf.caveat), "")
+        text = "{" + ", ".join(sorted(leaf.text for leaf in found)) + "}"
+        return self._add(Leaf(path, text, _hash(*sorted(leaf.key for leaf in found)), caveat))
 
 
 def _shard(leaf: Leaf) -> Description | None:
     return leaf.summary.get("shard") if leaf.summary else None
 
 
-def _make_leaf(path: str, value: Any, caveat: str) -> Leaf:
-    # Addresses differ between processes and carry no information.
-    text = _ADDRESS.sub("0x..", repr(value))
-    key = hashlib.sha256(f"{type(value).__qualname__}:{text}".encode("utf-8", "backslashreplace"))
-    return Leaf(path, text, key.hexdigest(), caveat)
+def _flatten(text: str) -> str:
+    """Return a text on one line: a name could otherwise forge lines of the console."""
+    return " ".join(text.split())
 
 
-def _join(value: Any, parts: list[tuple[str, str]]) -> str:
-    if type(value) is dict:
-        return "{" + ", ".join(f"{name[1:-1]}: {text}" for name, text in parts) + "}"
-    if type(value) is list:
-        return f"[{', '.join(text for _, text in parts)}]"
-    if type(value) is tuple:
-        return f"({', '.join(text for _, text in parts)})"
-    return f"{type(value).__qualname__}({', '.join(f'{name}: {text}' for name, text in parts)})"
-
-
-def _get_torch_class(package: str, name: str) -> Any:
-    return getattr(getattr(sys.modules.get("torch"), package, None), name, None)
-
-
-def _list_module(module: Any) -> Children:
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    modes = [(name, child.training) for name, child in module.named_modules()]
-    mixed = len({mode for _, mode in modes}) > 1
-    children: Children = [(f".{name}", child) for name, child in named]
-    return [*children, (".training", dict(modes) if mixed else module.training)]
-
-
-def _list_attributes(value: Any) -> Children | None:
-    names = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name) and not name.startswith("__"):
-                names[name] = getattr(value, name)
-    return [(f".{name}", child) for name, child in names.items()] if names else None
-
-
-def _divide_array(value: Any) -> Children | None:
-    """Return the dense parts of a sparse or quantized tensor, or the elements of an object array."""
-    if not tensors.is_torch(value):
-        return [(f"[{at}]", child) for at, child in enumerate(value.flat)] if value.dtype.hasobject else None
-    import torch
-
-    if value.is_quantized:
-        return [(".int_repr()", value.int_repr()), (".scheme", str(value.qscheme()))]
-    if value.layout == torch.sparse_coo:
-        entries = value.detach().coalesce()  # the same values in another order are equal
-        return [
-            (".indices()", entries.indices()),
-            (".values()", entries.values()),
-            (".shape", tuple(value.shape)),
-        ]
-    if value.layout == torch.strided:
-        return None
-    by_rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
-    names = ("crow_indices", "col_indices") if by_rows else ("ccol_indices", "row_indices")
-    return [(f".{name}()", getattr(value.detach(), name)()) for name in (*names, "values")]
-
-
-def _name_parameters() -> dict[int, str]:
-    """Return the longest qualified name of each parameter in any live module, by the parameter's id."""
-    import gc
-
-    module = _get_torch_class("nn", "Module")
-    names: dict[int, str] = {}
-    for found in gc.get_objects():
-        if module and issubclass(type(found), module):  # isinstance would evaluate lazy objects
-            for name, parameter in found.named_parameters():
-                if len(name) > len(names.get(id(parameter), "")):
-                    names[id(parameter)] = name
-    return names
+def _join(kind: type, state: State, texts: list[tuple[str, str]]) -> str:
+    if state.text:
+        return state.text
+    if kind is dict:
+        return "{" + ", ".join(f"{name[1:-1]}: {text}" for name, text in texts) + "}"
+    if kind is list:
+        return f"[{', '.join(text for _, text in texts)}]"
+    if kind is tuple:
+        return f"({', '.join(text for _, text in texts)})"
+    if kind is set:
+        return texts[0][1]
+    inner = ", ".join(f"{name}: {text}" if name else text for name, text in texts)
+    return f"{_flatten(kind.__qualname__)}({inner})"

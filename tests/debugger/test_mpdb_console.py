@@ -210,7 +210,7 @@ def test_a_killed_rank_leaves_nothing_to_trip_over(site):
     assert len(site.sockets()) == 3
     done = site.run_console("ls", "diff 1")
     assert done.stderr == ""
-    assert done.stdout.splitlines()[-1] == "ranks 0, 2: 1 (equal on all)"
+    assert done.stdout.splitlines()[-1] == "ranks 0, 2: 1 (equal on these; no value of rank 1)"
     assert len(site.sockets()) == 2
     assert "killed rank 0" in site.ask("kill 0")
     site.await_exit(ranks[0], -signal.SIGKILL)
@@ -224,7 +224,7 @@ def test_slow_dead_and_raising_ranks_do_not_delay_the_others(site):
     site.await_ranks(6)
     os.kill(ranks[5].pid, signal.SIGSTOP)
     text = site.ask("diff slow()", options=["--deadline", "3"])
-    assert "ranks 0, 4: 'quick'" in text
+    assert "ranks 0, 4: 'quick' (equal on these; no value of ranks 1-3, 5)" in text
     assert "rank 1: *** no answer in 3 s: busy for" in text
     assert "rank 2: *** ValueError: broken on purpose" in text
     assert "rank 3: *** gone: the connection was closed" in text
@@ -232,6 +232,18 @@ def test_slow_dead_and_raising_ranks_do_not_delay_the_others(site):
     os.kill(ranks[5].pid, signal.SIGCONT)
     assert "interrupted" in site.ask("@1 interrupt")
     assert site.ask("@1 p 7") == "rank 1: 7\n"
+
+
+@pytest.mark.parametrize("command", ["diff", "@all p"])
+def test_values_cannot_write_to_the_screen(site, command):
+    site.start_ranks(2, "work.py")
+    site.await_ranks(2)
+    forged = r"'\x1b[2J\x1b[1;1H\nranks 0-7: 0.25 (equal on all)'"
+    named = f"type({forged}, (), {{'__repr__': lambda s: {forged}}})()"
+    for value in (named, f"iter({named}, 1)", f"1 / 0 if {forged} else 0", f"exit({forged})"):
+        text = site.ask(f"{command} {value}")
+        assert "\x1b" not in text
+        assert not [line for line in text.splitlines() if line.startswith("ranks 0-7")]
 
 
 def test_ctrl_c_interrupts_an_expression_and_not_the_program(site):

@@ -46,7 +46,7 @@ def test_tensors_are_compared_in_place_and_ranks_chosen_by_mesh(site):
     assert "local [150, 7]" in placed
     assert site.ask("@tp=1 diff dist.get_rank()").splitlines() == ["rank 1: 1", "rank 3: 3"]
     assert site.ask("@dp=0:1,tp=1 p dist.get_rank()") == "rank 1: 1\n"
-    assert site.ask("@0,1:4:2 diff 1") == "ranks 0-1, 3: 1 (equal on all)\n"
+    assert site.ask("@0,1:4:2 diff 1") == "ranks 0-1, 3: 1 (equal on all selected)\n"
     assert "known: dp, tp" in site.ask("@pp=0 diff 1")
     site.ask("c")
     site.await_exit(process)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import io
 import subprocess
 import sys
 import threading
@@ -116,9 +117,13 @@ def test_values_that_differ_are_told_apart_and_equal_ones_are_not(kind):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([lambda: 1], "[0] was compared by its repr only"),
-        (torch.zeros(3, device="meta"), "has no elements that can be read"),
-        ((number for number in range(3)), "the value was compared by its repr only"),
+        ([threading.Lock()], "[0] is not compared: lock"),
+        (
+            torch.zeros(3, device="meta"),
+            "the value is not compared: Tensor (has no elements that can be read)",
+        ),
+        ((number for number in range(3)), "the value is not compared: generator"),
+        ({1, len, threading}, "the value is not compared: module"),
         (list(range(150_000)), ""),
     ],
 )
@@ -217,21 +222,22 @@ class Stopped:
 
 def test_comparing_is_cancelled_at_the_deadline():
     handler = RequestHandler()
-    reached = threading.Event()
+    reached, cancelled = threading.Event(), threading.Event()
     answers = []
 
-    class Slow(dict):
-        def items(self):
+    class Slow(io.BytesIO):
+        def __reduce_ex__(self, protocol):
             reached.set()
-            for number in range(1_000_000):
-                yield number, number
+            cancelled.wait(60)
+            return Slow, (b"",)
 
-    Stopped.curframe.f_globals["slow"] = Slow(a=1)
+    Stopped.curframe.f_globals["slow"] = Slow()
     request = {"do": "evaluate", "text": "slow", "id": 7}
     asking = threading.Thread(target=lambda: answers.append(handler.answer(Stopped(), 1, request)))
     asking.start()
     assert reached.wait(60)
     handler.cancel(1, 7)
+    cancelled.set()
     asking.join(60)
     assert "deadline has passed" in answers[0].get("error", "")
     assert "value" in handler.answer(Stopped(), 1, {"do": "evaluate", "text": "big", "id": 8})
