@@ -8,6 +8,7 @@ from typing import Any
 
 from moeverify.checks.base import Check, Outcome
 from moeverify.compare.assembled import Key
+from moeverify.results.decided import DECIDED_KINDS, count_decided
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, DetectionLimits, Inconclusive
 
 
@@ -31,6 +32,8 @@ def _complete(check: Check[Any], outcome: Outcome, best: dict[Key, float]) -> Ch
     (_, _, worst_name), worst = max(own.items(), key=lambda item: item[1])
     limits = DetectionLimits(median=statistics.median(own.values()), worst=worst, tensor=worst_name)
     changes: dict[str, object] = {"limits": limits}
+    if check.name in DECIDED_KINDS:
+        changes["decided"] = count_decided([best[key] for key in own])
     if check.kinds:
         wide = [key for key, limit in own.items() if limit > MAX_CONCLUSIVE]
         left = [key for key in wide if best[key] > MAX_CONCLUSIVE]

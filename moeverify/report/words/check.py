@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from moeverify.report.words.optimizer import describe_recomputed
 from moeverify.report.words.router import describe_rules
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
+from moeverify.results.decided import DECIDED_LIMIT
 from moeverify.results.facts import (
     AxisUse,
     AxisUses,
@@ -464,6 +466,25 @@ def describe_inconclusive(check: CheckResult, most: float) -> str:
         widest = max(check.inconclusive_tensors, key=lambda each: each.limit)
         text += f", up to {_percent(widest.limit)} ({widest.tensor}, step {widest.step})"
     return text
+
+
+def describe_decided(check: CheckResult) -> str:
+    """Return how many tensors of a check are decided, and the errors that would not have been seen."""
+    counts = check.decided
+    if counts is None:
+        return ""
+    text = (
+        f"{check.name}: {counts.decided} of {counts.tensors} tensors decided at {100 * DECIDED_LIMIT:.0f} %"
+    )
+    if counts.decided == counts.tensors:
+        return text
+    which = "them" if counts.decided == 0 else "the others"
+    if math.isinf(counts.limit):
+        return f"{text}; no error would have been seen in {which}"
+    widest = "" if math.isinf(counts.worst) else f", at most {_percent(counts.worst)}"
+    return (
+        f"{text}; in {which} an error below {_percent(counts.limit)} (median{widest}) may not have been seen"
+    )
 
 
 def describe_limits(checks: Sequence[CheckResult]) -> str:
