@@ -80,11 +80,9 @@ def escalate(
     asked: dict[str, list[Case]] = {}
     for answered in result.cases:
         case = by_name.get(answered.name)
-        if case is None:
-            continue
-        if needs_escalation(answered):
+        if case is not None and needs_escalation(answered):
             asked[case.name] = list(list_wider(case))
-        elif (wide := choose_confirming(case, answered, confirming or {})) is not None:
+        elif case is not None and (wide := choose_confirming(case, answered, confirming or {})) is not None:
             asked[case.name] = [wide]
     wanted = [wide for wides in asked.values() for wide in wides]
     if not wanted:
@@ -114,10 +112,9 @@ def escalate(
     merged = []
     for each in result.cases:
         wider = [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])]
-        if wider and each.verdict in _CONFIRMED:
-            merged.append(confirm(each, *wider[0], keeps_dtypes=each.name in keeping))
-        else:
-            merged.append(merge(each, wider))
+        is_confirmed = wider and each.verdict in _CONFIRMED
+        keeps = each.name in keeping
+        merged.append(confirm(each, *wider[0], keeps_dtypes=keeps) if is_confirmed else merge(each, wider))
     return result.answered(tuple(merged), answers).model_copy(
         update={"verdict": find_overall_verdict(merged)}
     )

@@ -19,8 +19,15 @@ DECIDED_KINDS = (CheckName.LOSS, CheckName.GRADIENT, CheckName.UPDATE)
 """The checks whose tensors must be decided."""
 
 
+VANISHING = 1e-7
+"""A gradient whose norm is below this share of the norm of all gradients of its step is taken for zero."""
+
+
 class Decided(Record):
     """How many tensors of a check are decided, out of `tensors`.
+
+    A gradient that is zero but for rounding, as that of the bias of a key projection without RoPE, has no
+    relative error: it does not count if it is undecided, and neither does the update that is made of it.
 
     `limit` is the median detection limit of the other tensors, and `worst` the largest. Both are 0 if all
     tensors are decided.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import singledispatch
 
-from moeverify.report.words.check import describe_decided, describe_inconclusive, describe_limits
+from moeverify.report.words.limits import describe_decided, describe_inconclusive, describe_limits
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Verdict
 from moeverify.results.golden import GoldenRow, GoldenState
 from moeverify.results.obstacle import (

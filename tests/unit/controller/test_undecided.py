@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,9 @@ def in_precision(precision: str, parallelize: str = "", float8: str = "none") ->
 def measure(name: str, limits: dict[str, float]) -> tuple[Any, Outcome]:
     check = next(check for check in CHECKS if check.name == name)
     result = CheckResult(name=name, verdict="pass", tensors=len(limits))
-    return check, Outcome(result, (), {(0, "gradient", tensor): limit for tensor, limit in limits.items()})
+    return check, Outcome(
+        result, (), {(0, name.partition(" ")[0], tensor): limit for tensor, limit in limits.items()}
+    )
 
 
 @pytest.mark.parametrize(("wide", "is_enough"), [(0, True), (1, True), (2, False), (20, False)])
@@ -63,6 +66,16 @@ def test_a_tensor_that_another_check_decides_is_decided() -> None:
     gradient, other = apply_limits([measure("gradient", wide), measure("gradient sum", {"a": 0.01})])
     assert gradient.decided == Decided(tensors=3, decided=2, limit=0.3, worst=0.3)
     assert other.decided is None
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_needs_no_evidence_and_nor_does_its_update() -> None:
+    check, outcome = measure("gradient", {"k.bias": 1e9, "w": 0.1, "v": 1e9, "b": 0.1})
+    outcome = replace(outcome, vanishing=frozenset({"k.bias", "b"}))
+    gradient, update = apply_limits([(check, outcome), measure("update", {"w": 0.1, "other": 9.0})])
+    assert gradient.decided == Decided(tensors=3, decided=2, limit=1e9, worst=1e9)
+    assert update.decided == Decided(tensors=2, decided=1, limit=9.0, worst=9.0)
+    _, update = apply_limits([(check, outcome), measure("update", {"w": 0.1, "k.bias": 9.0})])
+    assert update.decided == Decided(tensors=1, decided=1)
 
 
 @pytest.mark.parametrize(
