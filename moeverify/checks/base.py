@@ -149,12 +149,14 @@ class Outcome:
     """Verdict and findings of one check.
 
     `limits` holds, for each logical tensor that the check measures by a relative error, the smallest error
-    that it would report. Another check may decide a tensor that this one leaves inconclusive.
+    that it would report. Another check may decide a tensor that this one leaves inconclusive. `vanishing`
+    are names of parameters whose expected gradient is zero but for rounding, in any step.
     """
 
     result: CheckResult
     findings: tuple[Finding, ...] = ()
     limits: Mapping[Key, float] = field(default_factory=dict)
+    vanishing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

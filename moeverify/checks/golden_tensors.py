@@ -11,6 +11,7 @@ from moeverify.checks.bounds import Bounds, Criterion, Metric
 from moeverify.compare.assembled import Assembled, Key
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.comparable import comparable
+from moeverify.results.decided import VANISHING
 from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Worst
 from moeverify.results.initial_values import InitialSource
@@ -58,7 +59,7 @@ class GoldenTensors(Check[Any]):
             inconclusive=sum(is_relative and bound > MAX_CONCLUSIVE for _, _, bound in measured),
         )
         limits = {tensor.key: bound for tensor, _, bound in measured} if is_relative else {}
-        return Outcome(result, findings, limits)
+        return Outcome(result, findings, limits, _find_vanishing(tensors, norms))
 
     def _measure(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> tuple[float, float]:
         """Return (error, bound) in the unit of the criterion's metric."""
@@ -87,6 +88,16 @@ def _measure_norms(tensors: Sequence[Assembled]) -> Mapping[Unit, float]:
         unit = find_unit(tensor.key)
         squares[unit] = squares.get(unit, 0.0) + tensor.difference.sum_expected2
     return {unit: math.sqrt(total) for unit, total in squares.items()}
+
+
+def _find_vanishing(tensors: Sequence[Assembled], norms: Mapping[Unit, float]) -> frozenset[str]:
+    """Return the names of the gradients whose golden is zero but for rounding, in any step."""
+    return frozenset(
+        tensor.key[2]
+        for tensor in tensors
+        if tensor.key[1] == Kind.GRADIENT
+        and math.sqrt(tensor.difference.sum_expected2) <= VANISHING * norms[find_unit(tensor.key)]
+    )
 
 
 def find_unit(key: Key) -> Unit:

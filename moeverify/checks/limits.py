@@ -8,6 +8,7 @@ from typing import Any
 
 from moeverify.checks.base import Check, Outcome
 from moeverify.compare.assembled import Key
+from moeverify.results.decided import DECIDED_KINDS, DECIDED_LIMIT, count_decided
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, DetectionLimits, Inconclusive
 
 
@@ -21,16 +22,22 @@ def apply_limits(outcomes: Sequence[tuple[Check[Any], Outcome]]) -> tuple[CheckR
     for _, outcome in outcomes:
         for key, limit in outcome.limits.items():
             best[key] = min(limit, best.get(key, limit))
-    return tuple(_complete(check, outcome, best) for check, outcome in outcomes)
+    vanishing = frozenset[str]().union(*(outcome.vanishing for _, outcome in outcomes))
+    return tuple(_complete(check, outcome, best, vanishing) for check, outcome in outcomes)
 
 
-def _complete(check: Check[Any], outcome: Outcome, best: dict[Key, float]) -> CheckResult:
+def _complete(
+    check: Check[Any], outcome: Outcome, best: dict[Key, float], vanishing: frozenset[str]
+) -> CheckResult:
     if not outcome.limits:
         return outcome.result
     own = outcome.limits
     (_, _, worst_name), worst = max(own.items(), key=lambda item: item[1])
     limits = DetectionLimits(median=statistics.median(own.values()), worst=worst, tensor=worst_name)
     changes: dict[str, object] = {"limits": limits}
+    if check.name in DECIDED_KINDS:
+        counted = [best[key] for key in own if best[key] <= DECIDED_LIMIT or key[2] not in vanishing]
+        changes["decided"] = count_decided(counted)
     if check.kinds:
         wide = [key for key, limit in own.items() if limit > MAX_CONCLUSIVE]
         left = [key for key in wide if best[key] > MAX_CONCLUSIVE]

@@ -20,7 +20,7 @@ from moeverify.cli.refusals import describe_refusal
 if TYPE_CHECKING:
     from rich.console import Console
 
-EXIT_CODES = {"pass": 0, "mismatch": 1, "error": 3}
+EXIT_CODES = {"pass": 0, "mismatch": 1, "undecided": 4, "error": 3}
 BAD_INPUT = 2
 FAILED = 3
 INTERRUPTED = 130

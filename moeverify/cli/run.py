@@ -43,6 +43,13 @@ class Diagnosis(OptionGroup):
         ),
     ] = False
     escalate: EscalateAll = True
+    allow_undecided: Annotated[
+        bool,
+        typer.Option(
+            "--allow-undecided",
+            help="Exit with 0 instead of 4 if cases are undecided: rounding would hide too large an error.",
+        ),
+    ] = False
     explain_seconds: Annotated[
         float,
         typer.Option(
@@ -62,7 +69,7 @@ class Diagnosis(OptionGroup):
 
     def complete(self, options: RunOptions) -> RunOptions:
         """Return the run options with the settings of the diagnosis."""
-        return replace(options, explain_seconds=self.explain_seconds)
+        return replace(options, explain_seconds=self.explain_seconds, must_decide=True)
 
 
 @with_groups
@@ -193,6 +200,8 @@ class _Verification:
             self.finished.keep_rest(result.cases)
         if self.diagnosis.follow_up and result is not None:
             result = follow_up(self.cases, result, self.options, show)
+        if result is not None:
+            result = result.model_copy(update={"allows_undecided": self.diagnosis.allow_undecided})
         self.result = result
         return result
 
@@ -293,4 +302,5 @@ def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, qui
         failures += outputs.publish(result, context)
     for failure in failures:
         context.err.print(f"error: {failure}", soft_wrap=True)
-    return EXIT_CODES[result.verdict] or (BAD_INPUT if failures else 0)
+    is_allowed = result.allows_undecided and result.verdict == "undecided"
+    return (0 if is_allowed else EXIT_CODES[result.verdict]) or (BAD_INPUT if failures else 0)

@@ -40,8 +40,9 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Return whether every check passed."""
-        return self.case.verdict == "pass"
+        """Return whether every check passed and, unless undecided cases are allowed, decided enough."""
+        is_allowed = self.case.verdict == "undecided" and self.result.allows_undecided
+        return self.case.verdict == "pass" or is_allowed
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -79,6 +80,7 @@ def verify(
     name: str = "verify",
     device: Literal["auto", "cpu", "cuda"] = "auto",
     escalate: bool = True,
+    allow_undecided: bool = False,
 ) -> Verification:
     """Return the differences between training under a layout and training on a single device.
 
@@ -87,8 +89,9 @@ def verify(
     optimizer step, if given. A function is passed as an object or as `package.module:function`. The ranks
     import it, so it must be defined at the top level of a module. `layout`, `optimizer` and `checks` have
     the same fields as in a case file, and so have the other arguments. With `escalate`, a finding below
-    float64 without a certain cause is examined in wider precisions, as in `moeverify run`. A passing result
-    is not, because the model may use a fixed dtype of its own.
+    float64 without a certain cause and an undecided result are examined in wider precisions, as in
+    `moeverify run`. A passing result is not, because the model may use a fixed dtype of its own. With
+    `allow_undecided`, an undecided result is `ok`.
 
     Raises: CaseError when the case is invalid; MachineError when this machine supports too few ranks or
     when this process is itself one of several ranks.
@@ -114,13 +117,14 @@ def verify(
         "layout": {**layout, **({"parallelize": named["parallelize"]} if "parallelize" in named else {})},
         "checks": dict(checks or {}),
     }
-    return _run(build_case(fields), device, escalates=escalate)
+    verified = _run(build_case(fields), device, escalates=escalate)
+    return Verification(verified.model_copy(update={"allows_undecided": allow_undecided}))
 
 
-def _run(case: Case, device: Literal["auto", "cpu", "cuda"], *, escalates: bool) -> Verification:
-    """Return the verification of a case without a recorded golden."""
+def _run(case: Case, device: Literal["auto", "cpu", "cuda"], *, escalates: bool) -> RunResult:
+    """Return the run of a case without a recorded golden."""
     with scratch_folder() as nothing:
-        options = RunOptions(device=device, golden_folder=nothing)
+        options = RunOptions(device=device, golden_folder=nothing, must_decide=True)
         result = run_cases([case], options, _ignore)
         assert result is not None
         if result.cases[0].verdict == "skipped":
@@ -130,7 +134,7 @@ def _run(case: Case, device: Literal["auto", "cpu", "cuda"], *, escalates: bool)
         result = result.model_copy(update={"cases": (quiet,)})
         if escalates:
             result = ask_wider([case], result, options, _ignore)
-    return Verification(word_run(result))
+    return word_run(result)
 
 
 def name_function(function: Function, field: str) -> str:

@@ -5,7 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -15,7 +15,9 @@ from moeverify.controller.run import find_overall_verdict, run_cases
 from moeverify.launch.world import external_world
 from moeverify.report.words.wider import (
     describe_confirmation,
+    describe_decision,
     describe_left_out,
+    describe_narrow_layout,
     describe_own_dtypes,
     describe_unasked,
     describe_unconfirmed,
@@ -34,6 +36,9 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
     "float64": (),
 }
 
+
+_CONFIRMED = ("pass", "undecided")
+"""Verdicts that a run in a wider precision may change."""
 
 _SURE, _UPSTREAM = 3, -1
 """Ratings of a finding: the cause is certain, and the cause is upstream of the finding."""
@@ -67,9 +72,9 @@ def escalate(
     """Return the run with the results of wider precisions for findings without a named cause.
 
     A single launch runs all wider cases, under the same faults. A passing case is also run if `confirming`
-    holds a wider case for it; see `find_confirming`. `on_confirmed` receives the end event of each such
-    case with the merged result, and `on_event` all other events. Under an external launcher no further case
-    can run: a note lists the omitted precisions.
+    holds a wider case for it, and so is an undecided case; see `choose_confirming`. `on_confirmed` receives
+    the end event of each such case with the merged result, and `on_event` all other events. Under an
+    external launcher no further case can run: a note lists the omitted precisions.
     """
     by_name = {case.name: case for case in cases}
     asked: dict[str, list[Case]] = {}
@@ -77,8 +82,8 @@ def escalate(
         case = by_name.get(answered.name)
         if case is not None and needs_escalation(answered):
             asked[case.name] = list(list_wider(case))
-        elif confirming and asks_confirmation(answered, confirming):
-            asked[answered.name] = [confirming[answered.name]]
+        elif case is not None and (wide := choose_confirming(case, answered, confirming or {})) is not None:
+            asked[case.name] = [wide]
     wanted = [wide for wides in asked.values() for wide in wides]
     if not wanted:
         return result
@@ -94,18 +99,22 @@ def escalate(
     folder = options.folder / "wider" if options.folder is not None else None
     # No golden is recorded for these recipes.
     chosen = replace(options, folder=folder, fault=None, case_faults=faults, require_goldens=False)
+    keeping = {name for name in asked if keeps_dtypes(by_name[name])}
     passing = {
         asked[each.name][0].name: each
         for each in result.cases
-        if each.verdict == "pass" and each.name in asked
+        if each.verdict in _CONFIRMED and each.name in asked
     }
-    answers = run_cases(wanted, chosen, _confirm_early(passing, wanted, on_event, on_confirmed or on_event))
+    early = _confirm_early(passing, wanted, keeping, on_event, on_confirmed or on_event)
+    answers = run_cases(wanted, chosen, early)
     assert answers is not None  # not an external launch
     found = {answer.name: answer for answer in answers.cases}
     merged = []
     for each in result.cases:
         wider = [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])]
-        merged.append(confirm(each, *wider[0]) if wider and each.verdict == "pass" else merge(each, wider))
+        is_confirmed = wider and each.verdict in _CONFIRMED
+        keeps = each.name in keeping
+        merged.append(confirm(each, *wider[0], keeps_dtypes=keeps) if is_confirmed else merge(each, wider))
     return result.answered(tuple(merged), answers).model_copy(
         update={"verdict": find_overall_verdict(merged)}
     )
@@ -138,8 +147,8 @@ def escalate_stream(
 
 def _is_open(case: Case, result: CaseResult, confirming: Mapping[str, Case]) -> bool:
     """Return whether a result needs a run in wider precisions."""
-    if result.verdict == "pass":
-        return asks_confirmation(result, confirming)
+    if result.verdict in _CONFIRMED:
+        return choose_confirming(case, result, confirming) is not None
     return needs_escalation(result) and bool(list_wider(case))
 
 
@@ -197,9 +206,28 @@ def find_confirming(cases: Sequence[Case], others: Sequence[Case]) -> dict[str, 
 def asks_confirmation(result: CaseResult, confirming: Mapping[str, Case]) -> bool:
     """Return whether a result is a pass to be confirmed in a wider precision."""
     wide = confirming.get(result.name)
-    if result.verdict != "pass" or wide is None:
+    if result.verdict not in _CONFIRMED or wide is None:
         return False
     return wide.recipe.step is None or has_own_results(result)
+
+
+def choose_confirming(case: Case, result: CaseResult, confirming: Mapping[str, Case]) -> Case | None:
+    """Return the wider case that confirms a pass or decides an undecided case; None if there is none.
+
+    An undecided case outside `confirming` runs in the next wider precision, where bounds are 1e-5. With
+    float8 it runs in the widest one, because below float64 the rounding to float8 widens all bounds.
+    """
+    if asks_confirmation(result, confirming):
+        return confirming[result.name]
+    wider = list_wider(case) if result.verdict == "undecided" else ()
+    if not wider:
+        return None
+    return wider[0] if case.recipe.float8 == "none" else wider[-1]
+
+
+def keeps_dtypes(case: Case) -> bool:
+    """Return whether the user's parallel code asks for mixed precision and may do so in a wider run too."""
+    return case.recipe.precision == "mixed" and case.layout.parallelize is not None
 
 
 def has_own_results(result: CaseResult) -> bool:
@@ -225,11 +253,13 @@ def note_unasked(
     def handle(event: Event) -> None:
         result = event.result
         note = None
-        if result is not None and asks_confirmation(result, confirming):
-            note = describe_unconfirmed(confirming[result.name].recipe.precision)
-        elif result is not None and result.name in by_name and needs_escalation(result):
-            wider = [wide.recipe.precision for wide in list_wider(by_name[result.name])]
-            note = describe_unasked(wider) if wider else None
+        case = by_name.get(result.name) if result is not None else None
+        if result is not None and case is not None:
+            if (wide := choose_confirming(case, result, confirming)) is not None:
+                note = describe_unconfirmed(wide.recipe.precision)
+            elif needs_escalation(result):
+                wider = [wide.recipe.precision for wide in list_wider(case)]
+                note = describe_unasked(wider) if wider else None
         if result is not None and note is not None:
             noted = result.model_copy(update={"notes": (*result.notes, note)})
             event = event.model_copy(update={"result": noted})
@@ -248,10 +278,14 @@ def count_unasked(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> i
 def _confirm_early(
     passing: Mapping[str, CaseResult],
     wides: Sequence[Case],
+    keeping: Collection[str],
     on_event: Callable[[Event], None],
     on_confirmed: Callable[[Event], None],
 ) -> Callable[[Event], None]:
-    """Return a handler for the events of wider runs. `passing` is keyed by the names of the wider cases."""
+    """Return a handler for the events of wider runs. `passing` is keyed by the names of the wider cases.
+
+    `keeping` are the names of the cases with `keeps_dtypes`.
+    """
     precisions = {wide.name: wide.recipe.precision for wide in wides}
 
     def handle(event: Event) -> None:
@@ -259,21 +293,32 @@ def _confirm_early(
         if answer is None or answer.name not in passing:
             on_event(event)
             return
-        confirmed = confirm(passing[answer.name], precisions[answer.name], answer)
+        case = passing[answer.name]
+        confirmed = confirm(case, precisions[answer.name], answer, keeps_dtypes=case.name in keeping)
         on_confirmed(event.model_copy(update={"result": confirmed}))
 
     return handle
 
 
-def confirm(case: CaseResult, precision: Precision, answer: CaseResult) -> CaseResult:
-    """Return a passing case with the outcome of its run in a wider precision.
+def confirm(
+    case: CaseResult, precision: Precision, answer: CaseResult, *, keeps_dtypes: bool = False
+) -> CaseResult:
+    """Return a passing or undecided case with the outcome of its run in a wider precision.
 
-    If nothing differs there, the case gets a note. Otherwise the result is that of the wider run as a
-    whole, since the passing checks of the case say nothing about these findings. User code may legitimately
-    round. There the wider run counts only if the gradients agree and the results of the step differ.
+    If nothing differs there, the case gets a note; if that run is decided, an undecided case passes.
+    Otherwise the result is that of the wider run as a whole, since the passing checks of the case say nothing
+    about these findings. User code may legitimately round. With a step function of the user the wider run
+    counts only if the gradients agree and the results of the step differ, and with `keeps_dtypes` no
+    difference of the wider run counts.
     """
     if answer.verdict == "mismatch" and has_own_results(case) and not _is_of_step_alone(answer):
         return case.model_copy(update={"notes": (*case.notes, describe_own_dtypes(precision))})
+    if answer.verdict == "mismatch" and keeps_dtypes:
+        return case.model_copy(update={"notes": (*case.notes, describe_narrow_layout(precision))})
+    if answer.verdict == "pass" and case.verdict == "undecided":
+        notes = (*case.notes, describe_decision(precision, case))
+        changed = {"verdict": "pass", "reason": "", "decided_in": precision, "notes": notes}
+        return case.model_copy(update=changed)
     note = describe_confirmation(precision, answer)
     if answer.verdict != "mismatch":
         return case.model_copy(update={"notes": (*case.notes, note)})
@@ -353,7 +398,7 @@ def _sum_up(precision: Precision, answer: CaseResult, known: int) -> Wider:
     """Return the outcome in a wider precision, given the rating `known` of the case itself."""
     if answer.verdict in ("error", "skipped"):
         return Wider(precision=precision, outcome="not-run", reason=answer.reason)
-    if answer.verdict == "pass":
+    if answer.verdict in ("pass", "undecided"):
         return Wider(precision=precision, outcome="not-shown")
     found = _rate(answer.lead)
     if found > known:

@@ -18,7 +18,7 @@ class RunOptions:
     ranks. `folder` keeps all files of the run. With `require_goldens`, a missing recorded golden is an
     error. `cache_folder` holds full goldens. `fault` names a function that every rank of a case calls
     before it builds the layout; `case_faults` overrides it by case name. `without` names hypotheses that
-    are not tried.
+    are not tried. With `must_decide`, a case that decides too few tensors is undecided instead of a pass.
 
     Units: `timeout` in seconds, for each golden and for each case instead of its own timeout;
     `explain_seconds` in seconds, for the search for the first wrong operation of a case (0 disables it).
@@ -36,3 +36,4 @@ class RunOptions:
     case_faults: Mapping[str, str] = field(default_factory=dict)
     explain_seconds: float = 60.0
     without: tuple[str, ...] = ()
+    must_decide: bool = False

@@ -35,10 +35,11 @@ from moeverify.report.words.note import (
     describe_missing_save,
     describe_obstacle,
     describe_sharing,
+    describe_undecided,
     describe_unused_loop,
     list_notes,
 )
-from moeverify.results.finding import Verdict, note_failure
+from moeverify.results.finding import Verdict, find_undecided, note_failure
 from moeverify.results.golden import GoldenState
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.obstacle import Obstacle
@@ -274,10 +275,12 @@ class CaseRun:
             # before.
             found = tuple(note_failure(found, DiagnosisFailed(message=describe_failure(outcome.failure))))
         verdict, declared = apply_declared_differences(task.case.checks, checks)
+        asks = verdict == "pass" and self.options.must_decide
+        undecided = find_undecided(checks) if asks else []
         return self._make_case_result(
             task,
-            verdict,
-            "",
+            "undecided" if undecided else verdict,
+            describe_undecided(undecided),
             outcome,
             checks=checks,
             findings=tuple(suggest_layout(task.case, finding, self._machine.limit.most) for finding in found),
@@ -353,6 +356,6 @@ def _word_reports(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
 
 
 def find_overall_verdict(results: Sequence[CaseResult]) -> Any:
-    """Return the verdict of a run: `error` if any case has it, else `mismatch`, else `pass`."""
+    """Return the verdict of a run: the first of `error`, `mismatch`, `undecided` that a case has, or `pass`."""
     verdicts = {result.verdict for result in results}
-    return next((verdict for verdict in ("error", "mismatch") if verdict in verdicts), "pass")
+    return next((verdict for verdict in ("error", "mismatch", "undecided") if verdict in verdicts), "pass")

@@ -55,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Where full tensors of goldens are kept; they can be made again.",
     )
     group.addoption(
+        "--moeverify-allow-undecided",
+        action="store_true",
+        help="Let an undecided case pass: rounding would hide too large an error in it.",
+    )
+    group.addoption(
         "--moeverify-no-escalate",
         action="store_true",
         help="Do not run cases below float64 in wider precisions, too, for a cause or for what rounding hides.",

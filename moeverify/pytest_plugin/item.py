@@ -62,13 +62,17 @@ class CaseItem(pytest.Item):
         Raises: CaseFailure unless the case passes or is skipped.
         """
         wanted = [item.case for item in self.session.items if isinstance(item, CaseItem)]
-        result = CaseSession.of(self.config).result(self.case, wanted)
+        session = CaseSession.of(self.config)
+        result = session.result(self.case, wanted)
         if result.checks:
             self.add_report_section("call", "checks", _list_checks(result))
         if result.verdict == "pass" and result.notes:
             self.add_report_section("call", "notes", "\n".join(result.notes))
         if result.verdict == "skipped":
             pytest.skip(result.reason)
+        if result.verdict == "undecided" and session.allows_undecided:
+            self.add_report_section("call", "undecided", result.reason)
+            return
         if result.verdict != "pass":
             raise CaseFailure(result)
 

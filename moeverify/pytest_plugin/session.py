@@ -64,7 +64,14 @@ class CaseSession:
             words += ["--cache", str(self.options.cache_folder)]
         if self._config.getoption("moeverify_no_escalate"):
             words.append("--no-escalate")
+        if self.allows_undecided:
+            words.append("--allow-undecided")
         return shlex.join(words)
+
+    @property
+    def allows_undecided(self) -> bool:
+        """Return whether an undecided case is no failure."""
+        return bool(self._config.getoption("moeverify_allow_undecided"))
 
     @property
     def golden_lines(self) -> list[str]:
@@ -154,6 +161,7 @@ def _read_options(config: pytest.Config) -> RunOptions:
         golden_folder=goldens,
         cache_folder=config.getoption("moeverify_cache"),
         timeout=config.getoption("moeverify_timeout"),
+        must_decide=True,
     )
 
 

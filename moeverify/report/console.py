@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 LOG_WIDTH = 120
 LABEL_WIDTH = 10
 
-STYLES = {"pass": "green", "mismatch": "bold red", "error": "bold magenta", "skipped": "yellow"}
+STYLES = {
+    "pass": "green",
+    "mismatch": "bold red",
+    "undecided": "bold yellow",
+    "error": "bold magenta",
+    "skipped": "yellow",
+}
 
 
 class _Console(Console):
@@ -57,7 +63,7 @@ _ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=
 
 def style_verdict(verdict: Verdict) -> Text:
     """Return the verdict in its colour; failures are in upper case and so readable without colour."""
-    return Text(verdict.upper() if verdict in ("mismatch", "error") else verdict, style=STYLES[verdict])
+    return Text(verdict if verdict in ("pass", "skipped") else verdict.upper(), style=STYLES[verdict])
 
 
 def print_fact(console: Console, label: str, text: str, *, indent: int, style: str = "") -> None:

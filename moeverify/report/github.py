@@ -18,7 +18,7 @@ _MOST = 10
 
 
 def annotate_run(run: RunResult, root: Path | None = None) -> Iterator[str]:
-    """Yield a workflow command for each failed case; paths are made relative to `root`."""
+    """Yield a workflow command for each failed case, then for undecided ones; paths are made relative to `root`."""
     failed = [case for case in run.cases if case.has_failed]
     for number, case in enumerate(failed[:_MOST], start=1):
         lines = [name_failure(case), *(f"{label}: {text}" for label, text in describe_failure(case))]
@@ -28,6 +28,9 @@ def annotate_run(run: RunResult, root: Path | None = None) -> Iterator[str]:
         tree = read_document(Path(case.file), lambda problem: None) if case.file else None
         line = find_line(tree, case.reason) if tree is not None else None
         yield _format("\n".join(lines), f"moeverify: {case.name} {case.verdict}", case.file, line, root)
+    for case in [case for case in run.cases if case.verdict == "undecided"][: max(0, _MOST - len(failed))]:
+        level = "warning" if run.allows_undecided else "error"
+        yield _format(case.reason, f"moeverify: {case.name} undecided", case.file, None, root, level)
 
 
 def annotate_problems(problems: Iterable[Problem], root: Path | None = None) -> Iterator[str]:
@@ -38,12 +41,14 @@ def annotate_problems(problems: Iterable[Problem], root: Path | None = None) -> 
         yield _format(text, "moeverify: bad case", problem.file, problem.line, root)
 
 
-def _format(text: str, title: str, file: str, line: int | None, root: Path | None) -> str:
+def _format(
+    text: str, title: str, file: str, line: int | None, root: Path | None, level: str = "error"
+) -> str:
     properties = {"title": title}
     if file:
         properties = {"file": _relate(file, root), **({"line": str(line)} if line else {}), **properties}
     listed = ",".join(f"{name}={_escape_property(value)}" for name, value in properties.items())
-    return f"::error {listed}::{_escape(text)}"
+    return f"::{level} {listed}::{_escape(text)}"
 
 
 def _relate(file: str, root: Path | None) -> str:

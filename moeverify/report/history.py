@@ -66,7 +66,7 @@ def _find_files(folder: Path) -> Iterator[Path]:
 def _summarize(name: str, run: RunResult, cases: Sequence[CaseResult]) -> KeptRun:
     ran = [case for case in cases if case.verdict != "skipped"]
     verdicts = {case.verdict for case in ran}
-    order: tuple[Verdict, ...] = ("error", "mismatch", "pass")
+    order: tuple[Verdict, ...] = ("error", "mismatch", "undecided", "pass")
     share, worst = None, ""
     for case in ran:
         check = find_worst_check(case)
@@ -101,7 +101,7 @@ def render_history(runs: Sequence[KeptRun], console: Console) -> None:
     ]
     headers = ("started", "run", "passed", "error / bound", "s")
     widths = [max(map(len, column)) + 2 for column in zip(headers, *rows, strict=True)]
-    room = console.width - sum(widths) - len("mismatch") - 3
+    room = console.width - sum(widths) - len("undecided") - 3
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )

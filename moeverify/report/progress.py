@@ -206,13 +206,13 @@ def describe_end(event: Event, width: int | None = None) -> Text:
     result = event.result
     name = clean(result.name)
     name = name if width is None else elide(name, max(8, width - _VERDICT - 1))
-    line = Text.assemble(style_verdict(result.verdict), " " * (_VERDICT - len(result.verdict)), name)
+    line = Text.assemble(style_verdict(result.verdict), " " * max(1, _VERDICT - len(result.verdict)), name)
     return line.append(f"  {_describe_result(result)}")
 
 
 def _describe_result(result: CaseResult) -> str:
     """Return why a case was skipped or failed, or how much was compared and the worst error."""
-    if result.verdict in ("skipped", "error"):
+    if result.verdict in ("skipped", "error", "undecided"):
         return clean(result.reason).split("\n", 1)[0] or format_ranks(r.rank for r in result.rank_reports)
     parts = [f"{count_tensors(result)} tensors"]
     worst = find_worst_check(result)

@@ -11,7 +11,7 @@ from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
 
 # Order of verdicts in a summary.
-VERDICTS: tuple[Verdict, ...] = ("pass", "mismatch", "error", "skipped")
+VERDICTS: tuple[Verdict, ...] = ("pass", "mismatch", "undecided", "error", "skipped")
 
 
 def find_worst_check(case: CaseResult) -> CheckResult | None:

@@ -49,7 +49,9 @@ def make_table(cases: Sequence[CaseResult], console: Console) -> Table:
             justify="left" if is_text else "right",
             overflow="fold",
             no_wrap=header != "case",
-            min_width=min(widths[header], _MIN_CASE_WIDTH, console.width // 2) if header == "case" else None,
+            min_width=min(widths[header], _MIN_CASE_WIDTH, (console.width - 1) // 2)
+            if header == "case"
+            else None,
         )
     for case, row in zip(cases, rows, strict=True):
         cells = [Text(row[header]) for header in headers]

@@ -43,6 +43,8 @@ def render_run(
     for case in run.cases:
         if case.has_failed:
             _render_case(case, run, console, kept)
+    open_ones = [(case.name, case.reason) for case in run.cases if case.verdict == "undecided"]
+    _render_groups("undecided", open_ones, console)
     if not quiet:
         _render_groups("skipped", [(c.name, c.reason) for c in run.cases if c.verdict == "skipped"], console)
         _render_groups("note", [(c.name, note) for c in run.cases for note in list_notes(c)], console)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import AliasChoices, Field
 
 from moeverify.results.culprit import Culprit
+from moeverify.results.decided import Decided
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
 from moeverify.results.facts import CheckFacts, Facts, names_operation
@@ -21,7 +22,7 @@ from moeverify.results.trial import Trial
 MAX_CONCLUSIVE = 0.5
 """The relative bound above which a comparison is inconclusive; a tensor of zeros has an error of 1."""
 
-Verdict = Literal["pass", "mismatch", "error", "skipped"]
+Verdict = Literal["pass", "mismatch", "undecided", "error", "skipped"]
 
 
 class Worst(Record):
@@ -58,8 +59,9 @@ class CheckResult(Record):
 
     `inconclusive` tensors (`blind` in JSON) have a bound too wide to be conclusive; `inconclusive_tensors`
     lists them. `recomputed` more tensors also have such a bound, but a recomputation from the rank's own
-    inputs decided them. `limits` are the smallest errors that the check detects. `note` describes the
-    comparison in words, and `unseen` the things that were not compared; `facts` is the data behind both.
+    inputs decided them. `limits` are the smallest errors that the check detects, and `decided` counts the
+    tensors of which a pass needs evidence. `note` describes the comparison in words, and `unseen` the things
+    that were not compared; `facts` is the data behind both.
     """
 
     name: str
@@ -72,6 +74,7 @@ class CheckResult(Record):
     recomputed: int = 0
     inconclusive_tensors: tuple[Inconclusive, ...] = ()
     limits: DetectionLimits | None = None
+    decided: Decided | None = None
     facts: CheckFacts | None = None
     note: str = ""
     unseen: str = ""
@@ -205,6 +208,11 @@ class Finding(Record):
         if self.explanation is not None:
             return self.explanation.is_estimate
         return isinstance(self.facts, RecomputedFacts) and self.facts.is_estimate
+
+
+def find_undecided(checks: Sequence[CheckResult]) -> list[CheckResult]:
+    """Return the checks that decide too few of their tensors for a pass."""
+    return [check for check in checks if check.decided is not None and not check.decided.is_enough]
 
 
 def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed) -> list[Finding]:

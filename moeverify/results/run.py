@@ -72,6 +72,9 @@ class CaseResult(Record):
     first difference. `operators` is the file with the operators of both sides in that step, if the run was
     saved to a folder.
 
+    An undecided case has the `reason` in words. `decided_in` is the wider precision whose run decided a pass
+    that the case's own precision leaves undecided.
+
     For a pair of `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is the
     file of the first.
     """
@@ -99,6 +102,7 @@ class CaseResult(Record):
     loaded_by: str = ""
     saver_file: str = ""
     operators: str = ""
+    decided_in: str = ""
 
     @property
     def has_failed(self) -> bool:
@@ -121,17 +125,19 @@ class GoldenTime(Record):
 class RunResult(Record):
     """A whole run: its options, its environment and its cases.
 
-    `goldens` are the goldens that this run made; others came from the cache.
+    `goldens` are the goldens that this run made; others came from the cache. `allows_undecided` means that
+    an undecided case is no failure.
     """
 
     schema_version: int = SCHEMA_VERSION
-    verdict: Literal["pass", "mismatch", "error"]
+    verdict: Literal["pass", "mismatch", "undecided", "error"]
     environment: dict[str, str]
     command: str = ""
     started: str = ""
     seconds: float = 0.0
     launches: int = 0
     goldens: tuple[GoldenTime, ...] = ()
+    allows_undecided: bool = False
     cases: tuple[CaseResult, ...]
 
     def answered(self, cases: tuple[CaseResult, ...], answers: RunResult) -> RunResult:

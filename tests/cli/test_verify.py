@@ -32,6 +32,17 @@ def own_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 @pytest.mark.ranks
+def test_an_undecided_result_is_ok_only_if_it_is_allowed() -> None:
+    from my_gpt.model import make, parallelize
+
+    wide = {"repeat": "never", "tolerance": {"kind": "fixed", "rtol": 0.5, "atol": 0.0}}
+    for allowed in (False, True):
+        words = {**FAST, "checks": wide, "allow_undecided": allowed}
+        result = moeverify.verify(make, parallelize=parallelize, **words)
+        assert (result.case.verdict, result.ok) == ("undecided", allowed), str(result)
+
+
+@pytest.mark.ranks
 def test_right_model_is_ok() -> None:
     from my_gpt.model import make, parallelize
 

@@ -25,6 +25,7 @@ COLUMNS = (
     "check_verdict",
     "tensors",
     "inconclusive",
+    "decided",
     "worst_tensor",
     "step",
     "error",
@@ -81,6 +82,7 @@ def _describe_check(case: CaseResult, check: CheckResult) -> dict[str, object]:
         "check_verdict": check.verdict,
         "tensors": check.tensors,
         "inconclusive": check.inconclusive,
+        "decided": "" if check.decided is None else check.decided.decided,
         "findings": len(findings),
         "cause": next(filter(None, causes), ""),
     }

@@ -34,15 +34,16 @@ def format_junit(run: RunResult) -> str:
     Schema: `junit-10.xsd` of Jenkins' xunit plugin, the strictest one in use.
     """
     verdicts = [case.verdict for case in run.cases]
+    num_undecided = verdicts.count("undecided")
     counts = {
         "tests": str(len(verdicts)),
-        "failures": str(verdicts.count("mismatch")),
+        "failures": str(verdicts.count("mismatch") + (0 if run.allows_undecided else num_undecided)),
         "errors": str(verdicts.count("error")),
         "time": f"{run.seconds:.3f}",
     }
     root = ET.Element("testsuites", {"name": "moeverify", **counts})
     suite = ET.SubElement(root, "testsuite", {"name": "moeverify", **counts})
-    suite.set("skipped", str(verdicts.count("skipped")))
+    suite.set("skipped", str(verdicts.count("skipped") + (num_undecided if run.allows_undecided else 0)))
     if (timestamp := _format_timestamp(run.started)) is not None:
         suite.set("timestamp", timestamp)
     properties = ET.SubElement(suite, "properties")
@@ -50,7 +51,7 @@ def format_junit(run: RunResult) -> str:
     for name, value in sorted(about.items()):
         ET.SubElement(properties, "property", {"name": clean(name), "value": clean(value)})
     for case in run.cases:
-        _add_case(suite, case)
+        _add_case(suite, case, allows_undecided=run.allows_undecided)
     ET.indent(root)
     body = ET.tostring(root, encoding="unicode")
     return f'<?xml version="1.0" encoding="utf-8"?>\n{body}\n'
@@ -64,13 +65,20 @@ def _format_timestamp(started: str) -> str | None:
         return None
 
 
-def _add_case(suite: ET.Element, case: CaseResult) -> None:
-    """Append one test case with its failure, error or reason for skipping."""
+def _add_case(suite: ET.Element, case: CaseResult, *, allows_undecided: bool) -> None:
+    """Append one test case with its failure, error or reason for skipping.
+
+    An undecided case is a failure of this type; if it is allowed, it is skipped with its reason.
+    """
     group = Path(case.file).with_suffix("").as_posix().strip("./").replace("/", ".") or "moeverify"
     attributes = {"classname": clean(group), "name": clean(case.name), "time": f"{case.seconds:.3f}"}
     element = ET.SubElement(suite, "testcase", attributes)
     if case.verdict == "skipped":
         ET.SubElement(element, "skipped", {"message": clean(case.reason)})
+    elif case.verdict == "undecided" and allows_undecided:
+        ET.SubElement(element, "skipped", {"message": clean(f"undecided: {case.reason}")})
+    elif case.verdict == "undecided":
+        _add_failure(element, "failure", case.reason, "", kind="undecided")
     elif case.verdict == "mismatch":
         _add_failure(element, "failure", _summarize_mismatch(case), _describe_findings(case))
     elif case.verdict == "error":
@@ -81,9 +89,9 @@ def _add_case(suite: ET.Element, case: CaseResult) -> None:
         ET.SubElement(element, "system-out").text = clean(output)
 
 
-def _add_failure(element: ET.Element, tag: str, message: str, text: str) -> None:
+def _add_failure(element: ET.Element, tag: str, message: str, text: str, *, kind: str = "") -> None:
     """Append a failure or an error; its type is shown by CI servers beside the message."""
-    kind = "mismatch" if tag == "failure" else "rank-failure"
+    kind = kind or ("mismatch" if tag == "failure" else "rank-failure")
     failure = ET.SubElement(element, tag, {"message": clean(message), "type": kind})
     failure.text = clean(text)
 

@@ -47,6 +47,9 @@ def format_markdown(run: RunResult) -> str:
         lines += _list_failure(case, run.command)
     if len(failed) > _MOST_FAILURES:
         lines += [f"{format_count(len(failed) - _MOST_FAILURES, 'more case')} failed.", ""]
+    undecided = [case for case in run.cases if case.verdict == "undecided"]
+    lines += [f"- {_escape(case.name)} is undecided: {_escape(case.reason)}" for case in undecided]
+    lines += [""] if undecided else []
     ordered = [*failed, *(case for case in run.cases if not case.has_failed)]
     rows = [_make_row(case) for case in ordered[:_MOST_ROWS]]
     if rows:

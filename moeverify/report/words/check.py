@@ -43,7 +43,6 @@ from moeverify.results.step_facts import RecomputedFacts
 
 _MOST_NAMED = 3  # parameters per finding
 _MOST_EXPERTS = 4
-_WIDE_LIMIT = 1e-4  # wider limits are reported: errors lost below them exceed the rounding of float32
 
 _PARTS = {"all": "", "experts": " of experts", "others": " of what is no expert"}
 _DTYPE_CAUSES: Mapping[Use, str] = {
@@ -448,42 +447,6 @@ def _describe_unseen(facts: Dtypes) -> str:
         f"{facts.num_unseen} of {facts.num_parameters} parameters, such as {facts.first_unseen}, were not seen to "
         "compute: whether they are narrowed, and in what they are reduced, was not verified"
     )
-
-
-def describe_inconclusive(check: CheckResult, most: float) -> str:
-    """Return a note if a check could not conclusively verify some of its tensors, else an empty string.
-
-    `most` is the relative bound above which a comparison is inconclusive.
-    """
-    if not check.inconclusive:
-        return ""
-    verb = "is" if check.inconclusive == 1 else "are"
-    noun = format_count(check.inconclusive, f"{check.name} tensor")
-    text = f"{noun} of {check.tensors} {verb} inconclusive: tolerance above {100 * most:.0f} %"
-    if check.inconclusive_tensors:
-        widest = max(check.inconclusive_tensors, key=lambda each: each.limit)
-        text += f", up to {_percent(widest.limit)} ({widest.tensor}, step {widest.step})"
-    return text
-
-
-def describe_limits(checks: Sequence[CheckResult]) -> str:
-    """Return the smallest relative errors that the checks can detect; empty if all limits are small.
-
-    The limits of float64 cases are around 1e-10; a pass in float64 needs no note.
-    """
-    wide = [check for check in checks if check.limits is not None and check.limits.worst > _WIDE_LIMIT]
-    if not wide:
-        return ""
-    parts = [
-        f"{check.name} {_percent(check.limits.median)} / {_percent(check.limits.worst)}"
-        for check in wide
-        if check.limits is not None
-    ]
-    return f"smallest error of a tensor that is surely seen, median / worst: {', '.join(parts)}"
-
-
-def _percent(share: float) -> str:
-    return f"{format_number(100.0 * share)} %"
 
 
 def _join(ranks: Sequence[int], mark: str = ", ") -> str:

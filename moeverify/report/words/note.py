@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import singledispatch
 
-from moeverify.report.words.check import describe_inconclusive, describe_limits
+from moeverify.report.words.limits import describe_decided, describe_inconclusive, describe_limits
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Verdict
 from moeverify.results.golden import GoldenRow, GoldenState
 from moeverify.results.obstacle import (
@@ -161,6 +161,11 @@ def describe_unused_loop(verdict: Verdict, *, is_own_model: bool, step: str | No
         "moeverify's stood; an engine is exercised as far as its step goes. `recipe.step` runs your step in its "
         "place, `moeverify watch` your whole script",
     )
+
+
+def describe_undecided(checks: Sequence[CheckResult]) -> str:
+    """Return why a case is undecided, from the checks that decide too little; empty if there are none."""
+    return "; ".join(map(describe_decided, checks))
 
 
 def list_notes(

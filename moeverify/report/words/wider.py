@@ -37,9 +37,21 @@ def describe_confirmation(precision: str, answer: CaseResult) -> str:
     """Return the result of rerunning a passing case in a wider precision."""
     if answer.verdict == "pass":
         return f"in {precision} it passes, too"
+    if answer.verdict == "undecided":
+        return f"in {precision} it is undecided: {answer.reason}"
     if answer.verdict == "mismatch":
         return f"it passes in its own precision: all that is shown is of the run in {precision}"
     return f"it did not run in {precision}, which would see more: {answer.reason}"
+
+
+def describe_decision(precision: str, case: CaseResult) -> str:
+    """Return that a wider precision decided a case, and how much the case's own precision decided."""
+    return f"decided in {precision}, where it passes; in its own precision {case.reason}"
+
+
+def describe_narrow_layout(precision: str) -> str:
+    """Return that the wider run of a layout with a mixed-precision policy of its own decides nothing."""
+    return f"in {precision} it differs, as a `parallelize` that always asks for mixed precision may"
 
 
 def describe_own_dtypes(precision: str) -> str:

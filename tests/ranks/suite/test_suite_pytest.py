@@ -51,7 +51,13 @@ recipe: {base: tiny, name: tiny-bf16, precision: bfloat16}
 layout: {dp_shard: 2}
 checks: {repeat: never}
 """
-# Several sessions in one process: their imports take longer than collecting.
+# A bound of 50 % decides no loss and no gradient.
+WIDE = """\
+recipe: tiny
+layout: {dp_shard: 2}
+checks: {repeat: never, tolerance: {kind: fixed, rtol: 0.5, atol: 0.0}}
+"""
+# Several sessions in one process: what they import takes longer than what they collect.
 COLLECT = """\
 import json, sys
 import pytest
@@ -111,9 +117,23 @@ def test_what_bfloat16_hides_fails_with_what_float64_shows(project: Any) -> None
     assert read_launches(project) == ["narrow"]
     assert re.search(r"^cases/narrow\.yaml:2: mismatch: ", done.out, re.MULTILINE)
     assert "found in float64: in the case's own precision it is less than what rounding may do" in done.out
-    alone = run_pytest(project, "cases/narrow.yaml", "--moeverify-no-escalate")
+    words = ("--moeverify-no-escalate", "--moeverify-allow-undecided")
+    alone = run_pytest(project, "cases/narrow.yaml", *words)
     assert alone.code == 0, alone
     assert "1 passed" in alone.out
+
+
+def test_an_undecided_case_fails_unless_it_is_allowed(project: Any) -> None:
+    project.write_case("wide", WIDE)
+    done = run_pytest(project, "cases/wide.yaml")
+    assert done.code == 1, done
+    assert re.search(
+        r"^cases/wide\.yaml:2: undecided: loss: \d+ of \d+ tensors decided at 20 %", done.out, re.M
+    )
+    assert "an error below 50 % (median, at most 50 %) may not have been seen" in done.out
+    allowed = run_pytest(project, "cases/wide.yaml", "--moeverify-allow-undecided")
+    assert allowed.code == 0, allowed
+    assert "1 passed" in allowed.out
 
 
 def test_goldens_in_continuous_integration(project: Any) -> None:

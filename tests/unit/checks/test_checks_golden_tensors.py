@@ -223,3 +223,21 @@ def test_findings_of_initial_values_say_where_the_right_ones_come_from(
     outcomes = [outcome for check in CHECKS if (outcome := check.judge(shown, ())) is not None]
     facts = {finding.check: finding.facts for outcome in outcomes for finding in outcome.findings}
     assert facts == {CheckName.INITIAL_STATE: ComparedFacts(source=source), CheckName.GRADIENT: None}
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_vanishes(run_ranks: Callable, weight: Tensor) -> None:
+    tiny = {
+        (step, "gradient", name): tensor
+        for step, name, tensor in (
+            (0, "w", weight),
+            (0, "k.bias", 1e-17 * weight),
+            (0, "small", 1e-4 * weight),
+        )
+    }
+    shown = run_ranks(ONE, tiny)
+    for (_, _, name), tensor in tiny.items():
+        shown.show(0, tensor, WHOLE, name=name)
+    check = next(check for check in CHECKS if check.name == CheckName.GRADIENT)
+    outcome = check.judge(shown.shown(), ())
+    assert outcome is not None
+    assert outcome.vanishing == {"k.bias"}

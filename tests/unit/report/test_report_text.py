@@ -31,7 +31,7 @@ def show(print_at: Any) -> Any:
 def test_a_narrow_terminal_loses_neither_a_name_nor_a_verdict(
     make_run: Any, make_case: Any, show: Any, width: int
 ) -> None:
-    names = ("ep2", "hsdp-cp-ep", "fsdp-tp-ep-8", "megablocks-ep2-with-a-name-of-its-own-length")
+    names = ("ep2", "hsdp-cp-ep", "tp4-ep2", "fsdp-tp-ep-8", "megablocks-ep2-with-a-name-of-its-own-length")
     run = make_run(*(make_case(name, verdict) for name, verdict in zip(names, VERDICTS, strict=True)))
     table = show(run, width=width).split("\n\n")[0].splitlines()
     assert max(len(line) for line in table) <= width
