@@ -439,7 +439,7 @@ def _find_degrees(mark: str) -> tuple[str, ...]:
 
 
 class Tolerance(Section):
-    """What may differ between a tensor of the layout and the golden."""
+    """The allowed difference between a tensor of the layout and the golden."""
 
     kind: Literal["calibrated", "exact", "fixed"] = Field(
         default="calibrated",
@@ -474,7 +474,7 @@ class Checks(Section):
 
 
 class Checkpoint(Section):
-    """When a case saves its state, and how: what `moeverify reshard` loads into other layouts."""
+    """When and how a case saves the state that `moeverify reshard` loads into other layouts."""
 
     after: Count = Field(default=1, description="steps after which `moeverify reshard` saves")
     asynchronous: bool = Field(

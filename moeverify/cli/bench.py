@@ -98,7 +98,7 @@ def bench(
 ) -> None:
     """Measure each case: time of a step, tokens and operations a second, memory, collectives.
 
-    Needs no golden: `moeverify run` says whether what is fast is also right. Ctrl-C leaves what is known.
+    Needs no golden: `moeverify run` checks the results. Ctrl-C keeps the measurements so far.
     """
     with open_context() as context:
         from moeverify.controller.bench import Bench, mark_swept

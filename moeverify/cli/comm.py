@@ -39,10 +39,10 @@ def comm(
     backend: BackendOption = Backend.auto,
     json_file: _Json = None,
 ) -> None:
-    """Run one collective on real ranks, and show what each gives, sends, receives and gets.
+    """Run one collective on real ranks, and show the input, sends, receives and output of each.
 
-    Element i of rank r is 100 r + i, so that a number says where it comes from. What the ranks get is compared
-    with the definition, bit for bit.
+    Element i of rank r is 100 r + i, so that a number says where it comes from. The outputs are compared with the
+    definition, bit for bit.
     """
     with open_context() as context:
         from moeverify.controller.collective import run_collective

@@ -37,7 +37,7 @@ def compare(
 ) -> None:
     """Compare two runs of a training script that `moeverify watch` has recorded.
 
-    First what must be equal (data, initial weights, optimizer options), then the first difference.
+    First the values that must be equal (data, initial weights, optimizer options), then the first difference.
     """
     with open_context() as context:
         from moeverify.capture.read import RecordedRun

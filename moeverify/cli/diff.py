@@ -18,7 +18,7 @@ def diff(
         typer.Option("--factor", min=1.0, help="Tell errors and bounds that changed by more than this."),
     ] = 10.0,
 ) -> None:
-    """Say what changed from one run to another.
+    """List the changes from one run to another.
 
     Exits with 1 when verdicts differ, or when only one of the runs has a case.
     """

@@ -8,9 +8,9 @@ from moeverify.cli.context import BAD_INPUT, open_context
 
 
 def doctor() -> None:
-    """Probe this machine, and say what that means.
+    """Probe this machine, and explain the results.
 
-    Looks at torch, backends and their known faults, GPUs and optional packages. Ctrl-C leaves what is known.
+    Looks at torch, backends and their known faults, GPUs and optional packages. Ctrl-C keeps the results so far.
     """
     with open_context() as context:
         from moeverify.controller.doctor import Examination

@@ -79,7 +79,7 @@ Only = Annotated[
 
 @faults.command("list")
 def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
-    """List faults, one a line: number, class, what goes wrong, and where it happened."""
+    """List faults, one a line: number, class, the bug, and where it happened."""
     with open_context() as context:
         from moeverify.faults.choice import choose_faults, describe
 
@@ -91,7 +91,7 @@ def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
 
 @faults.command("show")
 def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> None:
-    """Show where a fault comes from, what it does, and how to run a case with it."""
+    """Show the origin of a fault, its effect, and how to run a case with it."""
     with open_context() as context:
         from moeverify.axes.describe import describe_layout
         from moeverify.case.schema import PRECISIONS
@@ -284,7 +284,7 @@ def mutate(
     cache: CacheFolder = None,
     quiet: Quiet = False,
 ) -> None:
-    """Make bugs by machine: rewrite the parallel code at one place each, and judge what is said of it.
+    """Make bugs by machine: rewrite the parallel code at one place each, and judge the report of it.
 
     Exit code 1 when a mutant survived that should not, or a cause was wrong.
     """

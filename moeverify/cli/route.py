@@ -42,7 +42,7 @@ def route(
 ) -> None:
     """Follow one batch of each case: which token goes to which expert on which rank, counts, drops, load.
 
-    Where a token was computed is read off what the experts got, not derived from the layout; needs no golden.
+    The rows that the experts got show where a token was computed, not the layout. Needs no golden.
     """
     with open_context() as context:
         from pydantic import TypeAdapter

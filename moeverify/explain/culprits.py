@@ -21,7 +21,7 @@ from moeverify.explain.suspects import Target, find_targets
 from moeverify.results.culprit import Culprit, Operation, Source
 
 _ADDING = frozenset({"add", "sub", "pow"})
-"""Operators whose result is a multiple by what they add, and not by a size of the run."""
+"""Operators that make a multiple by adding values, so that no size of the run explains the factor."""
 
 _MOST_REPAIRED = 20
 _MOST_OTHERS = 4

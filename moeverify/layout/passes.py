@@ -1,6 +1,6 @@
 """Which micro-batch a forward pass is of.
 
-A pipeline of torch that is told no shapes runs each stage once before the first micro-batch, to learn the shapes of
+A pipeline of torch that gets no shapes runs each stage once before the first micro-batch, to learn the shapes of
 its results. The stage then gets zeros, uninitialized memory or the first micro-batch, and nothing is trained. A pass
 without a graph, such as one for validation, trains nothing either.
 Source: torch.distributed.pipelining.stage.

@@ -280,7 +280,7 @@ class ConsolePdb:
         return self.session.terminal_size
 
     def do_quit(self, argument: str) -> Any:
-        """Abandon a nested stop; otherwise the console decides what becomes of the rank."""
+        """Abandon a nested stop; otherwise the console decides whether the rank goes on."""
         if self.is_nested:
             return super().do_quit(argument)  # type: ignore[misc]
         self.message("*** the console decides: detach, c, or kill; this rank stays stopped")  # type: ignore[attr-defined]

@@ -57,6 +57,15 @@ FLOORS: Mapping[str, int] = {
     "multiprocessing_pdb": -1,
 }
 
+# Words of docstrings that a reader has to read twice: CONTRIBUTING says what to write in their place.
+_AVOIDED = re.compile(
+    r"""(?<!["'`{])\bwhat\b(?!["'`])|\b(?:is|are|was|were) told\b|\bby right\b|\botherwise than\b|\bstands? for\b"""
+    r"""|\bmakes? of\b|\bin the place of\b""",
+    re.IGNORECASE,
+)
+_QUOTED = ("moeverify.cli",)  # its docstring is the sentence that introduces the project
+MOST_WORDS = 42
+
 # The process that a user starts. These modules, and everything that they import, must not need torch.
 WITHOUT_TORCH = (
     "cli",
@@ -368,6 +377,30 @@ def check_characters(house: House) -> Iterator[str]:
                 yield f"{path}:{number}: not ASCII"
 
 
+def check_prose(house: House) -> Iterator[str]:
+    """Yield docstrings with words of the list, or with a sentence that is too long. Tables and lists are left out."""
+    for source in house.sources.values():
+        for line, text in _list_docstrings(source.tree):
+            plain = [each for each in text.splitlines() if not each.strip().startswith(("|", "-"))]
+            prose = " ".join(" ".join(plain).split())
+            found = _AVOIDED.search(prose)
+            if found and source.name not in _QUOTED:
+                yield f"{source.path}:{line}: `{found.group()}`"
+            for sentence in re.split(r"(?<=[.:;])\s", prose):
+                if len(sentence.split()) > MOST_WORDS:
+                    yield f"{source.path}:{line}: a sentence of {len(sentence.split())} words, at most {MOST_WORDS}"
+
+
+def _list_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of docstrings, and of strings under fields and constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for each in node.body:
+                value = each.value if isinstance(each, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield each.lineno, value.value
+
+
 RULES = {
     "floors": check_floors,
     "circles": check_circles,
@@ -377,4 +410,5 @@ RULES = {
     "names": check_names,
     "sizes": check_sizes,
     "characters": check_characters,
+    "prose": check_prose,
 }

@@ -165,6 +165,18 @@ BROKEN = {
         "x = 1\ny = '\u00fc'\n",
         "moeverify/case/schema.py:2: not ASCII",
     ),
+    "an avoided word": (
+        "prose",
+        "moeverify/case/schema.py",
+        'def f() -> None:\n    """Return what the caller is told."""\n',
+        "moeverify/case/schema.py:2: `what`",
+    ),
+    "a long sentence": (
+        "prose",
+        "moeverify/case/schema.py",
+        f'"""{"word " * 43}."""\n',
+        "moeverify/case/schema.py:1: a sentence of 44 words, at most 42",
+    ),
     "an umlaut in a template": (
         "characters",
         "moeverify/report/templates/page.html",

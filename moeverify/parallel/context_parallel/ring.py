@@ -1,4 +1,4 @@
-"""Keys and values travel around a ring of ranks, and each rank adds up what its queries see of each.
+"""Keys and values travel around a ring of ranks, and each rank adds up the attention of its queries.
 
 Backward: the exchanges run in the opposite direction. Positions are split in zigzag, so that causal
 attention costs the same on every rank in every round. A rank holds scores against the positions of one

@@ -1,4 +1,4 @@
-"""Initial values and random states: shards or replicas that begin otherwise than one device does.
+"""Initial values and random states: shards or replicas that differ from those of one device.
 
 Class F. Seeds that omit the rank for different shards, or include it for copies.
 """
