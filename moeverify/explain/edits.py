@@ -32,9 +32,12 @@ Kind = Literal[
     "scale",
     "value",
 ]
-"""The kinds of edits. An edit changes options or the operator. It replaces an operand by another value, the total of a
-sum, its share of a value that counts once, or a whole tensor. It removes or inserts an operator, replaces the output of a
-module or the result, or divides an operand by its factor."""
+"""The kinds of edits.
+
+An edit changes options or the operator. It replaces an operand by another value, the total of a sum, its share of a
+value that counts once, or a whole tensor. It removes or inserts an operator, replaces the output of a module or the
+result, or divides an operand by its factor.
+"""
 
 
 @dataclass(frozen=True)
