@@ -24,12 +24,6 @@ Summary = dict[str, Any]
 Check = Callable[[], None]  # called between chunks; raises when the console no longer waits
 
 
-def is_array(value: Any) -> bool:
-    """Return whether `value` is a torch tensor or numpy array, without importing either library."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    return isinstance(value, (getattr(torch, "Tensor", ()), getattr(numpy, "ndarray", ())))
-
-
 def get_local(value: Any) -> Any:
     """Return this rank's shard of a DTensor without communication, or any other array unchanged."""
     return getattr(value, "_local_tensor", value)

@@ -14,41 +14,12 @@ _MOST_DIGITS = 17
 _LARGEST_ROOT = 1 << 14
 _KNOWN = 1e-9
 
-_OF_RECIPE = (
-    "residual branches (2 a layer)",
-    "rows of the weight",
-    "columns of the weight",
-    "rows and columns of the weight",
-    "half of the rows of the weight",
-    "half of the columns of the weight",
-    "half of the rows and columns of the weight",
-    "place of its layer, from 1 on",
-    "hidden",
-    "head_dim",
-    "ffn_hidden",
-    "vocab_size",
-    "expert_hidden",
-    "lr",
-    "the first beta",
-    "the second beta",
-    "1 less the first beta",
-    "1 less the second beta",
-    "weight_decay",
-    "momentum",
-    "clip_norm",
-    "init_std",
-    "route_scale",
-    "balance_coef",
-    "z_coef",
-)
-
 # Origins of a factor that are not mesh axes: groups of ranks, counts, recipe options.
 _NO_AXES: Mapping[str, str] = {
     "all ranks": "all ranks",
     "ranks": "all ranks",
     "loss ranks": "loss ranks",
     "top_k": "top_k",
-    **{name: name for name in _OF_RECIPE},
     **{
         count: f"number of {count}"
         for count in (
