@@ -5,45 +5,47 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from moeverify.cli.streams import standard_streams
 
 _FEW_COLLECTIONS = 100_000
 
-COMMANDS = (
-    "run",
-    "reshard",
-    "check",
-    "schema",
-    "golden",
-    "mesh",
-    "place",
-    "comm",
-    "route",
-    "bench",
-    "convert",
-    "doctor",
-    "report",
-    "explain",
-    "operators",
-    "diff",
-    "history",
-    "watch",
-    "compare",
-    "faults",
-)
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "Verify": ("run", "reshard", "check", "schema", "golden"),
+    "Look at a run": ("report", "explain", "operators", "diff", "history"),
+    "Training scripts": ("watch", "compare"),
+    "Layouts and routing": ("mesh", "place", "comm", "route"),
+    "Tools": ("bench", "convert", "doctor", "faults"),
+}
 """The commands in the order of `--help`. The function or typer app of each has the name of its module."""
+
+COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
+
+
+class _Sections(TyperGroup):
+    """The commands of `--help` by section."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a list of commands for each section."""
+        for title, names in SECTIONS.items():
+            found = [(name, self.commands[name]) for name in names if name in self.commands]
+            if found:
+                limit = formatter.width - 6 - max(len(name) for name, _ in found)
+                with formatter.section(title):
+                    formatter.write_dl([(name, each.get_short_help_str(limit)) for name, each in found])
 
 
 def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     """Return the typer app with these commands; only their modules are imported."""
     app = typer.Typer(
         help="Verify that a distributed Mixture-of-Experts training run computes what a single device computes.",
-        epilog="Exit codes: 0 pass, 1 mismatch, 2 bad case or usage, 3 a rank failed or hung.",
+        cls=_Sections,
+        epilog="Exit codes: 0 pass, 1 mismatch, 2 bad case or usage, 3 a rank failed or hung, 4 undecided.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,  # boxes leave a third of 80 columns for the text

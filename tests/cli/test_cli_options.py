@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from moeverify.cli import build_app
+from moeverify.cli import SECTIONS, build_app
 from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.outputs import Outputs
 from moeverify.controller import run
@@ -67,6 +67,17 @@ def test_the_options_of_groups_are_in_the_help_in_their_order(paint: typer.Typer
     text = CliRunner().invoke(paint, ["--help"]).stdout
     places = [text.index(word) for word in ("THING", "--colour", "--json", "--twice")]
     assert places == sorted(places)
+
+
+def test_the_help_lists_each_command_in_its_section() -> None:
+    lines = CliRunner().invoke(build_app(), ["--help"]).stdout.splitlines()
+    found: dict[str, list[str]] = {}
+    for line in lines[lines.index("Verify:") :]:
+        if line.endswith(":") and not line.startswith(" "):
+            names = found.setdefault(line.removesuffix(":"), [])
+        elif line.startswith("  ") and "Exit codes" not in line and "hung" not in line:
+            names.append(line.split()[0])
+    assert {title: tuple(names) for title, names in found.items()} == dict(SECTIONS)
 
 
 @pytest.mark.parametrize("command", ["run", "reshard", "report"])
