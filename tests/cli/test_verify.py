@@ -75,13 +75,15 @@ def test_a_finding_below_float64_is_asked_of_wider_precisions(escalate: bool) ->
 
 
 @pytest.mark.ranks
-def test_a_pass_of_an_own_model_is_not_asked_of_wider_precisions() -> None:
-    result = moeverify.verify(
-        "my_gpt.model:make", **FAST | {"precision": "bfloat16", "layout": {"dp_shard": 2}}
+def test_a_pass_of_an_own_model_is_asked_of_float32_only_if_it_is_undecided() -> None:
+    decided, undecided = (
+        moeverify.verify("my_gpt.model:make", **FAST | {"precision": precision, "layout": {"dp_shard": 2}})
+        for precision in ("float32", "bfloat16")
     )
-    assert result.ok, str(result)
-    assert result.result.launches == 1
-    assert result.case.notes == ()
+    assert decided.ok, str(decided)
+    assert (decided.result.launches, decided.case.decided_in) == (1, "")
+    assert undecided.ok, str(undecided)
+    assert (undecided.result.launches, undecided.case.decided_in) == (2, "float32")
 
 
 def make_here() -> None:

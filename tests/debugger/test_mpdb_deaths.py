@@ -34,7 +34,7 @@ def test_an_open_console_says_which_rank_died_of_what_and_where(site):
     console.sendline("diff 1")
     console.expect_exact(f"*** rank 1 (pid {ranks[1].pid}) died by SIGKILL; last line ")
     console.expect_exact("work.py:")
-    console.expect_exact("ranks 0, 2: 1 (equal on all)")
+    console.expect_exact("ranks 0, 2: 1 (equal on these; no value of rank 1)")
     console.sendline("c")
     console.expect_exact("ranks 0, 2: runs on")
     for rank in (ranks[0], ranks[2]):

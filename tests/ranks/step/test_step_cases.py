@@ -98,7 +98,7 @@ def test_calls_in_a_wrong_order_lead_with_their_line(
 
 def test_a_norm_that_counts_replicas_twice_is_named(cases: Mapping[str, CaseResult]) -> None:
     lead = find_lead(cases["counts_replicas"])
-    assert (lead.check, lead.tensor, lead.code) == ("gradient norm", "total", "norm")
+    assert (lead.check, lead.tensor, lead.code) == ("clip", "total", "norm")
     assert "2 times" in word_finding(lead).cause
     assert not [
         each for each in cases["counts_replicas"].findings if (each.check, each.step) == ("gradient", 0)
