@@ -72,7 +72,7 @@ def list_degrees(case: Case) -> dict[str, int]:
 
 
 def list_loss_counts(case: Case) -> dict[str, int]:
-    """Return the integers of a recipe, besides axes, that may divide or multiply a loss term."""
+    """Return the counts of a recipe that may divide or multiply a loss term. Sizes of axes are left out."""
     data, reference = case.recipe.data, case.recipe.model.reference
     counts = {ROWS: data.batch, "positions of a row": data.seq_len}
     counts[TOKENS] = data.batch * data.seq_len
@@ -83,7 +83,7 @@ def list_loss_counts(case: Case) -> dict[str, int]:
 
 
 def list_module_counts(case: Case) -> dict[str, int]:
-    """Return the integers, besides axes, that code inside a module may multiply with by mistake."""
+    """Return the counts that a module may multiply with by mistake. Sizes of axes are left out."""
     reference = case.recipe.model.reference
     if reference is None:
         return {}

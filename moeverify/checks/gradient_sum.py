@@ -40,7 +40,7 @@ from moeverify.results.place import Place, Stage
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
 
-_ROUNDINGS = 4.0  # besides the sums: the divisors before and after them, and the gradient's own dtype
+_ROUNDINGS = 4.0  # of the divisors before and after the sums, and of the gradient's own dtype
 _FITTED = 1e-6  # least eigenvalue of the Gram matrix, relative to its diagonal, of independent parts
 
 

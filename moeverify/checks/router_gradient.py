@@ -387,7 +387,7 @@ def _measure_backward(of_step: Sequence[Mapping[str, RouterStep]]) -> Iterator[t
             for fit in seen.fits:
                 is_off = False
                 for (term, times), found in zip(PARTS, fit.coefficients, strict=True):
-                    # A remainder besides these parts may resemble any of them.
+                    # If other parts are left, the remainder may resemble any of these.
                     if found is not None and (fit.is_whole or not fit.ratio > 1.0):
                         value, deviation = found
                         error, bound = abs(value - times), _MOST_DEVIATIONS * deviation

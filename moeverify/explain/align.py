@@ -175,8 +175,8 @@ class Alignment:
     def _compare_elements(self, key: Key, theirs: AbstractSet[int]) -> bool:
         right = [self.elements.ids[number] for number in theirs]
         # All-zero values carry no identities, so skip them.
-        known = [self.find(at) for at in self._by_key[key] if self.tells(at) or self._has_numbers(at)]
-        if any(each is None for each in right):
+        known = [self.find(at) for at in self._by_key[key] if self._has_numbers(at)]
+        if not known or any(each is None for each in right):
             return True
         mine = []
         for each in known:

@@ -162,11 +162,14 @@ class OneDevice:
 
     def place(self, op: Op) -> object:
         """Return a key of the source line that calls an operator, shared by all layers that run the line."""
-        return op.name, op.phase, self.program.sites_of(op)[:1]
+        return _key_line(self.program, op)
 
-    def find_on_line(self, op: Op, place: object, occurrence: int) -> Op | None:
-        """Return the call with this number on the same line, module and step, or the last one there."""
-        found = [self.program.ops[number] for number in self._by_place.get(place, ())]
+    def find_on_line(self, program: Program, op: Op, occurrence: int) -> Op | None:
+        """Return the call with this number on the same line, module and step, or the last one there.
+
+        `op` is an operator of `program`, the program of a rank.
+        """
+        found = [self.program.ops[number] for number in self._by_place.get(_key_line(program, op), ())]
         found = [each for each in found if (each.step, each.module) == (op.step, op.module)]
         return found[min(occurrence, len(found) - 1)] if found else None
 
@@ -188,6 +191,10 @@ class OneDevice:
         for root in roots:
             found |= dict.fromkeys(self._readers.get(root, ())[:_MOST_READERS])
         return [self.program.ops[number] for number in found]
+
+
+def _key_line(program: Program, op: Op) -> tuple[object, ...]:
+    return op.name, op.phase, program.sites_of(op)[:1]
 
 
 class Counterparts:

@@ -10,7 +10,15 @@ from typing import Any
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.counterparts import pair_tensors
-from moeverify.explain.describe import describe_op, describe_value, join, line_of, list_differences, name_of
+from moeverify.explain.describe import (
+    describe_at,
+    describe_op,
+    describe_value,
+    join,
+    line_of,
+    list_differences,
+    name_of,
+)
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
@@ -133,7 +141,7 @@ class Culprits:
         )
 
     def _operation(self, at: At) -> Operation:
-        return describe_op(self._joint.programs[at[0]], self._joint.op(at))
+        return describe_at(self._joint, at)
 
     def _list_between(self, cause: Cause) -> tuple[Operation, ...]:
         """Return the operations from right inputs to the first wrong result, one for each source line."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import BATCH, HIDDEN, Op, Program, Site, list_refs
 from moeverify.explain.sites import is_own
 from moeverify.results.culprit import CodeLine, Operation, Source
@@ -28,6 +29,11 @@ def describe_op(program: Program, op: Op) -> Operation:
         step=op.step,
         is_derivative=not op.sites and op.origin >= 0,
     )
+
+
+def describe_at(joint: Joint, at: At) -> Operation:
+    """Return an operator of a rank with the lines that call it."""
+    return describe_op(joint.programs[at[0]], joint.op(at))
 
 
 def describe_value(program: Program, number: int) -> Source:

@@ -343,10 +343,9 @@ def list_chain_numbers(alignment: Alignment, one: OneDevice, op: At) -> Iterator
         return  # sizes of new tensors and views depend on the rank's part
     pairs: list[tuple[At, Op]] = []
     for at in list_group(alignment, op):
-        own = joint.op(at)
-        sites = joint.programs[at[0]].sites_of(own)[:1]
+        own, program = joint.op(at), joint.programs[at[0]]
         occurrence = alignment.occurrence((at[0], own.results[0]))
-        other = one.find_on_line(own, (own.name, own.phase, sites), occurrence) if sites else None
+        other = one.find_on_line(program, own, occurrence) if program.sites_of(own) else None
         if other is None:
             return
         pairs.append((at, other))

@@ -12,7 +12,7 @@ import torch
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.counterparts import OneDevice, pair_tensors
-from moeverify.explain.describe import describe_op, is_alike, join_last, list_numbers
+from moeverify.explain.describe import describe_at, is_alike, join_last, list_numbers
 from moeverify.explain.joint import At, Changes, Joint
 from moeverify.results.culprit import Operation
 
@@ -24,9 +24,6 @@ class Origins:
 
     def __init__(self, alignment: Alignment, one: OneDevice) -> None:
         self._alignment, self._one, self._joint = alignment, one, alignment.joint
-
-    def _operation(self, at: At) -> Operation:
-        return describe_op(self._joint.programs[at[0]], self._joint.op(at))
 
     def is_made_of(self, theirs: int, taken: At) -> bool:
         """Return whether a value has, or is computed from, elements that a rank's operand is multiples of."""
@@ -56,9 +53,7 @@ class Origins:
         while (before := self._find_scaled(self._joint.maker(path[-1][0]), path[-1][1])) is not None:
             path.append(before)
         for at, own in reversed(path):
-            for scale in dict.fromkeys(
-                (own, math.sqrt(abs(known.scale)))
-            ):  # x * x has the square of the factor of x
+            for scale in _list_factors(own, known.scale):
                 if self._is_repaired(taken, at, scale):
                     return scale, self._joint.maker(at)
         return known.scale, self._joint.maker(taken)
@@ -85,7 +80,7 @@ class Origins:
             scaled = [
                 (at, scale)
                 for at in reads
-                for scale in dict.fromkeys((factor, math.sqrt(abs(factor))))
+                for scale in _list_factors(factor, factor)
                 if self._is_multiple(at, scale)
             ]
         return scaled[0] if len(scaled) == 1 else None
@@ -148,13 +143,12 @@ class Origins:
             pair
             for one in here
             for two in there
-            if self._is_sameline_of(one, two)
+            if self._is_same_line(one, two)
             for pair in list_numbers(self._joint.op(one), self._one_joint.op(two))
         ]
-        mine_all = join_last(self._operation(each) for each in sorted(here, key=self._joint.place))
+        mine_all = join_last(describe_at(self._joint, each) for each in sorted(here, key=self._joint.place))
         others = join_last(
-            describe_op(self._one.program, self._one_joint.op(each))
-            for each in sorted(there, key=self._one_joint.place)
+            describe_at(self._one_joint, each) for each in sorted(there, key=self._one_joint.place)
         )
         is_same = self.roots_of(mine) == self._one.roots_of(theirs)
         if is_same and not others and (order := self._list_reorder(mine)):
@@ -184,7 +178,7 @@ class Origins:
             one: two
             for one in here
             for two in there
-            if self._is_sameline_of(one, two)
+            if self._is_same_line(one, two)
             and not list_numbers(self._joint.op(one), self._one_joint.op(two))
             and not self._differs(one, two)
         }
@@ -192,7 +186,7 @@ class Origins:
         others = [each for each in there if each not in pairs.values()]
         return (found, others) if found or others else (list(here), list(there))
 
-    def _is_sameline_of(self, mine: At, theirs: At) -> bool:
+    def _is_same_line(self, mine: At, theirs: At) -> bool:
         sites = self._joint.programs[mine[0]].sites_of(self._joint.op(mine))[:1]
         return sites == self._one.program.sites_of(self._one_joint.op(theirs))[:1]
 
@@ -213,7 +207,9 @@ class Origins:
                 at = (op[0], number)
                 if joint.value(at).shape == shape and self._is_reordered(at):
                     chain = list_chain(joint, [at]) or [op]
-                    return join_last(self._operation(each) for each in sorted(chain, key=joint.place))
+                    return join_last(
+                        describe_at(self._joint, each) for each in sorted(chain, key=joint.place)
+                    )
         return ()
 
     def _is_reordered(self, at: At) -> bool:
@@ -235,3 +231,8 @@ class Origins:
     @cached_property
     def _one_joint(self) -> Joint:
         return Joint([self._one.program])
+
+
+def _list_factors(own: float, of_result: float) -> tuple[float, ...]:
+    """Return the possible factors of an operand: x * x has the square of the factor of x."""
+    return tuple(dict.fromkeys((own, math.sqrt(abs(of_result)))))

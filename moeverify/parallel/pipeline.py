@@ -37,7 +37,7 @@ NUM_CARRIED = 2  # number of carried losses: balance and z
 
 
 class Work(Protocol):
-    """The part of a training step that runs at the stages besides the model; micro-batches count from 0."""
+    """The parts of a training step that stages run around the model, such as the loss. Micro-batches count from 0."""
 
     def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return positions and valid of a micro-batch, (M, s) both; called before each forward pass."""

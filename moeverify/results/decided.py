@@ -18,19 +18,18 @@ DECIDED_SHARE = 0.95
 DECIDED_KINDS = (CheckName.LOSS, CheckName.GRADIENT, CheckName.UPDATE)
 """The checks whose tensors must be decided."""
 
-
 VANISHING = 1e-7
 """A gradient whose norm is below this share of the norm of all gradients of its step is taken for zero."""
 
 
 class Decided(Record):
-    """How many tensors of a check are decided, out of `tensors`.
+    """The number of decided tensors of a check, out of `tensors`.
 
-    A gradient that is zero but for rounding, as that of the bias of a key projection without RoPE, has no
-    relative error: it does not count if it is undecided, and neither does the update that is made of it.
+    `limit` is the median detection limit of the undecided tensors, and `worst` the largest one. Both are 0 if
+    all tensors are decided.
 
-    `limit` is the median detection limit of the other tensors, and `worst` the largest. Both are 0 if all
-    tensors are decided.
+    A gradient that is zero up to rounding has no relative error; an example is the bias of a key projection
+    without RoPE. If it is undecided, neither it nor its update counts.
     """
 
     tensors: int

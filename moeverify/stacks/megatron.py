@@ -48,8 +48,7 @@ from moeverify.train.parallelize_custom import ParallelizedCustomModel
 
 # The oldest release that was tested.
 LEAST = "0.16.0"
-# Fields of TransformerConfig for a small model, besides sizes: no dropout, no fused kernels, the norms of
-# torch.
+# Fields of TransformerConfig that do not depend on sizes: no dropout, no fused kernels, the norms of torch.
 _PLAIN: Mapping[str, Any] = {
     "use_cpu_initialization": True,
     "hidden_dropout": 0.0,

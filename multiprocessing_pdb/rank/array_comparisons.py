@@ -84,9 +84,8 @@ def _list_scales(value: Any) -> Parts:
 
     scheme = value.qscheme()
     if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return [*_call(value, "qscheme", "q_scale", "q_zero_point")]
-    names = ("qscheme", "q_per_channel_scales", "q_per_channel_zero_points", "q_per_channel_axis")
-    return _call(value, *names)
+        return _call(value, "qscheme", "q_scale", "q_zero_point")
+    return _call(value, "qscheme", "q_per_channel_scales", "q_per_channel_zero_points", "q_per_channel_axis")
 
 
 @compares("torch.storage.UntypedStorage", "torch.storage.TypedStorage", has_attributes=True, is_whole=True)

@@ -23,7 +23,7 @@ from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.trial import Reason
 
 _NEAR = 3e-3
-"""Tolerance between the factors of the loss and of its gradients, besides their noise: a unit of bfloat16."""
+"""Allowed difference of the factors of the loss and of its gradients, added to their noise: a unit of bfloat16."""
 
 
 class ScaledLoss(Hypothesis):
