@@ -10,7 +10,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-import moeverify.worker.main  # everything that runs on a rank  # noqa: F401
+import moeverify.verification.worker.main  # everything that runs on a rank  # noqa: F401
 from moeverify.faults import catalogue
 from moeverify.faults.catalogue import load_classes, load_faults
 from moeverify.faults.null import reverse_reductions
