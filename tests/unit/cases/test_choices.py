@@ -80,7 +80,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the package whose schema has one more kind of context parallelism."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "moeverify", folder / "moeverify", ignore=shutil.ignore_patterns("__pycache__"))
-    schema = folder / "moeverify" / "case" / "schema.py"
+    schema = folder / "moeverify" / "cases" / "schema.py"
     text = schema.read_text()
     options = ", ".join(f'"{option}"' for option in get_args(ContextParallel))
     assert options in text

@@ -33,7 +33,7 @@ def test_names_are_unique_and_degrees_are_fields_of_a_layout() -> None:
 
 
 def test_each_axis_that_a_field_sets_has_a_file_of_its_own() -> None:
-    folder = ROOT / "moeverify" / "axes"
+    folder = ROOT / "moeverify" / "cases" / "axes"
     assert [axis.name for axis in DEGREES if not (folder / f"{axis.name}.py").is_file()] == []
 
 
@@ -119,7 +119,7 @@ print(validate(custom))
 
 def test_an_axis_is_a_descriptor_a_line_and_a_field(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "moeverify", tmp_path / "moeverify", ignore=shutil.ignore_patterns("__pycache__"))
-    axes, schema = tmp_path / "moeverify" / "axes", tmp_path / "moeverify" / "case" / "schema.py"
+    axes, schema = tmp_path / "moeverify/cases/axes", tmp_path / "moeverify/cases/schema.py"
     (axes / "island.py").write_text(DESCRIPTOR)
     registry = (axes / "registry.py").read_text()
     registry = registry.replace("import cp,", "import island, cp,").replace(

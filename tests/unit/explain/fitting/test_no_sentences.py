@@ -11,12 +11,12 @@ import pytest
 PACKAGE = Path(__file__).parents[4] / "moeverify"
 FILES = sorted(
     [
-        *(PACKAGE / "diagnose").rglob("*.py"),
+        *(PACKAGE / "explain" / "fitting").rglob("*.py"),
         *(path for path in (PACKAGE / "results").rglob("*.py") if path.stem != "checks"),  # describes them
-        PACKAGE / "worker" / "investigate.py",
-        PACKAGE / "controller" / "follow_up.py",
-        PACKAGE / "controller" / "separation.py",
-        PACKAGE / "controller" / "fault_benchmark.py",
+        PACKAGE / "verification" / "worker" / "investigate.py",
+        PACKAGE / "verification" / "controller" / "follow_up.py",
+        PACKAGE / "verification" / "controller" / "separation.py",
+        PACKAGE / "verification" / "controller" / "fault_benchmark.py",
         PACKAGE / "faults" / "fault.py",
     ]
 )
@@ -24,21 +24,18 @@ FEWEST_WORDS = 3
 # Methods that split or change a text. They are allowed on paths and fully qualified names.
 PARSING = {"replace", "partition", "rpartition", "split", "rsplit", "removeprefix", "removesuffix"}
 OF_NAMES = {
-    "diagnose/recomputed.py",  # the moment at the end of a state's name
-    "diagnose/step_forms.py",  # likewise
-    "diagnose/router_findings.py",  # the block at the start of a router's name, and the ways of a rule
-    "diagnose/families.py",  # parts of a fully qualified name
-    "diagnose/parameter_parts.py",  # likewise
-    "diagnose/draws.py",  # the name of a bias's weight
-    "diagnose/first_divergence.py",
-    "diagnose/right_modules.py",  # the block at the start of a dispatcher's name
-    "diagnose/place.py",
-    "diagnose/loading.py",  # the kind at the start of a saved tensor's name
-    "diagnose/failure.py",  # the path of a file
-    "diagnose/diagnosis.py",  # the name of a dtype
-    "diagnose/fit.py",  # of tensors
-    "diagnose/hypotheses/rounding.py",
-    "worker/investigate.py",
+    "explain/fitting/recomputed.py",  # the moment at the end of a state's name
+    "explain/fitting/router_findings.py",  # the block at the start of a router's name, and the ways of a rule
+    "explain/fitting/families.py",  # parts of a fully qualified name
+    "explain/fitting/parameter_parts.py",  # likewise
+    "explain/fitting/first_divergence.py",
+    "explain/fitting/place.py",
+    "explain/fitting/loading.py",  # the kind at the start of a saved tensor's name
+    "explain/fitting/failure.py",  # the path of a file
+    "explain/fitting/diagnosis.py",  # the name of a dtype
+    "explain/fitting/fit.py",  # of tensors
+    "explain/fitting/hypotheses/rounding.py",
+    "verification/worker/investigate.py",
 }
 
 

@@ -26,10 +26,10 @@ def change(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     [
         "model/router.py",
         "train/loop.py",
-        "golden/store.py",
-        "compare/difference.py",
-        "recording/update_noise.py",
-        "recording/golden.py",
+        "verification/golden/store.py",
+        "verification/compare/difference.py",
+        "verification/golden_run/update_noise.py",
+        "verification/golden_run/golden.py",
         "hashing.py",
     ],
 )
@@ -40,7 +40,7 @@ def test_a_golden_of_other_code_is_another_golden(place: str, monkeypatch: pytes
     assert golden_code() != before
 
 
-@pytest.mark.parametrize("place", ["checks/bounds.py", "checks/trace.py", "report/words/check.py"])
+@pytest.mark.parametrize("place", ["verification/checks/bounds.py", "verification/checks/trace.py", "report/words/check.py"])
 def test_what_only_judges_does_not_make_goldens_anew(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     before = golden_code()
     change(monkeypatch, place)
@@ -52,7 +52,7 @@ def test_an_optional_check_has_its_code_in_the_goldens_that_hold_what_it_shows(
 ) -> None:
     plain, asking = golden_code(), golden_code(["trace"])
     assert plain != asking
-    change(monkeypatch, "checks/trace.py")
+    change(monkeypatch, "verification/checks/trace.py")
     assert golden_code() == plain
     assert golden_code(["trace"]) != asking
 
