@@ -40,7 +40,9 @@ def test_a_golden_of_other_code_is_another_golden(place: str, monkeypatch: pytes
     assert golden_code() != before
 
 
-@pytest.mark.parametrize("place", ["verification/checks/bounds.py", "verification/checks/trace.py", "report/words/check.py"])
+@pytest.mark.parametrize(
+    "place", ["verification/checks/bounds.py", "verification/checks/trace.py", "report/words/check.py"]
+)
 def test_what_only_judges_does_not_make_goldens_anew(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     before = golden_code()
     change(monkeypatch, place)
