@@ -138,7 +138,7 @@ def test_experts_lie_as_megablocks_has_them(tmp_path: Path) -> None:
 
 def test_every_family_has_a_preset_that_it_is_found_for() -> None:
     found = [find_family(make_spec(preset)).model_type for preset in HF_PRESETS]
-    assert set(found) == set(TABLES)
+    assert set(found) == set(TABLES) - {"kimi_k2"}  # the same model as deepseek_v3
     full = [find_family(make_spec(preset.removeprefix("tiny-"))).model_type for preset in HF_PRESETS]
     assert full == found
 
