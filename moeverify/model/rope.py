@@ -71,7 +71,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     wide = widen(x.dtype)
     cos, sin = (part.to(wide) for part in rotation)
     half = cos.shape[-1]
-    first, second, rest = x.to(wide).split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second, rest = torch.split(x.to(wide), [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
