@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_TEXT = 10_000
+"""Maximum number of characters of a text of a user's program in a report."""
+
 MOST_PROBLEMS = 20
 """Maximum number of problems listed for one file; a checkpoint of another model has thousands."""
 
@@ -58,6 +61,22 @@ def join_problems(problems: list[str]) -> str:
     shown = problems[:MOST_PROBLEMS]
     more = len(problems) - len(shown)
     return "\n".join([*shown, f"and {more} more"] if more else shown)
+
+
+def cut_text(text: str, most: int = MOST_TEXT) -> str:
+    """Return a text of at most about `most` characters; a note replaces the middle of a longer one."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters are left out here ...\n{text[-half:]}"
+
+
+def read_message(error: BaseException) -> str:
+    """Return the text of an exception of any program, cut if it is long; its `__str__` may raise."""
+    try:
+        return cut_text(str(error))
+    except Exception as problem:
+        return f"(its __str__ raised {type(problem).__name__})"
 
 
 class MachineError(MoeverifyError):

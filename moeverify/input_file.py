@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
+from typing import BinaryIO
 
 MOST_BYTES = 1 << 28
 """Maximum size in bytes; results of runs with thousands of cases are a tenth of it."""
+
+_LONGEST_NAME = 255  # bytes, on all usual file systems
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -30,8 +28,11 @@ def open_input(path: Path) -> BinaryIO:
 
     Raises: OSError, also if the path is a folder, a pipe, a socket or a device.
     """
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name has a null byte", str(path)) from None
     kind = stat.S_IFMT(os.fstat(number).st_mode)
     if kind == stat.S_IFREG:
         return os.fdopen(number, "rb")
@@ -51,6 +52,11 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
+def is_file_name(name: str) -> bool:
+    """Return whether a text names a file in the same folder, and nothing outside of it."""
+    return Path(name).name == name and "\0" not in name and len(os.fsencode(name)) <= _LONGEST_NAME
+
+
 def read_sources(folder: Path) -> Iterator[tuple[Path, bytes]]:
     """Yield the Python files below a folder, sorted, with their contents.
 
@@ -62,26 +68,3 @@ def read_sources(folder: Path) -> Iterator[tuple[Path, bytes]]:
         except OSError:
             continue
         yield path, content
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises: json.JSONDecodeError, also for excessive nesting and for numbers with thousands of digits;
-    UnicodeDecodeError.
-    """
-    doc = text if isinstance(text, str) else text.decode("utf-8", "replace")
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise
-    except RecursionError:
-        raise json.JSONDecodeError("nested too deeply", doc, 0) from None
-    except ValueError:
-        raise json.JSONDecodeError("a number has too many digits", doc, 0) from None
-
-
-def read_problem(error: ValidationError) -> tuple[str, str]:
-    """Return the dotted path of the first invalid field of a file, and the validation message."""
-    first = error.errors()[0]
-    return ".".join(map(str, first["loc"])), first["msg"]

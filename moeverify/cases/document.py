@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ruamel.yaml.events import (
 )
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from moeverify.cases.entry import Entry, Place, Scalar
+from moeverify.cases.entry import Entry, Place, Scalar, show
 from moeverify.cases.suggest import find_nearest
 from moeverify.errors import Problem
 from moeverify.input_file import read_input
@@ -26,14 +27,24 @@ from moeverify.input_file import read_input
 Report = Callable[[Problem], None]
 
 _TAG = "tag:yaml.org,2002:"
-# Far above the size of any case, and parsed in a few seconds at worst. Values repeated by aliases count
-# each time.
-_MOST_BYTES = 1 << 16
-_MOST_VALUES = 2000
 _MOST_DEEP = 50
 _UNSUSPECTED = 1 << 12
+_LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # of signed and of unsigned integers of 64 bits
 
 _SCALARS = tuple(_TAG + name for name in ("str", "int", "float", "bool", "null"))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on a file, and the remedy for one that exceeds them. Values repeated by aliases count each time."""
+
+    num_bytes: int
+    num_values: int
+    remedy: str
+
+
+# Far above the size of any case, and parsed in a few seconds at worst.
+OF_CASES = Limits(1 << 16, 2000, "a case has a few dozen fields: write only these")
 
 
 def read_document(path: Path, report: Report, *, fields: str = "`recipe:` and `layout:`") -> Entry | None:
@@ -42,7 +53,7 @@ def read_document(path: Path, report: Report, *, fields: str = "`recipe:` and `l
     `fields` names the fields that an empty file lacks, for the remedy.
     """
     file = str(path)
-    text = _read_text(path, report)
+    text = read_text(path, report, OF_CASES.num_bytes)
     entry = parse_text(text, file, report) if text is not None else None
     if entry is None or entry.is_mapping:
         return entry
@@ -55,10 +66,11 @@ def read_document(path: Path, report: Report, *, fields: str = "`recipe:` and `l
     return None
 
 
-def _read_text(path: Path, report: Report) -> str | None:
+def read_text(path: Path, report: Report, most: int) -> str | None:
+    """Return the text of a file of at most `most` bytes, or None after reporting a problem."""
     file = str(path)
     try:
-        raw = read_input(path, _MOST_BYTES)
+        raw = read_input(path, most)
     except FileNotFoundError:
         report(Problem("there is no such file", file, remedy=_list_siblings(path)))
         return None
@@ -74,33 +86,35 @@ def _read_text(path: Path, report: Report) -> str | None:
         return None
 
 
-def parse_text(text: str, file: str, report: Report, *, has_lines: bool = True) -> Entry | None:
+def parse_text(
+    text: str, file: str, report: Report, *, has_lines: bool = True, limits: Limits = OF_CASES
+) -> Entry | None:
     """Return the single value in `text` (null if it is empty), or None after reporting a problem."""
-    entry, problems = _parse(text, file, has_lines)
+    entry, problems = _parse(text, file, has_lines, limits)
     for problem in problems:
         report(problem)
     return entry
 
 
 @lru_cache(maxsize=128)  # each case that uses a recipe as its base reads it again
-def _parse(text: str, file: str, has_lines: bool) -> tuple[Entry | None, tuple[Problem, ...]]:
+def _parse(text: str, file: str, has_lines: bool, limits: Limits) -> tuple[Entry | None, tuple[Problem, ...]]:
     """Return the single value in `text`, or None, and the problems found."""
     yaml = YAML(typ="safe", pure=True)
     problems: list[Problem] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReusedAnchorWarning)
-            _check_size(yaml, text)
+            _check_size(yaml, text, limits.num_values)
             node = yaml.compose(text)
         if node is None:
             return Entry(None, Place(file, 1 if has_lines else None)), ()
-        builder = _Builder(yaml, file, problems.append, has_lines)
+        builder = _Builder(yaml, file, problems.append, has_lines, limits.num_values)
         return builder.build(node, "", _line_of(node), ()), tuple(problems)
     except (YAMLError, RecursionError, _TooLarge) as error:
-        return None, (*problems, _explain(error, text, file, has_lines))
+        return None, (*problems, _explain(error, text, file, has_lines, limits.remedy))
 
 
-def _explain(error: Exception, text: str, file: str, has_lines: bool) -> Problem:
+def _explain(error: Exception, text: str, file: str, has_lines: bool, remedy: str) -> Problem:
     """Return the problem of a text that the YAML reader or its limits reject."""
     if isinstance(error, MarkedYAMLError):
         return _translate(error, file, has_lines)
@@ -111,7 +125,7 @@ def _explain(error: Exception, text: str, file: str, has_lines: bool) -> Problem
         message = f"a control character{character} is not allowed in YAML"
         return Problem(message, file, line, remedy="delete it")
     message = str(error) if isinstance(error, _TooLarge) else "this is nested too deeply"
-    return Problem(message, file, remedy="a case has a few dozen fields: write only these")
+    return Problem(message, file, remedy=remedy)
 
 
 def _line_of(node: Node) -> int:
@@ -122,7 +136,7 @@ class _TooLarge(Exception):
     """A document that exceeds the limits on values or nesting."""
 
 
-def _check_size(yaml: YAML, text: str) -> None:
+def _check_size(yaml: YAML, text: str, most: int) -> None:
     """Reject a text that is too large or too deeply nested before the slow YAML reader runs.
 
     Raises: _TooLarge.
@@ -130,7 +144,7 @@ def _check_size(yaml: YAML, text: str) -> None:
     depth = 0
     for letter in text:  # the time of the YAML reader is quadratic in the number of open brackets
         depth += (letter in "[{") - (letter in "]}")
-        _limit(0, depth)
+        _limit(0, depth, most)
     if len(text) <= _UNSUSPECTED:
         return
     num_values, depth = 0, 0
@@ -138,21 +152,22 @@ def _check_size(yaml: YAML, text: str) -> None:
         num_values += isinstance(event, NodeEvent)
         depth += isinstance(event, MappingStartEvent | SequenceStartEvent)
         depth -= isinstance(event, MappingEndEvent | SequenceEndEvent)
-        _limit(num_values, depth)
+        _limit(num_values, depth, most)
 
 
-def _limit(num_values: int, depth: int) -> None:
+def _limit(num_values: int, depth: int, most: int) -> None:
     if depth > _MOST_DEEP:
         raise _TooLarge(f"this is nested too deeply: more than {_MOST_DEEP} levels")
-    if num_values > _MOST_VALUES:
-        raise _TooLarge(f"this means more than {_MOST_VALUES} values, counting what aliases repeat")
+    if num_values > most:
+        raise _TooLarge(f"this means more than {most} values, counting what aliases repeat")
 
 
 class _Builder:
     """Converts YAML nodes to entries and reports YAML features that a case does not support."""
 
-    def __init__(self, yaml: YAML, file: str, report: Report, has_lines: bool) -> None:
+    def __init__(self, yaml: YAML, file: str, report: Report, has_lines: bool, most: int) -> None:
         self.yaml = yaml
+        self.most = most
         self.file = file
         self.report = report
         self.has_lines = has_lines
@@ -161,7 +176,7 @@ class _Builder:
     def build(self, node: Node, path: str, line: int, parents: tuple[int, ...]) -> Entry:
         """Return the entry of `node` at the dotted `path`. `line` is the line of its key."""
         self._num_values += 1
-        _limit(self._num_values, len(parents))
+        _limit(self._num_values, len(parents), self.most)
         place = Place(self.file, line if self.has_lines else None)
         if id(node) in parents:
             self._reject("this alias contains itself", path, line, "write the value out")
@@ -214,6 +229,9 @@ class _Builder:
             self._reject(
                 f"`{str(node.value)[:60]}` cannot be read as `{tag.removeprefix(_TAG)}`", path, line, ""
             )
+            return None
+        if isinstance(value, int) and not _LEAST <= value <= _MOST:
+            self._reject(f"{show(Entry(value))} is beyond 64 bits", path, line, "write a smaller number")
             return None
         return value
 

@@ -134,7 +134,7 @@ def _describe_list(schema: Mapping[str, Any]) -> str:
 def _describe_range(schema: Mapping[str, Any]) -> str:
     low, high, above = (schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum"))
     if above is not None:
-        return f" above {above:g}"
+        return f" above {above:g}" + (f" and at most {high:g}" if high is not None else "")
     if low is not None and high is not None:
         return f" from {low:g} to {high:g}"
     return f" of at least {low:g}" if low is not None else ""

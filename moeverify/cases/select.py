@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 
 Match = Callable[[str], bool]
 
+_MOST_DEEP = 50
 _TOKEN = re.compile(r"\s*(?:(?P<bracket>[()])|(?P<word>[^\s()]+))")
 
 
@@ -21,51 +23,51 @@ def compile_pattern(pattern: str) -> Match:
 
     Raises: PatternError when the pattern is invalid.
     """
-    tokens = [found.group("bracket") or found.group("word") for found in _TOKEN.finditer(pattern)]
+    tokens = deque(found.group("bracket") or found.group("word") for found in _TOKEN.finditer(pattern))
     if not tokens:
         raise PatternError("the pattern is empty")
-    match, rest = _read_any(tokens)
-    if rest:
-        raise PatternError(f"expected `and`, `or` or the end, got `{rest[0]}`")
+    match = _read_any(tokens, 0)
+    if tokens:
+        raise PatternError(f"expected `and`, `or` or the end, got `{tokens[0]}`")
     return match
 
 
-def _read_any(tokens: list[str]) -> tuple[Match, list[str]]:
-    left, rest = _read_all(tokens)
-    while rest and rest[0].lower() == "or":
-        right, rest = _read_all(rest[1:])
-        left = _either(left, right)
-    return left, rest
+def _read_any(tokens: deque[str], depth: int) -> Match:
+    parts = [_read_all(tokens, depth)]
+    while _take(tokens, "or"):
+        parts.append(_read_all(tokens, depth))
+    return lambda name: any(part(name) for part in parts)
 
 
-def _read_all(tokens: list[str]) -> tuple[Match, list[str]]:
-    left, rest = _read_one(tokens)
-    while rest and rest[0].lower() == "and":
-        right, rest = _read_one(rest[1:])
-        left = _both(left, right)
-    return left, rest
+def _read_all(tokens: deque[str], depth: int) -> Match:
+    parts = [_read_one(tokens, depth)]
+    while _take(tokens, "and"):
+        parts.append(_read_one(tokens, depth))
+    return lambda name: all(part(name) for part in parts)
 
 
-def _read_one(tokens: list[str]) -> tuple[Match, list[str]]:
+def _read_one(tokens: deque[str], depth: int) -> Match:
+    is_wanted = True
+    while _take(tokens, "not"):
+        is_wanted = not is_wanted
+    if _take(tokens, "("):
+        if depth == _MOST_DEEP:
+            raise PatternError(f"more than {_MOST_DEEP} `(` inside each other")
+        inner = _read_any(tokens, depth + 1)
+        if not _take(tokens, ")"):
+            raise PatternError("a `(` is not closed")
+        return lambda name: inner(name) is is_wanted
     if not tokens:
         raise PatternError("expected a word, got the end")
-    head, rest = tokens[0].lower(), tokens[1:]
-    if head == "not":
-        inner, rest = _read_one(rest)
-        return (lambda name: not inner(name)), rest
-    if head == "(":
-        inner, rest = _read_any(rest)
-        if not rest or rest[0] != ")":
-            raise PatternError("a `(` is not closed")
-        return inner, rest[1:]
-    if head in {"and", "or", ")"}:
-        raise PatternError(f"expected a word, got `{tokens[0]}`")
-    return (lambda name: head in name.lower()), rest
+    word = tokens.popleft().lower()
+    if word in {"and", "or", ")"}:
+        raise PatternError(f"expected a word, got `{word}`")
+    return lambda name: (word in name.lower()) is is_wanted
 
 
-def _either(left: Match, right: Match) -> Match:
-    return lambda name: left(name) or right(name)
-
-
-def _both(left: Match, right: Match) -> Match:
-    return lambda name: left(name) and right(name)
+def _take(tokens: deque[str], token: str) -> bool:
+    """Remove the next token if it is this one, and return whether it was."""
+    is_next = bool(tokens) and tokens[0].lower() == token
+    if is_next:
+        tokens.popleft()
+    return is_next

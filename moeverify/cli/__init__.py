@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from moeverify.cli.bounds import BoundedCommand
 from moeverify.cli.streams import standard_streams
 
 _FEW_COLLECTIONS = 100_000
@@ -56,9 +57,11 @@ def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     for name in commands:
         command = getattr(importlib.import_module(f"moeverify.cli.{name}"), name)
         if isinstance(command, typer.Typer):
+            for each in command.registered_commands:
+                each.cls = BoundedCommand
             app.add_typer(command, name=name)
         else:
-            app.command(epilog=_list_checks() if name == "check" else None)(command)
+            app.command(cls=BoundedCommand, epilog=_list_checks() if name == "check" else None)(command)
     return app
 
 

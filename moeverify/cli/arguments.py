@@ -70,11 +70,15 @@ GoldenFolder = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only what did not pass, and the last line.")]
 Ranks = Annotated[
     int | None,
-    typer.Option("--ranks", min=1, help="Use at most this many ranks; cases that need more are skipped."),
+    typer.Option(
+        "--ranks", min=1, max=1 << 20, help="Use at most this many ranks; cases that need more are skipped."
+    ),
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", min=1.0, metavar="S", help="Seconds that a case, or a golden, may take."),
+    typer.Option(
+        "--timeout", min=1.0, max=1e7, metavar="S", help="Seconds that a case, or a golden, may take."
+    ),
 ]
 Fault = Annotated[
     str | None,

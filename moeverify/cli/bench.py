@@ -12,13 +12,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, Quiet, Ranks, Timeout
-from moeverify.cli.context import BAD_INPUT, FAILED, open_context
+from moeverify.cli.context import BAD_INPUT, FAILED, open_context, postponed_signals
 from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.track import Tracking
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
     from moeverify.results.measurement import BenchRun
+
+
+_Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="A.B=V,W",
+        help="Measure each case once for each value, e.g. layout.ep=1,2; repeatable, for all combinations.",
+    ),
+]
+_Steps = Annotated[int, typer.Option("--steps", min=1, max=10**6, help="Steps that are measured.")]
+_Warmup = Annotated[int, typer.Option("--warmup", min=1, max=10**6, help="Steps before those.")]
 
 
 @dataclass(frozen=True)
@@ -79,20 +91,13 @@ class BenchFiles(OptionGroup):
 def bench(
     *,
     selection: CaseSelection,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sweep",
-            metavar="A.B=V,W",
-            help="Measure each case once for each value, e.g. layout.ep=1,2; repeatable, for all combinations.",
-        ),
-    ] = None,
+    sweep: _Sweep = None,
     files: BenchFiles,
     tracking: Tracking,
     device: DeviceOption = Device.auto,
     ranks: Ranks = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are measured.")] = 10,
-    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Steps before those.")] = 3,
+    steps: _Steps = 10,
+    warmup: _Warmup = 3,
     timeout: Timeout = None,
     quiet: Quiet = False,
 ) -> None:
@@ -126,9 +131,10 @@ def bench(
         finally:  # results measured before a Ctrl-C are kept
             result = bench.result
             if result is not None:
-                result = _complete(mark_swept(result, combinations))
-                files.write(result, folders)
-                render_bench(result, context.out)
+                with postponed_signals():
+                    result = _complete(mark_swept(result, combinations))
+                    files.write(result, folders)
+                    render_bench(result, context.out)
         if result is None:  # only the first of several ranks reports
             return
         is_tracked = tracking.write(list_bench_figures(result), context)

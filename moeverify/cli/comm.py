@@ -14,7 +14,7 @@ from moeverify.results.collective_name import Collective
 _Name = Annotated[
     Collective, typer.Argument(metavar="COLLECTIVE", help=f"{', '.join(Collective)}.", show_default=False)
 ]
-_Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Ranks that take part.")]
+_Ranks = Annotated[int, typer.Option("--ranks", min=1, max=1024, help="Ranks that take part.")]
 _Size = Annotated[int, typer.Option("--size", min=1, max=64, help="Elements of each part.")]
 _Splits = Annotated[
     Path | None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from moeverify.cli.github import publish_error
-from moeverify.cli.refusals import describe_refusal
+from moeverify.cli.refusals import describe_refusal, is_bad_input, lacks_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,16 +86,15 @@ def open_context() -> Iterator[CommandContext]:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
         raise typer.Exit(READER_GONE) from None
-    except OSError as error:
-        _print_error(context, describe_refusal(error) or _report_fault())
-        raise typer.Exit(FAILED) from None
-    except MemoryError:
-        _print_error(context, "this machine has no memory left for it; try smaller sizes, or fewer ranks")
-        raise typer.Exit(FAILED) from None
-    except Exception:
+    except Exception as error:
         # Python would exit with code 1, which here means a mismatch.
-        _print_error(context, _report_fault())
-        raise typer.Exit(FAILED) from None
+        if lacks_memory(error):
+            text = "this machine has no memory left for it; try smaller sizes, or fewer ranks"
+        else:
+            text = describe_refusal(error) if isinstance(error, OSError) else ""
+        _print_error(context, text or _report_fault())
+        is_input = isinstance(error, OSError) and bool(text) and is_bad_input(error)
+        raise typer.Exit(BAD_INPUT if is_input else FAILED) from None
 
 
 @contextmanager
@@ -152,6 +151,36 @@ def _ends_on_signals() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def postponed_signals() -> Iterator[None]:
+    """Finish the body before a signal ends the command: reports must be written and printed whole.
+
+    The first signal of a kind takes effect afterwards. A second one takes effect at once, since the output
+    may be blocked. Only the main thread receives signals. A signal that is ignored stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    kept: dict[int, Any] = {}
+
+    def postpone(number: int, frame: Any) -> None:
+        arrived.append(number)
+        signal.signal(number, kept[number])
+
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) not in (signal.SIG_IGN, None):
+            kept[each] = signal.getsignal(each)
+            signal.signal(each, postpone)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 def find_rank() -> int:

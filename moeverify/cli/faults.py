@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, Quiet
-from moeverify.cli.context import EXIT_CODES, CommandContext, open_context, own_sections
+from moeverify.cli.context import EXIT_CODES, CommandContext, open_context, own_sections, postponed_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,6 +71,7 @@ Without = Annotated[
         "Can be repeated.",
     ),
 ]
+_Number = Annotated[int, typer.Option("--number", min=1, max=1_000_000, help="How many mutants to choose.")]
 Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="MECHANISM", help="Leave out all other hypotheses. Can be repeated."),
@@ -141,10 +142,8 @@ def run(
     with open_context() as context:
         from moeverify.explain.fitting.order import EXPLAIN
         from moeverify.faults.choice import choose_faults
-        from moeverify.report.faults import render_faults, write_faults
-        from moeverify.report.files import check_writable, write_atomically
+        from moeverify.report.files import check_writable
         from moeverify.verification.controller.fault_benchmark import change_precision, choose_left_out
-        from moeverify.verification.controller.machine import choose_device, describe_environment
 
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
@@ -155,26 +154,44 @@ def run(
         if EXPLAIN in left_out:
             options = replace(options, explain_seconds=0.0)
         rows = _run_all(chosen, options, context, escalates=escalate, quiet=quiet)
-        render_faults(rows, context.out)
         words = ["moeverify faults run", *(numbers or [])]
         words += [f"--precision {precision.value}"] if precision is not None else []
         words += [f"-k '{pattern}'"] if pattern is not None else []
         words += [] if escalate else ["--no-escalate"]
         words += [f"--without {name}" for name in without or ()] + [f"--only {name}" for name in only or ()]
-        environment = describe_environment(choose_device(device.value))
-        if markdown is not None:
-            write_atomically(markdown, write_faults(rows, environment, " ".join(words)))
-        if html is not None:
-            from moeverify.report.fault_page import write as write_page
-
-            write_page(rows, html, environment, " ".join(words))
-        if plots is not None:
-            from moeverify.report.formats.plots import write_faults as write_fault_plots
-
-            write_fault_plots(rows, plots)
+        with postponed_signals():
+            _report_faults(rows, context, device, " ".join(words), markdown, html, plots)
         missed = {"pass": "mismatch"}  # a missed fault has the verdict pass
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
         raise typer.Exit(_conclude(verdicts))
+
+
+def _report_faults(
+    rows: Sequence[FaultRow],
+    context: CommandContext,
+    device: Device,
+    command: str,
+    markdown: Path | None,
+    html: Path | None,
+    plots: Path | None,
+) -> None:
+    """Print the table of faults, and write the files that were asked for."""
+    from moeverify.report.faults import render_faults, write_faults
+    from moeverify.report.files import write_atomically
+    from moeverify.verification.controller.machine import choose_device, describe_environment
+
+    render_faults(rows, context.out)
+    environment = describe_environment(choose_device(device.value))
+    if markdown is not None:
+        write_atomically(markdown, write_faults(rows, environment, command))
+    if html is not None:
+        from moeverify.report.fault_page import write as write_page
+
+        write_page(rows, html, environment, command)
+    if plots is not None:
+        from moeverify.report.formats.plots import write_faults as write_fault_plots
+
+        write_fault_plots(rows, plots)
 
 
 def _run_all(
@@ -209,7 +226,9 @@ def _run_all(
 @faults.command("clean")
 def clean(
     *,
-    num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds for each setting.")] = 1,
+    num_seeds: Annotated[
+        int, typer.Option("--seeds", min=1, max=1000, help="How many seeds for each setting.")
+    ] = 1,
     pattern: Annotated[
         str | None,
         typer.Option(
@@ -262,7 +281,7 @@ def mutate(
         typer.Argument(metavar="[MUTANT]...", help="Mutants by name; chosen by the seed if left out."),
     ] = None,
     *,
-    number: Annotated[int, typer.Option("--number", min=1, help="How many mutants to choose.")] = 60,
+    number: _Number = 60,
     seed: Annotated[int, typer.Option("--seed", help="By what they are chosen and halved.")] = 0,
     list_only: Annotated[
         bool, typer.Option("--list", help="Show all mutants, each with its half, and run none.")
@@ -277,7 +296,9 @@ def mutate(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")
     ] = None,
     markdown: Output = None,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one mutant.")] = 100.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, max=1e7, help="Seconds for one mutant.")
+    ] = 100.0,
     precision: InPrecision = None,
     escalate: Escalate = True,
     device: DeviceOption = Device.auto,

@@ -30,7 +30,7 @@ _Current = Annotated[
 ]
 _Exact = Annotated[bool, typer.Option("--exact", help="Solve by mixed-integer programming too.")]
 _TimeLimit = Annotated[
-    float, typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds that --exact may take.")
+    float, typer.Option("--time-limit", min=0.1, max=1e6, metavar="S", help="Seconds that --exact may take.")
 ]
 _MaxMoves = Annotated[
     int | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 _NO_SPACE = "free some space, or name another place"
@@ -28,6 +29,20 @@ _REFUSALS = {
     errno.ENOMEM: "free some memory, or use fewer ranks",
     errno.EAGAIN: "raise `ulimit -u`, or end other processes",
 }
+
+
+_OF_INPUTS = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM)
+_NO_MEMORY = re.compile("cannot allocate memory|can't allocate memory|failed to map segment", re.IGNORECASE)
+
+
+def is_bad_input(error: OSError) -> bool:
+    """Return whether the user named a path that cannot be used, as opposed to a failure of the machine."""
+    return error.errno in _OF_INPUTS
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return whether an error of Python, torch or the loader of libraries means that memory is exhausted."""
+    return isinstance(error, MemoryError) or bool(_NO_MEMORY.search(str(error)))
 
 
 def describe_refusal(error: OSError) -> str:

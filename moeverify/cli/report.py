@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moeverify.cli.arguments import Quiet
-from moeverify.cli.context import BAD_INPUT, open_context
+from moeverify.cli.context import BAD_INPUT, open_context, postponed_signals
 from moeverify.cli.options import with_groups
 from moeverify.cli.outputs import Outputs
 
@@ -30,10 +30,11 @@ def report(
 
         result = read_run(run)
         outputs.check()
-        failures = outputs.write(result)
-        folder, file = (run, None) if run.is_dir() else (None, run)
-        render_run(result, context.out, folder=folder, file=file, quiet=quiet)
-        failures += outputs.publish(result, context)
-        for failure in failures:
-            context.err.print(f"error: {failure}", soft_wrap=True)
+        with postponed_signals():
+            failures = outputs.write(result)
+            folder, file = (run, None) if run.is_dir() else (None, run)
+            render_run(result, context.out, folder=folder, file=file, quiet=quiet)
+            failures += outputs.publish(result, context)
+            for failure in failures:
+                context.err.print(f"error: {failure}", soft_wrap=True)
         raise typer.Exit(BAD_INPUT if failures else 0)

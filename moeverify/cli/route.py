@@ -31,7 +31,9 @@ def route(
     step: Annotated[
         int, typer.Option("--step", min=0, help="The step whose batch it is; those before are trained.")
     ] = 0,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each rank that are shown.")] = 4,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, max=1_000_000, help="Tokens of each rank that are shown.")
+    ] = 4,
     fault: Fault = None,
     device: DeviceOption = Device.auto,
     backend: BackendOption = Backend.auto,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import CaseSelection, EscalateAll, Quiet, RunSettings
-from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
+from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context, postponed_signals
 from moeverify.cli.debug import debug_first
 from moeverify.cli.github import publish_error
 from moeverify.cli.options import OptionGroup, with_groups
@@ -264,19 +264,22 @@ def run_and_report(
 
     keeper = Keeper(finished or {})
     known = {} if durations is None else durations.read(case.name for case in cases)
-    try:
-        with open_progress(context.out, quiet=quiet, durations=known) as progress:
-            result = go(keeper.watch(progress.on_event), progress.on_event)
-    except BaseException as error:
-        if context.is_first:
-            partial = _add_refused(keeper.make_partial(cases, error), refused)
-            deliver(partial, outputs, context, quiet=quiet or not keeper.results)
-        raise
-    if result is None:  # only the first of several ranks reports
-        return 0
-    if durations is not None:
-        durations.keep(result.cases)
-    return deliver(_add_refused(result, refused), outputs, context, quiet=quiet, timings=timings)
+    with ExitStack() as postponed:
+        try:
+            with open_progress(context.out, quiet=quiet, durations=known) as progress:
+                result = go(keeper.watch(progress.on_event), progress.on_event)
+            # Before this line, an early end reports the cases so far; after it, the whole report is written.
+            postponed.enter_context(postponed_signals())
+        except BaseException as error:
+            if context.is_first:
+                partial = _add_refused(keeper.make_partial(cases, error), refused)
+                deliver(partial, outputs, context, quiet=quiet or not keeper.results)
+            raise
+        if result is None:  # only the first of several ranks reports
+            return 0
+        if durations is not None:
+            durations.keep(result.cases)
+        return _deliver(_add_refused(result, refused), outputs, context, quiet=quiet, timings=timings)
 
 
 def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
@@ -298,10 +301,17 @@ def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
 def deliver(
     result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool, timings: bool = False
 ) -> int:
-    """Write the files, then print, and return the exit code.
+    """Write the files, then print, and return the exit code. A signal takes effect afterwards.
 
     The files come first, since the reader of the console may close the pipe.
     """
+    with postponed_signals():
+        return _deliver(result, outputs, context, quiet=quiet, timings=timings)
+
+
+def _deliver(
+    result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool, timings: bool
+) -> int:
     from moeverify.report.text import render_run
     from moeverify.report.timings import render_timings
 

@@ -37,7 +37,8 @@ Limit = Annotated[
     float, typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of larger tensors.")
 ]
 Seed = Annotated[
-    int | None, typer.Option("--seed", help="Seed torch, NumPy and Python before the script does.")
+    int | None,
+    typer.Option("--seed", min=0, max=2**32 - 1, help="Seed torch, NumPy and Python before the script does."),
 ]
 Weights = Annotated[
     Path | None,
@@ -222,5 +223,5 @@ def _find_problems(settings: Settings) -> Iterator[Problem]:
 
 def _read_range(steps: str) -> tuple[int, int]:
     """Return the first and last step; the last is below the first if the text is not a range."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps.strip())
+    match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps.strip())
     return (int(match[1]), int(match[2] or match[1])) if match else (0, -1)

@@ -58,9 +58,9 @@ def choose_finding(run: RunResult, wanted: str) -> Numbered:
     """
     numbered = number_findings(run)
     if wanted.strip().isdecimal():
-        by_number = {item.number: item for item in numbered}
-        if int(wanted) in by_number:
-            return by_number[int(wanted)]
+        by_number = {str(item.number): item for item in numbered}
+        if wanted.strip() in by_number:
+            return by_number[wanted.strip()]
         remedy = f"they are 1 to {len(numbered)}" if numbered else "the run has none"
         raise CaseError([Problem(f"there is no finding {wanted.strip()}", "FINDING", remedy=remedy)])
     hits = [item for item in numbered if _matches(item.finding, wanted)]

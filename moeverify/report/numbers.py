@@ -47,7 +47,7 @@ def format_excess(error: float, bound: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return a duration as text: `3.2 s`, `2 min 05 s`, `1 h 02 min`."""
-    if seconds < 99.95:
+    if not 99.95 <= seconds < math.inf:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import json
-import zlib
-from io import BytesIO
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from moeverify.errors import FormatError
-from moeverify.input_file import MOST_BYTES, parse_json, read_input, read_problem
+from moeverify.json_file import JsonFile
 from moeverify.report.files import write_atomically
 from moeverify.results.operator_table import TABLE_VERSION, OperatorList, OperatorTable
 from moeverify.results.run import CaseResult
@@ -41,51 +35,15 @@ def read(path: Path) -> OperatorTable:
 
     Raises: FormatError if the file is missing, damaged, of another version, or not an operator table.
     """
-    content = read_content(path, _AGAIN)
-    if not isinstance(content, dict) or "version" not in content:
-        raise FormatError(f"{path} is no table of operators: it has no field version", _AGAIN)
-    if content["version"] != TABLE_VERSION:
-        raise FormatError(
-            f"{path}: version: {content['version']}, and this moeverify reads {TABLE_VERSION}", _AGAIN
-        )
-    try:
-        table = OperatorTable.model_validate(content)
-    except ValidationError as error:
-        raise FormatError(": ".join((str(path), *read_problem(error))), _AGAIN) from error
+    file = JsonFile.read(path, _AGAIN)
+    version = file.get_object().get("version")
+    if version != TABLE_VERSION:
+        file.refuse(f"{version}, and this moeverify reads {TABLE_VERSION}", "version")
+    table = file.build(OperatorTable)
     problem = _find_problem(table)
     if problem:
         raise FormatError(f"{path}: {problem}", _AGAIN)
     return table
-
-
-def read_content(path: Path, remedy: str) -> Any:
-    """Return the JSON content of a file, which may be gzipped; `remedy` is appended to errors.
-
-    Raises: FormatError if the file is missing or damaged.
-    """
-    try:
-        raw = read_input(path)
-    except FileNotFoundError:
-        raise FormatError(f"{path} does not exist", remedy) from None
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror or error}", remedy) from error
-    try:
-        content = parse_json(_unzip(raw) if raw.startswith(b"\x1f\x8b") else raw)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FormatError(f"{path} is damaged, or no JSON ({error})", remedy) from error
-    return content
-
-
-def _unzip(raw: bytes) -> bytes:
-    """Return the decompressed content.
-
-    Raises: OSError, EOFError or zlib.error if the data is damaged or larger than `MOST_BYTES`.
-    """
-    with gzip.GzipFile(fileobj=BytesIO(raw)) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise OSError(f"larger than {MOST_BYTES >> 20} MiB")
-    return content
 
 
 def _find_problem(table: OperatorTable) -> str:

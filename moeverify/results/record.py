@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_RANKS = 1 << 20
+"""Far above every job. Loops over the ranks of a file that somebody made must end."""
+
+Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+NumRanks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Seconds = Annotated[float, Field(ge=0.0, le=1e10, allow_inf_nan=False)]
 
 
 class Record(BaseModel):

@@ -14,11 +14,12 @@ from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.load import ExpertLoad
 from moeverify.results.measurement import Measurement
 from moeverify.results.mesh import MeshShape
-from moeverify.results.record import Record
+from moeverify.results.record import Record, Seconds
 from moeverify.results.timeline import Timeline
 from moeverify.results.trace import CollectiveRecord
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+"""From version 3 on, a file ends with its checksum (`moeverify.checksum.seal`)."""
 
 
 class RankReport(Record):
@@ -94,7 +95,7 @@ class CaseResult(Record):
     verdict: Verdict
     reason: str = ""
     ranks: int
-    seconds: float
+    seconds: Seconds
     recipe: str = ""
     layout: str = ""
     checks: tuple[CheckResult, ...] = ()
@@ -130,7 +131,7 @@ class GoldenTime(Record):
     """A golden that one device made for this run, with its time in seconds including the calibration."""
 
     recipe: str
-    seconds: float
+    seconds: Seconds
 
 
 class RunResult(Record):
@@ -145,7 +146,7 @@ class RunResult(Record):
     environment: dict[str, str]
     command: str = ""
     started: str = ""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     launches: int = 0
     start_seconds: float = 0.0
     goldens: tuple[GoldenTime, ...] = ()

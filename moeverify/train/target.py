@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moeverify.cases.suggest import suggest
-from moeverify.errors import CaseError, Problem
+from moeverify.errors import CaseError, Problem, read_message
 
 _OWN_FOLDER = Path(__file__).resolve().parents[1]
 
@@ -63,7 +63,8 @@ def describe_error(error: BaseException) -> str:
         return f"{kind} at {error.filename}:{error.lineno}: {error.msg}"
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     place = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-    return f"{kind}{place}: {error}" if str(error) else f"{kind}{place}"
+    message = read_message(error)
+    return f"{kind}{place}: {message}" if message else f"{kind}{place}"
 
 
 def _failure(message: str, path: str, remedy: str = "") -> CaseError:

@@ -49,13 +49,13 @@ BROKEN = {
         "floors",
         "moeverify/cases/schema.py",
         "def f():\n    try:\n        from moeverify.cases.axes import mesh\n    finally:\n        pass\n",
-        "moeverify/cases/schema.py:3: `cases` (floor 1) imports `moeverify.cases.axes.mesh` (floor 2)",
+        "moeverify/cases/schema.py:3: `cases` (floor 0) imports `moeverify.cases.axes.mesh` (floor 2)",
     ),
     "for types": (
         "floors",
         "moeverify/errors.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moeverify.cases.schema import E\n",
-        "moeverify/errors.py:3: `errors` (floor -1) imports `moeverify.cases.schema` (floor 1)",
+        "moeverify/errors.py:3: `errors` (floor -3) imports `moeverify.cases.schema` (floor 0)",
     ),
     "relatively": (
         "floors",
@@ -82,8 +82,8 @@ BROKEN = {
         "floors",
         "multiprocessing_pdb/__init__.py",
         "from moeverify.errors import E\n",
-        "multiprocessing_pdb/__init__.py:1: `multiprocessing_pdb` (floor -1) "
-        "imports `moeverify.errors` (floor -1)",
+        "multiprocessing_pdb/__init__.py:1: `multiprocessing_pdb` (floor -4) "
+        "imports `moeverify.errors` (floor -3)",
     ),
     "a package without a floor": (
         "floors",
@@ -146,6 +146,12 @@ BROKEN = {
         "moeverify/verification/controller/run.py",
         "from os import getenv\n",
         "moeverify/verification/controller/run.py:1: reads the environment",
+    ),
+    "a reader": (
+        "readers",
+        "moeverify/verification/golden/store.py",
+        "import json\ndef f(path):\n    return json.loads(path.read_text())\n",
+        "moeverify/verification/golden/store.py:3: reads a file past `input_file` and `json_file`",
     ),
     "a name": (
         "names",

@@ -16,6 +16,8 @@ from typing import Any
 from ruamel.yaml import YAML
 from typer.testing import Result
 
+from moeverify.checksum import seal, seal_line
+
 ASKED = os.environ.get("MOEVERIFY_TEST_BAD_INPUTS")
 COUNT = int(ASKED or 20)
 PATIENCE = 60  # seconds for one input on a busy machine
@@ -87,11 +89,20 @@ def spoil_tree(tree: Any, dice: random.Random) -> Any:
     return tree
 
 
-def spoil_json(content: bytes, dice: random.Random) -> bytes:
-    """Return JSON with changed values, or text that is no longer valid JSON."""
+def spoil_json(content: bytes, dice: random.Random, *, seals: bool = True) -> bytes:
+    """Return JSON with changed values, or text that is no longer valid JSON.
+
+    With `seals`, the changed values get a new checksum in place of an old one, so that readers see them.
+    """
     if dice.random() < 0.4:
         return spoil_bytes(content, dice)
-    return json.dumps(spoil_tree(json.loads(content), dice)).encode()
+    tree = spoil_tree(json.loads(content), dice)
+    if seals and isinstance(tree, dict):
+        if tree.pop("crc", None) is not None:
+            return seal_line(json.dumps(tree).encode())
+        if tree.pop("checksum", None) is not None:
+            return seal(json.dumps(tree)).encode()
+    return json.dumps(tree).encode()
 
 
 def spoil_yaml(content: bytes, dice: random.Random) -> bytes:

@@ -9,6 +9,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from moeverify.checksum import seal
+
 
 def test_report_shows_a_run_and_writes_other_formats(invoke: Any, keep: Any, tmp_path: Path) -> None:
     run = keep("a", "mismatch", 1.0)
@@ -80,7 +82,7 @@ def test_newer_run_says_to_upgrade(invoke: Any, keep: Any) -> None:
     path.write_text(json.dumps({**content, "schema_version": 99}))
     result = invoke("report", path)
     assert result.exit_code == 2
-    assert "schema version 99" in result.stderr
+    assert "schema_version: version 99" in result.stderr
     assert "upgrade moeverify" in result.stderr
 
 
@@ -90,7 +92,9 @@ def test_history_lists_kept_runs_in_the_order_of_their_times(invoke: Any, keep: 
         ("old", "2026-01-01T09:00:00+00:00"),
     ):
         path = keep(name, *rest) / "result.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"started": started}))
+        content = json.loads(path.read_text()) | {"started": started}
+        del content["checksum"]
+        path.write_text(seal(json.dumps(content)))
     result = invoke("history", tmp_path)
     assert (result.exit_code, result.stderr) == (0, "")
     rows = [line.split() for line in result.stdout.splitlines()[2:]]
@@ -105,7 +109,7 @@ def test_history_says_what_it_cannot_read_and_lists_the_rest(invoke: Any, keep: 
     (tmp_path / "cut.json").write_text('{"schema_version": 1,')
     result = invoke("history", tmp_path)
     assert result.exit_code == 2
-    assert f"left out: {tmp_path / 'cut.json'} is not JSON, or was cut off" in result.stderr
+    assert f"left out: {tmp_path / 'cut.json'}:1: not valid JSON, or it was cut off" in result.stderr
     assert " a " in result.stdout
     for words in ((tmp_path, "-k", "tp"), (tmp_path / "nothing",)):
         result = invoke("history", *words)

@@ -112,7 +112,7 @@ def test_keys_that_are_explained_are_keys_of_the_json() -> None:
     written = {
         field.serialization_alias or name for model in models for name, field in model.model_fields.items()
     }
-    assert explained <= written
+    assert explained <= written | {"checksum"}  # of the whole file
 
 
 @pytest.mark.parametrize("layout", re.findall(r"`(\{[a-z_]+: [^`]+\})`", (DOCS / "layouts.md").read_text()))

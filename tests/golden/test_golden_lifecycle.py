@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from moeverify.checksum import seal, unseal
+
 pytestmark = pytest.mark.timeout(900)  # several launches, on a machine that may be busy
 
 NAMES = ("changed", "cut", "fine", "missing", "wrong")
@@ -28,12 +30,13 @@ def damage(project: Any) -> None:
     whole = (folder / "cut.cpu.json").read_text()
     (folder / "cut.cpu.json").write_text(whole[: len(whole) // 2])
     write_recipe(project, "changed", seed=7)
-    text = (folder / "wrong.cpu.json").read_text()
+    content = unseal((folder / "wrong.cpu.json").read_bytes())
+    assert content is not None
+    text = content.decode()
     loss = re.search(r'"0/loss/total": ([\d.]+)', text)
     assert loss is not None
-    (folder / "wrong.cpu.json").write_text(
-        text.replace(loss[0], f'"0/loss/total": {float(loss[1]) * 1.001:.13g}')
-    )
+    wrong = text.replace(loss[0], f'"0/loss/total": {float(loss[1]) * 1.001:.13g}')
+    (folder / "wrong.cpu.json").write_text(seal(wrong))  # as another machine would record it
     (folder / "old.name.cpu.json").write_text(whole)
     (folder / "theirs.cpu.json").write_text(whole)
     (project.folder / "others").mkdir()
@@ -109,7 +112,7 @@ def test_a_run_says_what_is_wrong_with_each_golden(life: dict[str, Any]) -> None
         reasons["changed"],
     )
     assert re.match(
-        r"golden/cut\.cpu\.json:\d+: not valid JSON .*; restore it from version control", reasons["cut"]
+        r"golden/cut\.cpu\.json:\d+: not valid JSON, or .*; restore it from version control", reasons["cut"]
     )
     assert "another golden than golden/wrong.cpu.json: 0/loss/total is off by 0.001" in reasons["wrong"]
     assert "if the change is meant, refresh it with `moeverify golden cases/wrong.yaml`" in reasons["wrong"]

@@ -190,7 +190,7 @@ def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], ledger: 
         description=_read_description(tree, own),
         file=str(path),
         recipe=recipe,
-        layout=_read_files(_build_optional(Layout, "layout", tree, own), path.parent, own),
+        layout=_read_files(_build_optional(Layout, "layout", tree, own), path.parent, own, tree),
         checks=_build_optional(Checks, "checks", tree, own),
         checkpoint=_build_optional(Checkpoint, "checkpoint", tree, own),
     )
@@ -208,18 +208,24 @@ def _build_optional(section: type[S], name: str, tree: Entry, ledger: Ledger) ->
     return build_section(section, tree.fields[name], name, ledger) if name in tree.fields else section()
 
 
-def _read_files(layout: Layout, folder: Path, ledger: Ledger) -> Layout:
+def _read_files(layout: Layout, folder: Path, ledger: Ledger, tree: Entry) -> Layout:
     """Return the layout with placement matrices in place of the names of placement files."""
     exchange = {
-        after: _read_file(given, folder, f"layout.exchange.{after}", ledger)
+        after: _read_file(given, folder, f"layout.exchange.{after}", ledger, tree)
         for after, given in layout.exchange.items()
     }
-    placement = _read_file(layout.placement, folder, "layout.placement", ledger)
+    placement = _read_file(layout.placement, folder, "layout.placement", ledger, tree)
     return layout.model_copy(update={"placement": placement, "exchange": exchange})
 
 
-def _read_file(given: Any, folder: Path, path: str, ledger: Ledger) -> Any:
+def _read_file(given: Any, folder: Path, path: str, ledger: Ledger, tree: Entry) -> Any:
     if not isinstance(given, str) or not given.endswith(FILE_ENDINGS):
+        return given
+    if not (folder / given).exists():
+        place = tree.locate(path.split("."))
+        message = f"there is no file {folder / given}"
+        ledger.report(Problem(message, place.file, place.line, path, "paths are relative to the case file"))
+        ledger.broken.add(path)
         return given
     try:
         placement = read_placement(folder / given)

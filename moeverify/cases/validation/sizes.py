@@ -40,4 +40,14 @@ def size_of_run(case: Case) -> Iterator[Problem]:
         )
 
 
-SIZE_RULES = (size_of_model, size_of_run)
+@reading("checkpoint.after", "recipe.steps")
+def step_of_save(case: Case) -> Iterator[Problem]:
+    """Reject a save after more steps than there are."""
+    after, steps = case.checkpoint.after, case.recipe.steps
+    if after > steps:
+        yield blame(
+            "checkpoint.after", f"after {after} is above the {steps} steps of the recipe", "write fewer"
+        )
+
+
+SIZE_RULES = (size_of_model, size_of_run, step_of_save)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from moeverify.checksum import seal
 from moeverify.errors import FormatError
-from moeverify.input_file import parse_json, read_input, read_problem
+from moeverify.json_file import JsonFile
 from moeverify.report.files import write_atomically
-from moeverify.report.numbers import format_count
 from moeverify.report.words.run import word_run
 from moeverify.results.run import SCHEMA_VERSION, RunResult
 
 RUN_FILE = "result.json"
+_SEALED_SINCE = 3  # files of older versions have no checksum
 
 
 def format_json(run: RunResult) -> str:
     """Return the run, including its words, as indented JSON.
 
-    Non-finite numbers are the strings "NaN", "Infinity" and "-Infinity".
+    Non-finite numbers are the strings "NaN", "Infinity" and "-Infinity". The last key is a checksum.
     """
-    return word_run(run).model_dump_json(indent=2) + "\n"
+    return seal(word_run(run).model_dump_json(indent=2))
 
 
 def write(run: RunResult, path: Path) -> None:
@@ -46,40 +44,29 @@ def read_run(path: Path) -> RunResult:
     file = find_run_file(path)
     if path.is_dir() and not file.exists():
         raise FormatError(f"{path} holds no {RUN_FILE}; name a folder that `moeverify run --out` made")
-    try:
-        content = parse_json(read_input(file).decode("utf-8"))
-    except FileNotFoundError:
-        raise FormatError(
-            f"{file} does not exist; `moeverify run CASE --out DIR` makes a run folder"
-        ) from None
-    except OSError as error:
-        raise FormatError(f"{file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{file} is not text; name what `moeverify run --json` wrote") from error
-    except json.JSONDecodeError as error:
-        what = "empty" if not error.doc.strip() else "not JSON, or was cut off"
-        place = f"line {error.lineno} column {error.colno}"
-        raise FormatError(f"{file} is {what} ({place}: {error.msg}); run the cases again") from error
-    _check_version(content, file)
-    try:
-        # Findings of version 1 contain words without data, which all reports can handle.
-        return RunResult.model_validate({**content, "schema_version": SCHEMA_VERSION})
-    except ValidationError as error:
-        wrong = f"{format_count(error.error_count(), 'wrong field')}, first {': '.join(read_problem(error))}"
-        raise FormatError(f"{file} does not hold a run ({wrong}); run the cases again") from error
+    remedy = "run the cases again, or name what `moeverify run` wrote by --out or --json"
+    document = JsonFile.read(file, remedy)
+    version = _check_version(document)
+    if version >= _SEALED_SINCE:
+        document.require_seal()
+    # Findings of version 1 contain words without data, which all reports can handle.
+    return document.build(RunResult, schema_version=SCHEMA_VERSION)
 
 
-def _check_version(content: object, file: Path) -> None:
-    """Raise FormatError unless the content is a run of a supported version."""
+def _check_version(document: JsonFile) -> int:
+    """Return the version of a run.
+
+    Raises: FormatError unless the content is a run of a supported version.
+    """
+    content = document.content
     if not isinstance(content, dict) or "schema_version" not in content:
-        raise FormatError(f"{file} is JSON but no run of moeverify; name what `moeverify run --json` wrote")
+        document.refuse("it is JSON but no run of moeverify")
     version = content["schema_version"]
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise FormatError(
-            f"{file} has the schema version {version!r}, which no moeverify wrote; run the cases again"
-        )
+        document.refuse(f"version {version!r}, which no moeverify wrote", "schema_version")
     if version > SCHEMA_VERSION:
-        raise FormatError(
-            f"{file} has schema version {version}, this moeverify reads 1 to {SCHEMA_VERSION}; "
-            "upgrade moeverify, or run the cases again with this one"
+        document.refuse(
+            f"version {version}, this moeverify reads 1 to {SCHEMA_VERSION}; upgrade moeverify",
+            "schema_version",
         )
+    return version

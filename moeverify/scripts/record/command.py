@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from moeverify.checksum import Damaged, open_line
 from moeverify.errors import CaseError, Problem
 from moeverify.scripts.record.lines import LINES, End
 from moeverify.scripts.record.settings import RANK_FILE
@@ -62,8 +63,8 @@ def count_steps(folder: Path) -> dict[int, int | None]:
     for path in folder.glob(RANK_FILE.format(rank="*")):
         last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
         try:
-            line = LINES.validate_json(last)
-        except ValidationError:
+            line = LINES.validate_json(open_line(last))
+        except (Damaged, ValidationError):
             line = None
         found[int(path.stem.removeprefix("rank"))] = line.num_steps if isinstance(line, End) else None
     return found

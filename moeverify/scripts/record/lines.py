@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from moeverify.results.record import Record
+from moeverify.results.record import NumRanks, Rank, Record
 from moeverify.train.calls.call import Call
 
-VERSION = 1
+VERSION = 2  # since 2, each line has a checksum (`moeverify.checksum.seal_line`)
 
 
 class Header(Record):
@@ -21,8 +21,8 @@ class Header(Record):
 
     line: Literal["header"] = "header"
     version: int = VERSION
-    rank: int
-    world_size: int
+    rank: Rank
+    world_size: NumRanks
     host: str = ""
     pid: int = 0
     script: str = ""

@@ -6,25 +6,28 @@ import gzip
 import hashlib
 import math
 import mmap
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
+from moeverify.checksum import checksum_file
 from moeverify.errors import FormatError
 from moeverify.explain.operator_lists import Listed, list_operators
 from moeverify.explain.record import Recorder
-from moeverify.input_file import open_input, read_problem
+from moeverify.input_file import open_input
+from moeverify.json_file import JsonFile
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.report.files import write_atomically
-from moeverify.report.operator_file import check_list, read_content
+from moeverify.report.numbers import format_range
+from moeverify.report.operator_file import check_list
 from moeverify.results.operator_table import OperatorList
-from moeverify.results.record import Record
+from moeverify.results.record import NumRanks, Rank, Record
 
-VERSION = 1
+VERSION = 2
 LIST_FILE = "rank{rank}.operators.json.gz"
 VALUES_FILE = "rank{rank}.operators.bin"
 _AGAIN = "record it with `moeverify watch --operators STEP`"
@@ -34,13 +37,14 @@ class RankOperators(Record):
     """The operators of a step on one rank.
 
     `taken` is the field of `Listed`. `offsets` has, for each operator, the offset of each result's values
-    in the values file, or None if they are not stored. Units: bytes.
+    in the values file, or None if they are not stored. Units: bytes. `checksum` is that of the values file.
     """
 
     version: int
-    rank: int
-    world_size: int
+    rank: Rank
+    world_size: NumRanks
     step: int
+    checksum: int
     operators: OperatorList
     taken: tuple[tuple[tuple[int, int], ...], ...]
     offsets: tuple[tuple[int | None, ...], ...]
@@ -114,6 +118,7 @@ def _write(listed: Listed, step: StepOperators, folder: Path, rank: int, world_s
             offsets.append(tuple(found))
     kept = RankOperators(
         version=VERSION,
+        checksum=checksum_file(folder / VALUES_FILE.format(rank=rank)),
         rank=rank,
         world_size=world_size,
         step=step.step,
@@ -142,7 +147,7 @@ def read_operators(folder: Path) -> tuple[int, list[Listed]]:
         raise FormatError(f"{folder} has no operators", _AGAIN)
     missing = sorted(set(range(found[0].world_size)) - {each.rank for each in found})
     if missing:
-        ranks = ", ".join(map(str, missing))
+        ranks = format_range(missing)
         raise FormatError(
             f"{folder} lacks the operators of the ranks {ranks} of {found[0].world_size}", _AGAIN
         )
@@ -153,13 +158,10 @@ def read_operators(folder: Path) -> tuple[int, list[Listed]]:
 
 
 def _read(path: Path) -> RankOperators:
-    content = read_content(path, _AGAIN)
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise FormatError(f"{path}: version: this moeverify reads {VERSION}", _AGAIN)
-    try:
-        kept = RankOperators.model_validate(content)
-    except ValidationError as error:
-        raise FormatError(": ".join((str(path), *read_problem(error))), _AGAIN) from error
+    file = JsonFile.read(path, _AGAIN)
+    if file.get_object().get("version") != VERSION:
+        file.refuse(f"this moeverify reads {VERSION}", "version")
+    kept = file.build(RankOperators)
     sizes = [len(op.results) for op in kept.operators.operators]
     problem = check_list("operators", kept.operators)
     if [len(each) for each in kept.offsets] != sizes:
@@ -177,6 +179,8 @@ def _load(folder: Path, kept: RankOperators) -> Listed:
     """Return the operators of a rank with their values."""
     path = folder / VALUES_FILE.format(rank=kept.rank)
     values = _map(path)
+    if values is not None and zlib.crc32(values) != kept.checksum:
+        raise FormatError(f"{path}: damaged: its checksum is not that of the list", _AGAIN)
     data: list[Sequence[Tensor | None]] = []
     for place, (op, offsets) in enumerate(zip(kept.operators.operators, kept.offsets, strict=True)):
         found: list[Tensor | None] = []

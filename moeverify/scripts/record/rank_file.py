@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moeverify.checksum import seal_line
 from moeverify.results.record import Record
 from moeverify.scripts.record.settings import DATA_FILE, RANK_FILE
 
@@ -31,7 +32,7 @@ class RankFile:
         Raises: OSError when writing fails.
         """
         self._data.flush()
-        self._lines.write(line.model_dump_json(exclude_defaults=False).encode() + b"\n")
+        self._lines.write(seal_line(line.model_dump_json(exclude_defaults=False).encode()) + b"\n")
         self._lines.flush()
 
     def keep(self, local: Tensor) -> int:

@@ -8,20 +8,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from moeverify.errors import FormatError
-from moeverify.input_file import open_input, read_input
+from moeverify.input_file import open_input
+from moeverify.json_file import name_path, read_lines, read_problem
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.region import Region
+from moeverify.report.numbers import format_range
 from moeverify.scripts.record.lines import (
     LINES,
     VERSION,
     End,
     Header,
+    Line,
     Note,
     Options,
     Output,
@@ -36,7 +40,7 @@ from moeverify.train.calls.call import Call
 from moeverify.verification.compare.difference import fingerprint_bits
 
 Key = tuple[int, str, str]  # step, kind, name
-_MOST_BYTES = 1 << 32  # of the lines; tensors have their own file
+_AGAIN = "record it again"
 
 
 @dataclass
@@ -101,7 +105,7 @@ class RankRecord:
     def _explain_damage(self, line: Values | Output, what: str) -> FormatError:
         file = self.folder / DATA_FILE.format(rank=self.rank)
         kind = line.kind if isinstance(line, Values) else line.line
-        return FormatError(f"{file}: damaged at {kind} {line.name}: {what}", "record it again")
+        return FormatError(f"{file}: damaged at {kind} {line.name}: {what}", _AGAIN)
 
 
 @dataclass
@@ -132,7 +136,7 @@ class RecordedRun:
         missing = sorted(set(range(world_size)) - {rank.rank for rank in ranks})
         if missing:
             raise FormatError(
-                f"{folder} lacks the ranks {', '.join(map(str, missing))} of {world_size}",
+                f"{folder} lacks the ranks {format_range(missing)} of {world_size}",
                 "on several nodes, give --out a folder that all of them share",
             )
         return cls(folder, ranks)
@@ -204,33 +208,36 @@ class RecordedRun:
 def _read_rank(path: Path) -> RankRecord | None:
     """Return the record of a rank, or None for an empty file."""
     record: RankRecord | None = None
-    try:
-        lines = read_input(path, _MOST_BYTES).split(b"\n")
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}", "record it again") from error
-    for number, text in enumerate(lines[:-1], 1):  # the last line is empty or incomplete
-        try:
-            line = LINES.validate_json(text)
-        except ValidationError as error:
-            problem = error.errors()[0]
+    for number, content in read_lines(path, _AGAIN):
+        if record is None and isinstance(content, dict) and content.get("version", VERSION) != VERSION:
             raise FormatError(
-                f"{path}:{number} is no line of a recorded run ({problem['msg']})", "record it again"
-            ) from error
+                f"{path} has version {content['version']}, this moeverify reads {VERSION}", _AGAIN
+            )
+        line = _build_line(path, number, content)
         if isinstance(line, Header):
-            if line.version != VERSION:
-                raise FormatError(
-                    f"{path} has version {line.version}, this moeverify reads {VERSION}", "record it again"
-                )
             record = RankRecord(line, path.parent, _map(path.parent / DATA_FILE.format(rank=line.rank)))
         elif record is None:
-            raise FormatError(f"{path} has no header", "record it again")
+            raise FormatError(f"{path} has no header", _AGAIN)
         else:
-            if isinstance(line, Values | Output) and (wrong := _find_problem(line)):
-                raise FormatError(
-                    f"{path}:{number} is no line of a recorded run ({wrong})", "record it again"
-                )
             _add(record, line)
     return record
+
+
+def _build_line(path: Path, number: int, content: Any) -> Line:
+    """Return a line of a recorded run.
+
+    Raises: FormatError if it is none, or has an impossible value.
+    """
+    try:
+        line = LINES.validate_python(content)
+    except ValidationError as error:
+        where, message = read_problem(error)
+        wrong = f"{name_path(where)}: {message}"
+    else:
+        wrong = _find_problem(line) if isinstance(line, Values | Output) else ""
+        if not wrong:
+            return line
+    raise FormatError(f"{path}:{number}: no line of a recorded run ({wrong})", _AGAIN)
 
 
 def _find_problem(line: Values | Output) -> str:
@@ -239,6 +246,8 @@ def _find_problem(line: Values | Output) -> str:
         return f"dtype: {line.dtype!r} is none of torch"
     if line.offset is not None and line.offset < 0:
         return f"offset: {line.offset}"
+    if isinstance(line, Values) and line.offset is None and not line.is_absent and not line.sketch:
+        return "offset: the line has neither values nor a sketch"
     if isinstance(line, Output) and (line.stride < 1 or len(line.where.dims) < 2):
         return f"stride: {line.stride}" if line.stride < 1 else "where.dims: fewer than 2"
     return _find_problem_of_region(line.where)

@@ -18,7 +18,8 @@ from typing import Any
 
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
-from moeverify.input_file import parse_json, read_input
+from moeverify.input_file import is_file_name
+from moeverify.json_file import JsonFile
 from moeverify.tools.checkpoint.hyperrect import Hyperrect
 
 MANIFEST = "checkpoint.json"
@@ -100,20 +101,14 @@ def read_manifest(folder: Path) -> Manifest:
     Raises: FormatError when the folder is no complete checkpoint of this version.
     """
     path = folder / MANIFEST
-    try:
-        content = parse_json(read_input(path).decode("utf-8"))
-    except FileNotFoundError:
-        raise FormatError(_explain_absence(folder)) from None
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is no manifest of a checkpoint, or was cut off: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise FormatError(f"{path} is JSON but no manifest of a moeverify checkpoint")
+    if not path.exists():
+        raise FormatError(_explain_absence(folder))
+    file = JsonFile.read(path, "save the state again", finite=False)
+    content = file.get_object()
+    if content.get("format") != FORMAT:
+        file.refuse("it is JSON but no manifest of a moeverify checkpoint")
     if content.get("version") != VERSION:
-        raise FormatError(
-            f"{path} has version {content.get('version')!r}, this moeverify reads {VERSION}; save the state again"
-        )
+        file.refuse(f"{content.get('version')!r}, this moeverify reads {VERSION}", "version")
     digest = content.pop("digest", None)
     if digest != _digest(content):
         raise FormatError(f"{path} is damaged: its digest does not fit its content")
@@ -137,7 +132,7 @@ def _explain_absence(folder: Path) -> str:
 def _parse(content: Mapping[str, Any]) -> Manifest:
     files = {name: StoredFile(**fields) for name, fields in content["files"].items()}
     for name in files:
-        if Path(name).name != name:
+        if not is_file_name(name):
             raise ValueError(f"file `{name}` lies outside of the checkpoint")
     tensors = {}
     for key, fields in content["tensors"].items():

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from moeverify.errors import CaseError, Problem
 
+MOST_RANKS = 1 << 20
+"""Far above every job."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -19,8 +22,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.num_ranks < 1:
-            problems.append(Problem(f"expected at least 1 rank, got {self.num_ranks}", path="ranks"))
+        if not 1 <= self.num_ranks <= MOST_RANKS:
+            message = f"expected 1 to {MOST_RANKS} ranks, got {self.num_ranks}"
+            problems.append(Problem(message, path="ranks"))
         if self.num_nodes < 1:
             problems.append(Problem(f"expected at least 1 node, got {self.num_nodes}", path="nodes"))
         if not problems and self.num_ranks % self.num_nodes:

@@ -5,6 +5,7 @@ Notation: L MoE layers, E experts, R ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from moeverify.errors import CaseError, Problem
 
 Matrix = tuple[tuple[int, ...], ...]
 """The experts in the slots of each rank. `((0, 3), (1, 2))` puts experts 0 and 3 on rank 0."""
+
+MOST_EXPERTS = 1 << 20
+"""Far above every model. Loops over the experts of a file must end."""
 
 _MOST_LISTED = 8  # experts or ranks that a message lists individually
 
@@ -35,6 +39,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         problems = list(_check_layers(self.layers, len(self.matrices)))
+        if not 0 < self.num_experts <= MOST_EXPERTS:
+            message = f"expected 1 to {MOST_EXPERTS} experts, got {self.num_experts}"
+            raise CaseError([*problems, Problem(message, path="num_experts")])
         for name, matrix in self._name_matrices():
             problems += check_matrix(matrix, self.num_experts, path=name)
         sizes = {len(matrix) for matrix in self.matrices}
@@ -119,7 +126,7 @@ def check_matrix(matrix: Sequence[Sequence[int]], num_experts: int, *, path: str
                 path=where,
                 remedy=f"experts are numbered 0 to {num_experts - 1}",
             )
-        twice = sorted({expert for expert in row if row.count(expert) > 1})
+        twice = sorted(expert for expert, number in Counter(row).items() if number > 1)
         if twice:
             yield Problem(
                 f"rank {rank} holds {_name_experts(twice)} more than once",

@@ -10,15 +10,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
+from moeverify.cases.document import Limits, parse_text, read_text
+from moeverify.cases.entry import Entry
 from moeverify.errors import CaseError, Problem
-from moeverify.input_file import read_input
-from moeverify.tools.placement.placement import Matrix, Placement
+from moeverify.json_file import find_line, parse_json
+from moeverify.tools.placement.placement import MOST_EXPERTS, Matrix, Placement
 
 FILE_ENDINGS = (".yaml", ".yml", ".json")
 
@@ -26,6 +30,8 @@ _FIELDS = ("num_experts", "matrix", "layers")
 _REMEDY = (
     "write `matrix: [[0, 3], [1, 2]]`, a row for each rank, or `layers:` with a matrix for each MoE layer"
 )
+# In YAML; of JSON, only the bytes count.
+_OF_PLACEMENTS = Limits(1 << 24, 100_000, "write it as JSON")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -34,23 +40,17 @@ def read_placement(path: Path) -> Placement:
 
     Raises: CaseError with all problems, each with its line.
     """
-    try:
-        text = read_input(path).decode("utf-8")
-    except FileNotFoundError:
-        raise CaseError([Problem("there is no such file", str(path), remedy=_REMEDY)]) from None
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CaseError([Problem(f"this file cannot be read: {reason}", str(path))]) from None
-    except UnicodeDecodeError:
-        raise CaseError(
-            [Problem("this file is not UTF-8 text", str(path), remedy="save it as UTF-8")]
-        ) from None
-    content = _parse(text, path)
+    problems: list[Problem] = []
+    text = read_text(path, problems.append, _OF_PLACEMENTS.num_bytes)
+    if text is None:
+        raise CaseError([replace(problem, remedy=problem.remedy or _REMEDY) for problem in problems])
+    content, locate = _parse(text, str(path))
     try:
         return _build(content)
     except CaseError as error:
-        document = content if hasattr(content, "lc") else _parse_yaml(text, path)
-        raise CaseError([_locate(problem, document, str(path)) for problem in error.problems]) from None
+        raise CaseError(
+            [replace(each, file=str(path), line=locate(each.path)) for each in error.problems]
+        ) from None
 
 
 def format_placement(placement: Placement) -> str:
@@ -84,38 +84,30 @@ def _format_rows(matrix: Matrix) -> Iterator[str]:
     return (f"- [{', '.join(map(str, row))}]" for row in matrix)
 
 
-def _parse(text: str, path: Path) -> Any:
+def _parse(text: str, file: str) -> tuple[Any, Callable[[str], int | None]]:
+    """Return the content of a file, and a function from a dotted path to its line.
+
+    Raises: CaseError if it is neither JSON nor YAML, or too large.
+    """
     if text.lstrip()[:1] in ("{", "["):
-        try:
-            # A hundred times faster than YAML. Text that is not JSON may still be YAML in flow style.
-            return json.loads(text, object_pairs_hook=_reject_twice)
-        except (ValueError, RecursionError):
-            pass
-    return _parse_yaml(text, path)
+        # A hundred times faster than YAML. Text that is not JSON may still be YAML in flow style.
+        with suppress(JSONDecodeError):
+            content = parse_json(text)
+            return content, lambda path: find_line(text, _read_path(path, content))
+    problems: list[Problem] = []
+    tree = parse_text(text, file, problems.append, limits=_OF_PLACEMENTS)
+    if tree is None or problems:
+        raise CaseError([replace(problem, remedy=problem.remedy or _REMEDY) for problem in problems])
+    if isinstance(tree.content, list):
+        named = Entry({"matrix": tree}, tree.place)
+        return tree.plain(), lambda path: named.locate(path.split(".")).line
+    return tree.plain(), lambda path: tree.locate(path.split(".")).line
 
 
-def _reject_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a mapping of JSON pairs; raise ValueError for a duplicate key, which would hide a value."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key is there twice")
-    return content
-
-
-def _parse_yaml(text: str, path: Path) -> Any:
-    """Return the content of YAML text, with line numbers at its lists and mappings."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
-    try:
-        return YAML(typ="rt", pure=True).load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark is not None else None
-        message = f"this is not valid YAML: {error.problem or error.context}"
-        raise CaseError([Problem(message, str(path), line, remedy=_REMEDY)]) from None
-    except YAMLError as error:
-        raise CaseError([Problem(f"this is not valid YAML: {error}", str(path), remedy=_REMEDY)]) from None
+def _read_path(path: str, content: Any) -> list[str | int]:
+    """Return the steps of a dotted path, such as `layers.1[3]`; a file with only a matrix has no names."""
+    steps = [int(index) if index else name for name, index in _STEP.findall(path)]
+    return steps[1:] if isinstance(content, list) else steps
 
 
 def _build(content: Any) -> Placement:
@@ -145,8 +137,9 @@ def _build(content: Any) -> Placement:
     if num_experts is None:
         # Handwritten files may omit it: every expert is on some rank and so appears in a matrix.
         num_experts = max((e for matrix in matrices for row in matrix for e in row), default=0) + 1
-    elif not _is_count(num_experts) or num_experts < 1:
-        problems.append(Problem(f"expected a number of experts, got {num_experts!r}", path="num_experts"))
+    elif not _is_count(num_experts):
+        message = f"expected a number of experts, got {num_experts!r:.60}"
+        problems.append(Problem(message, path="num_experts"))
     if problems:
         raise CaseError(problems)
     return Placement(int(num_experts), tuple(matrices), tuple(layers))
@@ -154,7 +147,7 @@ def _build(content: Any) -> Placement:
 
 def _read_layers(named: dict[Any, Any], problems: list[Problem]) -> Iterator[int]:
     for name in named:
-        if str(name).isdecimal():
+        if re.fullmatch(r"\d{1,6}", str(name)):
             yield int(name)
         else:
             problems.append(
@@ -172,11 +165,13 @@ def _read_matrix(content: Any, path: str, problems: list[Problem]) -> Matrix:
     rows = []
     for rank, row in enumerate(content):
         if not isinstance(row, list):
-            message = f"expected the experts of rank {rank}, got {row!r}"
+            message = f"expected the experts of rank {rank}, got {row!r:.60}"
             problems.append(Problem(message, path=f"{path}[{rank}]", remedy="write a list: [0, 3]"))
             continue
         problems += [
-            Problem(f"expected an expert, got {each!r}", path=f"{path}[{rank}]", remedy="write whole numbers")
+            Problem(
+                f"expected an expert, got {each!r:.60}", path=f"{path}[{rank}]", remedy="write whole numbers"
+            )
             for each in row
             if not _is_count(each)
         ]
@@ -185,28 +180,4 @@ def _read_matrix(content: Any, path: str, problems: list[Problem]) -> Matrix:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _locate(problem: Problem, document: Any, file: str) -> Problem:
-    """Return a problem with its file, and the line of its path."""
-    line: int | None = None
-    content = document
-    if isinstance(document, list) and problem.path.startswith("matrix"):
-        content = {"matrix": document}  # the short form: only a matrix
-        line = 1
-    for name, index in _STEP.findall(problem.path):
-        try:
-            key = int(index) if index else _find_key(content, name)
-            place = getattr(content, "lc", None)
-            if place is not None:
-                line = (place.item(key) if index else place.key(key))[0] + 1
-            content = content[key]
-        except (KeyError, IndexError, TypeError):
-            break
-    return Problem(problem.message, file, line, problem.path, problem.remedy)
-
-
-def _find_key(content: Any, name: str) -> Any:
-    """Return the key that a path calls `name`; layers may be numbers."""
-    return next(key for key in [*content, name] if str(key) == name)
+    return isinstance(value, int) and not isinstance(value, bool) and value <= MOST_EXPERTS

@@ -28,6 +28,9 @@ from moeverify.tools.placement.placement_file import placement_to_dict
 from moeverify.tools.placement.relabel import move_to_current
 from moeverify.tools.placement.sharing import FloatArray, measure_traffic, share_load
 
+MOST_CHOICES = 1 << 24
+"""Of a layer, an expert and a rank: 58 layers of 256 experts on 1024 ranks. More need gigabytes and minutes."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -172,7 +175,14 @@ def _check(
     trace: LoadTrace, cluster: Cluster, num_slots: int, max_moves: int | None, file: str
 ) -> Iterator[Problem]:
     """Yield inconsistencies of trace, cluster and limits."""
-    num_experts = trace.header.num_experts
+    num_layers, num_experts = len(trace.header.layers), trace.header.num_experts
+    if num_layers * num_experts * cluster.num_ranks > MOST_CHOICES:
+        yield Problem(
+            f"{num_layers} layers, {num_experts} experts and {cluster.num_ranks} ranks are more than "
+            f"{MOST_CHOICES} choices",
+            path="ranks",
+            remedy="place on fewer ranks, or split the layers of the trace",
+        )
     least = -(-num_experts // cluster.num_ranks)
     if num_slots < least:
         yield Problem(

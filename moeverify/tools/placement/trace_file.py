@@ -1,6 +1,6 @@
 """The file of a load trace: appended during a run, and readable after a crash.
 
-The file starts with one line of JSON: `TraceHeader` and the format version. Each step is one record. Its
+The file starts with one sealed line of JSON: `TraceHeader` and the format version. Each step is one record. Its
 28-byte head has the magic, bytes per integer, step, body length, CRC-32 of the body and CRC-32 of the head.
 Its body is zlib-compressed unsigned little-endian integers (L, E, R).
 
@@ -13,6 +13,7 @@ Arrays saved by numpy (`.npy`) are read as well: (L, E), (T, L, E) or (T, L, E, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import tokenize
@@ -25,16 +26,23 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from moeverify.checksum import open_line, seal_line
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.input_file import open_input
+from moeverify.json_file import parse_json
 from moeverify.tools.placement.load_trace import LoadTrace, TraceHeader
 
 _FORMAT = "moeverify load trace"
-_VERSION = 1
+_VERSION = 2
+"""The header of a trace of version 1 has no checksum; such a trace is read and continued too."""
+
 _MAGIC = b"step"
 _HEAD = struct.Struct("<4sIQII")  # magic, bytes per integer, step, length of the body, CRC-32 of the body
 _HEAD_SUM = struct.Struct("<I")  # a damaged length must not look like a record cut short by a crash
 _LONGEST_HEADER = 1 << 20
+_MOST_BYTES = 1 << 32  # in memory, as float64
+_MOST_COPIES = 1e15  # token copies of one expert in one step; sums of them are exact
+_ITEM_BYTES = (1, 2, 4, 8)
 _NUMPY_MAGIC = b"\x93NUMPY"
 _REMEDY = (
     "write one with TraceWriter, or save an array of token copies (steps, layers, experts) with numpy.save"
@@ -168,32 +176,53 @@ def _read_records(file: BinaryIO, path: Path, last: int | None) -> LoadTrace:
     lost = path.stat().st_size - end
     steps = sorted(records)[-last:] if last is not None else sorted(records)
     widest = max(records[step].item_bytes for step in steps)
+    _check_size((len(steps), *header.shape), widest, path)
     copies = np.empty((len(steps), *header.shape), dtype=f"<u{widest}")
     for position, step in enumerate(steps):
         copies[position] = _read_body(file, records[step], header, path)
     return LoadTrace(header, tuple(steps), copies, lost)
 
 
+def _check_size(shape: tuple[int, ...], item_bytes: int, path: Path) -> None:
+    """Check that an array fits into memory.
+
+    Raises: CaseError.
+    """
+    num_bytes = math.prod(shape) * max(item_bytes, 8)
+    if num_bytes > _MOST_BYTES:
+        gigabytes = f"{num_bytes / 1e9:.3g} GB, and at most {_MOST_BYTES / 1e9:.3g} are read"
+        message = f"an array of shape {shape} takes {gigabytes}"
+        raise CaseError([Problem(message, str(path), remedy="use --last for fewer steps")])
+
+
 def _encode_header(header: TraceHeader) -> bytes:
-    return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(header)}).encode() + b"\n"
+    text = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(header)})
+    return seal_line(text.encode()) + b"\n"
 
 
 def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
     """Return the header and leave the file at its first record."""
     line = file.readline(_LONGEST_HEADER)
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
+        content = parse_json(line)
+    except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise FormatError(f"{path}: this is no load trace; {_REMEDY}")
-    if content.get("version") != _VERSION:
+    if content.get("version") not in (1, _VERSION):
         raise FormatError(
             f"{path}: this trace has version {content.get('version')}, expected {_VERSION}; record it again"
         )
     try:
+        if content["version"] == _VERSION or "crc" in content:
+            open_line(line.removesuffix(b"\n"))
         values = {each.name: content[each.name] for each in fields(TraceHeader)}
-        return TraceHeader(**{**values, "layers": tuple(values["layers"])})
+        layers, model = tuple(values.pop("layers")), values.pop("model")
+        if not isinstance(model, str) or any(
+            type(number) is not int for number in (*layers, *values.values())
+        ):
+            raise TypeError("expected whole numbers, and the name of a model")
+        return TraceHeader(layers=layers, model=model, **values)
     except (KeyError, TypeError, ValueError, CaseError) as error:
         raise FormatError(f"{path}:1: the header of this trace is damaged: {error}") from None
 
@@ -209,7 +238,8 @@ def _find_records(file: BinaryIO, path: Path) -> Iterator[_Record]:
         file.seek(start)
         head = file.read(_HEAD.size)
         magic, item_bytes, step, length, checksum = _HEAD.unpack(head)
-        if magic != _MAGIC or _HEAD_SUM.pack(zlib.crc32(head)) != file.read(_HEAD_SUM.size):
+        is_head = magic == _MAGIC and item_bytes in _ITEM_BYTES
+        if not is_head or _HEAD_SUM.pack(zlib.crc32(head)) != file.read(_HEAD_SUM.size):
             file.seek(start)
             if file.read().strip(b"\0"):
                 raise FormatError(f"{path}: this trace is damaged at byte {start}; record it again")
@@ -232,7 +262,9 @@ def _read_body(
 ) -> npt.NDArray[np.unsignedinteger]:
     file.seek(record.start)
     try:
-        raw = zlib.decompress(file.read(record.length))
+        num_bytes = math.prod(header.shape) * record.item_bytes
+        # Bounded: a few bytes may decompress to gigabytes.
+        raw = zlib.decompressobj().decompress(file.read(record.length), num_bytes + 1)
         return np.frombuffer(raw, dtype=f"<u{record.item_bytes}").reshape(header.shape)
     except (zlib.error, ValueError, TypeError) as error:
         raise FormatError(f"{path}: step {record.step} of this trace is damaged: {error}") from None
@@ -242,7 +274,9 @@ def _read_array(path: Path) -> LoadTrace:
     """Return the trace in an array saved by numpy."""
     try:
         # Mapped: a damaged shape is checked against the file size before memory is allocated.
-        array = np.array(np.load(path, mmap_mode="r", allow_pickle=False))
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        _check_size(array.shape, array.dtype.itemsize, path)
+        array = np.array(array)
     except (ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError) as error:
         raise FormatError(f"{path}: this array cannot be read: {error}") from None
     if array.ndim == 2:
@@ -260,8 +294,8 @@ def _read_array(path: Path) -> LoadTrace:
         )
     if array.dtype.kind not in "uif":
         problems.append(Problem(f"expected numbers of tokens, got dtype {array.dtype}", str(path)))
-    elif not np.isfinite(array).all() or (array < 0).any():
-        problems.append(Problem("numbers of tokens must be finite and not negative", str(path)))
+    elif array.size and not (array.min() >= 0 and array.max() <= _MOST_COPIES):  # NaN is neither
+        problems.append(Problem(f"numbers of tokens must be from 0 to {_MOST_COPIES:.0e}", str(path)))
     if problems:
         raise CaseError(problems)
     num_steps, num_layers, num_experts, num_sources = array.shape

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
-
 from moeverify.cases.schema import ReferenceModel
 from moeverify.cases.size import describe_excess
 from moeverify.errors import FormatError
-from moeverify.input_file import parse_json, read_input, read_problem
+from moeverify.json_file import JsonFile
 from moeverify.tools.weights.families import Config, Family, find_family, read_config, write_config
 from moeverify.tools.weights.safetensors_index import INDEX, SINGLE
 
@@ -24,6 +22,7 @@ CONFIG = "config.json"
 MODEL = "model.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 _FORMAT = "moeverify weights 1"
+_REMEDY = "take it from the model's publisher again, or give a preset"
 
 
 @dataclass(frozen=True)
@@ -113,26 +112,15 @@ def describe_preset(fields: Mapping[str, Any]) -> Description:
 
 
 def _read_model(path: Path) -> ReferenceModel:
-    content = _read_json(path)
+    file = JsonFile.read(path, _REMEDY)
+    content = file.get_object()
     if content.get("format") != _FORMAT:
-        raise FormatError(f"{path}: format is {content.get('format')!r}, and this is {_FORMAT!r}")
-    try:
-        return ReferenceModel.model_validate_json(json.dumps(content.get("model")))
-    except ValidationError as error:
-        field, message = read_problem(error)
-        raise FormatError(f"{path}: model.{field}: {message}") from None
+        file.refuse(f"{content.get('format')!r}, and this is {_FORMAT!r}", "format")
+    return file.build(ReferenceModel, "model")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(read_input(path))
-    except OSError as error:
-        raise FormatError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise FormatError(f"{path}: it is no JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"{path}: it holds no JSON object")
-    return content
+    return JsonFile.read(path, _REMEDY).get_object()
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

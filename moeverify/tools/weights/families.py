@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from moeverify.cases.schema import ReferenceModel
 from moeverify.errors import FormatError
-from moeverify.input_file import read_problem
+from moeverify.json_file import name_path, read_problem
 from moeverify.tools.weights import names
 from moeverify.tools.weights.names import Names
 from moeverify.tools.weights.rotary import read_rotary, write_rotary
@@ -250,8 +250,9 @@ def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:
     try:
         return family, ReferenceModel.model_validate(_nest(flat))
     except ValidationError as error:
-        field, message = read_problem(error)
-        raise FormatError(f"{file}: {family.fields.get(field, field)}: {message}") from None
+        where, message = read_problem(error)
+        path = name_path(where)
+        raise FormatError(f"{file}: {family.fields.get(path, path)}: {message}") from None
 
 
 def _find(config: Config, key: str, family: Family, file: str) -> Any:

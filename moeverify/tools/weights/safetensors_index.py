@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError, join_problems
-from moeverify.input_file import open_input, parse_json, read_input
+from moeverify.input_file import is_file_name, open_input
+from moeverify.json_file import JsonFile
 from moeverify.tools.weights.tensor_mapping import Shape, TensorMapping, choose_stored
 
 SINGLE = "model.safetensors"
@@ -80,17 +81,17 @@ def _list_files(folder: Path) -> dict[Path, list[str] | None]:
         if not (folder / SINGLE).exists():
             raise FormatError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
         return {folder / SINGLE: None}
-    try:
-        weight_map = parse_json(read_input(index))["weight_map"]
-        listed: dict[Path, list[str] | None] = {}
-        for key, name in weight_map.items():
-            if Path(name).name != name:
-                raise FormatError(f"{index}: {key} is in {name!r}, which is outside of the folder")
-            keys = listed.setdefault(folder / name, [])
-            assert keys is not None
-            keys.append(key)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{index}: it is no index of safetensors files ({error})") from None
+    file = JsonFile.read(index, "take it from the model's publisher again")
+    weight_map = file.get_object().get("weight_map")
+    if not isinstance(weight_map, dict):
+        file.refuse("expected an object with the file of each tensor", "weight_map")
+    listed: dict[Path, list[str] | None] = {}
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or not is_file_name(name):
+            file.refuse(f"{name!r:.80} is no name of a file in this folder", "weight_map", key)
+        keys = listed.setdefault(folder / name, [])
+        assert keys is not None
+        keys.append(key)
     return listed
 
 

@@ -11,6 +11,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from moeverify.errors import FormatError
+from moeverify.json_file import JsonFile
 from moeverify.report.files import write_atomically
 from moeverify.results.run import CaseResult
 from moeverify.verification.controller.machine import default_cache
@@ -58,6 +60,6 @@ class Durations:
 
     def _read_all(self) -> dict[str, float]:
         try:
-            return _CONTENT.validate_json(self.path.read_bytes())
-        except (OSError, ValidationError):
+            return _CONTENT.validate_python(JsonFile.read(self.path, "").content)
+        except (FormatError, ValidationError):
             return {}

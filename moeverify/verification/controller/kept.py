@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from pydantic import ValidationError
 
+from moeverify.checksum import seal_line
 from moeverify.errors import CaseError, FormatError, Problem
-from moeverify.input_file import parse_json, read_input, read_sources
+from moeverify.input_file import open_input, read_sources
+from moeverify.json_file import name_path, read_lines, read_problem
 from moeverify.report.files import write_atomically
 
-_MOST_BYTES = 1 << 32  # a benchmark of thousands of runs
+_REMEDY = "remove the line to run its case again, or name another file"
 
 
 class NamedRecord(Protocol):
@@ -31,8 +34,8 @@ class NamedRecord(Protocol):
         """Return the record as one line."""
 
     @classmethod
-    def model_validate_json(cls, line: str | bytes, /) -> Self:
-        """Return the record of a line. Raises: ValidationError when the line is invalid."""
+    def model_validate(cls, content: Any, /) -> Self:
+        """Return the record of the JSON of a line. Raises: ValidationError when it is invalid."""
 
 
 R = TypeVar("R", bound=NamedRecord)
@@ -41,7 +44,8 @@ R = TypeVar("R", bound=NamedRecord)
 class KeptRows(Generic[R]):
     """Records of one type by name. With a path, they are read from that file and new ones are appended to it.
 
-    The file has a header line with the environment and the code version, then one line per run.
+    The file has a header line with the environment and the code version, then one line per run. Each line
+    has a checksum (`moeverify.checksum.seal_line`).
 
     Raises: CaseError when the file was written by other code or on another machine, or is not a regular
     file; FormatError when it has another format or is damaged.
@@ -59,37 +63,47 @@ class KeptRows(Generic[R]):
         if path.exists() and path.stat().st_size:
             self._read(path, header)
         else:
-            path.write_text(json.dumps(header, sort_keys=True) + "\n", encoding="utf-8")
+            path.write_bytes(_format(json.dumps(header, sort_keys=True)))
 
     def add(self, row: R) -> None:
         """Add a row and append it to the file."""
         self.rows[row.name] = row
         if self.path is None:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(row.model_dump_json() + "\n")
+        with self.path.open("ab") as file:
+            file.write(_format(row.model_dump_json()))
 
     def _read(self, path: Path, header: Mapping[str, object]) -> None:
-        content = read_input(path, _MOST_BYTES)
-        first, _, rest = content.partition(b"\n")
-        try:
-            known = parse_json(first)
-        except ValueError as error:
-            raise FormatError(f"{path}: not a file of kept runs") from error
-        if known != header:
-            message = f"{path} was kept by other code or on another machine"
-            raise CaseError([Problem(message, "--keep", remedy="remove it, or name another file")])
-        # A last line without a newline is truncated: drop it, and run that case again.
-        for number, line in enumerate(rest.split(b"\n")[:-1], start=2):
+        # An incomplete last line is left out, so that its case runs again.
+        for number, content in read_lines(path, _REMEDY):
+            if number == 1:
+                if content != header:
+                    message = f"{path} was kept by other code or on another machine"
+                    raise CaseError([Problem(message, "--keep", remedy="remove it, or name another file")])
+                continue
             try:
-                row = self._record.model_validate_json(line)
+                row = self._record.model_validate(content)
             except ValidationError as error:
-                text = f"{path}:{number}: damaged, and no kept run; remove this line to run it again"
-                raise FormatError(text) from error
+                where, message = read_problem(error)
+                raise FormatError(f"{path}:{number}: {name_path(where)}: {message}", _REMEDY) from error
             self.rows[row.name] = row
-        if not content.endswith(b"\n"):
-            whole = [first, *(row.model_dump_json().encode() for row in self.rows.values())]
-            write_atomically(path, b"\n".join(whole) + b"\n")
+        if not _ends_whole(path):
+            lines = [
+                json.dumps(header, sort_keys=True),
+                *(row.model_dump_json() for row in self.rows.values()),
+            ]
+            write_atomically(path, b"".join(map(_format, lines)))
+
+
+def _format(line: str) -> bytes:
+    return seal_line(line.encode()) + b"\n"
+
+
+def _ends_whole(path: Path) -> bool:
+    """Return whether the last line of a file is complete."""
+    with open_input(path) as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def code_version() -> str:

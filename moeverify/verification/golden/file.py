@@ -8,12 +8,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from moeverify.errors import FormatError
-from moeverify.input_file import parse_json, read_input, read_problem
+from moeverify.checksum import seal
+from moeverify.json_file import JsonFile
 
-VERSION = 1
+VERSION = 2
+"""Files of version 1 have no checksum, and are read too."""
+
+_REMEDY = "restore it from version control, or record it anew with `moeverify golden`"
 
 
 class GoldenFile(BaseModel):
@@ -53,7 +56,7 @@ def write_golden(path: Path, golden: GoldenFile) -> None:
     content["tensors"] = dict(sorted(content["tensors"].items()))
     content["losses"] = dict(sorted(content["losses"].items()))
     try:
-        partial.write_text(_one_line_each(content))
+        partial.write_text(seal(_one_line_each({**content, "version": VERSION})))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -75,23 +78,14 @@ def _one_line_each(content: dict[str, object]) -> str:
 def read_golden(path: Path) -> GoldenFile | None:
     """Return the golden at a path, or None if the file does not exist.
 
-    Raises: FormatError when the file cannot be read, is truncated, or has another version.
+    Raises: FormatError when the file cannot be read, is damaged, or has another version.
     """
-    try:
-        text = read_input(path).decode("utf-8")
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: cannot be read: {error}") from error
-    remedy = "restore it from version control, or record it anew with `moeverify golden`"
-    try:
-        golden = GoldenFile.model_validate(parse_json(text))
-    except json.JSONDecodeError as error:
-        raise FormatError(f"{path}:{error.lineno}: not valid JSON ({error.msg})", remedy) from error
-    except ValidationError as error:
-        raise FormatError(": ".join((str(path), *read_problem(error))), remedy) from error
-    if golden.version != VERSION:
-        raise FormatError(f"{path}: version {golden.version}, this is version {VERSION}", remedy)
-    return golden
+    file = JsonFile.read(path, _REMEDY, finite=False)
+    version = file.get_object().get("version", 1)
+    if version not in (1, VERSION):
+        file.refuse(f"version {version}, this is version {VERSION}", "version")
+    if version == VERSION:
+        file.require_seal()
+    return file.build(GoldenFile)

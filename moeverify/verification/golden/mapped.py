@@ -6,7 +6,6 @@ releases the interpreter lock and waits to get it back, which is slow for many t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
+from moeverify.json_file import parse_json
 
 # The dtypes of nearly all tensors of a golden. Other dtypes use integers of their size, because NumPy does
 # not know all of them.
@@ -37,7 +37,7 @@ class MappedFile:
             raise FormatError(f"{path}: cannot be read ({error})") from error
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
+            header = parse_json(file.read(size))
         self._start = 8 + size
         self._places = {key: entry for key, entry in header.items() if key != "__metadata__"}
         self._bytes = np.memmap(path, dtype=np.uint8, mode="c")

@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import BinaryIO
 
+from moeverify.errors import cut_text, read_message
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.collectives.trace import CollectiveTrace
@@ -21,6 +22,7 @@ from moeverify.verification.launch.stack import trim_stack
 from moeverify.verification.launch.world import find_node
 
 _BACKUP_DELAY = 3.0
+_MOST_STACK = 200_000  # characters
 
 SIGNALS_THREAD = "moeverify-signals"
 
@@ -76,9 +78,11 @@ class FailureReporter:
 
     def describe_error(self, error: BaseException) -> RankReport:
         """Return the report of an exception that ended this rank's job, with its full traceback."""
-        name = type(error).__name__
-        line = f"{name}: {error}".strip().splitlines()[0][:500] if str(error) else name
-        stack = trim_stack("".join(traceback.format_exception(error)))
+        name, message = type(error).__name__, read_message(error)
+        line = f"{name}: {message}".strip().splitlines()[0][:500] if message else name
+        # Each part is cut: frames stay where an exception in the chain has a message of megabytes.
+        parts = map(cut_text, traceback.format_exception(error))
+        stack = trim_stack(cut_text("".join(parts), _MOST_STACK))
         return self._report(RankEnd(how=End.RAISED, error=line), stack)
 
     def describe_state(self, end: RankEnd) -> RankReport:

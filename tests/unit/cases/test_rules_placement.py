@@ -264,7 +264,9 @@ def test_what_is_wrong_with_a_placement_file_is_blamed_there(write, find_problem
 
 def test_a_placement_file_that_is_not_there(write, find_problems):
     [problem] = find_problems(write("case.yaml", PLACED % "placed.yaml"))
-    assert (problem.file.endswith("placed.yaml"), problem.message) == (True, "there is no such file")
+    assert problem.file.endswith("case.yaml")
+    assert problem.line == 5
+    assert problem.message.endswith("placed.yaml")
 
 
 def test_an_exchange_is_read_from_a_file_beside_the_case(write):
@@ -275,4 +277,6 @@ def test_an_exchange_is_read_from_a_file_beside_the_case(write):
 
 def test_a_file_of_an_exchange_that_is_not_there(write, find_problems):
     [problem] = find_problems(write("case.yaml", PLACED % "striped\n  exchange: {1: placed.yaml}"))
-    assert (problem.file.endswith("placed.yaml"), problem.message) == (True, "there is no such file")
+    assert problem.file.endswith("case.yaml")
+    assert problem.line == 6
+    assert problem.message.endswith("placed.yaml")

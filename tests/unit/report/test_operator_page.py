@@ -135,7 +135,7 @@ def test_a_wrong_field_is_told_by_its_name(
 def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "table.json.gz"
     path.write_bytes(content)
-    with pytest.raises(FormatError, match=r"table\.json\.gz is (damaged|no table)"):
+    with pytest.raises(FormatError, match=r"table\.json\.gz.*run the case again"):
         read(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import stat
 from html.parser import HTMLParser
 from pathlib import Path
@@ -68,9 +69,9 @@ def test_json_has_the_promised_keys(make_run: Any, tmp_path: Path) -> None:
         (b'{"schema_version": %d}' % (SCHEMA_VERSION + 1), "upgrade moeverify"),
         (
             b'{"schema_version": 1, "verdict": "x", "environment": {}, "cases": []}',
-            "1 wrong field, first verd",
+            "1: verdict: Input should be",
         ),
-        (b'{"schema_version": 1, "cases": []}', "2 wrong fields, first verdict: Field required"),
+        (b'{"schema_version": 1, "cases": []}', "verdict: Field required, and 1 more wrong fields"),
         (b"[" * 200_000, "nested too deeply"),
     ],
 )
@@ -82,6 +83,34 @@ def test_unreadable_json_is_named_with_a_remedy(tmp_path: Path, content: bytes, 
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
     assert ";" in str(caught.value)
+
+
+def test_every_flipped_bit_is_noticed_with_its_line(make_run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_run("json", make_run(), path)
+    whole, dice = path.read_bytes(), random.Random(0)
+    for at in dice.sample(range(len(whole) - 1), 60):
+        content = bytearray(whole)
+        content[at] ^= 1 << dice.randrange(8)
+        path.write_bytes(content)
+        line = whole.count(b"\n", 0, at) + 1
+        with pytest.raises(FormatError, match=rf"^{path}:({line}|{line + 1}): ") as caught:
+            read_run(path)
+        assert whole[at : at + 1] == b"\n" or str(caught.value).startswith(f"{path}:{line}: ")
+
+
+def test_runs_of_older_versions_need_no_checksum(make_run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_run("json", make_run(), path)
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    for version in (SCHEMA_VERSION, 2):
+        path.write_text(json.dumps(content | {"schema_version": version}))
+        if version == 2:
+            assert len(read_run(path).cases) == len(content["cases"])
+        else:
+            with pytest.raises(FormatError, match="the checksum is missing"):
+                read_run(path)
 
 
 def test_every_truncation_is_noticed(make_run: Any, tmp_path: Path) -> None:

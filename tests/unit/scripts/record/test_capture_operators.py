@@ -144,7 +144,7 @@ def spoil(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda content: content.update(version=7), "version: this moeverify reads 1"),
+        (lambda content: content.update(version=7), "version: this moeverify reads 2"),
         (lambda content: content.update(step="x"), "step: Input should be"),
         (lambda content: content.update(world_size=2), "lacks the operators of the ranks 1 of 2"),
         (lambda content: content.update(offsets=[]), "offsets: not as many as there are results"),

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from moeverify.errors import CaseError
+from moeverify.tools.placement.cluster import Cluster
+from moeverify.tools.placement.load_trace import LoadTrace, TraceHeader
 from moeverify.tools.placement.marks import from_marks, mark
 from moeverify.tools.placement.placement import Placement, check_fit, place_in_blocks
 from moeverify.tools.placement.placement_file import format_placement, placement_to_dict, read_placement
+from moeverify.tools.placement.plan import make_plan
 
 PAIRS = ((0, 3), (1, 2), (1, 2), (0, 3))
 
@@ -71,6 +74,17 @@ def test_everything_wrong_is_said_at_once() -> None:
         "2, 3",
     ):
         assert words in said
+
+
+def test_sizes_beyond_every_job_are_refused_at_once() -> None:
+    with pytest.raises(CaseError, match="expected 1 to 1048576 experts"):
+        Placement(10**18, (((0,),),))
+    with pytest.raises(CaseError, match="expected 1 to 1048576 ranks"):
+        Cluster(10**9)
+    header = TraceHeader(tuple(range(58)), 256)
+    trace = LoadTrace(header, (0,), np.ones((1, *header.shape)))
+    with pytest.raises(CaseError, match="58 layers, 256 experts and 2048 ranks"):
+        make_plan(trace, Cluster(2048), 8)
 
 
 def test_a_placement_of_another_model_does_not_fit() -> None:
@@ -134,9 +148,12 @@ def test_a_matrix_alone_is_a_file(tmp_path: Path) -> None:
         ("num_experts: many\nmatrix: [[0]]\n", 1, "expected a number of experts, got 'many'"),
         ("matrx: [[0]]\nmatrix: [[0]]\n", 1, "unknown field"),
         ('{"num_experts": 3,\n "matrix": [[0],\n [1, 2, 2]]}', 3, "more than once"),
-        ("matrix: [[0]\nlayers: 1\n", 2, "not valid YAML"),
-        ("matrix: [[0]]\nmatrix: [[1]]\n", 2, "not valid YAML"),
-        ('{"matrix": [[0]],\n"matrix": [[1]]}', 2, "not valid YAML"),
+        ("matrix: [[0]\nlayers: 1\n", 2, "broken YAML"),
+        ("matrix: [[0]]\nmatrix: [[1]]\n", 2, "given twice"),
+        ('{"matrix": [[0]],\n"matrix": [[1]]}', 2, "given twice"),
+        ('{"matrix": [[0, 1],\n[99999999999999999999, 1]]}', 2, "beyond 64 bits"),
+        ("num_experts: 2\nmatrix:\n- [0, 1]\n- [9999999]\n", 4, "expected an expert"),
+        ("num_experts: 9999999\nmatrix: [[0]]\n", 1, "expected a number of experts"),
     ],
 )
 def test_messages_name_file_and_line(tmp_path: Path, text: str, line: int, words: str) -> None:

@@ -249,10 +249,10 @@ BAD: dict[str, tuple[Any, tuple[str, ...]]] = {
     "another shape": (spoil_tensor(GATE, lambda t: t[:-1].clone()), (GATE, r"\(15, 56\), and the model \(16, 56\)")),
     "another dtype in a stack": (spoil_tensor(GATE, lambda t: t.float()), (GATE, "float32", "same stack")),
     "a dtype of no name": (spoil_tensor(GATE, lambda t: t.to(torch.complex64)), (GATE, "C64", "not supported")),
-    "an index of nonsense": (overwrite("model.safetensors.index.json", b"{"), ("index.json", "no index")),
+    "an index of nonsense": (overwrite("model.safetensors.index.json", b"{"), ("index.json", "not valid JSON")),
     "an index to elsewhere": (
         overwrite("model.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}'),
-        ("index.json", "a is in", "outside of the folder"),
+        ("index.json:1: weight_map.a", "no name of a file in this folder"),
     ),
     "no model type": (spoil_config("model_type", "llama"), ("config.json", "model_type is 'llama'", "mixtral")),
     "no size": (spoil_config("kv_lora_rank", "REMOVED"), ("config.json", "kv_lora_rank is missing")),
@@ -263,7 +263,7 @@ BAD: dict[str, tuple[Any, tuple[str, ...]]] = {
     "more experts": (spoil_config("n_routed_experts", 20), (r"has shape \(16,\), and the model \(20,\)",)),
     "fewer experts": (spoil_config("n_routed_experts", 12), (r"experts\.1\d\.", "no tensor of this model", "--drop")),
     "no config": (lambda folder: (folder / "config.json").unlink(), ("config.json", "preset")),
-    "no JSON": (overwrite("config.json", b"\x00"), ("config.json", "no JSON")),
+    "no JSON": (overwrite("config.json", b"\x00"), ("config.json", "not valid JSON")),
 }  # fmt: skip
 
 
@@ -354,7 +354,7 @@ BAD_DCP: dict[str, tuple[Any, tuple[str, ...]]] = {
         spoil_metadata(lambda metadata, folder: Exploit(folder.parent / "pwned")),
         (r"pathlib\S*\.Path.* does not belong|does not belong into a checkpoint",),
     ),
-    "another format": (overwrite("model.json", b'{"format": "x"}'), (r"model\.json", "format is 'x'")),
+    "another format": (overwrite("model.json", b'{"format": "x"}'), (r"model\.json:1: format: 'x'",)),
 }
 
 

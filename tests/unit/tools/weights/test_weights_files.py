@@ -110,7 +110,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda f: (f / MANIFEST).write_text(
             json.dumps(json.loads((f / MANIFEST).read_text()) | {"version": 7})
         ),
-        ("version 7",),
+        ("checkpoint.json:1: version: 7",),
     ),
 }
 

@@ -77,7 +77,9 @@ def test_what_makes_goldens_is_among_the_code_that_they_depend_on() -> None:
         "cases",
         "cases.axes",
         "errors",
+        "checksum",
         "input_file",
+        "json_file",
         "parallel",
         "results",
         "tools.placement",  # of experts on ranks: one device has them all

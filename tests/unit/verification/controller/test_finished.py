@@ -12,6 +12,7 @@ import pytest
 
 from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import load_cases
+from moeverify.checksum import open_line, seal_line
 from moeverify.errors import CaseError, FormatError
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
@@ -139,11 +140,12 @@ def test_a_line_that_was_cut_off_runs_again(tmp_path: Path, cases: list[Case]) -
 def test_a_file_of_other_code_or_of_something_else_is_refused(tmp_path: Path, cases: list[Case]) -> None:
     file = tmp_path / "kept.jsonl"
     FinishedCases.open(file, cases, OPTIONS)
-    file.write_text(file.read_text().replace('"torch": "', '"torch": "1'))
+    header = open_line(file.read_bytes().removesuffix(b"\n"))
+    file.write_bytes(seal_line(header.replace(b'"torch": "', b'"torch": "1')) + b"\n")
     with pytest.raises(CaseError, match="was kept by other code or on another machine"):
         FinishedCases.open(file, cases, OPTIONS)
     file.write_text("a diary\n")
-    with pytest.raises(FormatError, match="not a file of kept runs"):
+    with pytest.raises(FormatError, match=r"kept\.jsonl:1: damaged, or written by an older version"):
         FinishedCases.open(file, cases, OPTIONS)
     with pytest.raises(CaseError, match="cannot write"):
         FinishedCases.open(Path("/proc/kept.jsonl"), cases, OPTIONS)

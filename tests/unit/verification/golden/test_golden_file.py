@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moeverify.checksum import seal
 from moeverify.errors import FormatError
 from moeverify.verification.golden.file import GoldenFile, golden_path, read_golden, write_golden
 from moeverify.verification.golden.proximity import distance, worst_distance
@@ -37,8 +38,9 @@ def test_the_text_is_sorted_with_one_entry_a_line(tmp_path: Path) -> None:
         '"0/gradient/a": [2.0, 1.0, 1.0],',
         '"0/gradient/b": [1.0, 0.5, -0.25],',
     ]
-    keys = list(json.loads(path.read_text()))
+    *keys, last = json.loads(path.read_text())
     assert keys == sorted(keys)
+    assert last == "checksum"
     write_golden(
         tmp_path / "again", GOLDEN.model_copy(update={"losses": dict(sorted(GOLDEN.losses.items()))})
     )
@@ -58,15 +60,26 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 9}, "version 9, this is version 1"),
+        ({"version": 9}, "version 9, this is version 2"),
         ({"losses": {"0/loss/total": "big"}}, "losses.0/loss/total"),
         ({"more": 1}, "more: Extra inputs"),
     ],
 )
 def test_content_that_is_no_golden(change: dict[str, object], message: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.cpu.json"
-    path.write_text(json.dumps(GOLDEN.model_dump() | change))
+    path.write_text(seal(json.dumps(GOLDEN.model_dump() | change)))
     with pytest.raises(FormatError, match=message):
+        read_golden(path)
+
+
+def test_files_without_a_checksum_are_those_of_version_1(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.cpu.json"
+    path.write_text(json.dumps(GOLDEN.model_dump() | {"version": 1}))
+    old = read_golden(path)
+    assert old is not None
+    assert old.tensors == GOLDEN.tensors
+    path.write_text(json.dumps(GOLDEN.model_dump()))
+    with pytest.raises(FormatError, match="the checksum is missing"):
         read_golden(path)
 
 

@@ -147,7 +147,7 @@ def test_an_index_that_is_none(content: str | None, tmp_path: Path, weight: Tens
         assert not is_stored(tmp_path / "g")
     else:
         path.write_text(content)
-    with pytest.raises(FormatError, match=r"golden\.json: .*delete the folder, it is made again"):
+    with pytest.raises(FormatError, match=r"golden\.json.*delete the folder, it is made again"):
         StoredGolden(tmp_path / "g")
 
 
