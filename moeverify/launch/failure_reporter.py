@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +22,7 @@ from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
 
 _BACKUP_DELAY = 3.0
+_LATE = 1.0
 
 SIGNALS_THREAD = "moeverify-signals"
 
@@ -56,6 +58,8 @@ class FailureReporter:
         self._file = leave_traces(folder, rank, catch_terminate)
         self._host = find_node()
         self._jobs_thread = threading.get_ident()
+        self._dump_at: float | None = None
+        self._lock = threading.Lock()
 
     def arm(self, timeout: float) -> None:
         """Begin a job: truncate the stack file, and dump and exit `timeout` plus 3 seconds from now.
@@ -63,11 +67,24 @@ class FailureReporter:
         This covers a rank that holds the interpreter lock. In any other case the watchdog fires first.
         """
         os.ftruncate(self._file.fileno(), 0)
-        faulthandler.dump_traceback_later(timeout + _BACKUP_DELAY, exit=True, file=self._file)
+        with self._lock:
+            self._dump_later(timeout)
+
+    def follow(self, left: float) -> None:
+        """Delay the dump if the job has more time `left` than before: its clock is slow, or it was extended."""
+        with self._lock:
+            if self._dump_at is not None and time.monotonic() + left + _BACKUP_DELAY > self._dump_at + _LATE:
+                self._dump_later(left)
+
+    def _dump_later(self, left: float) -> None:
+        self._dump_at = time.monotonic() + left + _BACKUP_DELAY
+        faulthandler.dump_traceback_later(left + _BACKUP_DELAY, exit=True, file=self._file)
 
     def disarm(self) -> None:
         """End a job: cancel the delayed dump."""
-        faulthandler.cancel_dump_traceback_later()
+        with self._lock:  # the thread of the watchdog calls `follow`
+            self._dump_at = None
+            faulthandler.cancel_dump_traceback_later()
 
     def ignore_terminate(self) -> None:
         """Ignore SIGTERM from now on. The rank is about to write its report and exit."""

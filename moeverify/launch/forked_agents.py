@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from moeverify.launch.clock import ActiveClock, ProcessTree
 from moeverify.launch.monitor import START_LIMIT, Agent
 
 _LONGEST = 1 << 10
+_POLL = 0.5
 _KILLED = -signal.SIGKILL
 
 
@@ -45,7 +47,7 @@ class AgentServer(AbstractContextManager["AgentServer"]):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(requests, [str(plan).encode()], [theirs.fileno(), log.fileno()])
-        return ForkedAgent(ours)
+        return ForkedAgent(ours, self._process.pid if self._process is not None else None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -85,14 +87,18 @@ class AgentServer(AbstractContextManager["AgentServer"]):
 class ForkedAgent:
     """An agent forked by the server: no child of this process, but an `Agent` like `subprocess.Popen`."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, server: int | None) -> None:
         self._control = control
         self.returncode: int | None = None
-        control.settimeout(START_LIMIT)
-        try:
-            said = control.recv(_LONGEST)
-        except TimeoutError:
-            said = b""
+        processes = ProcessTree()
+        processes.root = server
+        clock = ActiveClock(processes.measure)
+        control.settimeout(_POLL)
+        said = b""
+        while clock.read() < START_LIMIT:
+            with suppress(TimeoutError):
+                said = control.recv(_LONGEST)
+                break
         if not said:
             control.close()
             raise OSError("the process that starts ranks has ended, or does not answer")

@@ -20,13 +20,15 @@ def run_jobs(
     backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None] | None = None,
     start: StartAgent = start_agent,
+    start_limit: float = 0.0,
 ) -> Generator[JobOutcome, None, None]:
     """Run the jobs in order, in as few launches as possible, and yield each outcome as soon as it is known.
 
     `entry` is a module name, or a path that ends in `.py`. As the main module, it must call
     `rank.serve(sys.argv[1], run_job)`. A launch has as many ranks as its largest job needs, at most
     `num_ranks`. All files are written below `folder`, which must not contain another run. `start` starts
-    the agent of each launch; see `AgentServer` for many launches.
+    the agent of each launch; see `AgentServer` for many launches. `start_limit` raises the limit until the ranks
+    of a launch are up. Units: seconds.
 
     Closing the iterator ends all ranks, as does an exception such as KeyboardInterrupt while it waits. If
     this process is killed, the kernel kills the ranks.
@@ -54,7 +56,7 @@ def run_jobs(
             first=first,
             search_path=tuple(sys.path),
         )
-        monitor = LaunchMonitor(plan, launch, watch, start)
+        monitor = LaunchMonitor(plan, launch, watch, start, start_limit=start_limit)
         yield from monitor.follow()
         first += monitor.num_over
         if monitor.num_over:

@@ -36,11 +36,26 @@ class End(StrEnum):
 ProcessState = Literal["stopped", "traced", "uninterruptible"]
 
 
+class MachineLoad(Record):
+    """The load of a machine over the last minute, and its processors that this process may use.
+
+    `not_counted` is the time that ranks waited for a processor and that no limit counts. Units: seconds.
+    """
+
+    load: float
+    num_processors: int
+    not_counted: float
+
+
 class Waiting(Record):
-    """The collective that a rank waits in, or else the current place in its code if known."""
+    """The collective that a rank waits in, or else the current place in its code if known.
+
+    `has_ended` is true for a rank whose process is gone.
+    """
 
     collective: CollectiveRecord | None = None
     place: str = ""
+    has_ended: bool = False
 
 
 RankState = Literal["raised", "killed", "hung", "stopped", "lost"]
@@ -127,7 +142,7 @@ Phase = Literal["in the job", "before its first job", "between two jobs"]
 class JobFailure(Record):
     """The reason why a job has no result, and the phase of the launch. Units: `timeout` in seconds.
 
-    `rank` and `end` describe the rank that failed first. `only_waited` means that this rank had no part in
+    `machine` has the load of the machine if a time was over. `rank` and `end` describe the rank that failed first. `only_waited` means that this rank had no part in
     the job. `launcher_status` below 0 is the negative signal number; None means that the launcher still
     runs. `not_up` has the ranks that did not start in time, with the current place in their code if known.
     """
@@ -140,6 +155,7 @@ class JobFailure(Record):
     hang: Hang | None = None
     disagreement: Disagreement | None = None
     timeout: float | None = None
+    machine: MachineLoad | None = None
     launcher_status: int | None = None
     launcher_error: str = ""
     num_needed: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 
 from moeverify.report.words.collective import (
     describe_disagreement,
@@ -68,23 +67,37 @@ def describe_failure(failure: JobFailure | None) -> str:
 def _describe_cause(failure: JobFailure) -> str:
     origin = _describe_origin(failure)
     process = f"the launcher's process {_describe_status(failure.launcher_status)}"
-    timeout = f"over its {failure.timeout or 0.0:g} s"
+    limit = _describe_limit(failure)
+    timeout = f"over its {failure.timeout or 0.0:g} s{limit}"
     return {
         Cause.RANK: origin,
         Cause.OVER_TIME: f"{timeout}: {origin}",
         Cause.UNREPORTED: f"{timeout}, and its ranks did not report: {origin}",
         Cause.LAUNCHER: f"{process}; {failure.launcher_error or origin}",
-        Cause.NOT_IN_TIME: _describe_not_up(failure.not_up),
+        Cause.NOT_IN_TIME: f"{_describe_not_up(failure)}{limit}",
         Cause.TOO_FEW: f"it needs {failure.num_needed} ranks, and {failure.num_started} were started",
         Cause.ENDED_BEFORE: f"the ranks ended with job {failure.earlier_job}",
     }[failure.cause]
 
 
-def _describe_not_up(places: Mapping[int, str]) -> str:
-    if not places:
-        return "the ranks did not come up in time"
-    which = [f"rank {rank}{f', which is at {place},' if place else ''}" for rank, place in places.items()]
-    return f"{', '.join(which)} did not come up in time"
+def _describe_limit(failure: JobFailure) -> str:
+    """Return the option that raises a limit, and the load of the machine, in parentheses."""
+    machine = failure.machine
+    if machine is None:
+        return ""
+    number = machine.num_processors
+    parts = ["raise --timeout", f"load {machine.load:.1f} on {number} processor{'' if number == 1 else 's'}"]
+    if machine.not_counted >= 1.0:
+        parts.append(f"{machine.not_counted:.0f} s of waiting for a processor not counted")
+    return f" ({'; '.join(parts)})"
+
+
+def _describe_not_up(failure: JobFailure) -> str:
+    which = [
+        f"rank {rank}{f', which is at {place},' if place else ''}" for rank, place in failure.not_up.items()
+    ]
+    when = "in time" if failure.timeout is None else f"within {failure.timeout:g} s"
+    return f"{', '.join(which) or 'the ranks'} did not come up {when}"
 
 
 def _describe_origin(failure: JobFailure) -> str:
