@@ -6,42 +6,57 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from moeverify.capture.hangs import HangReporter
 from moeverify.capture.lines import LINES, End
 from moeverify.capture.settings import RANK_FILE
 from moeverify.errors import CaseError, Problem
+from moeverify.launch.clock import ProcessTree
+from moeverify.launch.die_with_parent import die_with
 
 _STARTUP = Path(__file__).parents[1] / "startup"
 _ROOT = Path(__file__).parents[2]
 _PERIOD = 0.5  # seconds between two calls of `look`
+_END_GRACE = 45.0  # seconds; torchrun itself gives its ranks 30
 
 
 def run_command(
-    command: Sequence[str], variables: Mapping[str, str], look: Callable[[], bool] | None = None
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    hangs: HangReporter,
+    look: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run the command until it ends and return its exit code, or 128 + n if signal n ended it.
 
     `variables` are environment variables with the settings for its processes. `look` is called periodically
-    and ends the command by returning True. The command's output is not redirected. SIGTERM and SIGHUP are
-    forwarded to the command, which decides how to handle them.
+    and ends the command by returning True, as does `hangs`. None of its processes is left then. The command's
+    output is not redirected. SIGTERM and SIGHUP are forwarded to the command, which decides how to handle them.
+    It gets SIGTERM if this process is killed.
 
     Raises: CaseError when the command cannot be started.
     """
-    environment = {**os.environ, **variables}
+    environment = {**os.environ, **variables, **hangs.variables}
     # Our startup folder comes first, so that Python finds its `sitecustomize`; the package comes after the
     # script's.
     paths = [str(_STARTUP), os.environ.get("PYTHONPATH", ""), str(_ROOT)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
-        process = subprocess.Popen(list(command), env=environment)
+        watcher = os.getpid()
+        process = subprocess.Popen(
+            list(command),
+            env=environment,
+            preexec_fn=lambda: die_with(watcher, signal.SIGTERM),  # noqa: PLW1509  # no other thread runs
+        )
     except OSError as error:
         problem = Problem(
             f"cannot run `{command[0]}`: {error.strerror or error}", remedy="give a command after `--`"
         )
         raise CaseError([problem]) from error
+    hangs.processes.root = process.pid
     numbers = (signal.SIGTERM, signal.SIGHUP)
     kept = {
         number: signal.signal(number, lambda number, _: process.send_signal(number)) for number in numbers
@@ -49,11 +64,13 @@ def run_command(
     # The terminal also sends Ctrl-C to the command.
     kept[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        code = _wait(process, look)
+        code = _wait(process, hangs, look)
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-    return 128 - code if code < 0 else code
+    code = 128 - code if code < 0 else code
+    hangs.end(code)
+    return code
 
 
 def count_steps(folder: Path) -> dict[int, int | None]:
@@ -69,17 +86,28 @@ def count_steps(folder: Path) -> dict[int, int | None]:
     return found
 
 
-def _wait(process: subprocess.Popen[bytes], look: Callable[[], bool] | None) -> int:
-    if look is None:
-        return process.wait()
+def _wait(process: subprocess.Popen[bytes], hangs: HangReporter, look: Callable[[], bool]) -> int:
     while True:
         try:
             return process.wait(_PERIOD)
         except subprocess.TimeoutExpired:
-            if look():
-                process.terminate()
-                look = _never
+            if any([hangs.look(), look()]):
+                return _end(process, hangs.processes)
 
 
-def _never() -> bool:
-    return False
+def _end(process: subprocess.Popen[bytes], processes: ProcessTree) -> int:
+    """End the command by SIGTERM, and kill those of its processes that are left. Return its exit code."""
+    with ExitStack() as stack:
+        files = []
+        for pid in processes.list_processes():
+            with suppress(OSError):  # it has ended
+                files.append(os.pidfd_open(pid))  # unlike its id, not used again for another process
+                stack.callback(os.close, files[-1])
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_GRACE)
+        process.kill()
+        for file in files:
+            with suppress(OSError):
+                signal.pidfd_send_signal(file, signal.SIGKILL)
+        return process.wait()

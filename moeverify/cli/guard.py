@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from moeverify.cli.context import EXIT_CODES, CommandContext
 
 if TYPE_CHECKING:
+    from moeverify.capture.hangs import HangReporter
     from moeverify.results.finding import Finding
 
 
 def run_guarded(
-    command: list[str], context: CommandContext, out: Path | None, every: int, *, stops: bool, debug: bool
+    command: list[str],
+    context: CommandContext,
+    out: Path | None,
+    every: int,
+    hangs: HangReporter,
+    *,
+    stops: bool,
+    debug: bool,
 ) -> int:
     """Run a command under guard, print findings as they occur, and return the exit code.
 
     It is the command's own exit code, or the code of a mismatch if a finding ended the command.
     """
+    from moeverify.controller.scratch import scratch_folder
     from moeverify.errors import CaseError, Problem
     from moeverify.guard.command import GuardedCommand
     from moeverify.guard.exchange import FINDINGS
@@ -35,10 +43,10 @@ def run_guarded(
         raise CaseError([problem])
     if out is not None:
         check_writable([], out)
-    with TemporaryDirectory(prefix="moeverify-guard-") as temporary:
-        folder = (out or Path(temporary)).resolve()
+    with scratch_folder() as temporary:
+        folder = (out or temporary).resolve()
         settings = GuardSettings(out=folder, every=every, debug=debug)
-        guarded = GuardedCommand(settings, lambda finding: _show(context, finding), stops=stops)
+        guarded = GuardedCommand(settings, hangs, lambda finding: _show(context, finding), stops=stops)
         code = guarded.run(command)
         judge = guarded.judge
         if guarded.refused is not None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.context import CommandContext, open_context
+from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
 
 if TYPE_CHECKING:
+    from moeverify.capture.hangs import HangReporter
     from moeverify.capture.settings import Settings
     from moeverify.errors import Problem
 
@@ -26,8 +27,8 @@ class NudgeDtype(StrEnum):
     FLOAT16 = "float16"
 
 
-class OnFinding(StrEnum):
-    """Reaction of `--guard` to a finding."""
+class Reaction(StrEnum):
+    """Reaction to a finding of `--guard`, or to a hang."""
 
     WARN = "warn"
     STOP = "stop"
@@ -98,23 +99,42 @@ def watch(
         int, typer.Option("--every", min=2, metavar="N", help="With --guard: sample every N-th step.")
     ] = 16,
     on_finding: Annotated[
-        OnFinding, typer.Option("--on-finding", help="With --guard: go on, or end the script.")
-    ] = OnFinding.WARN,
+        Reaction, typer.Option("--on-finding", help="With --guard: go on, or end the script.")
+    ] = Reaction.WARN,
     debug: Annotated[
         bool, typer.Option("--debug", help="With --guard: stop ranks in multiprocessing_pdb.")
     ] = False,
+    hang: Annotated[
+        float,
+        typer.Option(
+            "--hang",
+            min=1.0,
+            metavar="S",
+            help="Report which ranks wait where after S seconds in a collective.",
+        ),
+    ] = 60.0,
+    on_hang: Annotated[
+        Reaction,
+        typer.Option("--on-hang", help="After this report: go on, or end the script with exit code 3."),
+    ] = Reaction.WARN,
 ) -> None:
     """Run a training script and record some of its steps, for `moeverify compare`; or check it with `--guard`.
 
     Exits with the code of the script, whose output stays as it is.
     """
-    with open_context() as context:
+    from moeverify.capture.hangs import HangReporter, HangSettings
+    from moeverify.controller.scratch import scratch_folder
+
+    with open_context() as context, scratch_folder() as folder:
+        settings = HangSettings(limit=hang, stops=on_hang is Reaction.STOP)
+        hangs = HangReporter(folder, settings, lambda lines: _show_hang(context, lines))
         if guard:
             from moeverify.cli.guard import run_guarded
 
-            code = run_guarded(command, context, out, every, stops=on_finding is OnFinding.STOP, debug=debug)
+            stops = on_finding is Reaction.STOP
+            code = run_guarded(command, context, out, every, hangs, stops=stops, debug=debug)
         else:
-            settings = _make_settings(
+            recording = _make_settings(
                 out,
                 steps,
                 limit,
@@ -125,16 +145,21 @@ def watch(
                 outputs=outputs,
                 operators=operators,
             )
-            code = _record(command, settings, context)
-        raise typer.Exit(code)
+            code = _record(command, recording, hangs, context)
+        raise typer.Exit(EXIT_CODES["error"] if hangs.has_ended_script else code)
 
 
-def _record(command: list[str], settings: Settings, context: CommandContext) -> int:
+def _show_hang(context: CommandContext, lines: Sequence[str]) -> None:
+    for indent, line in zip(("moeverify watch: ", *["    "] * len(lines)), lines, strict=False):
+        context.err.print(indent + line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _record(command: list[str], settings: Settings, hangs: HangReporter, context: CommandContext) -> int:
     from moeverify.capture.command import count_steps, run_command
     from moeverify.capture.settings import VARIABLE
     from moeverify.report.words.script import describe_recorded, describe_unseen
 
-    code = run_command(command, {VARIABLE: settings.model_dump_json()})
+    code = run_command(command, {VARIABLE: settings.model_dump_json()}, hangs)
     steps = count_steps(settings.out)
     if steps:
         text = describe_recorded(str(settings.out), steps, settings.first, settings.last)

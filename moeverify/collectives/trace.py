@@ -49,7 +49,8 @@ class CollectiveTrace:
     """Context manager that records the newest `capacity` collectives of this process.
 
     `ledger` has the count and a hash of all collectives of each group, for comparison between ranks.
-    `on_issue` is called before each collective with the collective, the issuing frame and the operands.
+    `on_group` is called before the first collective of each group, and `on_issue` before each collective with
+    the collective, the issuing frame and the operands.
     With a `path`, the last records are also written to a file that `flight_recorder.read_flight` reads.
     """
 
@@ -64,6 +65,7 @@ class CollectiveTrace:
         self._lock = threading.Lock()
         self._flight = FlightFile(path) if path is not None else None
         self._libraries: list[Any] = []
+        self.on_group: Callable[[], None] = lambda: None
         self.on_issue: Callable[[Collective, FrameType | None, Any], None] | None = None
         self._wait: Any = None
 
@@ -113,6 +115,18 @@ class CollectiveTrace:
             self._number = 0
             if self._flight is not None:
                 self._flight.clear()
+
+    def keep(self, path: Path) -> None:
+        """Also write the last records to a new file from now on."""
+        path.unlink(missing_ok=True)  # another process may still write to a file of this name
+        with self._lock:
+            self._flight = FlightFile(path)
+
+    def restart_ledger(self) -> int:
+        """Clear the ledger only, and return the number of the last collective."""
+        with self._lock:
+            self.ledger.clear()
+            return self._number
 
     def seal(self) -> None:
         """Stop writing to the file, regardless of the outcome of pending collectives."""
@@ -194,6 +208,7 @@ class CollectiveTrace:
     def _begin(self, operator: Operator, handle: dist.ProcessGroup, arguments: tuple[Any, ...]) -> Collective:
         group = self._groups.get(handle)
         if group is None:
+            self.on_group()
             group = self._groups[handle] = describe_group(handle)
         collective = Collective(operator, group, arguments, find_site())
         key = (group.head, collective.peer) if operator.point_to_point else group.head

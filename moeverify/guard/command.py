@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moeverify.capture.command import run_command
+from moeverify.capture.hangs import HangReporter
 from moeverify.guard.exchange import FINDINGS
 from moeverify.guard.judge import Judge
 from moeverify.guard.settings import VARIABLE, GuardSettings
@@ -19,8 +20,9 @@ Show = Callable[[Finding], None]
 class GuardedCommand:
     """A command under guard. Each finding is passed to `show` and appended to the folder's JSON lines."""
 
-    def __init__(self, settings: GuardSettings, show: Show, *, stops: bool) -> None:
+    def __init__(self, settings: GuardSettings, hangs: HangReporter, show: Show, *, stops: bool) -> None:
         self._settings = settings
+        self._hangs = hangs
         self._show = show
         self._stops = stops
         self.judge = Judge(settings.out)
@@ -33,7 +35,7 @@ class GuardedCommand:
         Raises: CaseError when the command cannot be started.
         """
         try:
-            return run_command(command, {VARIABLE: self._settings.model_dump_json()}, self._look)
+            return run_command(command, {VARIABLE: self._settings.model_dump_json()}, self._hangs, self._look)
         finally:
             self._take(self.judge.look(is_over=True))
             self.judge.remove()

@@ -27,37 +27,50 @@ _LATE = 1.0
 SIGNALS_THREAD = "moeverify-signals"
 
 
-def leave_traces(folder: Path, rank: int, catch_terminate: bool = True) -> BinaryIO:
+def leave_traces(
+    folder: Path, rank: int, catch_terminate: bool = True, *, is_guest: bool = False
+) -> BinaryIO:
     """Write the identity of this rank to a file and open the file for its stack dumps.
 
     The files are `rank-N.json` and `rank-N.stack` in `folder`. Return the open stack file. The C-level
     fault handler dumps the stacks on a crash, on SIGUSR1, and on SIGTERM if `catch_terminate`. The file
-    must stay open for this.
+    must stay open for this. In the process of a user's script, as a guest, handlers of the script remain: there
+    is no dump on SIGUSR1, and none on a crash if the script has enabled its own.
     """
     identity = {"rank": rank, "host": find_node(), "pid": os.getpid()}
     write_atomically(folder / f"rank-{rank}.json", json.dumps(identity))
     file = (folder / f"rank-{rank}.stack").open("ab")
-    faulthandler.enable(file)
+    if not (is_guest and faulthandler.is_enabled()):
+        faulthandler.enable(file)
     # These handlers run in C, even while the main thread is inside a collective.
     if catch_terminate:
         faulthandler.register(signal.SIGTERM, file, chain=True)
-    faulthandler.register(signal.SIGUSR1, file)
+    if not is_guest:
+        faulthandler.register(signal.SIGUSR1, file)
     return file
 
 
 class FailureReporter:
-    """Failure reports of one rank. Must be created in the thread that runs the jobs.
+    """Failure reports of one rank, whose jobs run in the thread that creates this.
 
     In addition to the dumps of `leave_traces`, it dumps the stacks when the rank does not return from a
-    job.
+    job. The main thread runs the script of a user in which this is a guest.
     """
 
-    def __init__(self, folder: Path, rank: int, trace: CollectiveTrace, catch_terminate: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        trace: CollectiveTrace,
+        catch_terminate: bool,
+        *,
+        is_guest: bool = False,
+    ) -> None:
         self._rank = rank
         self._trace = trace
-        self._file = leave_traces(folder, rank, catch_terminate)
+        self._file = leave_traces(folder, rank, catch_terminate, is_guest=is_guest)
         self._host = find_node()
-        self._jobs_thread = threading.get_ident()
+        self._jobs_thread = threading.main_thread().ident if is_guest else threading.get_ident()
         self._dump_at: float | None = None
         self._lock = threading.Lock()
 

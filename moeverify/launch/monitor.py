@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from moeverify.launch.clock import ActiveClock, ProcessTree
-from moeverify.launch.evidence import Death, collect_reports, read_death, read_tail
+from moeverify.launch.evidence import Death, collect_reports, read_death, read_frozen, read_tail
 from moeverify.launch.plan import CLOCK_FILE, Job, JobOutcome, LaunchEvent, Plan
 from moeverify.launch.stack import find_place
 from moeverify.results.failure import Cause, JobFailure, Phase, ProcessState
@@ -29,8 +29,6 @@ _HANG_SLACK = 9.0
 _STOP_GRACE = 2.0
 _END_GRACE = 10.0
 _DUMP_GRACE = 0.5
-# States of a process that cannot respond, by their letter in /proc/PID/stat; see proc(5).
-_FROZEN: Mapping[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "uninterruptible"}
 
 
 class Agent(Protocol):
@@ -294,13 +292,13 @@ class LaunchMonitor:
         Called just before the kill.
         """
         for rank in range(num_ranks):
-            with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            with contextlib.suppress(OSError, ValueError, KeyError):
                 path = self._plan.launch_folder / f"rank-{rank}.json"
                 pid = int(json.loads(path.read_text())["pid"])
                 os.kill(pid, signal.SIGUSR1)
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                if state in _FROZEN:
-                    self._frozen[rank] = _FROZEN[state]
+                state = read_frozen(pid)
+                if state is not None:
+                    self._frozen[rank] = state
         self._clock.sleep(_DUMP_GRACE)
 
     def _stop(self) -> None:

@@ -23,6 +23,7 @@ class End(StrEnum):
     KILLED = "killed"  # by `signal`
     CRASHED = "crashed"  # the interpreter's own last line, `error`
     EXITED = "exited"  # with `status` and without a report
+    LEFT = "left"  # ended by itself, with a status that is not known
     OVER_TIME = "over time"  # still in the job after `timeout`
     HOLDS_LOCK = "holds lock"  # past `timeout`, in C code that holds the interpreter's lock
     FROZEN = "frozen"  # past `timeout`, and in `process_state`
@@ -66,6 +67,7 @@ STATES: Mapping[End, RankState] = {
     End.KILLED: "killed",
     End.CRASHED: "killed",
     End.EXITED: "lost",
+    End.LEFT: "lost",
     End.OVER_TIME: "hung",
     End.HOLDS_LOCK: "hung",
     End.FROZEN: "hung",
@@ -142,9 +144,10 @@ Phase = Literal["in the job", "before its first job", "between two jobs"]
 class JobFailure(Record):
     """The reason why a job has no result, and the phase of the launch. Units: `timeout` in seconds.
 
-    `machine` has the load of the machine if a time was over. `rank` and `end` describe the rank that failed first. `only_waited` means that this rank had no part in
-    the job. `launcher_status` below 0 is the negative signal number; None means that the launcher still
-    runs. `not_up` has the ranks that did not start in time, with the current place in their code if known.
+    `machine` has the load of the machine if a time was over. `rank` and `end` describe the rank that failed
+    first. `only_waited` means that this rank had no part in the job. `launcher_status` below 0 is the negative
+    signal number; None means that the launcher still runs. `not_up` has the ranks that did not start in time,
+    with the current place in their code if known.
     """
 
     cause: Cause

@@ -9,6 +9,7 @@ from moeverify.report.words.collective import (
     describe_hang,
     describe_record,
     describe_waiting,
+    list_waits,
 )
 from moeverify.results.failure import Cause, End, JobFailure, RankEnd
 from moeverify.results.run import RankReport
@@ -19,6 +20,7 @@ _ENDS = {
     End.CRASHED: "{error}",
     End.KILLED: "was killed by {signal}",
     End.EXITED: "ended with status {status} without a report",
+    End.LEFT: "has ended",
     End.OVER_TIME: "still in the job after {timeout:g} s",
     End.HOLDS_LOCK: "over its time inside C code that holds the interpreter's lock",
     End.FROZEN: "over its time: {process}",
@@ -28,6 +30,7 @@ _ENDS = {
     End.GONE: "gone with its launch, and left no word",
     End.SILENT: "gone without a word (its launcher's log may know more)",
 }
+_OWN_ENDS = (End.RAISED, End.CRASHED, End.KILLED, End.FROZEN)
 _PROCESS_STATES = {
     "stopped": "its process is stopped (SIGSTOP)",
     "traced": "a debugger holds its process",
@@ -64,6 +67,32 @@ def describe_failure(failure: JobFailure | None) -> str:
     return text if failure.phase == "in the job" else f"the launch failed {failure.phase}: {text}"
 
 
+def describe_standing(failure: JobFailure) -> list[str]:
+    """Return lines about a script in which a collective lasts: who waits for whom, and the disagreement."""
+    waited = f"a collective has waited for {failure.timeout or 0.0:g} s{_describe_limit(failure, '--hang')}"
+    return [waited, *_list_waits(failure)]
+
+
+def describe_watched_end(failure: JobFailure, code: int) -> list[str]:
+    """Return lines about a script that ended with a code: the rank that failed, and who waited for whom."""
+    lines = _list_waits(failure)
+    return [f"the script ended with code {code}", *(lines or ["no rank was in a collective"])]
+
+
+def _list_waits(failure: JobFailure) -> list[str]:
+    hang, end = failure.hang, failure.end
+    waits = () if hang is None else hang.waits
+    lines = []
+    if end is not None and end.how in _OWN_ENDS and all(failure.rank not in wait.ranks for wait in waits):
+        verb = "raised " if end.how is End.RAISED else ""
+        lines.append(f"rank {failure.rank} {verb}{describe_end(end.model_copy(update={'waiting': None}))}")
+    if hang is not None and waits:
+        lines += list_waits(hang)
+    if failure.disagreement is not None:
+        lines.append(describe_disagreement(failure.disagreement))
+    return lines
+
+
 def _describe_cause(failure: JobFailure) -> str:
     origin = _describe_origin(failure)
     process = f"the launcher's process {_describe_status(failure.launcher_status)}"
@@ -80,13 +109,13 @@ def _describe_cause(failure: JobFailure) -> str:
     }[failure.cause]
 
 
-def _describe_limit(failure: JobFailure) -> str:
+def _describe_limit(failure: JobFailure, option: str = "--timeout") -> str:
     """Return the option that raises a limit, and the load of the machine, in parentheses."""
     machine = failure.machine
     if machine is None:
         return ""
     number = machine.num_processors
-    parts = ["raise --timeout", f"load {machine.load:.1f} on {number} processor{'' if number == 1 else 's'}"]
+    parts = [f"raise {option}", f"load {machine.load:.1f} on {number} processor{'' if number == 1 else 's'}"]
     if machine.not_counted >= 1.0:
         parts.append(f"{machine.not_counted:.0f} s of waiting for a processor not counted")
     return f" ({'; '.join(parts)})"

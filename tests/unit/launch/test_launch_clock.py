@@ -94,7 +94,7 @@ def test_a_slow_clock_delays_the_dump_of_a_rank_that_holds_the_lock(
     monkeypatch.setattr(f"{name}.dump_traceback_later", lambda left, **_: armed.append(left))
     monkeypatch.setattr(f"{name}.cancel_dump_traceback_later", lambda: armed.append(0.0))
     with (tmp_path / "stack").open("wb") as file:
-        monkeypatch.setattr("moeverify.launch.failure_reporter.leave_traces", lambda *_: file)
+        monkeypatch.setattr("moeverify.launch.failure_reporter.leave_traces", lambda *_, **named: file)
         reporter = FailureReporter(tmp_path, 0, CollectiveTrace(), catch_terminate=False)
         reporter.arm(10.0)
         wall.append(105.0)
