@@ -188,7 +188,7 @@ class CollectiveTrace:
                 lazy = any(collective.outputs for collective in self._open)
             if lazy:
                 storage = find_storage(tensor)
-                self._finish_lazy(lambda collective: storage in collective.outputs)
+                self._finish_waited(lambda collective: storage in collective.outputs)
             return returned
 
         return kernel
@@ -200,7 +200,8 @@ class CollectiveTrace:
             except BaseException:
                 self._mark_failed(id(work))
                 raise
-            self._finish_lazy(lambda collective: collective.work is work)
+            # On a GPU, `wait` only makes the current stream wait.
+            self._finish_waited(lambda collective: collective.work is work and collective.device == "cpu")
             return returned
 
         return wait_and_note
@@ -248,10 +249,10 @@ class CollectiveTrace:
             collective.state = state
             self._close_finished()
 
-    def _finish_lazy(self, matches: Callable[[Collective], bool]) -> None:
-        """Mark the lazy collectives that were waited for as finished."""
+    def _finish_waited(self, matches: Callable[[Collective], bool]) -> None:
+        """Mark the collectives that were waited for as finished: the process may stop before the next poll."""
         with self._lock:
-            waited_for = [each for each in self._open if each.outputs and matches(each)]
+            waited_for = [each for each in self._open if matches(each)]
             for collective in waited_for:
                 collective.state = "finished"
             if waited_for:

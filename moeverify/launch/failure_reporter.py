@@ -17,6 +17,7 @@ from moeverify.collectives.trace import CollectiveTrace
 from moeverify.launch import watchdog
 from moeverify.launch.plan import write_atomically
 from moeverify.launch.stack import trim_stack
+from moeverify.launch.watched import GUEST_SIGNAL
 from moeverify.launch.world import find_node
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
@@ -34,8 +35,8 @@ def leave_traces(
 
     The files are `rank-N.json` and `rank-N.stack` in `folder`. Return the open stack file. The C-level
     fault handler dumps the stacks on a crash, on SIGUSR1, and on SIGTERM if `catch_terminate`. The file
-    must stay open for this. In the process of a user's script, as a guest, handlers of the script remain: there
-    is no dump on SIGUSR1, and none on a crash if the script has enabled its own.
+    must stay open for this. In the process of a user's script, as a guest, handlers of the script remain: the
+    dump is on `GUEST_SIGNAL`, and not on SIGUSR1, and there is none on a crash if the script has enabled its own.
     """
     identity = {"rank": rank, "host": find_node(), "pid": os.getpid()}
     write_atomically(folder / f"rank-{rank}.json", json.dumps(identity))
@@ -45,8 +46,9 @@ def leave_traces(
     # These handlers run in C, even while the main thread is inside a collective.
     if catch_terminate:
         faulthandler.register(signal.SIGTERM, file, chain=True)
-    if not is_guest:
-        faulthandler.register(signal.SIGUSR1, file)
+    asked = GUEST_SIGNAL if is_guest else signal.SIGUSR1
+    if not is_guest or signal.getsignal(asked) is signal.SIG_DFL:
+        faulthandler.register(asked, file)
     return file
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,11 @@ from moeverify.launch.evidence import Death, collect_reports, read_frozen
 from moeverify.results.failure import JobFailure
 
 END_FOLDER = "end"
+GUEST_SIGNAL = signal.SIGRTMAX - 2
+"""The signal on which a rank dumps its stacks if it cannot answer. Scripts hardly use it themselves."""
+
 _ANSWER_LIMIT = 5.0
+_DUMP_LIMIT = 0.5
 
 
 def find_state_folder(folder: Path, number: int) -> Path:
@@ -69,7 +75,8 @@ class WatchedRanks:
         failure = self._ask()
         for rank, seen in self._seen.items():
             seen.reported = self._find_open(rank)
-        return failure
+        # The ranks may have gone on meanwhile.
+        return failure if failure.hang is not None and failure.hang.waits else None
 
     def end(self) -> JobFailure | None:
         """Return how the ranks ended and who waited for whom, or None if no process became a rank."""
@@ -86,9 +93,14 @@ class WatchedRanks:
         for rank in set(ranks) - set(alive):
             with suppress(OSError):  # it was killed, or has left no word
                 shutil.copy(self._folder / END_FOLDER / f"rank-{rank}.json", folder)
-        self._clock.sleep(
-            _ANSWER_LIMIT, until=lambda: all((folder / f"rank-{rank}.json").exists() for rank in alive)
-        )
+        paths = {rank: folder / f"rank-{rank}.json" for rank in alive}
+        if not self._clock.sleep(_ANSWER_LIMIT, until=lambda: all(path.exists() for path in paths.values())):
+            for rank, path in paths.items():
+                pid = self._find_pid(rank)
+                if not path.exists() and _catches(pid, GUEST_SIGNAL):
+                    with suppress(OSError):
+                        os.kill(pid, GUEST_SIGNAL)
+            self._clock.sleep(_DUMP_LIMIT)
         return self._collect(folder, ranks)
 
     def _collect(self, folder: Path, ranks: list[int]) -> JobFailure:
@@ -119,6 +131,16 @@ class WatchedRanks:
         except OSError:
             return False
         return pid > 0
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, which ends it otherwise."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -19,7 +19,7 @@ from moeverify.collectives.trace import CollectiveTrace
 from moeverify.launch.failure_reporter import FailureReporter
 from moeverify.launch.plan import write_atomically
 from moeverify.launch.watchdog import Watchdog
-from moeverify.launch.watched import END_FOLDER, find_state_folder
+from moeverify.launch.watched import END_FOLDER, GUEST_SIGNAL, find_state_folder
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
 
@@ -76,8 +76,9 @@ class WatchedRank:
     def _forget(self) -> None:
         """Leave the files to the process that forked this one."""
         if self._pid:
-            with suppress(OSError, ValueError):
-                faulthandler.unregister(signal.SIGTERM)
+            for number in (signal.SIGTERM, GUEST_SIGNAL):
+                with suppress(OSError, ValueError):
+                    faulthandler.unregister(number)
 
     def _tick(self, left: float | None) -> None:
         """Update the state of pending collectives, and report the state of this rank if the watcher asks."""

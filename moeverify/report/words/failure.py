@@ -83,7 +83,7 @@ def _list_waits(failure: JobFailure) -> list[str]:
     hang, end = failure.hang, failure.end
     waits = () if hang is None else hang.waits
     lines = []
-    if end is not None and end.how in _OWN_ENDS and all(failure.rank not in wait.ranks for wait in waits):
+    if end is not None and end.how in _OWN_ENDS:
         verb = "raised " if end.how is End.RAISED else ""
         lines.append(f"rank {failure.rank} {verb}{describe_end(end.model_copy(update={'waiting': None}))}")
     if hang is not None and waits:

@@ -71,7 +71,9 @@ def dies(rank: int) -> None:
 
 def holds_lock(rank: int) -> None:
     if rank == 1:
-        ctypes.PyDLL(None).sleep(1000)
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # a second lock waits for ever, and no signal interrupts it
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     dist.all_reduce(torch.ones(2))  # waits for rank 1
 
 
