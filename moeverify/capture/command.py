@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -33,9 +35,9 @@ def run_command(
     """Run the command until it ends and return its exit code, or 128 + n if signal n ended it.
 
     `variables` are environment variables with the settings for its processes. `look` is called periodically
-    and ends the command by returning True, as does `hangs`. None of its processes is left then. The command's
-    output is not redirected. SIGTERM and SIGHUP are forwarded to the command, which decides how to handle them.
-    It gets SIGTERM if this process is killed.
+    and ends the command by returning True, as does `hangs`. The command's output is not redirected. SIGTERM and
+    SIGHUP are forwarded to the command, which decides how to handle them. After both, processes that outlive the
+    command are ended. The command gets SIGTERM if this process is killed.
 
     Raises: CaseError when the command cannot be started.
     """
@@ -57,14 +59,18 @@ def run_command(
         )
         raise CaseError([problem]) from error
     hangs.processes.root = process.pid
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    kept = {
-        number: signal.signal(number, lambda number, _: process.send_signal(number)) for number in numbers
-    }
+    processes = _Processes(hangs.processes)
+
+    def forward(number: int, frame: object) -> None:
+        processes.hold()
+        process.send_signal(number)
+
+    kept = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)}
     # The terminal also sends Ctrl-C to the command.
     kept[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        code = _wait(process, hangs, look)
+        code = _wait(process, processes, hangs, look)
+        processes.end()
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
@@ -86,28 +92,52 @@ def count_steps(folder: Path) -> dict[int, int | None]:
     return found
 
 
-def _wait(process: subprocess.Popen[bytes], hangs: HangReporter, look: Callable[[], bool]) -> int:
+class _Processes:
+    """Handles of the processes of a command, to end those that outlive it.
+
+    Unlike the id of a process, a handle never means another process.
+    """
+
+    def __init__(self, tree: ProcessTree) -> None:
+        self._tree = tree
+        self._handles: list[int] = []
+
+    def hold(self) -> None:
+        """Get a handle of each process that exists now."""
+        for pid in self._tree.list_processes():
+            with suppress(OSError):  # it has ended
+                self._handles.append(os.pidfd_open(pid))
+
+    def end(self) -> None:
+        """End the processes: by SIGTERM, and by SIGKILL those that do not end."""
+        self._send(signal.SIGTERM)
+        end, left = time.monotonic() + _END_GRACE, set(self._handles)
+        while left and (seconds := end - time.monotonic()) > 0.0:
+            left -= set(
+                select.select(left, [], [], seconds)[0]
+            )  # a handle is readable when its process has ended
+        self._send(signal.SIGKILL)
+        for handle in self._handles:
+            os.close(handle)
+
+    def _send(self, number: int) -> None:
+        for handle in self._handles:
+            with suppress(OSError):
+                signal.pidfd_send_signal(handle, number)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], processes: _Processes, hangs: HangReporter, look: Callable[[], bool]
+) -> int:
     while True:
         try:
             return process.wait(_PERIOD)
         except subprocess.TimeoutExpired:
             if any([hangs.look(), look()]):
-                return _end(process, hangs.processes)
-
-
-def _end(process: subprocess.Popen[bytes], processes: ProcessTree) -> int:
-    """End the command by SIGTERM, and kill those of its processes that are left. Return its exit code."""
-    with ExitStack() as stack:
-        files = []
-        for pid in processes.list_processes():
-            with suppress(OSError):  # it has ended
-                files.append(os.pidfd_open(pid))  # unlike its id, not used again for another process
-                stack.callback(os.close, files[-1])
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_GRACE)
-        process.kill()
-        for file in files:
-            with suppress(OSError):
-                signal.pidfd_send_signal(file, signal.SIGKILL)
-        return process.wait()
+                break
+    processes.hold()
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(_END_GRACE)
+    process.kill()
+    return process.wait()
