@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from moeverify.cli.context import EXIT_CODES, CommandContext
 
 if TYPE_CHECKING:
-    from moeverify.capture.hangs import HangReporter
     from moeverify.results.finding import Finding
+    from moeverify.scripts.record.hangs import HangReporter
 
 
 def run_guarded(
@@ -26,15 +26,15 @@ def run_guarded(
 
     It is the command's own exit code, or the code of a mismatch if a finding ended the command.
     """
-    from moeverify.controller.scratch import scratch_folder
     from moeverify.errors import CaseError, Problem
-    from moeverify.guard.command import GuardedCommand
-    from moeverify.guard.exchange import FINDINGS
-    from moeverify.guard.settings import GuardSettings
     from moeverify.report.files import check_writable
     from moeverify.report.numbers import format_count
     from moeverify.report.words.guard import describe_missing_ranks
     from moeverify.report.words.script import describe_unseen
+    from moeverify.scripts.guard.command import GuardedCommand
+    from moeverify.scripts.guard.exchange import FINDINGS
+    from moeverify.scripts.guard.settings import GuardSettings
+    from moeverify.verification.controller.scratch import scratch_folder
 
     if out is not None and (out / FINDINGS).exists():
         problem = Problem(

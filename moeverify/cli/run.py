@@ -23,13 +23,13 @@ from moeverify.cli.rerun import Verified, check_watch, rerun_on_changes
 from moeverify.cli.track import Tracking
 
 if TYPE_CHECKING:
-    from moeverify.case.schema import Case
-    from moeverify.controller.durations import Durations
-    from moeverify.controller.finished import FinishedCases
-    from moeverify.controller.options import RunOptions
-    from moeverify.controller.run import OnEvent
+    from moeverify.cases.schema import Case
+    from moeverify.cases.validation.load import Loaded
     from moeverify.results.run import CaseResult, RunResult
-    from moeverify.validation.load import Loaded
+    from moeverify.verification.controller.durations import Durations
+    from moeverify.verification.controller.finished import FinishedCases
+    from moeverify.verification.controller.options import RunOptions
+    from moeverify.verification.controller.run import OnEvent
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def run(
             tracking.check()
 
         def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
-            from moeverify.controller.durations import Durations
+            from moeverify.verification.controller.durations import Durations
 
             options = diagnosis.complete(settings.make_options(loaded.cases, out))
             verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
@@ -136,7 +136,7 @@ def run(
 
 def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -> Mapping[str, str]:
     """Return the key of each case, which changes with anything that decides its verdict."""
-    from moeverify.controller.finished import make_key
+    from moeverify.verification.controller.finished import make_key
 
     options = settings.make_options(list(cases), out)
     return {case.name: make_key(case, options) for case in cases}
@@ -168,7 +168,7 @@ class _Verification:
         context: CommandContext,
     ) -> _Verification:
         """Return a verification that runs only cases that are neither known nor in the `--keep` file."""
-        from moeverify.controller.finished import FinishedCases
+        from moeverify.verification.controller.finished import FinishedCases
 
         finished = FinishedCases.open(keep, cases, options)
         if finished.results:
@@ -179,9 +179,14 @@ class _Verification:
 
     def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
         """Return the verdicts of all cases; see `run_and_report`."""
-        from moeverify.controller.escalation import WIDER, escalate, find_confirming, note_unasked
-        from moeverify.controller.follow_up import follow_up
-        from moeverify.controller.run import run_cases
+        from moeverify.verification.controller.escalation import (
+            WIDER,
+            escalate,
+            find_confirming,
+            note_unasked,
+        )
+        from moeverify.verification.controller.follow_up import follow_up
+        from moeverify.verification.controller.run import run_cases
 
         left = self.finished.list_left(self.cases)
         asks = self.diagnosis.escalate

@@ -13,9 +13,9 @@ import typer
 from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
 
 if TYPE_CHECKING:
-    from moeverify.capture.hangs import HangReporter
-    from moeverify.capture.settings import Settings
     from moeverify.errors import Problem
+    from moeverify.scripts.record.hangs import HangReporter
+    from moeverify.scripts.record.settings import Settings
 
 _MEBIBYTE = 2**20
 
@@ -122,8 +122,8 @@ def watch(
 
     Exits with the code of the script, whose output stays as it is.
     """
-    from moeverify.capture.hangs import HangReporter, HangSettings
-    from moeverify.controller.scratch import scratch_folder
+    from moeverify.scripts.record.hangs import HangReporter, HangSettings
+    from moeverify.verification.controller.scratch import scratch_folder
 
     with open_context() as context, scratch_folder() as folder:
         settings = HangSettings(limit=hang, stops=on_hang is Reaction.STOP)
@@ -155,9 +155,9 @@ def _show_hang(context: CommandContext, lines: Sequence[str]) -> None:
 
 
 def _record(command: list[str], settings: Settings, hangs: HangReporter, context: CommandContext) -> int:
-    from moeverify.capture.command import count_steps, run_command
-    from moeverify.capture.settings import VARIABLE
     from moeverify.report.words.script import describe_recorded, describe_unseen
+    from moeverify.scripts.record.command import count_steps, run_command
+    from moeverify.scripts.record.settings import VARIABLE
 
     code = run_command(command, {VARIABLE: settings.model_dump_json()}, hangs)
     steps = count_steps(settings.out)
@@ -185,9 +185,9 @@ def _make_settings(
 
     Raises: CaseError listing all problems of the options.
     """
-    from moeverify.capture.settings import Settings
     from moeverify.errors import CaseError, Problem
     from moeverify.report.files import check_writable
+    from moeverify.scripts.record.settings import Settings
 
     first, last = _read_range(steps)
     settings = Settings(
@@ -220,8 +220,8 @@ def _make_settings(
 
 def _find_problems(settings: Settings) -> Iterator[Problem]:
     """Yield the problems of the folders and of options that depend on others."""
-    from moeverify.capture.settings import RANK_FILE
     from moeverify.errors import Problem
+    from moeverify.scripts.record.settings import RANK_FILE
 
     out, step, weights = settings.out, settings.operators, settings.weights
     if any(out.glob(RANK_FILE.format(rank="*"))):

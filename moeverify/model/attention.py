@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.schema import ReferenceModel
+from moeverify.cases.schema import ReferenceModel
 from moeverify.model.norm import RMSNorm
 from moeverify.model.precision import Factory, widen
 from moeverify.model.rope import compute_rotation, rotate

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from moeverify.case.attention import Yarn
+from moeverify.cases.attention import Yarn
 from moeverify.model.precision import widen
 from moeverify.seams import seam
 

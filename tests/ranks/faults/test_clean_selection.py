@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.controller import clean_matrix as clean
-from moeverify.controller.kept import KeptRows
-from moeverify.controller.options import RunOptions
 from moeverify.results.benchmark_rows import CleanRow
+from moeverify.verification.controller import clean_matrix as clean
+from moeverify.verification.controller.kept import KeptRows
+from moeverify.verification.controller.options import RunOptions
 
 # One of the 8 elements of a norm's first update has the other sign here, which no calibration run showed.
 TURNED = "mixed, seed 0, stress adamw, fsdp2-tp"

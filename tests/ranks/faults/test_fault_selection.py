@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.controller.fault_benchmark import run_faults
-from moeverify.controller.options import RunOptions
 from moeverify.faults.catalogue import load_faults
+from moeverify.verification.controller.fault_benchmark import run_faults
+from moeverify.verification.controller.options import RunOptions
 
 FAULTS = load_faults()
 # At least one fault of every class and one for every way to name a cause; all on two ranks.

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.schema import Case
 from moeverify.faults.catalogue import load_faults
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 # Two ranks; the result is the error factor of expert gradients, 1.0 when they are right.
 CASES = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.validation.load import load_cases
 from moeverify.report.words.run import word_case
-from moeverify.validation.load import load_cases
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 
 @pytest.fixture(scope="session")

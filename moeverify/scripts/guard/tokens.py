@@ -1,0 +1,93 @@
+"""Detection of ranks that see the same rows although they should not. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from moeverify.results.finding import Finding
+from moeverify.results.guard import GuardCheck, SameWorkFacts, TokenFacts
+from moeverify.scripts.guard.lines import RankHeader, StepRecord
+
+_TIMES = 2  # sampled steps in a row: a sampler may pad the last batch of an epoch with rows of other ranks
+_SHARE = 0.5  # of a rank's rows: random draws with replacement may coincide
+_SMALL = 16  # elements: averaging a loss or a norm for a log is no shared work
+
+
+@dataclass
+class TokenRule:
+    """A check for data-parallel ranks with common rows, and for ranks that redundantly do the same work."""
+
+    headers: Mapping[int, RankHeader]
+    _streaks: dict[tuple[int, int], int] = field(default_factory=dict)
+    _done: set[str] = field(default_factory=set)
+
+    def find(self, records: Mapping[int, StepRecord]) -> list[Finding]:
+        """Return findings for data-parallel ranks with common rows, and for ranks with the same work."""
+        rows = {
+            rank: Counter(row for each in record.rows for row in each) for rank, record in records.items()
+        }
+        shared: dict[tuple[int, int], int] = {}
+        for pair in combinations(sorted(rows), 2):
+            seen = [rows[rank] for rank in pair]
+            number = (seen[0] & seen[1]).total()
+            least = min(each.total() for each in seen)
+            is_common = least > 0 and number >= _SHARE * least
+            self._streaks[pair] = self._streaks.get(pair, 0) + 1 if is_common else 0
+            if self._streaks[pair] >= _TIMES:
+                shared[pair] = number
+        step = next(iter(records.values())).step
+        tokens = [pair for pair in shared if pair[1] in self.headers[pair[0]].data_ranks]
+        findings = []
+        if tokens and "tokens" not in self._done:
+            self._done.add("tokens")
+            ranks = tuple(sorted({rank for pair in tokens for rank in pair}))
+            one, two = max(tokens, key=lambda pair: shared[pair])
+            total = min(rows[one].total(), rows[two].total())
+            facts = TokenFacts(num_rows=total, num_shared=shared[one, two], num_steps=_TIMES)
+            findings.append(_make_finding(GuardCheck.TOKENS, step, ranks, facts.num_shared / total, facts))
+        idle = [
+            pair
+            for pair in shared
+            if pair not in tokens and rows[pair[0]] == rows[pair[1]] and self._do_the_same(pair, records)
+        ]
+        if idle and "work" not in self._done:
+            self._done.add("work")
+            ranks = tuple(sorted({rank for pair in idle for rank in pair}))
+            header = self.headers[idle[0][0]]
+            axis = next(
+                (axis for axis, members in header.groups if axis and set(idle[0]) <= set(members)), ""
+            )
+            work = SameWorkFacts(axis=axis, num_tensors=len(header.tensors), num_steps=_TIMES)
+            findings.append(_make_finding(GuardCheck.SAME_WORK, step, ranks, 1.0, work))
+        return findings
+
+    def _do_the_same(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
+        """Return whether two ranks have equal weights and exchange only small tensors."""
+        one, two = (self.headers[rank] for rank in pair)
+        if [(each.name, each.region) for each in one.tensors] != [
+            (each.name, each.region) for each in two.tensors
+        ]:
+            return False
+        if records[pair[0]].ended != records[pair[1]].ended:
+            return False
+        return all(
+            group.largest <= _SMALL for group in records[pair[0]].groups if set(pair) <= set(group.ranks)
+        )
+
+
+def _make_finding(
+    check: GuardCheck, step: int, ranks: tuple[int, ...], error: float, facts: TokenFacts | SameWorkFacts
+) -> Finding:
+    return Finding(
+        check=check,
+        tensor="input",
+        step=step,
+        rank=ranks[-1],
+        ranks=ranks,
+        error=error,
+        bound=0.0,
+        facts=facts,
+    )

@@ -1,0 +1,112 @@
+"""The order of calls on one rank: two violations are a finding, a single or intended one is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from moeverify.parallel.regions.local_shard import parameters
+from moeverify.scripts.compare.calls import _has_one_optimizer
+from moeverify.scripts.guard.order import CallOrder
+from moeverify.scripts.record.lines import Header, Options
+from moeverify.scripts.record.read import RankRecord
+from moeverify.train.calls.call import Call
+
+DISCARDS = ("forward", "backward", "zero_grad", "forward", "backward", "optimizer step")
+CLIPS_EARLY = ("forward", "backward", "clip_grad_norm_", "forward", "backward", "optimizer step")
+SCHEDULES = ("forward", "backward", "scheduler step", "forward", "backward", "optimizer step")
+EMPTIES = ("forward", "backward", "forward", "backward", "zero_grad", "optimizer step")
+RIGHT = (
+    "zero_grad",
+    "forward",
+    "backward",
+    "forward",
+    "backward",
+    "clip_grad_norm_",
+    "optimizer step",
+    "scheduler step",
+)
+
+
+def make_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def find(
+    names: tuple[str, ...],
+    num_steps: int = 2,
+    rows: tuple[tuple[int, ...], ...] = ((1,), (2,)),
+    *,
+    num_optimizers: int = 1,
+    kept: float = 0.0,
+    has_closure: bool = False,
+    has_gradients: bool = True,
+) -> list[str]:
+    order = CallOrder()
+    optimizers = [make_optimizer() for _ in range(num_optimizers)]
+    for each in (each for optimizer in optimizers for each in optimizer.param_groups[0]["params"]):
+        each.grad = torch.ones_like(each) if has_gradients else None
+    found = []
+    for step in range(num_steps):
+        for optimizer in optimizers:
+            own = optimizer.param_groups[0]["params"]
+            order.see_step(optimizer, {id(each): kept for each in own})
+        calls = [Call(step=step, name=name, discarded=float(name == "zero_grad")) for name in names]
+        order.end_step(calls, rows, has_closure=has_closure)
+        found += [finding.tensor for finding in order.find(step, 0)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "rule"),
+    [(DISCARDS, "discarded"), (CLIPS_EARLY, "early-clip"), (SCHEDULES, "inner-scheduler")],
+)
+def test_a_rule_that_two_steps_break_is_found_once(names: tuple[str, ...], rule: str) -> None:
+    assert find(names, 5) == [rule]
+    assert not find(names, 1)
+
+
+def test_a_right_order_is_silent() -> None:
+    assert not find(RIGHT, 5)
+
+
+def test_gradients_that_are_still_there_are_found() -> None:
+    assert find(RIGHT, 4, kept=1.0) == ["kept"]
+
+
+def test_a_zero_grad_behind_the_last_backward_pass_is_found_where_it_leaves_nothing() -> None:
+    assert find(EMPTIES, 4, has_gradients=False) == ["emptied"]
+    assert not find(EMPTIES, 4)  # it belonged to a part of the model
+    assert not find(EMPTIES, 4, has_gradients=False, num_optimizers=2)
+
+
+def test_what_is_thrown_away_on_purpose_is_no_finding() -> None:
+    assert not find(DISCARDS, rows=((1,), (1,)))  # sharpness-aware minimization: the same rows again
+    assert not find(DISCARDS, num_optimizers=2)  # two losses, each with its own optimizer
+    assert not find(DISCARDS, has_closure=True)  # LBFGS
+    assert not find((*DISCARDS, "scaler step"))
+
+
+def test_parameters_that_no_optimizer_has_are_named_unless_it_has_copies() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    for known, expected in ((model[:2], ("2.weight", "2.bias")), (model[:1], ()), (model, ())):
+        order = CallOrder()
+        optimizer = torch.optim.SGD(known.parameters(), lr=0.1)
+        for _ in range(2):
+            order.see_step(optimizer, {})
+            order.end_step([], [])
+        assert order.find_forgotten(parameters(model)) == expected
+
+
+def test_two_optimizers_of_one_class_are_told_from_two_groups_of_one() -> None:
+    record = RankRecord(Header(rank=0, world_size=1, first=0, last=1), Path(), None)
+    record.options = [
+        Options(step=0, optimizer="AdamW", number=number, options={}, names=()) for number in (0, 1)
+    ]
+    assert _has_one_optimizer(record, 0)
+    record.options.append(Options(step=0, optimizer="AdamW", number=0, options={}, names=()))
+    assert not _has_one_optimizer(record, 0)
