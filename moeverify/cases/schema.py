@@ -470,7 +470,9 @@ class Checks(Section):
         default=(), description="axes of the mesh that `parallelize` leaves unused on purpose"
     )
     because: str = Field(default="", description="why they differ, for the report")
-    timeout: Positive = Field(default=120.0, description="seconds that the case may take")
+    timeout: Positive = Field(
+        default=120.0, description="seconds that the case may take, without waits for a processor"
+    )
 
 
 class Checkpoint(Section):

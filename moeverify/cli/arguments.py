@@ -74,7 +74,12 @@ Ranks = Annotated[
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", min=1.0, metavar="S", help="Seconds that a case, or a golden, may take."),
+    typer.Option(
+        "--timeout",
+        min=1.0,
+        metavar="S",
+        help="Seconds that a case, or a golden, may take, without waits for a processor.",
+    ),
 ]
 Fault = Annotated[
     str | None,

@@ -120,7 +120,7 @@ def watch(
 ) -> None:
     """Run a training script and record some of its steps, for `moeverify compare`; or check it with `--guard`.
 
-    Exits with the code of the script, whose output stays as it is.
+    Ranks that wait in a collective are listed. Exits with the code of the script, whose output stays as it is.
     """
     from moeverify.scripts.record.hangs import HangReporter, HangSettings
     from moeverify.verification.controller.scratch import scratch_folder
@@ -150,8 +150,10 @@ def watch(
 
 
 def _show_hang(context: CommandContext, lines: Sequence[str]) -> None:
+    from moeverify.report.sanitize import clean
+
     for indent, line in zip(("moeverify watch: ", *["    "] * len(lines)), lines, strict=False):
-        context.err.print(indent + line, soft_wrap=True, highlight=False, markup=False)
+        context.err.print(indent + clean(line), soft_wrap=True, highlight=False, markup=False)
 
 
 def _record(command: list[str], settings: Settings, hangs: HangReporter, context: CommandContext) -> int:

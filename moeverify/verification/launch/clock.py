@@ -97,7 +97,7 @@ class PublishedClock:
     def read(self) -> float:
         """Return the time. Units: seconds."""
         written, there = _RECORD.unpack(os.pread(self._file, _RECORD.size, 0))
-        return float(there) + min(max(time.monotonic() - written, 0.0), _FRESH)
+        return float(there) + min(max(time.monotonic() - float(written), 0.0), _FRESH)
 
 
 class ProcessTree:
