@@ -65,12 +65,17 @@ class ActiveClock:
             time.sleep(_POLL)
         return holds
 
-    def describe_machine(self) -> MachineLoad:
-        """Return the load of this machine, and how much wall time was not counted so far."""
+    @property
+    def not_counted(self) -> float:
+        """Return the wall time that this clock did not count so far. Units: seconds."""
+        return max(self._last - self._began - self._now, 0.0)
+
+    def describe_machine(self, before: float) -> MachineLoad:
+        """Return the load of this machine, and the time not counted since `not_counted` was `before`."""
         return MachineLoad(
             load=os.getloadavg()[0],
             num_processors=len(os.sched_getaffinity(0)),
-            not_counted=max(self._last - self._began - self._now, 0.0),
+            not_counted=self.not_counted - before,
         )
 
     def close(self) -> None:

@@ -153,6 +153,7 @@ class _Session:
         self._ready = threading.Event()
         self._runner: JobRunner
         self._clock: ActiveClock
+        self._not_counted = 0.0  # time that the clock had not counted when the job began
 
     def run(self, run_job: RunJob, on_event: OnEvent) -> Generator[JobOutcome]:
         """Run all jobs in a thread and yield their outcomes as they arrive."""
@@ -271,6 +272,7 @@ class _Session:
             self._store.wait([done], timedelta(days=365))
             return
         self._runner.await_ranks(job.num_ranks, _UP_LIMIT)
+        self._not_counted = self._clock.not_counted
         folder = job_folder(self._folder, self._index)
         folder.mkdir(parents=True, exist_ok=True)
         self._pass_on(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
@@ -370,8 +372,11 @@ class _Session:
         origin = find_origin(reports, times, traces)
         failure = origin.make_failure()
         if origin.is_hang:
-            machine, timeout = self._clock.describe_machine(), self._jobs[self._index].timeout
-            failure = origin.make_failure(Cause.OVER_TIME, timeout=timeout, machine=machine)
+            failure = origin.make_failure(
+                Cause.OVER_TIME,
+                timeout=self._jobs[self._index].timeout,
+                machine=self._clock.describe_machine(self._not_counted),
+            )
         failed = self._jobs[self._index].name
         seconds = time.monotonic() - self._began
         self._report_outcome(

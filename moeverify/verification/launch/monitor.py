@@ -95,6 +95,7 @@ class LaunchMonitor:
         self._start_limit = start_limit
         self._processes = ProcessTree()
         self._clock: ActiveClock
+        self._not_counted = 0.0  # time that the clock had not counted when the current limit began
         self._agent: Agent | None = None
         self._up = False
         self._death = Death()
@@ -154,13 +155,13 @@ class LaunchMonitor:
         folder = self._plan.job_folder(position)
         num_bytes = 0
         began = None
-        limit = self._clock.read() + self._limit_start(position)
+        limit = self._begin_limit(self._limit_start(position))
         while True:
             self._notice_up()
             ended = self._agent.poll() is not None
             if began is None and folder.is_dir() and any(folder.glob("rank-*.started")):
                 began = time.monotonic()
-                limit = self._clock.read() + job.timeout + job.grace + _HANG_SLACK
+                limit = self._begin_limit(job.timeout + job.grace + _HANG_SLACK)
                 self._on_event(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
             num_bytes = self._pass_on(folder / "events", job, num_bytes)
             result = _read_result(folder / "result.json")
@@ -188,6 +189,12 @@ class LaunchMonitor:
         assert self._agent is not None
         self._clock.sleep(_END_GRACE, until=self._has_ended)
 
+    def _begin_limit(self, seconds: float) -> float:
+        """Return the time of the clock at which a limit that begins now is over."""
+        end = self._clock.read() + seconds
+        self._not_counted = self._clock.not_counted
+        return end
+
     def _limit_start(self, position: int) -> float:
         """Return the time until the ranks must begin the job at `position` of this launch. Units: seconds."""
         return max(self._start_limit, _GAP_LIMIT if position else START_LIMIT)
@@ -206,7 +213,7 @@ class LaunchMonitor:
         origin = collect_reports(self._plan.launch_folder, folder, ranks, death)
         if origin.is_hang or is_over_time:
             cause = Cause.OVER_TIME if origin.is_hang else Cause.UNREPORTED
-            machine = self._clock.describe_machine()
+            machine = self._clock.describe_machine(self._not_counted)
             failure = origin.make_failure(cause, timeout=job.timeout, machine=machine)
         elif not death.exits:
             failure = origin.make_failure(
@@ -245,7 +252,7 @@ class LaunchMonitor:
                 phase=phase,
                 not_up={rank: find_place(stacks[rank]) for rank in self._list_not_up()},
                 timeout=self._limit_start(self.num_over),
-                machine=self._clock.describe_machine(),
+                machine=self._clock.describe_machine(self._not_counted),
             )
         elif death.error or not death.exits:
             error = death.error or read_tail(folder / "agent.log")

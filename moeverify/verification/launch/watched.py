@@ -39,6 +39,7 @@ class _Seen:
 
     content: bytes
     since: float
+    not_counted: float  # by the clock, until then
     reported: int = 0  # number of the pending collective that was reported
 
 
@@ -64,7 +65,7 @@ class WatchedRanks:
             content = _read_bytes(path)
             seen = self._seen.get(rank)
             if seen is None or seen.content != content:
-                self._seen[rank] = _Seen(content, now)
+                self._seen[rank] = _Seen(content, now, self._clock.not_counted)
         stands = [
             rank
             for rank, seen in self._seen.items()
@@ -72,7 +73,7 @@ class WatchedRanks:
         ]
         if not stands:
             return None
-        failure = self._ask()
+        failure = self._ask(min(self._seen[rank].not_counted for rank in stands))
         for rank, seen in self._seen.items():
             seen.reported = self._find_open(rank)
         # The ranks may have gone on meanwhile.
@@ -83,8 +84,11 @@ class WatchedRanks:
         ranks = sorted(self._list_flights())
         return self._collect(self._folder / END_FOLDER, ranks) if ranks else None
 
-    def _ask(self) -> JobFailure:
-        """Ask all ranks for their state, and return who waits for whom."""
+    def _ask(self, not_counted: float) -> JobFailure:
+        """Ask all ranks for their state, and return who waits for whom.
+
+        `not_counted` is the time that the clock had not counted when the first of them began to wait.
+        """
         folder = find_state_folder(self._folder, self._num_asked)
         ranks = sorted(self._seen)
         alive = [rank for rank in ranks if self._is_alive(rank)]
@@ -101,15 +105,15 @@ class WatchedRanks:
                     with suppress(OSError):
                         os.kill(pid, GUEST_SIGNAL)
             self._clock.sleep(_DUMP_LIMIT)
-        return self._collect(folder, ranks)
+        return self._collect(folder, ranks, not_counted)
 
-    def _collect(self, folder: Path, ranks: list[int]) -> JobFailure:
+    def _collect(self, folder: Path, ranks: list[int], not_counted: float = 0.0) -> JobFailure:
         gone = [rank for rank in ranks if not self._is_alive(rank)]
         frozen = {rank: state for rank in ranks if (state := read_frozen(self._find_pid(rank))) is not None}
         origin = collect_reports(
             self._folder, folder, ranks, Death(frozen=frozen, gone=gone), is_watched=True
         )
-        return origin.make_failure(timeout=self._limit, machine=self._clock.describe_machine())
+        return origin.make_failure(timeout=self._limit, machine=self._clock.describe_machine(not_counted))
 
     def _list_flights(self) -> dict[int, Path]:
         return {int(path.stem.removeprefix("rank-")): path for path in self._folder.glob("rank-*.flight")}
