@@ -133,10 +133,10 @@ class CollectiveTrace:
         with self._lock:
             self._flight = None
 
-    def poll(self) -> None:
-        """Update the state of pending collectives. Cheap and thread-safe."""
+    def poll(self, device: str | None = None) -> None:
+        """Update the state of pending collectives, of all devices or of one. Cheap and thread-safe."""
         with self._lock:
-            self._close_finished()
+            self._close_finished(device)
 
     def records(self) -> list[CollectiveRecord]:
         """Return the records, oldest first."""
@@ -271,11 +271,11 @@ class CollectiveTrace:
                     self._flight.finish(collective.number, success=False)
             self._close_finished()
 
-    def _close_finished(self) -> None:
+    def _close_finished(self, device: str | None = None) -> None:
         collectives = list(self._open)
         self._open.clear()
         for collective in collectives:
-            if collective.update():
+            if device in (None, collective.device) and collective.update():
                 self._close(collective)
             else:
                 self._open.append(collective)

@@ -82,7 +82,8 @@ class WatchedRank:
 
     def _tick(self, left: float | None) -> None:
         """Update the state of pending collectives, and report the state of this rank if the watcher asks."""
-        self.trace.poll()
+        # A query of a GPU would break a CUDA graph that another thread captures. The report is worth that risk.
+        self.trace.poll("cpu")
         folder = find_state_folder(self._folder, self._num_asked)
         if folder.is_dir():
             self._num_asked += 1
