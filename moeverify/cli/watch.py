@@ -34,6 +34,11 @@ class Reaction(StrEnum):
     STOP = "stop"
 
 
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="A new folder for what is recorded.", show_default=False),
+]
+Steps = Annotated[str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")]
 Limit = Annotated[
     float, typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of larger tensors.")
 ]
@@ -69,6 +74,23 @@ Operators = Annotated[
     ),
 ]
 
+Guard = Annotated[bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")]
+Every = Annotated[
+    int, typer.Option("--every", min=2, metavar="N", help="With --guard: sample every N-th step.")
+]
+OnFinding = Annotated[Reaction, typer.Option("--on-finding", help="With --guard: go on, or end the script.")]
+Debug = Annotated[bool, typer.Option("--debug", help="With --guard: stop ranks in multiprocessing_pdb.")]
+Hang = Annotated[
+    float,
+    typer.Option(
+        "--hang", min=1.0, metavar="S", help="Report which ranks wait where after S seconds in a collective."
+    ),
+]
+OnHang = Annotated[
+    Reaction,
+    typer.Option("--on-hang", help="After this report: go on, or end the script with exit code 3."),
+]
+
 
 def watch(
     command: Annotated[
@@ -78,13 +100,8 @@ def watch(
         ),
     ],
     *,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="A new folder for what is recorded.", show_default=False),
-    ] = None,
-    steps: Annotated[
-        str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")
-    ] = "0-3",
+    out: Out = None,
+    steps: Steps = "0-3",
     limit: Limit = 64.0,
     weights: Weights = None,
     seed: Seed = None,
@@ -92,31 +109,12 @@ def watch(
     nudge_dtype: NudgeDtypeOption = None,
     outputs: Outputs = False,
     operators: Operators = None,
-    guard: Annotated[
-        bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")
-    ] = False,
-    every: Annotated[
-        int, typer.Option("--every", min=2, metavar="N", help="With --guard: sample every N-th step.")
-    ] = 16,
-    on_finding: Annotated[
-        Reaction, typer.Option("--on-finding", help="With --guard: go on, or end the script.")
-    ] = Reaction.WARN,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="With --guard: stop ranks in multiprocessing_pdb.")
-    ] = False,
-    hang: Annotated[
-        float,
-        typer.Option(
-            "--hang",
-            min=1.0,
-            metavar="S",
-            help="Report which ranks wait where after S seconds in a collective.",
-        ),
-    ] = 60.0,
-    on_hang: Annotated[
-        Reaction,
-        typer.Option("--on-hang", help="After this report: go on, or end the script with exit code 3."),
-    ] = Reaction.WARN,
+    guard: Guard = False,
+    every: Every = 16,
+    on_finding: OnFinding = Reaction.WARN,
+    debug: Debug = False,
+    hang: Hang = 60.0,
+    on_hang: OnHang = Reaction.WARN,
 ) -> None:
     """Run a training script and record some of its steps, for `moeverify compare`; or check it with `--guard`.
 
