@@ -36,7 +36,9 @@ from moeverify.verification.collectives.interception import (
 )
 from moeverify.verification.collectives.ledger import Ledger, Stream
 
-_INNER = (str(Path(torch.__file__).parent), __file__, "<")
+# Functions of `train.calls` wrap torch functions in watched scripts.
+_CALLS = str(Path(__file__).parents[2] / "train" / "calls")
+_INNER = (str(Path(torch.__file__).parent), __file__, _CALLS, "<")
 # Decorators from these files wrap torch functions, so their frames are between a torch function and its
 # caller.
 _WRAPPERS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 
 def opposite(rank: int) -> None:
@@ -28,6 +29,14 @@ def different(rank: int) -> None:
         dist.all_reduce(torch.ones(2))  # sums
     else:
         dist.barrier()  # meets
+
+
+def uneven(rank: int) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    loss = model(torch.ones(2)).sum()
+    if rank == 1:
+        time.sleep(1000)  # has no batch
+    loss.backward()  # sums gradients
 
 
 def unreceived(rank: int) -> None:
