@@ -16,6 +16,7 @@ def run_guarded(
     command: list[str],
     context: CommandContext,
     out: Path | None,
+    scratch: Path,
     every: int,
     hangs: HangReporter,
     *,
@@ -34,7 +35,6 @@ def run_guarded(
     from moeverify.scripts.guard.command import GuardedCommand
     from moeverify.scripts.guard.exchange import FINDINGS
     from moeverify.scripts.guard.settings import GuardSettings
-    from moeverify.verification.controller.scratch import scratch_folder
 
     if out is not None and (out / FINDINGS).exists():
         problem = Problem(
@@ -43,29 +43,26 @@ def run_guarded(
         raise CaseError([problem])
     if out is not None:
         check_writable([], out)
-    with scratch_folder() as temporary:
-        folder = (out or temporary).resolve()
-        settings = GuardSettings(out=folder, every=every, debug=debug)
-        guarded = GuardedCommand(settings, hangs, lambda finding: _show(context, finding), stops=stops)
-        code = guarded.run(command)
-        judge = guarded.judge
-        if guarded.refused is not None:
-            text = (
-                f"not all findings are in {folder / FINDINGS}: {guarded.refused.strerror or guarded.refused}"
-            )
-            context.err.print(f"moeverify watch: {text}", soft_wrap=True)
-        if judge.num_missing:
-            context.err.print(f"moeverify watch: {describe_missing_ranks(judge.num_missing)}", soft_wrap=True)
-        if judge.num_steps:
-            found = format_count(len(guarded.findings), "finding")
-            steps, ranks = (
-                format_count(judge.num_steps, "sampled step"),
-                format_count(judge.num_ranks, "rank"),
-            )
-            seen = f"{found} in {steps} of {ranks}"
-        else:
-            seen = f"nothing was checked: {describe_unseen()}"
-        context.err.print(f"moeverify watch --guard: {seen}", soft_wrap=True)
+    folder = (out or scratch / "guard").resolve()
+    settings = GuardSettings(out=folder, every=every, debug=debug)
+    guarded = GuardedCommand(settings, hangs, lambda finding: _show(context, finding), stops=stops)
+    code = guarded.run(command)
+    judge = guarded.judge
+    if guarded.refused is not None:
+        text = f"not all findings are in {folder / FINDINGS}: {guarded.refused.strerror or guarded.refused}"
+        context.err.print(f"moeverify watch: {text}", soft_wrap=True)
+    if judge.num_missing:
+        context.err.print(f"moeverify watch: {describe_missing_ranks(judge.num_missing)}", soft_wrap=True)
+    if judge.num_steps:
+        found = format_count(len(guarded.findings), "finding")
+        steps, ranks = (
+            format_count(judge.num_steps, "sampled step"),
+            format_count(judge.num_ranks, "rank"),
+        )
+        seen = f"{found} in {steps} of {ranks}"
+    else:
+        seen = f"nothing was checked: {describe_unseen()}"
+    context.err.print(f"moeverify watch --guard: {seen}", soft_wrap=True)
     return EXIT_CODES["mismatch"] if stops and guarded.findings else code
 
 

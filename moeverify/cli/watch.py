@@ -125,12 +125,12 @@ def watch(
 
     with open_context() as context, scratch_folder() as folder:
         settings = HangSettings(limit=hang, stops=on_hang is Reaction.STOP)
-        hangs = HangReporter(folder, settings, lambda lines: _show_hang(context, lines))
+        hangs = HangReporter(folder / "ranks", settings, lambda lines: _show_hang(context, lines))
         if guard:
             from moeverify.cli.guard import run_guarded
 
             stops = on_finding is Reaction.STOP
-            code = run_guarded(command, context, out, every, hangs, stops=stops, debug=debug)
+            code = run_guarded(command, context, out, folder, every, hangs, stops=stops, debug=debug)
         else:
             recording = _make_settings(
                 out,

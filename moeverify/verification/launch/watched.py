@@ -52,6 +52,7 @@ class WatchedRanks:
 
     def __init__(self, folder: Path, limit: float) -> None:
         self.processes = ProcessTree()
+        folder.mkdir(exist_ok=True)
         self._folder = folder
         self._limit = limit
         self._clock = ActiveClock(self.processes.measure)

@@ -63,7 +63,9 @@ class WatchedRank:
 
     def _open(self) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        (self._folder / f"rank-{self._rank}.stack").unlink(missing_ok=True)
+        # What an earlier process of this rank has left; torchrun restarts ranks.
+        for path in (self._folder / f"rank-{self._rank}.stack", self._find_end()):
+            path.unlink(missing_ok=True)
         self._num_asked = 0
         while find_state_folder(self._folder, self._num_asked).exists():
             self._num_asked += 1
@@ -87,7 +89,8 @@ class WatchedRank:
         folder = find_state_folder(self._folder, self._num_asked)
         if folder.is_dir():
             self._num_asked += 1
-            self._write(folder, self._reporter.describe_state(RankEnd(how=End.OVER_TIME)))
+            report = self._reporter.describe_state(RankEnd(how=End.OVER_TIME))
+            self._write(folder / f"rank-{self._rank}.json", report)
 
     def _end(self) -> None:
         """Report the exception that ends this process, or that it ends by itself."""
@@ -100,12 +103,15 @@ class WatchedRank:
             if error is None
             else self._reporter.describe_error(error)
         )
-        self._write(self._folder / END_FOLDER, report)
+        self._write(self._find_end(), report)
 
-    def _write(self, folder: Path, report: RankReport) -> None:
+    def _find_end(self) -> Path:
+        return self._folder / END_FOLDER / f"rank-{self._rank}.json"
+
+    def _write(self, path: Path, report: RankReport) -> None:
         with suppress(OSError):  # the watcher has gone, or the disk is full
-            folder.mkdir(exist_ok=True)
-            write_atomically(folder / f"rank-{self._rank}.json", report.model_dump_json())
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, report.model_dump_json())
 
 
 def _find_error() -> BaseException | None:
