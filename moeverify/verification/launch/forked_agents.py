@@ -8,14 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from moeverify.verification.launch.clock import ActiveClock, ProcessTree
 from moeverify.verification.launch.monitor import START_LIMIT, Agent
+
+STOP = b"stop"
+"""Request that ends a listening server as soon as it has no agent."""
 
 _LONGEST = 1 << 10
 _POLL = 0.5
@@ -44,10 +48,8 @@ class AgentServer(AbstractContextManager["AgentServer"]):
                 self._close()  # the server has died: this launch gets a new one
                 self._requests = None
             requests = self._requests or self._open()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            socket.send_fds(requests, [str(plan).encode()], [theirs.fileno(), log.fileno()])
-        return ForkedAgent(ours, self._process.pid if self._process is not None else None)
+        server = None if self._process is None else self._process.pid
+        return request_agent(requests, plan, log, server)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -69,7 +71,7 @@ class AgentServer(AbstractContextManager["AgentServer"]):
             sys.executable,
             "-m",
             "moeverify.verification.launch.agent_server",
-            str(theirs.fileno()),
+            f"fd:{theirs.fileno()}",
             str(os.getpid()),
         ]
         with theirs:
@@ -82,6 +84,28 @@ class AgentServer(AbstractContextManager["AgentServer"]):
                 start_new_session=True,
             )
         return self._requests
+
+
+def request_agent(
+    requests: socket.socket, plan: Path, log: BinaryIO, server: int | None = None
+) -> ForkedAgent:
+    """Request the agent of a plan from a server, whose waits for a processor do not count if its id is known.
+
+    Raises: OSError when the server does not answer.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, tempfile.TemporaryFile() as state:
+        state.write(json.dumps(_describe_process()).encode())
+        state.flush()
+        socket.send_fds(requests, [str(plan).encode()], [theirs.fileno(), log.fileno(), state.fileno()])
+    return ForkedAgent(ours, server)
+
+
+def _describe_process() -> dict[str, Any]:
+    """Return what an agent takes over from this process, see `agent.adopt`."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return {"environment": dict(os.environ), "folder": str(Path.cwd()), "umask": mask}
 
 
 class ForkedAgent:
