@@ -473,9 +473,7 @@ class Checks(Section):
         default=(), description="axes of the mesh that `parallelize` leaves unused on purpose"
     )
     because: str = Field(default="", description="why they differ, for the report")
-    timeout: Positive = Field(
-        default=120.0, description="seconds that the case may take, without waits for a processor"
-    )
+    timeout: Positive = Field(default=120.0, description="seconds for the case, without waits for a CPU")
 
 
 class Checkpoint(Section):
