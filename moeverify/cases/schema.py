@@ -474,7 +474,7 @@ class Checks(Section):
         default=(), description="axes of the mesh that `parallelize` leaves unused on purpose"
     )
     because: str = Field(default="", description="why they differ, for the report")
-    timeout: Seconds = Field(default=120.0, description="seconds that the case may take")
+    timeout: Seconds = Field(default=120.0, description="seconds for the case, without waits for a CPU")
 
 
 class Checkpoint(Section):

@@ -77,7 +77,11 @@ Ranks = Annotated[
 Timeout = Annotated[
     float | None,
     typer.Option(
-        "--timeout", min=1.0, max=1e7, metavar="S", help="Seconds that a case, or a golden, may take."
+        "--timeout",
+        min=1.0,
+        max=1e7,
+        metavar="S",
+        help="Seconds that a case, or a golden, may take, without waits for a processor.",
     ),
 ]
 Fault = Annotated[

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from moeverify.cli.context import EXIT_CODES, CommandContext
 
 if TYPE_CHECKING:
     from moeverify.results.finding import Finding
+    from moeverify.scripts.record.hangs import HangReporter
 
 
 def run_guarded(
-    command: list[str], context: CommandContext, out: Path | None, every: int, *, stops: bool, debug: bool
+    command: list[str],
+    context: CommandContext,
+    out: Path | None,
+    scratch: Path,
+    every: int,
+    hangs: HangReporter,
+    *,
+    stops: bool,
+    debug: bool,
 ) -> int:
     """Run a command under guard, print findings as they occur, and return the exit code.
 
@@ -35,29 +43,26 @@ def run_guarded(
         raise CaseError([problem])
     if out is not None:
         check_writable([], out)
-    with TemporaryDirectory(prefix="moeverify-guard-") as temporary:
-        folder = (out or Path(temporary)).resolve()
-        settings = GuardSettings(out=folder, every=every, debug=debug)
-        guarded = GuardedCommand(settings, lambda finding: _show(context, finding), stops=stops)
-        code = guarded.run(command)
-        judge = guarded.judge
-        if guarded.refused is not None:
-            text = (
-                f"not all findings are in {folder / FINDINGS}: {guarded.refused.strerror or guarded.refused}"
-            )
-            context.err.print(f"moeverify watch: {text}", soft_wrap=True)
-        if judge.num_missing:
-            context.err.print(f"moeverify watch: {describe_missing_ranks(judge.num_missing)}", soft_wrap=True)
-        if judge.num_steps:
-            found = format_count(len(guarded.findings), "finding")
-            steps, ranks = (
-                format_count(judge.num_steps, "sampled step"),
-                format_count(judge.num_ranks, "rank"),
-            )
-            seen = f"{found} in {steps} of {ranks}"
-        else:
-            seen = f"nothing was checked: {describe_unseen()}"
-        context.err.print(f"moeverify watch --guard: {seen}", soft_wrap=True)
+    folder = (out or scratch / "guard").resolve()
+    settings = GuardSettings(out=folder, every=every, debug=debug)
+    guarded = GuardedCommand(settings, hangs, lambda finding: _show(context, finding), stops=stops)
+    code = guarded.run(command)
+    judge = guarded.judge
+    if guarded.refused is not None:
+        text = f"not all findings are in {folder / FINDINGS}: {guarded.refused.strerror or guarded.refused}"
+        context.err.print(f"moeverify watch: {text}", soft_wrap=True)
+    if judge.num_missing:
+        context.err.print(f"moeverify watch: {describe_missing_ranks(judge.num_missing)}", soft_wrap=True)
+    if judge.num_steps:
+        found = format_count(len(guarded.findings), "finding")
+        steps, ranks = (
+            format_count(judge.num_steps, "sampled step"),
+            format_count(judge.num_ranks, "rank"),
+        )
+        seen = f"{found} in {steps} of {ranks}"
+    else:
+        seen = f"nothing was checked: {describe_unseen()}"
+    context.err.print(f"moeverify watch --guard: {seen}", soft_wrap=True)
     return EXIT_CODES["mismatch"] if stops and guarded.findings else code
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.context import CommandContext, open_context
+from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
 
 if TYPE_CHECKING:
     from moeverify.errors import Problem
+    from moeverify.scripts.record.hangs import HangReporter
     from moeverify.scripts.record.settings import Settings
 
 _MEBIBYTE = 2**20
@@ -26,13 +27,18 @@ class NudgeDtype(StrEnum):
     FLOAT16 = "float16"
 
 
-class OnFinding(StrEnum):
-    """Reaction of `--guard` to a finding."""
+class Reaction(StrEnum):
+    """Reaction to a finding of `--guard`, or to a hang."""
 
     WARN = "warn"
     STOP = "stop"
 
 
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="A new folder for what is recorded.", show_default=False),
+]
+Steps = Annotated[str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")]
 Limit = Annotated[
     float, typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of larger tensors.")
 ]
@@ -69,6 +75,23 @@ Operators = Annotated[
     ),
 ]
 
+Guard = Annotated[bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")]
+Every = Annotated[
+    int, typer.Option("--every", min=2, metavar="N", help="With --guard: sample every N-th step.")
+]
+OnFinding = Annotated[Reaction, typer.Option("--on-finding", help="With --guard: go on, or end the script.")]
+Debug = Annotated[bool, typer.Option("--debug", help="With --guard: stop ranks in multiprocessing_pdb.")]
+Hang = Annotated[
+    float,
+    typer.Option(
+        "--hang", min=1.0, metavar="S", help="Report which ranks wait where after S seconds in a collective."
+    ),
+]
+OnHang = Annotated[
+    Reaction,
+    typer.Option("--on-hang", help="After this report: go on, or end the script with exit code 3."),
+]
+
 
 def watch(
     command: Annotated[
@@ -78,13 +101,8 @@ def watch(
         ),
     ],
     *,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="A new folder for what is recorded.", show_default=False),
-    ] = None,
-    steps: Annotated[
-        str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")
-    ] = "0-3",
+    out: Out = None,
+    steps: Steps = "0-3",
     limit: Limit = 64.0,
     weights: Weights = None,
     seed: Seed = None,
@@ -92,30 +110,30 @@ def watch(
     nudge_dtype: NudgeDtypeOption = None,
     outputs: Outputs = False,
     operators: Operators = None,
-    guard: Annotated[
-        bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")
-    ] = False,
-    every: Annotated[
-        int, typer.Option("--every", min=2, metavar="N", help="With --guard: sample every N-th step.")
-    ] = 16,
-    on_finding: Annotated[
-        OnFinding, typer.Option("--on-finding", help="With --guard: go on, or end the script.")
-    ] = OnFinding.WARN,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="With --guard: stop ranks in multiprocessing_pdb.")
-    ] = False,
+    guard: Guard = False,
+    every: Every = 16,
+    on_finding: OnFinding = Reaction.WARN,
+    debug: Debug = False,
+    hang: Hang = 60.0,
+    on_hang: OnHang = Reaction.WARN,
 ) -> None:
     """Run a training script and record some of its steps, for `moeverify compare`; or check it with `--guard`.
 
-    Exits with the code of the script, whose output stays as it is.
+    Ranks that wait in a collective are listed. Exits with the code of the script, whose output stays as it is.
     """
-    with open_context() as context:
+    from moeverify.scripts.record.hangs import HangReporter, HangSettings
+    from moeverify.verification.controller.scratch import scratch_folder
+
+    with open_context() as context, scratch_folder() as folder:
+        settings = HangSettings(limit=hang, stops=on_hang is Reaction.STOP)
+        hangs = HangReporter(folder / "ranks", settings, lambda lines: _show_hang(context, lines))
         if guard:
             from moeverify.cli.guard import run_guarded
 
-            code = run_guarded(command, context, out, every, stops=on_finding is OnFinding.STOP, debug=debug)
+            stops = on_finding is Reaction.STOP
+            code = run_guarded(command, context, out, folder, every, hangs, stops=stops, debug=debug)
         else:
-            settings = _make_settings(
+            recording = _make_settings(
                 out,
                 steps,
                 limit,
@@ -126,16 +144,23 @@ def watch(
                 outputs=outputs,
                 operators=operators,
             )
-            code = _record(command, settings, context)
-        raise typer.Exit(code)
+            code = _record(command, recording, hangs, context)
+        raise typer.Exit(EXIT_CODES["error"] if hangs.has_ended_script else code)
 
 
-def _record(command: list[str], settings: Settings, context: CommandContext) -> int:
+def _show_hang(context: CommandContext, lines: Sequence[str]) -> None:
+    from moeverify.report.sanitize import clean
+
+    for indent, line in zip(("moeverify watch: ", *["    "] * len(lines)), lines, strict=False):
+        context.err.print(indent + clean(line), soft_wrap=True, highlight=False, markup=False)
+
+
+def _record(command: list[str], settings: Settings, hangs: HangReporter, context: CommandContext) -> int:
     from moeverify.report.words.script import describe_recorded, describe_unseen
     from moeverify.scripts.record.command import count_steps, run_command
     from moeverify.scripts.record.settings import VARIABLE
 
-    code = run_command(command, {VARIABLE: settings.model_dump_json()})
+    code = run_command(command, {VARIABLE: settings.model_dump_json()}, hangs)
     steps = count_steps(settings.out)
     if steps:
         text = describe_recorded(str(settings.out), steps, settings.first, settings.last)

@@ -23,6 +23,7 @@ class End(StrEnum):
     KILLED = "killed"  # by `signal`
     CRASHED = "crashed"  # the interpreter's own last line, `error`
     EXITED = "exited"  # with `status` and without a report
+    LEFT = "left"  # ended by itself, with a status that is not known
     OVER_TIME = "over time"  # still in the job after `timeout`
     HOLDS_LOCK = "holds lock"  # past `timeout`, in C code that holds the interpreter's lock
     FROZEN = "frozen"  # past `timeout`, and in `process_state`
@@ -36,11 +37,26 @@ class End(StrEnum):
 ProcessState = Literal["stopped", "traced", "uninterruptible"]
 
 
+class MachineLoad(Record):
+    """The load of a machine over the last minute, and its processors that this process may use.
+
+    `not_counted` is the time that ranks waited for a processor and that no limit counts. Units: seconds.
+    """
+
+    load: float
+    num_processors: int
+    not_counted: float
+
+
 class Waiting(Record):
-    """The collective that a rank waits in, or else the current place in its code if known."""
+    """The collective that a rank waits in, or else the current place in its code if known.
+
+    `has_ended` is true for a rank whose process is gone.
+    """
 
     collective: CollectiveRecord | None = None
     place: str = ""
+    has_ended: bool = False
 
 
 RankState = Literal["raised", "killed", "hung", "stopped", "lost"]
@@ -51,6 +67,7 @@ STATES: Mapping[End, RankState] = {
     End.KILLED: "killed",
     End.CRASHED: "killed",
     End.EXITED: "lost",
+    End.LEFT: "lost",
     End.OVER_TIME: "hung",
     End.HOLDS_LOCK: "hung",
     End.FROZEN: "hung",
@@ -127,9 +144,10 @@ Phase = Literal["in the job", "before its first job", "between two jobs"]
 class JobFailure(Record):
     """The reason why a job has no result, and the phase of the launch. Units: `timeout` in seconds.
 
-    `rank` and `end` describe the rank that failed first. `only_waited` means that this rank had no part in
-    the job. `launcher_status` below 0 is the negative signal number; None means that the launcher still
-    runs. `not_up` has the ranks that did not start in time, with the current place in their code if known.
+    `machine` has the load of the machine if a time was over. `rank` and `end` describe the rank that failed
+    first. `only_waited` means that this rank had no part in the job. `launcher_status` below 0 is the negative
+    signal number; None means that the launcher still runs. `not_up` has the ranks that did not start in time,
+    with the current place in their code if known.
     """
 
     cause: Cause
@@ -140,6 +158,7 @@ class JobFailure(Record):
     hang: Hang | None = None
     disagreement: Disagreement | None = None
     timeout: float | None = None
+    machine: MachineLoad | None = None
     launcher_status: int | None = None
     launcher_error: str = ""
     num_needed: int = 0

@@ -12,6 +12,7 @@ _ABSENCES = {
     "has left": "has left it",
     "never entered": "never entered it",
 }
+Groups = frozenset[str]
 _STATES = {"started": "not seen to finish", "finished": "finished", "failed": "broke off"}
 
 
@@ -53,36 +54,57 @@ def describe_hang(hang: Hang) -> str:
             f"rank {rank} {describe_waiting(Waiting(place=place))}" for rank, place in hang.places.items()
         )
         return f"no rank waits in a collective: {which}"
+    return ". ".join(list_waits(hang))
+
+
+def list_waits(hang: Hang) -> list[str]:
+    """Return a sentence for each collective in which ranks wait: its ranks, and why their peers are absent."""
+    alike = _find_alike(hang)
     sentences = []
     for wait in hang.waits:
         noun = (
             f"rank {wait.ranks[0]} waits" if len(wait.ranks) == 1 else f"ranks {_join(wait.ranks, ', ')} wait"
         )
-        clauses = [f"{noun} in {_name_with_site(wait.collective)}", *map(_describe_absence, wait.absent)]
-        sentences.append("; ".join(clauses))
-    return ". ".join(sentences)
+        absent = (_describe_absence(absence, alike) for absence in wait.absent)
+        sentences.append("; ".join([f"{noun} in {_name_with_site(wait.collective, alike)}", *absent]))
+    return sentences
 
 
-def describe_waiting(waiting: Waiting) -> str:
-    """Return the activity of one rank: `waits in ...`."""
+def _find_alike(hang: Hang) -> Groups:
+    """Return the groups of a hang that have the same ranks and axis as another one of the same hang."""
+    records = [wait.collective for wait in hang.waits]
+    records += [
+        each.waiting.collective for wait in hang.waits for each in wait.absent if each.waiting.collective
+    ]
+    names: dict[str, set[str]] = {}
+    for record in records:
+        names.setdefault(_name_group(record), set()).add(record.group_name)
+    return frozenset(shown for shown, found in names.items() if len(found) > 1)
+
+
+def describe_waiting(waiting: Waiting, alike: Groups = frozenset()) -> str:
+    """Return the activity of one rank: `waits in ...`. Groups in `alike` are shown with their names in torch."""
     if waiting.collective is not None:
-        return f"waits in {_name_with_site(waiting.collective)}"
-    return f"waits in no collective, {_name_place(waiting.place)}"
+        return f"waits in {_name_with_site(waiting.collective, alike)}"
+    return f"waits in no collective, {_name_place(waiting)}"
 
 
-def _describe_absence(absence: Absence) -> str:
+def _describe_absence(absence: Absence, alike: Groups) -> str:
     how = _ABSENCES[absence.how]
     if absence.waiting.collective is not None:
-        return f"rank {absence.rank} {how}: it {describe_waiting(absence.waiting)}"
-    return f"rank {absence.rank} {how}: {_name_place(absence.waiting.place)}"
+        return f"rank {absence.rank} {how}: it {describe_waiting(absence.waiting, alike)}"
+    return f"rank {absence.rank} {how}: {_name_place(absence.waiting)}"
 
 
-def _name_with_site(record: CollectiveRecord) -> str:
-    return f"{name_collective(record)} called at {record.site}"
+def _name_with_site(record: CollectiveRecord, alike: Groups) -> str:
+    name = f", named {record.group_name}," if _name_group(record) in alike else ""
+    return f"{name_collective(record)}{name} called at {record.site}"
 
 
-def _name_place(place: str) -> str:
-    return f"it is at {place}" if place else "where it is, is not known"
+def _name_place(waiting: Waiting) -> str:
+    if waiting.has_ended:
+        return "its process has ended"
+    return f"it is at {waiting.place}" if waiting.place else "where it is, is not known"
 
 
 def _join(ranks: Sequence[int], mark: str = ",") -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 
 from moeverify.report.words.collective import (
     describe_disagreement,
     describe_hang,
     describe_record,
     describe_waiting,
+    list_waits,
 )
 from moeverify.results.failure import Cause, End, JobFailure, RankEnd
 from moeverify.results.run import RankReport
@@ -20,6 +20,7 @@ _ENDS = {
     End.CRASHED: "{error}",
     End.KILLED: "was killed by {signal}",
     End.EXITED: "ended with status {status} without a report",
+    End.LEFT: "has ended",
     End.OVER_TIME: "still in the job after {timeout:g} s",
     End.HOLDS_LOCK: "over its time inside C code that holds the interpreter's lock",
     End.FROZEN: "over its time: {process}",
@@ -29,6 +30,7 @@ _ENDS = {
     End.GONE: "gone with its launch, and left no word",
     End.SILENT: "gone without a word (its launcher's log may know more)",
 }
+_OWN_ENDS = (End.RAISED, End.CRASHED, End.KILLED, End.FROZEN)
 _PROCESS_STATES = {
     "stopped": "its process is stopped (SIGSTOP)",
     "traced": "a debugger holds its process",
@@ -65,26 +67,66 @@ def describe_failure(failure: JobFailure | None) -> str:
     return text if failure.phase == "in the job" else f"the launch failed {failure.phase}: {text}"
 
 
+def describe_standing(failure: JobFailure) -> list[str]:
+    """Return lines about a script in which a collective lasts: who waits for whom, and the disagreement."""
+    waited = f"a collective has waited for {failure.timeout or 0.0:g} s{_describe_limit(failure, '--hang')}"
+    return [waited, *_list_waits(failure)]
+
+
+def describe_watched_end(failure: JobFailure, code: int) -> list[str]:
+    """Return lines about a script that ended with a code: the rank that failed, and who waited for whom."""
+    lines = _list_waits(failure)
+    return [f"the script ended with code {code}", *(lines or ["no rank was in a collective"])]
+
+
+def _list_waits(failure: JobFailure) -> list[str]:
+    hang, end = failure.hang, failure.end
+    waits = () if hang is None else hang.waits
+    lines = []
+    if end is not None and end.how in _OWN_ENDS:
+        verb = "raised " if end.how is End.RAISED else ""
+        lines.append(f"rank {failure.rank} {verb}{describe_end(end.model_copy(update={'waiting': None}))}")
+    if hang is not None and waits:
+        lines += list_waits(hang)
+    if failure.disagreement is not None:
+        lines.append(describe_disagreement(failure.disagreement))
+    return lines
+
+
 def _describe_cause(failure: JobFailure) -> str:
     origin = _describe_origin(failure)
     process = f"the launcher's process {_describe_status(failure.launcher_status)}"
-    timeout = f"over its {failure.timeout or 0.0:g} s"
+    limit = _describe_limit(failure)
+    timeout = f"over its {failure.timeout or 0.0:g} s{limit}"
     return {
         Cause.RANK: origin,
         Cause.OVER_TIME: f"{timeout}: {origin}",
         Cause.UNREPORTED: f"{timeout}, and its ranks did not report: {origin}",
         Cause.LAUNCHER: f"{process}; {failure.launcher_error or origin}",
-        Cause.NOT_IN_TIME: _describe_not_up(failure.not_up),
+        Cause.NOT_IN_TIME: f"{_describe_not_up(failure)}{limit}",
         Cause.TOO_FEW: f"it needs {failure.num_needed} ranks, and {failure.num_started} were started",
         Cause.ENDED_BEFORE: f"the ranks ended with job {failure.earlier_job}",
     }[failure.cause]
 
 
-def _describe_not_up(places: Mapping[int, str]) -> str:
-    if not places:
-        return "the ranks did not come up in time"
-    which = [f"rank {rank}{f', which is at {place},' if place else ''}" for rank, place in places.items()]
-    return f"{', '.join(which)} did not come up in time"
+def _describe_limit(failure: JobFailure, option: str = "--timeout") -> str:
+    """Return the option that raises a limit, and the load of the machine, in parentheses."""
+    machine = failure.machine
+    if machine is None:
+        return ""
+    number = machine.num_processors
+    parts = [f"raise {option}", f"load {machine.load:.1f} on {number} processor{'' if number == 1 else 's'}"]
+    if machine.not_counted >= 1.0:
+        parts.append(f"{machine.not_counted:.0f} s of waiting for a processor not counted")
+    return f" ({'; '.join(parts)})"
+
+
+def _describe_not_up(failure: JobFailure) -> str:
+    which = [
+        f"rank {rank}{f', which is at {place},' if place else ''}" for rank, place in failure.not_up.items()
+    ]
+    when = "in time" if failure.timeout is None else f"within {failure.timeout:g} s"
+    return f"{', '.join(which) or 'the ranks'} did not come up {when}"
 
 
 def _describe_origin(failure: JobFailure) -> str:

@@ -12,6 +12,7 @@ from moeverify.scripts.guard.exchange import FINDINGS
 from moeverify.scripts.guard.judge import Judge
 from moeverify.scripts.guard.settings import VARIABLE, GuardSettings
 from moeverify.scripts.record.command import run_command
+from moeverify.scripts.record.hangs import HangReporter
 
 Show = Callable[[Finding], None]
 
@@ -19,8 +20,9 @@ Show = Callable[[Finding], None]
 class GuardedCommand:
     """A command under guard. Each finding is passed to `show` and appended to the folder's JSON lines."""
 
-    def __init__(self, settings: GuardSettings, show: Show, *, stops: bool) -> None:
+    def __init__(self, settings: GuardSettings, hangs: HangReporter, show: Show, *, stops: bool) -> None:
         self._settings = settings
+        self._hangs = hangs
         self._show = show
         self._stops = stops
         self.judge = Judge(settings.out)
@@ -33,7 +35,7 @@ class GuardedCommand:
         Raises: CaseError when the command cannot be started.
         """
         try:
-            return run_command(command, {VARIABLE: self._settings.model_dump_json()}, self._look)
+            return run_command(command, {VARIABLE: self._settings.model_dump_json()}, self._hangs, self._look)
         finally:
             self._take(self.judge.look(is_over=True))
             self.judge.remove()

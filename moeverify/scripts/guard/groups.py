@@ -13,10 +13,13 @@ from moeverify.verification.collectives.trace import CollectiveTrace
 _MOST_ENTRIES = 2048
 
 
-def describe_groups(trace: CollectiveTrace) -> tuple[GroupLine, ...]:
-    """Return a summary of a trace for each group, and for each pair of sender and receiver."""
+def describe_groups(trace: CollectiveTrace, since: int) -> tuple[GroupLine, ...]:
+    """Return a summary of a trace for each group, and for each pair of sender and receiver.
+
+    `since` is the number of the last collective before them.
+    """
     largest: dict[tuple[int, ...], int] = {}
-    for record in trace.records():
+    for record in trace.since(since):
         size = math.prod(record.shape) * max(record.num_tensors, 1)
         largest[record.group] = max(largest.get(record.group, 0), size)
     return tuple(

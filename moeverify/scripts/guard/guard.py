@@ -46,10 +46,13 @@ class Guard(ModelListener):
     """A sampler of steps. A step begins with the first forward pass after an optimizer step.
 
     It ends with the last optimizer step before the next such forward pass. Ranks communicate only through
-    files, so a guard cannot make a script hang.
+    files, so a guard cannot make a script hang. `trace` already records; without it, the guard records sampled
+    steps.
     """
 
-    def __init__(self, settings: GuardSettings, rank: int, world_size: int) -> None:
+    def __init__(
+        self, settings: GuardSettings, rank: int, world_size: int, trace: CollectiveTrace | None = None
+    ) -> None:
         super().__init__(rank, world_size)
         self.settings = settings
         self.step = 0
@@ -60,7 +63,9 @@ class Guard(ModelListener):
         self._shards: list[LocalShard] = []
         self._finite = FiniteWatch()
         self._order = CallOrder()
-        self._trace = CollectiveTrace()
+        self._trace = trace or CollectiveTrace()
+        self._owns_trace = trace is None
+        self._num_traced = 0  # collectives before the sampled ones
         self._is_tracing = False
         self._updates: dict[int, UpdateWatch] = {}  # by id of the optimizer
         self._clips_by_torch = False
@@ -198,8 +203,9 @@ class Guard(ModelListener):
             self._finite.clear()
         self._finite.is_sampled = self.is_sampled
         if self.is_sampled and not self._is_tracing and not self._sampling.has_backward:
-            self._trace.reset()
-            self._trace.__enter__()
+            self._num_traced = self._trace.restart_ledger()
+            if self._owns_trace:
+                self._trace.__enter__()
             self._is_tracing = True
 
     def _follow_models(self) -> None:
@@ -244,8 +250,9 @@ class Guard(ModelListener):
     def _stop_tracing(self) -> None:
         if self._is_tracing:
             self._is_tracing = False
-            self._trace.__exit__(None, None, None)
-            self._sampling.groups = describe_groups(self._trace)
+            if self._owns_trace:
+                self._trace.__exit__(None, None, None)
+            self._sampling.groups = describe_groups(self._trace, self._num_traced)
 
     def _look_at_losses(self) -> None:
         before = self._finite.find_bad_loss()

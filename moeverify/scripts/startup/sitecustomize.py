@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 # moeverify is imported only after torch, since most processes never need it.
-_RECORDS, _GUARDS = "MOEVERIFY_WATCH", "MOEVERIFY_GUARD"
+_RECORDS, _GUARDS, _RANKS = "MOEVERIFY_WATCH", "MOEVERIFY_GUARD", "MOEVERIFY_RANKS"
 
 
 class _AfterTorch:
@@ -51,6 +51,10 @@ class _AfterTorch:
 def _start() -> None:
     rank = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     try:
+        if os.environ.get(_RANKS):
+            from moeverify.verification.launch.watched_rank import watch_rank
+
+            watch_rank(Path(os.environ[_RANKS]))
         if os.environ.get(_GUARDS):
             from moeverify.scripts.guard.start import start as start_guard
 

@@ -5,7 +5,7 @@ Does not import torch, because the controller also analyzes the traces that kill
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,11 +29,18 @@ class HangView:
     late: Sequence[int]
 
 
-def find_waits(traces: Traces, places: Mapping[int, str]) -> HangView:
-    """Return which ranks wait for which. `places` holds the code location of each rank, if known."""
-    pending = {rank: _find_open(trace) for rank, trace in traces.items()}
+def find_waits(traces: Traces, places: Mapping[int, str], ended: Collection[int] = ()) -> HangView:
+    """Return which ranks wait for which.
+
+    `places` holds the code location of each rank, if known, and `ended` the ranks without a process.
+    """
+    pending = {rank: find_open(trace) for rank, trace in traces.items()}
     waiting = {
-        rank: Waiting(collective=record, place=places.get(rank, "") if record is None else "")
+        rank: Waiting(
+            collective=record,
+            place=places.get(rank, "") if record is None else "",
+            has_ended=record is None and rank in ended,
+        )
         for rank, record in pending.items()
     }
     late = [rank for rank, record in pending.items() if record is None]
@@ -61,8 +68,10 @@ def _identify(record: CollectiveRecord) -> tuple[object, ...]:
     return record.op, record.sequence, peer, record.group, record.group_name
 
 
-def _find_open(trace: Sequence[CollectiveRecord]) -> CollectiveRecord | None:
-    return next((record for record in trace if record.state == "started"), None)
+def find_open(trace: Sequence[CollectiveRecord]) -> CollectiveRecord | None:
+    """Return the collective in which a rank waits, or out of which the exception came that ended it."""
+    started = [record for record in trace if record.state == "started"]
+    return next(iter([*started, *(record for record in trace[-1:] if record.state == "failed")]), None)
 
 
 def _list_members(record: CollectiveRecord) -> tuple[int, ...]:

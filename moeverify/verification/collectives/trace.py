@@ -36,7 +36,9 @@ from moeverify.verification.collectives.interception import (
 )
 from moeverify.verification.collectives.ledger import Ledger, Stream
 
-_INNER = (str(Path(torch.__file__).parent), __file__, "<")
+# Functions of `train.calls` wrap torch functions in watched scripts.
+_CALLS = str(Path(__file__).parents[2] / "train" / "calls")
+_INNER = (str(Path(torch.__file__).parent), __file__, _CALLS, "<")
 # Decorators from these files wrap torch functions, so their frames are between a torch function and its
 # caller.
 _WRAPPERS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
@@ -49,7 +51,8 @@ class CollectiveTrace:
     """Context manager that records the newest `capacity` collectives of this process.
 
     `ledger` has the count and a hash of all collectives of each group, for comparison between ranks.
-    `on_issue` is called before each collective with the collective, the issuing frame and the operands.
+    `on_group` is called before the first collective of each group, and `on_issue` before each collective with
+    the collective, the issuing frame and the operands.
     With a `path`, the last records are also written to a file that `flight_recorder.read_flight` reads.
     """
 
@@ -64,6 +67,7 @@ class CollectiveTrace:
         self._lock = threading.Lock()
         self._flight = FlightFile(path) if path is not None else None
         self._libraries: list[Any] = []
+        self.on_group: Callable[[], None] = lambda: None
         self.on_issue: Callable[[Collective, FrameType | None, Any], None] | None = None
         self._wait: Any = None
 
@@ -114,15 +118,27 @@ class CollectiveTrace:
             if self._flight is not None:
                 self._flight.clear()
 
+    def keep(self, path: Path) -> None:
+        """Also write the last records to a new file from now on."""
+        path.unlink(missing_ok=True)  # another process may still write to a file of this name
+        with self._lock:
+            self._flight = FlightFile(path)
+
+    def restart_ledger(self) -> int:
+        """Clear the ledger only, and return the number of the last collective."""
+        with self._lock:
+            self.ledger.clear()
+            return self._number
+
     def seal(self) -> None:
         """Stop writing to the file, regardless of the outcome of pending collectives."""
         with self._lock:
             self._flight = None
 
-    def poll(self) -> None:
-        """Update the state of pending collectives. Cheap and thread-safe."""
+    def poll(self, device: str | None = None) -> None:
+        """Update the state of pending collectives, of all devices or of one. Cheap and thread-safe."""
         with self._lock:
-            self._close_finished()
+            self._close_finished(device)
 
     def records(self) -> list[CollectiveRecord]:
         """Return the records, oldest first."""
@@ -174,7 +190,7 @@ class CollectiveTrace:
                 lazy = any(collective.outputs for collective in self._open)
             if lazy:
                 storage = find_storage(tensor)
-                self._finish_lazy(lambda collective: storage in collective.outputs)
+                self._finish_waited(lambda collective: storage in collective.outputs)
             return returned
 
         return kernel
@@ -186,7 +202,8 @@ class CollectiveTrace:
             except BaseException:
                 self._mark_failed(id(work))
                 raise
-            self._finish_lazy(lambda collective: collective.work is work)
+            # On a GPU, `wait` only makes the current stream wait.
+            self._finish_waited(lambda collective: collective.work is work and collective.device == "cpu")
             return returned
 
         return wait_and_note
@@ -194,6 +211,7 @@ class CollectiveTrace:
     def _begin(self, operator: Operator, handle: dist.ProcessGroup, arguments: tuple[Any, ...]) -> Collective:
         group = self._groups.get(handle)
         if group is None:
+            self.on_group()
             group = self._groups[handle] = describe_group(handle)
         collective = Collective(operator, group, arguments, find_site())
         key = (group.head, collective.peer) if operator.point_to_point else group.head
@@ -233,10 +251,10 @@ class CollectiveTrace:
             collective.state = state
             self._close_finished()
 
-    def _finish_lazy(self, matches: Callable[[Collective], bool]) -> None:
-        """Mark the lazy collectives that were waited for as finished."""
+    def _finish_waited(self, matches: Callable[[Collective], bool]) -> None:
+        """Mark the collectives that were waited for as finished: the process may stop before the next poll."""
         with self._lock:
-            waited_for = [each for each in self._open if each.outputs and matches(each)]
+            waited_for = [each for each in self._open if matches(each)]
             for collective in waited_for:
                 collective.state = "finished"
             if waited_for:
@@ -255,11 +273,11 @@ class CollectiveTrace:
                     self._flight.finish(collective.number, success=False)
             self._close_finished()
 
-    def _close_finished(self) -> None:
+    def _close_finished(self, device: str | None = None) -> None:
         collectives = list(self._open)
         self._open.clear()
         for collective in collectives:
-            if collective.update():
+            if device in (None, collective.device) and collective.update():
                 self._close(collective)
             else:
                 self._open.append(collective)

@@ -187,6 +187,7 @@ class CaseRun:
             device=self._machine.device,
             backend=self.options.backend,
             on_event=self._on_launch,
+            timeout=self.options.timeout,
         )
         with closing(judged):
             for result in judged:

@@ -60,10 +60,12 @@ def run_tasks(
     device: Device,
     backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None],
+    timeout: float | None = None,
 ) -> Generator[T]:
     """Run the tasks in order and yield the result of each when it is known.
 
-    `entry` is the module that the ranks run. Closing the iterator ends the ranks that this process started.
+    `entry` is the module that the ranks run. `timeout` in seconds, the user's limit of a case, also raises the
+    limit of the start. Closing the iterator ends the ranks that this process started.
     Under an external launcher, this process is one of the ranks. Only rank 0 then yields results, one per
     task even if a rank is lost; in that case the process exits with a failure status.
     """
@@ -77,7 +79,15 @@ def run_tasks(
         chosen = choose_external(backend)
         ran = serve_external(jobs, folder, entry, device=device, backend=chosen, on_event=on_event)
     else:
-        ran = run_jobs(jobs, entry=entry, folder=folder, device=device, backend=backend, on_event=on_event)
+        ran = run_jobs(
+            jobs,
+            entry=entry,
+            folder=folder,
+            device=device,
+            backend=backend,
+            on_event=on_event,
+            start_limit=timeout or 0.0,
+        )
     with closing(ran) as outcomes:
         for outcome in outcomes:
             yield _judge(tasks, outcome)

@@ -31,6 +31,10 @@ from moeverify.verification.launch.world import set_interpreter
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
+_LIMITS = ("timeout", "join_timeout", "close_timeout", "heartbeat", "read_timeout")
+_PATIENT = {**dict.fromkeys(_LIMITS, 7 * 86400), "keep_alive_max_attempt": 100_000}
+"""Limits of the rendezvous in seconds: the controller, whose clock may be slower, ends a launch much earlier."""
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -126,6 +130,7 @@ def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
             run_id=f"moeverify-{os.getpid()}",
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            rdzv_configs=_PATIENT,
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.05,

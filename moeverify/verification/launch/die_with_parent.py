@@ -10,8 +10,8 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the process `parent` ends; exit now if it has ended.
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the process `parent` ends; exit now if it has ended.
 
     Linux only. On other systems an orphan runs until its store or pipe breaks.
 
@@ -19,7 +19,7 @@ def die_with(parent: int) -> None:
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
     # If the parent ended before the request, the kernel never sends the signal.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from moeverify.verification.launch.root_cause_rank import Origin, find_origin
 from moeverify.verification.launch.stack import trim_stack
 
 _TAIL = 4000
+# States of a process that cannot respond, by their letter in /proc/PID/stat; see proc(5).
+_FROZEN: Mapping[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "uninterruptible"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Death:
     `first` is the first failed rank according to elastic, and `exits` the exit status by rank. A negative
     status is minus the signal number. `error` is the traceback of the launcher and `agent` its exit status.
     `frozen` holds the ranks that were stopped, traced or in uninterruptible sleep when their stacks were
-    requested.
+    requested. `gone` holds ranks without a process of which nothing else is known.
     """
 
     agent: int | None = None
@@ -36,6 +38,7 @@ class Death:
     exits: Mapping[int, int] = field(default_factory=dict)
     error: str = ""
     frozen: Mapping[int, ProcessState] = field(default_factory=dict)
+    gone: Collection[int] = ()
 
 
 def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, ProcessState]) -> Death:
@@ -50,10 +53,13 @@ def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, Proc
     )
 
 
-def collect_reports(launch_folder: Path, folder: Path | None, ranks: Sequence[int], death: Death) -> Origin:
+def collect_reports(
+    launch_folder: Path, folder: Path | None, ranks: Sequence[int], death: Death, *, is_watched: bool = False
+) -> Origin:
     """Return the origin of the failure, with one report for each of `ranks`.
 
-    `folder` is the folder of the job, or None if the launch failed before a job began.
+    `folder` is the folder of the job, or None if the launch failed before a job began. `is_watched` is for a
+    script of the user; see `find_origin`.
     """
     reports, times, records = [], {}, {}
     for rank in ranks:
@@ -63,7 +69,16 @@ def collect_reports(launch_folder: Path, folder: Path | None, ranks: Sequence[in
         if path is not None and report is not None:
             times[rank] = path.stat().st_mtime
         reports.append(report or _infer_report(launch_folder, rank, death, records[rank]))
-    return find_origin(reports, times, records)
+    return find_origin(reports, times, records, is_watched=is_watched)
+
+
+def read_frozen(pid: int) -> ProcessState | None:
+    """Return the state of a process that cannot respond, or None if it can or does not exist."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+    return _FROZEN.get(letter)
 
 
 def read_tail(path: Path) -> str:
@@ -123,6 +138,7 @@ def _infer_end(rank: int, dump: str, errors: str, death: Death) -> RankEnd:
             RankEnd(how=End.CRASHED, error=dump.partition("\n")[0]),
         ),
         (bool(dump), RankEnd(how=End.STOPPED_WITH_LAUNCH)),
+        (rank in death.gone, RankEnd(how=End.LEFT)),
     )
     return next((end for holds, end in rules if holds), RankEnd(how=End.GONE))
 

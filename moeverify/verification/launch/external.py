@@ -28,6 +28,7 @@ from moeverify.results.failure import Cause, End, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.results.trace import CollectiveRecord
 from moeverify.verification.collectives.flight_recorder import NUM_SLOTS
+from moeverify.verification.launch.clock import ActiveClock, ThreadUsage, Usage
 from moeverify.verification.launch.evidence import read_tail
 from moeverify.verification.launch.failure_reporter import SIGNALS_THREAD
 from moeverify.verification.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, job_folder
@@ -41,6 +42,7 @@ _ANSWER_LIMIT = 15.0
 _READY_LIMIT = 15.0
 _UP_LIMIT = 300.0  # torch's default for the rendezvous
 _POLL = 0.05
+_PER_SECOND = 1000  # the store counts whole numbers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _LOST_IN: list[str] = []
@@ -150,6 +152,8 @@ class _Session:
         self._own_folder.mkdir(parents=True, exist_ok=True)
         self._ready = threading.Event()
         self._runner: JobRunner
+        self._clock: ActiveClock
+        self._not_counted = 0.0  # time that the clock had not counted when the job began
 
     def run(self, run_job: RunJob, on_event: OnEvent) -> Generator[JobOutcome]:
         """Run all jobs in a thread and yield their outcomes as they arrive."""
@@ -213,6 +217,7 @@ class _Session:
     def _serve(self, run_job: RunJob) -> None:
         """Run all jobs in this thread. All thread-local state, such as the current GPU, must be set here."""
         try:
+            self._clock = ActiveClock(self._make_measure())
             self._runner = JobRunner(
                 self._store,
                 self._world.rank,
@@ -225,6 +230,7 @@ class _Session:
                 on_tick=self._look_for_failure,
                 on_report=self._pass_on_report,
                 catch_terminate=False,
+                clock=self._clock.read,
             )
             self._ready.set()
             gc.freeze()  # Exclude the imports from garbage collection: they live until the process ends.
@@ -238,6 +244,22 @@ class _Session:
             self._news.put(error)
         self._news.put(None)
 
+    def _make_measure(self) -> Callable[[], Usage]:
+        """Return the measurement for the clock of this rank: its own run time, and the waits of all ranks."""
+        own = ThreadUsage(threading.get_native_id())
+        total = self._mailbox.add("waited", 0)
+
+        def measure() -> Usage:
+            nonlocal total
+            usage = own.measure()
+            try:
+                before, total = total, self._mailbox.add("waited", round(usage.waited * _PER_SECOND))
+            except RuntimeError:  # the process that hosts the store is gone
+                return usage
+            return usage._replace(waited=(total - before) / _PER_SECOND)
+
+        return measure
+
     def _run_job(self, job: Job, run_job: RunJob) -> None:
         self._began = time.monotonic()
         if job.num_ranks > self._world.world_size:
@@ -249,7 +271,8 @@ class _Session:
         if self._world.rank >= job.num_ranks:
             self._store.wait([done], timedelta(days=365))
             return
-        self._runner.await_ranks(job.num_ranks, timedelta(seconds=_UP_LIMIT))
+        self._runner.await_ranks(job.num_ranks, _UP_LIMIT)
+        self._not_counted = self._clock.not_counted
         folder = job_folder(self._folder, self._index)
         folder.mkdir(parents=True, exist_ok=True)
         self._pass_on(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
@@ -347,11 +370,18 @@ class _Session:
             times[rank] = content["time"]
             traces[rank] = [CollectiveRecord.model_validate(record) for record in content["records"]]
         origin = find_origin(reports, times, traces)
+        failure = origin.make_failure()
+        if origin.is_hang:
+            failure = origin.make_failure(
+                Cause.OVER_TIME,
+                timeout=self._jobs[self._index].timeout,
+                machine=self._clock.describe_machine(self._not_counted),
+            )
         failed = self._jobs[self._index].name
         seconds = time.monotonic() - self._began
         self._report_outcome(
             "hung" if origin.is_hang else "failed",
-            origin.make_failure(),
+            failure,
             rank_reports=origin.reports,
             seconds=seconds,
         )
@@ -360,9 +390,7 @@ class _Session:
             self._pass_on(_leave_unstarted(self._jobs[index], index, failed))
 
     def _wait_for(self, keys: list[str], limit: float) -> None:
-        end = time.monotonic() + limit
-        while time.monotonic() < end and not self._mailbox.check(keys):
-            time.sleep(_POLL)
+        self._clock.sleep(limit, until=lambda: self._mailbox.check(keys))
 
 
 def _leave_unstarted(job: Job, index: int, failed: str) -> JobOutcome:

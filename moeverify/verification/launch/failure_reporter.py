@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import BinaryIO
@@ -19,45 +20,63 @@ from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.launch import watchdog
 from moeverify.verification.launch.plan import write_atomically
 from moeverify.verification.launch.stack import trim_stack
+from moeverify.verification.launch.watched import GUEST_SIGNAL
 from moeverify.verification.launch.world import find_node
 
 _BACKUP_DELAY = 3.0
 _MOST_STACK = 200_000  # characters
+_LATE = 1.0
 
 SIGNALS_THREAD = "moeverify-signals"
 
 
-def leave_traces(folder: Path, rank: int, catch_terminate: bool = True) -> BinaryIO:
+def leave_traces(
+    folder: Path, rank: int, catch_terminate: bool = True, *, is_guest: bool = False
+) -> BinaryIO:
     """Write the identity of this rank to a file and open the file for its stack dumps.
 
     The files are `rank-N.json` and `rank-N.stack` in `folder`. Return the open stack file. The C-level
     fault handler dumps the stacks on a crash, on SIGUSR1, and on SIGTERM if `catch_terminate`. The file
-    must stay open for this.
+    must stay open for this. In the process of a user's script, as a guest, handlers of the script remain: the
+    dump is on `GUEST_SIGNAL`, and not on SIGUSR1, and there is none on a crash if the script has enabled its own.
     """
     identity = {"rank": rank, "host": find_node(), "pid": os.getpid()}
     write_atomically(folder / f"rank-{rank}.json", json.dumps(identity))
     file = (folder / f"rank-{rank}.stack").open("ab")
-    faulthandler.enable(file)
+    if not (is_guest and faulthandler.is_enabled()):
+        faulthandler.enable(file)
     # These handlers run in C, even while the main thread is inside a collective.
     if catch_terminate:
         faulthandler.register(signal.SIGTERM, file, chain=True)
-    faulthandler.register(signal.SIGUSR1, file)
+    asked = GUEST_SIGNAL if is_guest else signal.SIGUSR1
+    if not is_guest or signal.getsignal(asked) is signal.SIG_DFL:
+        faulthandler.register(asked, file)
     return file
 
 
 class FailureReporter:
-    """Failure reports of one rank. Must be created in the thread that runs the jobs.
+    """Failure reports of one rank, whose jobs run in the thread that creates this.
 
     In addition to the dumps of `leave_traces`, it dumps the stacks when the rank does not return from a
-    job.
+    job. The main thread runs the script of a user in which this is a guest.
     """
 
-    def __init__(self, folder: Path, rank: int, trace: CollectiveTrace, catch_terminate: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        trace: CollectiveTrace,
+        catch_terminate: bool,
+        *,
+        is_guest: bool = False,
+    ) -> None:
         self._rank = rank
         self._trace = trace
-        self._file = leave_traces(folder, rank, catch_terminate)
+        self._file = leave_traces(folder, rank, catch_terminate, is_guest=is_guest)
         self._host = find_node()
-        self._jobs_thread = threading.get_ident()
+        self._jobs_thread = threading.main_thread().ident if is_guest else threading.get_ident()
+        self._dump_at: float | None = None
+        self._lock = threading.Lock()
 
     def arm(self, timeout: float) -> None:
         """Begin a job: truncate the stack file, and dump and exit `timeout` plus 3 seconds from now.
@@ -65,11 +84,24 @@ class FailureReporter:
         This covers a rank that holds the interpreter lock. In any other case the watchdog fires first.
         """
         os.ftruncate(self._file.fileno(), 0)
-        faulthandler.dump_traceback_later(timeout + _BACKUP_DELAY, exit=True, file=self._file)
+        with self._lock:
+            self._dump_later(timeout)
+
+    def follow(self, left: float) -> None:
+        """Delay the dump if the job has more time `left` than before: its clock is slow, or it was extended."""
+        with self._lock:
+            if self._dump_at is not None and time.monotonic() + left + _BACKUP_DELAY > self._dump_at + _LATE:
+                self._dump_later(left)
+
+    def _dump_later(self, left: float) -> None:
+        self._dump_at = time.monotonic() + left + _BACKUP_DELAY
+        faulthandler.dump_traceback_later(left + _BACKUP_DELAY, exit=True, file=self._file)
 
     def disarm(self) -> None:
         """End a job: cancel the delayed dump."""
-        faulthandler.cancel_dump_traceback_later()
+        with self._lock:  # the thread of the watchdog calls `follow`
+            self._dump_at = None
+            faulthandler.cancel_dump_traceback_later()
 
     def ignore_terminate(self) -> None:
         """Ignore SIGTERM from now on. The rank is about to write its report and exit."""

@@ -10,17 +10,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from moeverify.verification.launch.clock import ActiveClock, ProcessTree
 from moeverify.verification.launch.monitor import START_LIMIT, Agent
 
 STOP = b"stop"
 """Request that ends a listening server as soon as it has no agent."""
 
 _LONGEST = 1 << 10
+_POLL = 0.5
 _KILLED = -signal.SIGKILL
 
 
@@ -46,7 +48,8 @@ class AgentServer(AbstractContextManager["AgentServer"]):
                 self._close()  # the server has died: this launch gets a new one
                 self._requests = None
             requests = self._requests or self._open()
-        return request_agent(requests, plan, log)
+        server = None if self._process is None else self._process.pid
+        return request_agent(requests, plan, log, server)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -83,14 +86,19 @@ class AgentServer(AbstractContextManager["AgentServer"]):
         return self._requests
 
 
-def request_agent(requests: socket.socket, plan: Path, log: BinaryIO) -> ForkedAgent:
-    """Request the agent of a plan from a server. Raises: OSError when the server does not answer."""
+def request_agent(
+    requests: socket.socket, plan: Path, log: BinaryIO, server: int | None = None
+) -> ForkedAgent:
+    """Request the agent of a plan from a server, whose waits for a processor do not count if its id is known.
+
+    Raises: OSError when the server does not answer.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, tempfile.TemporaryFile() as state:
         state.write(json.dumps(_describe_process()).encode())
         state.flush()
         socket.send_fds(requests, [str(plan).encode()], [theirs.fileno(), log.fileno(), state.fileno()])
-    return ForkedAgent(ours)
+    return ForkedAgent(ours, server)
 
 
 def _describe_process() -> dict[str, Any]:
@@ -103,14 +111,18 @@ def _describe_process() -> dict[str, Any]:
 class ForkedAgent:
     """An agent forked by the server: no child of this process, but an `Agent` like `subprocess.Popen`."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, server: int | None) -> None:
         self._control = control
         self.returncode: int | None = None
-        control.settimeout(START_LIMIT)
-        try:
-            said = control.recv(_LONGEST)
-        except TimeoutError:
-            said = b""
+        processes = ProcessTree()
+        processes.root = server
+        clock = ActiveClock(processes.measure)
+        control.settimeout(_POLL)
+        said = b""
+        while clock.read() < START_LIMIT:
+            with suppress(TimeoutError):
+                said = control.recv(_LONGEST)
+                break
         if not said:
             control.close()
             raise OSError("the process that starts ranks has ended, or does not answer")

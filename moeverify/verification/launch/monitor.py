@@ -9,24 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from moeverify.results.failure import Cause, JobFailure, Phase, ProcessState
 from moeverify.results.run import RankReport
-from moeverify.verification.launch.evidence import Death, collect_reports, read_death, read_tail
-from moeverify.verification.launch.plan import Job, JobOutcome, LaunchEvent, Plan
+from moeverify.verification.launch.clock import ActiveClock, ProcessTree
+from moeverify.verification.launch.evidence import Death, collect_reports, read_death, read_frozen, read_tail
+from moeverify.verification.launch.plan import CLOCK_FILE, Job, JobOutcome, LaunchEvent, Plan
 from moeverify.verification.launch.stack import find_place
 
 _POLL = 0.01
+# All limits are in seconds of the launch's clock, which hardly advances while its ranks wait for a processor.
 START_LIMIT = 180.0
-"""Seconds until all ranks of a launch must be up."""
+"""Time until all ranks of a launch must be up. Units: seconds."""
 _GAP_LIMIT = 60.0
 _HANG_SLACK = 9.0
 _STOP_GRACE = 2.0
-# States of a process that cannot respond, by their letter in /proc/PID/stat; see proc(5).
-_FROZEN: Mapping[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "uninterruptible"}
+_END_GRACE = 10.0
+_DUMP_GRACE = 0.5
 
 
 class Agent(Protocol):
@@ -72,7 +74,7 @@ class LaunchMonitor:
     """One launch, seen from the controller.
 
     `num_over` is the number of jobs with a known outcome. `worth_retrying` is true if this launch began no
-    job and another launch might succeed.
+    job and another launch might succeed. `start_limit` raises the time until the ranks must begin a job.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class LaunchMonitor:
         launch: int,
         on_event: Callable[[LaunchEvent], None],
         start: StartAgent = start_agent,
+        *,
+        start_limit: float = 0.0,
     ) -> None:
         self.num_over = 0
         self.worth_retrying = False
@@ -88,6 +92,10 @@ class LaunchMonitor:
         self._launch = launch
         self._on_event = on_event
         self._start_agent = start
+        self._start_limit = start_limit
+        self._processes = ProcessTree()
+        self._clock: ActiveClock
+        self._not_counted = 0.0  # time that the clock had not counted when the current limit began
         self._agent: Agent | None = None
         self._up = False
         self._death = Death()
@@ -136,8 +144,10 @@ class LaunchMonitor:
         folder.mkdir(parents=True)
         plan_path = folder / "plan.json"
         self._plan.write(plan_path)
+        self._clock = ActiveClock(self._processes.measure, folder / CLOCK_FILE)
         with (folder / "agent.log").open("wb") as log:
             self._agent = self._start_agent(plan_path, log)
+        self._processes.root = self._agent.pid
 
     def _await_job(self, position: int, job: Job) -> JobOutcome | None:
         """Return the outcome of a job, or None if the launch ended before the job began."""
@@ -145,13 +155,13 @@ class LaunchMonitor:
         folder = self._plan.job_folder(position)
         num_bytes = 0
         began = None
-        limit = time.monotonic() + (_GAP_LIMIT if position else START_LIMIT)
+        limit = self._begin_limit(self._limit_start(position))
         while True:
             self._notice_up()
             ended = self._agent.poll() is not None
             if began is None and folder.is_dir() and any(folder.glob("rank-*.started")):
                 began = time.monotonic()
-                limit = began + job.timeout + job.grace + _HANG_SLACK
+                limit = self._begin_limit(job.timeout + job.grace + _HANG_SLACK)
                 self._on_event(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
             num_bytes = self._pass_on(folder / "events", job, num_bytes)
             result = _read_result(folder / "result.json")
@@ -163,34 +173,48 @@ class LaunchMonitor:
                     launch=self._launch,
                     **result,
                 )
-            if ended or time.monotonic() > limit:
+            if ended or self._clock.read() > limit:
                 if not ended:
                     self._force_stacks(job.num_ranks if began is not None else self._plan.num_ranks)
                 break
             time.sleep(_POLL)
         self._stop()
         if began is not None:
-            return self._describe_failure(position, job, folder, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            return self._describe_failure(position, job, folder, seconds, is_over_time=not ended)
         self._note_loss(position, forced=not ended)
         return None
 
     def _await_end(self) -> None:
         assert self._agent is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._agent.wait(timeout=10.0)
+        self._clock.sleep(_END_GRACE, until=self._has_ended)
 
-    def _describe_failure(self, position: int, job: Job, folder: Path, seconds: float) -> JobOutcome:
+    def _begin_limit(self, seconds: float) -> float:
+        """Return the time of the clock at which a limit that begins now is over."""
+        end = self._clock.read() + seconds
+        self._not_counted = self._clock.not_counted
+        return end
+
+    def _limit_start(self, position: int) -> float:
+        """Return the time until the ranks must begin the job at `position` of this launch. Units: seconds."""
+        return max(self._start_limit, _GAP_LIMIT if position else START_LIMIT)
+
+    def _has_ended(self) -> bool:
+        return self._agent is None or self._agent.poll() is not None
+
+    def _describe_failure(
+        self, position: int, job: Job, folder: Path, seconds: float, *, is_over_time: bool
+    ) -> JobOutcome:
         death = self._read_death()
         ranks = list(range(job.num_ranks))
         if death.first is not None and death.first not in ranks:
             # This rank was waiting for a later job, and its end also ended this job.
             ranks.append(death.first)
         origin = collect_reports(self._plan.launch_folder, folder, ranks, death)
-        is_over_time = seconds > job.timeout + _HANG_SLACK
-        if origin.is_hang:
-            failure = origin.make_failure(Cause.OVER_TIME, timeout=job.timeout)
-        elif is_over_time:
-            failure = origin.make_failure(Cause.UNREPORTED, timeout=job.timeout)
+        if origin.is_hang or is_over_time:
+            cause = Cause.OVER_TIME if origin.is_hang else Cause.UNREPORTED
+            machine = self._clock.describe_machine(self._not_counted)
+            failure = origin.make_failure(cause, timeout=job.timeout, machine=machine)
         elif not death.exits:
             failure = origin.make_failure(
                 Cause.LAUNCHER, launcher_status=death.agent, launcher_error=death.error
@@ -210,12 +234,9 @@ class LaunchMonitor:
 
     def _note_loss(self, position: int, forced: bool) -> None:
         self._death, self._was_forced = self._read_death(), forced
-        # An exception would be raised again. A signal, a port taken by another process or one missing rank
-        # might not recur.
-        if forced:
-            self.worth_retrying = 0 < len(self._list_not_up()) < self._plan.num_ranks
-        else:
-            self.worth_retrying = all(status < 0 for status in self._death.exits.values())
+        # An exception would be raised again. A signal, a port taken by another process or a rank that did not
+        # come up in time might not recur.
+        self.worth_retrying = forced or all(status < 0 for status in self._death.exits.values())
         if position:
             failure, _ = self._describe_loss("between two jobs")
             self._on_event(LaunchEvent(kind="lost", failure=failure))
@@ -226,8 +247,13 @@ class LaunchMonitor:
         origin = collect_reports(folder, None, range(self._plan.num_ranks), death)
         if self._was_forced:
             stacks = {report.rank: report.stack for report in origin.reports}
-            not_up = {rank: find_place(stacks[rank]) for rank in self._list_not_up()}
-            failure = origin.make_failure(Cause.NOT_IN_TIME, phase=phase, not_up=not_up)
+            failure = origin.make_failure(
+                Cause.NOT_IN_TIME,
+                phase=phase,
+                not_up={rank: find_place(stacks[rank]) for rank in self._list_not_up()},
+                timeout=self._limit_start(self.num_over),
+                machine=self._clock.describe_machine(self._not_counted),
+            )
         elif death.error or not death.exits:
             error = death.error or read_tail(folder / "agent.log")
             failure = origin.make_failure(
@@ -273,28 +299,28 @@ class LaunchMonitor:
         Called just before the kill.
         """
         for rank in range(num_ranks):
-            with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            with contextlib.suppress(OSError, ValueError, KeyError):
                 path = self._plan.launch_folder / f"rank-{rank}.json"
                 pid = int(json.loads(path.read_text())["pid"])
                 os.kill(pid, signal.SIGUSR1)
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                if state in _FROZEN:
-                    self._frozen[rank] = _FROZEN[state]
-        time.sleep(0.5)
+                state = read_frozen(pid)
+                if state is not None:
+                    self._frozen[rank] = state
+        self._clock.sleep(_DUMP_GRACE)
 
     def _stop(self) -> None:
         """End the agent and its ranks: SIGTERM to the agent first, then SIGKILL to its process group."""
         agent = self._agent
-        if agent is None or agent.poll() is not None:
+        if agent is None:
             return
-        agent.terminate()
-        try:
-            agent.wait(_STOP_GRACE)
-        except subprocess.TimeoutExpired:
-            # The ranks are in the agent's process group, so this reaches every rank.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
-            agent.wait()
+        if agent.poll() is None:
+            agent.terminate()
+            if not self._clock.sleep(_STOP_GRACE, until=self._has_ended):
+                # The ranks are in the agent's process group, so this reaches every rank.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+        self._clock.close()
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:

@@ -13,6 +13,9 @@ from moeverify.results.failure import JobFailure
 from moeverify.results.record import Record
 from moeverify.results.run import RankReport
 
+CLOCK_FILE = "clock"
+"""File in the folder of a launch with the time that its limits count; see `moeverify.verification.launch.clock`."""
+
 Device = Literal["cpu", "cuda"]
 Carrier = Literal["gloo", "nccl"]
 """Backend of the collectives of tensors on the device of the ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -15,7 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
-from moeverify.verification.launch.plan import Job, Plan, write_atomically
+from moeverify.verification.launch.clock import PublishedClock
+from moeverify.verification.launch.plan import CLOCK_FILE, Job, Plan, write_atomically
 from moeverify.verification.launch.runner import JobRunner, RankContext, RunJob
 
 __all__ = ["RankContext", "RunJob", "serve"]
@@ -46,6 +48,7 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
         plan.launch_folder,
         on_raise=reporter.report_error,
         on_hang=reporter.report_hang,
+        clock=PublishedClock(plan.launch_folder / CLOCK_FILE).read,
     )
     reporter.runner = runner
     (plan.launch_folder / f"rank-{rank}.up").touch()
@@ -57,7 +60,7 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
                 # No timeout is needed here: if the job fails, the launch ends.
                 store.wait([done], _NO_LIMIT)
                 continue
-            runner.await_ranks(job.num_ranks, _NO_LIMIT)  # The controller enforces the limit.
+            runner.await_ranks(job.num_ranks, math.inf)  # The controller enforces the limit.
             folder = plan.job_folder(position)
             reporter.begin(job, folder)
             result = runner.run(position, job, folder, run_job)
@@ -110,9 +113,9 @@ class _Reporter:
         end = RankEnd(how=End.OVER_TIME, timeout=self._job.timeout)
         self._write(self.runner.failure_reporter.describe_state(end))
         # The first exit makes elastic stop the other ranks. Wait for their reports first.
-        grace = time.monotonic() + _PEER_GRACE
+        grace = self.runner.clock() + _PEER_GRACE
         peers = [self._folder / f"rank-{rank}.json" for rank in range(self._job.num_ranks)]
-        while time.monotonic() < grace and not all(path.exists() for path in peers):
+        while self.runner.clock() < grace and not all(path.exists() for path in peers):
             time.sleep(0.02)
         os._exit(_EXIT_HUNG)
 

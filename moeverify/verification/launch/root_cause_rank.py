@@ -14,6 +14,7 @@ from moeverify.verification.launch.stack import find_place
 NUM_RECENT = 16
 """Number of the last collectives kept in the report of a rank: as many as fit the width of the diagram."""
 
+_ENDED = (End.RAISED, End.BROKE_OFF, End.CRASHED, End.KILLED, End.EXITED, End.LEFT)
 _ORDER = {"killed": 0, "lost": 1, "raised": 2, "hung": 3, "stopped": 4}
 # Messages of a backend in a rank whose peer is gone.
 _BROKEN = re.compile(
@@ -42,17 +43,22 @@ class Origin:
         return JobFailure.model_validate({"cause": cause, **content, **rest})
 
 
-def find_origin(reports: Sequence[RankReport], times: Mapping[int, float], traces: Traces) -> Origin:
+def find_origin(
+    reports: Sequence[RankReport], times: Mapping[int, float], traces: Traces, *, is_watched: bool = False
+) -> Origin:
     """Return the origin of a failure.
 
     `times` maps a rank to the time at which it wrote its report, if it did. `traces` maps a rank to its
-    collectives.
+    collectives. With `is_watched`, the waits of the ranks are returned even if none timed out: a script of the
+    user may end by a timeout of its own, or by a signal.
     """
     ordered = _mark_consequences(reports)
     hang = None
     late: Sequence[int] = []
-    if any(report.state == "hung" for report in ordered):
-        view = find_waits(traces, {report.rank: find_place(report.stack) for report in ordered})
+    if is_watched or any(report.state == "hung" for report in ordered):
+        places = {report.rank: find_place(report.stack) for report in ordered}
+        ended = {report.rank for report in ordered if report.end is not None and report.end.how in _ENDED}
+        view = find_waits(traces, places, ended)
         hang, late = view.hang, view.late
         ordered = [
             report.ending(report.end.model_copy(update={"waiting": view.waiting[report.rank]}))

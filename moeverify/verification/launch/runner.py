@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,9 @@ from moeverify.verification.launch.failure_reporter import FailureReporter
 from moeverify.verification.launch.plan import Backend, Device, Job
 from moeverify.verification.launch.watchdog import Watchdog
 
-_GROUP_MARGIN = timedelta(seconds=60)
+_UP_POLL = timedelta(seconds=10)
+_GROUP_LIMIT = timedelta(days=7)
+"""Timeout of process groups. The watchdog, whose clock may be slower, ends a job much earlier with a report."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class RankContext:
     `store` and `folder` belong to the job. `trace` holds the collectives of this rank since the start of
     the job. `report(text)` on rank 0 sends a `report` event to the controller; on other ranks it has no
     effect. `admit(meshes)` is for jobs with `keeps_meshes`; see `MeshCaches`. `extend()` adds the `grace`
-    of the job to the time of this rank.
+    of the job to the time of this rank. `clock` returns the time that limits count; see `ActiveClock`.
     """
 
     rank: int
@@ -45,6 +48,7 @@ class RankContext:
     report: Callable[[str], None]
     admit: Callable[[Iterable[DeviceMesh]], None]
     extend: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
 
 
 RunJob = Callable[[RankContext, Job], dict[str, Any] | None]
@@ -57,7 +61,7 @@ class JobRunner:
     `on_hang` is called in another thread when a job times out. Neither needs to return. `folder` holds the
     files of the rank. With `catch_terminate`, SIGTERM dumps the stacks of all threads there. `on_report`
     receives the reports of rank 0. Without it they go to the file `events` in the folder of the job, which
-    the controller reads.
+    the controller reads. `clock` measures the time of jobs.
     """
 
     def __init__(
@@ -74,7 +78,9 @@ class JobRunner:
         on_tick: Callable[[], None] | None = None,
         on_report: Callable[[str], None] | None = None,
         catch_terminate: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         self.rank = rank
         self._store = store
         self._local_rank = local_rank
@@ -90,20 +96,31 @@ class JobRunner:
         self.trace = CollectiveTrace(folder / f"rank-{rank}.flight")
         self.failure_reporter = FailureReporter(folder, rank, self.trace, catch_terminate)
 
-        def tick() -> None:
+        def tick(left: float | None) -> None:
             self.trace.poll()
+            if left is not None:
+                self.failure_reporter.follow(left)
             if on_tick is not None:
                 on_tick()
 
-        self._watchdog = Watchdog(on_hang, tick)
+        self._watchdog = Watchdog(on_hang, tick, clock)
         store.set(f"up/{rank}", "1")
 
-    def await_ranks(self, num_ranks: int, limit: timedelta) -> None:
+    def await_ranks(self, num_ranks: int, limit: float) -> None:
         """Wait until the first `num_ranks` ranks are up. This time does not count towards the job.
+
+        Units: `limit` in seconds of the clock.
 
         Raises: torch.distributed.DistStoreError when a rank is not up after `limit`.
         """
-        self._store.wait([f"up/{rank}" for rank in range(num_ranks)], limit)
+        end = self.clock() + limit
+        while True:
+            try:
+                self._store.wait([f"up/{rank}" for rank in range(num_ranks)], _UP_POLL)
+                return
+            except dist.DistStoreError:
+                if self.clock() >= end:
+                    raise
 
     def run(self, index: int, job: Job, folder: Path, run_job: RunJob) -> dict[str, Any] | None:
         """Run one job until all of its ranks have finished, and return the result of `run_job`.
@@ -147,9 +164,7 @@ class JobRunner:
                 store=PrefixStore("group", store),
                 rank=self.rank,
                 world_size=job.num_ranks,
-                # Longer than the watchdog's timeout: the watchdog reports the stack of every rank, a group
-                # timeout does not.
-                timeout=timedelta(seconds=job.timeout + job.grace) + _GROUP_MARGIN,
+                timeout=_GROUP_LIMIT,
             )
             context = RankContext(
                 rank=self.rank,
@@ -162,13 +177,14 @@ class JobRunner:
                 report=self._make_report(folder),
                 admit=self._caches.admit,
                 extend=lambda: self._extend(job),
+                clock=self.clock,
             )
             result = run_job(context, job)
             # A peer may still be connecting to the groups of this rank: gloo treats a closed peer as a
             # crash.
             if store.add("finished", 1) == job.num_ranks:
                 store.set("all", "1")
-            store.wait(["all"], timedelta(seconds=job.timeout + job.grace) + _GROUP_MARGIN)
+            store.wait(["all"], _GROUP_LIMIT)
             has_failed = False
             return result
         except BaseException as error:
@@ -188,8 +204,8 @@ class JobRunner:
     def _extend(self, job: Job) -> None:
         """Add the grace of the job to the remaining time of this rank."""
         if job.grace:
-            self.failure_reporter.arm(job.timeout + job.grace)
             self._watchdog.extend(job.grace)
+            self.failure_reporter.follow(self._watchdog.left or 0.0)
 
     def _make_report(self, folder: Path) -> Callable[[str], None]:
         if self.rank != 0:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)', re.MULTILINE)
-_LIBRARY = re.compile(r"site-packages/|dist-packages/|/lib/python3|moeverify/verification/collectives/|^<")
+_LIBRARY = re.compile(
+    r"site-packages/|dist-packages/|/lib/python3|moeverify/(?:verification/collectives|train/calls)/|^<"
+)
 _RANK_ENTRY = re.compile(
     r'^\s*File "[^"]*moeverify/verification/launch/agent\.py", line \d+,? in run_entry', re.MULTILINE
 )

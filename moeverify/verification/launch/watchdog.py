@@ -11,9 +11,18 @@ _INTERVAL = 0.25
 
 
 class Watchdog:
-    """Thread that calls `on_tick` about every 0.25 s, and `on_expiry` once when the armed time has passed."""
+    """Thread that calls `on_tick` about every 0.25 s, and `on_expiry` once when the armed time has passed.
 
-    def __init__(self, on_expiry: Callable[[], None], on_tick: Callable[[], None]) -> None:
+    `clock` measures that time. `on_tick` gets the time that is left, or None if none is armed.
+    """
+
+    def __init__(
+        self,
+        on_expiry: Callable[[], None],
+        on_tick: Callable[[float | None], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._on_expiry = on_expiry
         self._on_tick = on_tick
         self._deadline: float | None = None
@@ -23,7 +32,13 @@ class Watchdog:
 
     def arm(self, seconds: float) -> None:
         """Start the timer of a job."""
-        self._deadline = time.monotonic() + seconds
+        self._deadline = self._clock() + seconds
+
+    @property
+    def left(self) -> float | None:
+        """Return the time until the armed time is over, or None if none is armed. Units: seconds."""
+        deadline = self._deadline
+        return None if deadline is None else max(deadline - self._clock(), 0.0)
 
     def extend(self, seconds: float) -> None:
         """Add time to the running timer."""
@@ -41,12 +56,9 @@ class Watchdog:
     def _watch(self) -> None:
         wait = _INTERVAL
         while not self._stopped.wait(wait):
-            self._on_tick()
-            deadline = self._deadline
-            if deadline is None:
-                wait = _INTERVAL
-            elif time.monotonic() >= deadline:
+            left = self.left
+            self._on_tick(left)
+            if left == 0.0:
                 self._deadline = None
                 self._on_expiry()
-            else:
-                wait = min(_INTERVAL, max(0.001, deadline - time.monotonic()))
+            wait = _INTERVAL if not left else min(_INTERVAL, max(0.001, left))

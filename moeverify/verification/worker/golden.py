@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
     for number in range(context.rank, len(job.orders), context.world_size):
         order = job.orders[number]
         with import_path(order.search_path), single_rank_world(context.device):
-            answer = _make_one(order, find_folder(order.folder, context.device), context.device)
+            folder = find_folder(order.folder, context.device)
+            answer = _make_one(order, folder, context.device, context.clock)
         context.store.set(f"golden {number}", answer.model_dump_json())
     if context.rank != 0:
         return None
@@ -59,12 +61,14 @@ class _NothingYet:
         )
 
 
-def _make_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenSummary | Refusal:
+def _make_one(
+    order: GoldenOrder, folder: Path, device: torch.device, clock: Callable[[], float]
+) -> GoldenSummary | Refusal:
     recipe = order.recipe
     _error_file(folder).unlink(missing_ok=True)
     try:
         multiprocessing_pdb.set_reference(_NothingYet())
-        with _limit(order.timeout):
+        with _limit(order.timeout, clock):
             return _have_one(order, folder, device)
     except _OverTimeError:
         text = f"one device did not compute the golden of {recipe.name} within {order.timeout or 0.0:g} s"
@@ -97,21 +101,25 @@ class _OverTimeError(BaseException):
 
 
 @contextmanager
-def _limit(seconds: float | None) -> Iterator[None]:
-    """Interrupt the block after `seconds`, unless it blocks where signals do not reach Python.
+def _limit(seconds: float | None, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Interrupt the block after `seconds` of a clock, unless it blocks where signals do not reach Python.
 
     Raises: _OverTimeError.
     """
     if seconds is None:
         yield
         return
+    end = clock() + seconds
     if threading.current_thread() is not threading.main_thread():
-        with _limit_thread(seconds):
+        with _limit_thread(lambda: end - clock()):
             yield
         return
 
     def interrupt(number: int, frame: object) -> None:
-        raise _OverTimeError
+        left = end - clock()
+        if left <= 0.0:
+            raise _OverTimeError
+        signal.setitimer(signal.ITIMER_REAL, left)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -123,12 +131,18 @@ def _limit(seconds: float | None) -> Iterator[None]:
 
 
 @contextmanager
-def _limit_thread(seconds: float) -> Iterator[None]:
+def _limit_thread(find_left: Callable[[], float]) -> Iterator[None]:
     """Apply the same limit in a thread, which gets no signals: raise the error at its next line of Python."""
     ident = ctypes.c_ulong(threading.get_ident())
-    timer = threading.Timer(
-        seconds, ctypes.pythonapi.PyThreadState_SetAsyncExc, (ident, ctypes.py_object(_OverTimeError))
-    )
+    is_over = Event()
+
+    def interrupt() -> None:
+        while (left := find_left()) > 0.0:
+            if is_over.wait(left):
+                return
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_OverTimeError))
+
+    timer = threading.Thread(target=interrupt, daemon=True)
     timer.start()
     try:
         yield
@@ -138,7 +152,7 @@ def _limit_thread(seconds: float) -> Iterator[None]:
         # CPython 3.11 then believes forever that an exception is pending, and a traced thread (as under a
         # debugger) never enters a function again (RESUME in ceval.c).
         with suppress(_OverTimeError):
-            timer.cancel()
+            is_over.set()
             timer.join()
             for _ in range(100):  # Python checks for asynchronous exceptions at the end of a loop body
                 pass

@@ -11,6 +11,7 @@ from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 from moeverify.scripts.guard.command import GuardedCommand
 from moeverify.scripts.guard.exchange import FINDINGS
 from moeverify.scripts.guard.settings import GuardSettings
+from moeverify.scripts.record.hangs import HangReporter, HangSettings
 
 
 class OneFinding:
@@ -42,7 +43,8 @@ class OneFinding:
 def test_a_full_disk_keeps_no_finding_and_ends_no_command(tmp_path: Path) -> None:
     (tmp_path / FINDINGS).symlink_to("/dev/full")
     shown: list[Finding] = []
-    guarded = GuardedCommand(GuardSettings(out=tmp_path), shown.append, stops=False)
+    hangs = HangReporter(tmp_path / "ranks", HangSettings(), lambda lines: None)
+    guarded = GuardedCommand(GuardSettings(out=tmp_path), hangs, shown.append, stops=False)
     guarded.judge = OneFinding()  # type: ignore[assignment]
     program = "import time; time.sleep(1.5); raise SystemExit(7)"
     assert guarded.run([sys.executable, "-c", program]) == 7

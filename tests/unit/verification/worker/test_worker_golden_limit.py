@@ -4,16 +4,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
 from moeverify.verification.worker import golden
 
 
-class LateTimer(threading.Timer):
-    """A timer that cannot be cancelled any more: it is about to fire when its limit ends."""
+class LateEvent(threading.Event):
+    """An event that comes too late: the interruption is already on its way when the limit ends."""
 
-    def cancel(self) -> None:
+    def set(self) -> None:
         pass
 
 
@@ -38,14 +40,36 @@ def limit_in_a_thread(seconds: float, work: float) -> list[str]:
         except golden._OverTimeError:
             seen.append("later code was hit")
 
-    thread = threading.Thread(target=run)
+    run_in_a_thread(run)
+    return seen
+
+
+def run_in_a_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
     thread.start()
     thread.join()
-    return seen
 
 
 def test_what_runs_too_long_is_interrupted() -> None:
     assert limit_in_a_thread(0.1, work=60.0) == ["over time", "later code ran"]
+
+
+def test_a_limit_counts_the_time_of_its_clock() -> None:
+    readings: list[float] = []
+
+    def read() -> float:
+        readings.append(0.02 * len(readings))
+        return readings[-1]
+
+    def wait() -> None:
+        with suppress(golden._OverTimeError), golden._limit(0.05, read):
+            while True:
+                time.sleep(0.01)
+
+    for run in (wait, lambda: run_in_a_thread(wait)):  # a signal, and an asynchronous exception
+        readings.clear()
+        run()
+        assert readings == [0.0, 0.02, 0.04, 0.06]
 
 
 def test_what_ends_in_time_leaves_no_timer_behind() -> None:
@@ -55,7 +79,7 @@ def test_what_ends_in_time_leaves_no_timer_behind() -> None:
 
 
 def test_a_limit_that_fires_at_the_very_end_does_not_hit_later_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "Timer", LateTimer)
+    monkeypatch.setattr(golden, "Event", LateEvent)
     assert limit_in_a_thread(0.2, work=0.0)[-1] == "later code ran"
 
 
