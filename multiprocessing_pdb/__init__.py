@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from multiprocessing_pdb.rank.trigger import MultiprocessingPdb
+from multiprocessing_pdb.rank.compiled_code import leave_compiled_code, may_stop
+from multiprocessing_pdb.rank.trigger import MultiprocessingPdb, load_stop
 
 if TYPE_CHECKING:
     # Only the names are needed; importing this package must be cheap.
@@ -39,10 +40,11 @@ __all__ = [
 
 def set_trace(*arguments: Any, header: str | None = None) -> None:
     """Stop this rank at the next line: for PYTHONBREAKPOINT=multiprocessing_pdb.set_trace."""
-    from multiprocessing_pdb.rank.session import Stop
-    from multiprocessing_pdb.rank.stop import stop_at
-
-    stop_at(sys._getframe(1), Stop(header or "breakpoint()"))
+    module = load_stop() if may_stop() else None
+    if module is not None:
+        frame = sys._getframe(1)
+        note = ", compiled: its next call has all locals" if leave_compiled_code(frame) else ""
+        module.stop_at(frame, module.Stop(f"{header or 'breakpoint()'}{note}"))
 
 
 def post_mortem(error: BaseException | None = None) -> None:
@@ -74,10 +76,9 @@ def stop(
     The names of `frame_locals` are available at the prompt in addition to the frame's own. A name that the
     frame also defines gets a leading underscore. They are removed when the rank continues.
     """
-    from multiprocessing_pdb.rank.session import Stop
-    from multiprocessing_pdb.rank.stop import stop_at
-
-    stop_at(frame or sys._getframe(1), Stop(header, names=frame_locals), now=True)
+    module = load_stop() if may_stop() else None
+    if module is not None:
+        module.stop_at(frame or sys._getframe(1), module.Stop(header, names=frame_locals), now=True)
 
 
 def stop_all(reason: str = "stop_all()") -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing_pdb.console.broadcast import Answer, ask, collect
 from multiprocessing_pdb.console.grouping import name_ranks
 from multiprocessing_pdb.console.link import LinkClosedError, wait
-from multiprocessing_pdb.console.target import Target, read_number, read_prompt_output, read_text
+from multiprocessing_pdb.console.target import Target, read_number, read_text
 from multiprocessing_pdb.console.terminal import Terminal, find_size
 from multiprocessing_pdb.wire.procfs import is_alive
 
@@ -83,6 +83,9 @@ class Attachment:
         if word:
             self._terminal.record(f"@{self._target.label} {word}")
 
+    def _show(self, output: str) -> None:
+        self._terminal.show_part(output, is_prompt=True)
+
     def _prompt(self) -> str:
         return read_text(self._target.info, "prompt") or "(Pdb) "
 
@@ -98,7 +101,7 @@ class Attachment:
         if self._target.state == "running":
             self._terminal.show(f"{name} runs; a step or a breakpoint stops it, Ctrl-C asks it to stop")
             return self._await_prompt()
-        self._terminal.show_part(read_prompt_output(answer.frame, "banner"))
+        self._show(read_text(answer.frame, "banner"))
         return True
 
     def _await_prompt(self) -> bool:
@@ -135,7 +138,7 @@ class Attachment:
             pressed = 0.0
             while True:
                 try:
-                    if collect(answer, number, lambda _, text: self._terminal.show_part(text)):
+                    if collect(answer, number, lambda _, text: self._show(text)):
                         break
                     wait([target.link.channel], 1.0)
                 except KeyboardInterrupt:
@@ -144,9 +147,9 @@ class Attachment:
                         target.give_up(number, str(frame.get("text")))
                         self._terminal.show(f"{name_ranks([target])} is left as it is")
                         return False
-        except LinkClosedError as error:
-            answer.failure = f"gone: {error}"
-        self._terminal.show_part(read_prompt_output(answer.frame, "out"))
+        except LinkClosedError:
+            answer.failure = f"gone: {target.link.explain_close()}"
+        self._show(read_text(answer.frame, "out"))
         if answer.failure:
             self._terminal.show(f"{name_ranks([target])}: {answer.failure}")
         return read_text(answer.frame, "end") == "ready" or (bool(answer.failure) and not target.link.closed)

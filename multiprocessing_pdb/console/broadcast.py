@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from multiprocessing_pdb.console.link import LinkClosedError, wait
-from multiprocessing_pdb.console.target import Target, read_number, read_prompt_output, read_text
+from multiprocessing_pdb.console.target import Target, read_number, read_text
 from multiprocessing_pdb.wire.framing import Frame
 
 Show = Callable[[Target, str], None]
@@ -41,8 +41,8 @@ def ask(
     for target in targets:
         try:
             waiting[id(target)] = (target, target.ask(request))
-        except LinkClosedError as error:
-            answers[id(target)].failure = f"gone: {error}"
+        except LinkClosedError:
+            answers[id(target)].failure = f"gone: {target.link.explain_close()}"
     deadline = None if seconds is None else time.monotonic() + seconds
     try:
         while waiting:
@@ -69,7 +69,7 @@ def collect(answer: Answer, number: int, show: Show | None) -> bool:
     for frame in target.take(number):
         if "part" in frame:
             if show is not None:
-                show(target, read_prompt_output(frame, "part"))
+                show(target, read_text(frame, "part"))
             else:
                 answer.parts.append(read_text(frame, "part"))
             continue
@@ -78,7 +78,7 @@ def collect(answer: Answer, number: int, show: Show | None) -> bool:
         target.learn(frame)
         return True
     if target.link.closed:
-        answer.failure = f"gone: {target.link.closed}"
+        answer.failure = f"gone: {target.link.explain_close()}"
         return True
     return False
 

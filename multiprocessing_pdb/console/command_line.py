@@ -13,7 +13,7 @@ from multiprocessing_pdb.console.dap.server import serve_editors
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.shell import Shell
 from multiprocessing_pdb.console.source import LocalSource, Source, TcpSource
-from multiprocessing_pdb.console.terminal import Terminal
+from multiprocessing_pdb.console.terminal import Terminal, warn
 from multiprocessing_pdb.wire.handshake import TokenError, create_token, read_token, token_path
 from multiprocessing_pdb.wire.runtime_directory import DirectoryRefusedError
 
@@ -70,23 +70,19 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _warn(text: str) -> None:
-    print(f"multiprocessing_pdb: {text}", file=sys.stderr, flush=True)
-
-
 def _open_sources(options: argparse.Namespace) -> list[Source]:
-    sources: list[Source] = [LocalSource(_warn)]
+    sources: list[Source] = [LocalSource(warn)]
     for address in options.tcp:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise remote.RemoteError(f"--tcp {address}: expected HOST:PORT, such as 10.0.0.5:40123")
     if options.tcp:
         token = read_token(options.token_file or token_path())
-        sources.append(TcpSource(options.tcp, token, _warn))
+        sources.append(TcpSource(options.tcp, token, warn))
     lines = [f"ssh {host}" for host in options.ssh] + options.via
     if options.srun:
         lines += remote.list_srun_lines(options.srun)
-    sources += [remote.RemoteSource(line, options.python, _warn) for line in lines]
+    sources += [remote.RemoteSource(line, options.python, warn) for line in lines]
     return sources
 
 
@@ -103,12 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         registry = RankRegistry(_open_sources(options), options.job)
     except (TokenError, DirectoryRefusedError, FileExistsError, remote.RemoteError) as error:
-        _warn(str(error))
+        warn(str(error))
         return 2
     try:
         return _converse(registry, options)
     except DirectoryRefusedError as error:
-        _warn(str(error))
+        warn(str(error))
         return 2
     finally:
         registry.close()

@@ -12,7 +12,7 @@ from multiprocessing_pdb.console.grouping import group, name_ranks, show_block, 
 from multiprocessing_pdb.console.link import LinkClosedError
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.table import show_countdowns, show_table
-from multiprocessing_pdb.console.target import ENDS, Target, clean, read_text
+from multiprocessing_pdb.console.target import ENDS, Target, read_text
 from multiprocessing_pdb.console.terminal import find_size
 from multiprocessing_pdb.wire.framing import Frame
 
@@ -82,7 +82,7 @@ def _show_stack(answer: Answer) -> str:
     stack = answer.frame.get("stack")
     if answer.failure or not isinstance(stack, list):
         return f"*** {answer.failure or 'malformed answer'}"
-    return "\n".join(clean(line) for line in stack)
+    return "\n".join(map(str, stack))
 
 
 def interrupt(targets: Sequence[Target]) -> str:
@@ -140,9 +140,9 @@ def arm(registry: RankRegistry, which: str) -> str:
     found = registry.list_processes(job, "arm")
     if not found:
         raise CommandError(f"no rank of {job} that is not armed was found")
-    groups = group((clean(process.get("text", "")), process) for process in found)
+    groups = group((str(process.get("text", "")), process) for process in found)
     text = "\n".join(
-        show_block(", ".join(_name(process) for process in members), clean(members[0]["text"]) or "armed")
+        show_block(", ".join(_name(process) for process in members), str(members[0]["text"]) or "armed")
         for members in groups
     )
     if any(process.get("text") for process in found):
@@ -172,9 +172,9 @@ def dump_stacks(registry: RankRegistry) -> str:
     processes = registry.list_processes(registry.find_job(), "stacks")
     if not processes:
         return "no process of the job was found"
-    groups = group((clean(process.get("text", "")), process) for process in processes)
+    groups = group((read_text(process, "text"), process) for process in processes)
     return "\n".join(
-        show_block(", ".join(_name(process) for process in members), clean(members[0].get("text", "")))
+        show_block(", ".join(_name(process) for process in members), read_text(members[0], "text"))
         for members in groups
     )
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from multiprocessing_pdb.console.broadcast import Answer, ask, explain_silence
+from multiprocessing_pdb.console.comparison import Coverage
 from multiprocessing_pdb.console.grouping import group, name_ranks, show_block
-from multiprocessing_pdb.console.target import Target, clean, read_text
+from multiprocessing_pdb.console.target import Target, read_text
 from multiprocessing_pdb.wire.framing import Frame
 
 _STATUS_SECONDS = 2.0
@@ -57,11 +58,17 @@ class LogicalTensor:
         return [target for target, row in self.rows if most > 0.0 and _read_square(row) >= 0.01 * most]
 
 
-def compare_with_golden(targets: Sequence[Target], expression: str, seconds: float) -> str:
-    """Return how a value differs from the expected one. An empty expression compares all complete values."""
+def compare_with_golden(
+    targets: Sequence[Target], expression: str, seconds: float, running: Sequence[Target] | None
+) -> str:
+    """Return how a value differs from the expected one. An empty expression compares all complete values.
+
+    `running` are ranks that cannot be asked, or None if the user selected the targets.
+    """
     answers = ask(targets, {"do": "compare", "text": expression}, seconds)
     explain_silence(answers, _STATUS_SECONDS)
     tensors = _read_tensors([answer for answer in answers if not answer.failure], seconds)
+    coverage = Coverage.find(answers, running)  # a shard of another rank is not compared
     failed = [answer for answer in answers if answer.failure]
     blocks = [
         show_block(name_ranks([a.target for a in members]), f"*** {members[0].failure}")
@@ -71,7 +78,8 @@ def compare_with_golden(targets: Sequence[Target], expression: str, seconds: flo
     if given and not tensors:
         blocks.insert(0, f"{name_ranks(given)}: nothing here can be compared yet")
     elif given:
-        blocks[:0] = format_verdicts(tensors, given)
+        verdict, *rest = format_verdicts(tensors, given)
+        blocks[:0] = [verdict + coverage.note, *rest]
     notes = {text for answer in answers if (text := read_text(answer.frame, "note"))}
     blocks += [f"  {text}" for text in sorted(notes)]
     return "\n".join(blocks)
@@ -131,7 +139,7 @@ def _format_worst(tensor: LogicalTensor) -> str:
     values = f"expected {_read_float(row, 'expected'):.9g}, actual {_read_float(row, 'actual'):.9g}"
     return (
         f"  on {name_ranks(tensor.find_ranks())}; most on {name_ranks([target])}"
-        f" at {clean(row.get('index'))}: {values}"
+        f" at {row.get('index')}: {values}"
     )
 
 

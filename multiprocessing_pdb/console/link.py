@@ -15,11 +15,12 @@ from multiprocessing_pdb.wire.framing import Decoder, Frame, FrameError, Transfo
 from multiprocessing_pdb.wire.handshake import Response
 from multiprocessing_pdb.wire.peer_credentials import check_peer
 from multiprocessing_pdb.wire.process_exit import ProcessExit
-from multiprocessing_pdb.wire.procfs import read_start, send_signal
+from multiprocessing_pdb.wire.procfs import is_alive, read_command, read_start, send_signal
 from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 _CONNECT_SECONDS = 2.0
 _TRIES = 8  # attempts at a proof: during a flood the rank may disconnect the wrong peer
+_END_SECONDS = 0.2  # a process that ends closes its connections before it is gone
 PEER_CLOSED = "the connection was closed"
 
 
@@ -50,6 +51,9 @@ class Link(Protocol):
     def send(self, frame: Frame) -> None:
         """Send a frame. Raises LinkClosedError."""
 
+    def explain_close(self) -> str:
+        """Return why the link is closed, and whether the process lives where that is known."""
+
     def kill(self) -> None:
         """Kill the rank's process, even if it does not answer."""
 
@@ -66,6 +70,7 @@ class SocketLink:
         self._connection = connection
         self._pid = pid
         self._start = read_start(pid)
+        self._command = read_command(pid) if pid else ""
         self.exit = ProcessExit(pid) if pid else None
         self._decoder = Decoder()
         self._seal: Transform | None = None
@@ -139,6 +144,21 @@ class SocketLink:
     def send(self, frame: Frame) -> None:
         """Send a frame. Raises LinkClosedError."""
         self._send(frame)
+
+    def explain_close(self) -> str:
+        """Return why the link is closed, and whether the process lives."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self.closed == PEER_CLOSED and is_alive(self._pid, self._start):
+            if time.monotonic() > deadline:
+                command = read_command(self._pid)
+                if command != self._command:
+                    return f"{self.closed}: the process has executed another program, {command[:200]}"
+                return (
+                    f"{self.closed}, and the process lives: it runs on, or has closed its descriptors or"
+                    " executed another program; ls shows it where it is stopped"
+                )
+            time.sleep(0.01)
+        return self.closed
 
     def kill(self) -> None:
         """Kill the process: by its pid on this machine, or by a request over TCP."""

@@ -16,6 +16,7 @@ from multiprocessing_pdb.wire.identity import name_job, read_rank
 from multiprocessing_pdb.wire.procfs import (
     find_ancestors,
     is_alive,
+    read_command,
     read_environ,
     read_parent,
     read_start,
@@ -82,11 +83,9 @@ def list_processes(job: str, action: str) -> list[ProcessInfo]:
     for pid in sorted({*_find_processes(job), *armed}):
         with contextlib.suppress(OSError):
             start = read_start(pid)
-            command = (
-                Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-            )
+            command = read_command(pid)
             rank = armed[pid].get("number") if pid in armed else read_rank(read_environ(pid))[0]
-            processes.append({"pid": pid, "start": start, "rank": rank, "command": command.strip()[:200]})
+            processes.append({"pid": pid, "start": start, "rank": rank, "command": command[:200]})
     if action == "stacks":
         with ThreadPoolExecutor(4) as pool:
             texts = pool.map(

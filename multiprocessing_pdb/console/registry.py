@@ -10,7 +10,7 @@ from multiprocessing_pdb.console.broadcast import ask
 from multiprocessing_pdb.console.deaths import LastSeen
 from multiprocessing_pdb.console.link import PEER_CLOSED, Link
 from multiprocessing_pdb.console.source import Source
-from multiprocessing_pdb.console.target import Target, clean, read_number
+from multiprocessing_pdb.console.target import Target, read_name, read_number
 from multiprocessing_pdb.wire.identity import FileOwner
 
 _STATUS_SECONDS = 2.0
@@ -45,12 +45,10 @@ class RankRegistry:
         for stem, link in links.items():
             if id(link) not in targets:
                 owner = FileOwner.parse(stem)
-                targets[id(link)] = Target(link, clean(owner.label), clean(owner.job))
+                targets[id(link)] = Target(link, owner.label, owner.job)
         unknown = [t for t in targets.values() if not t.info or t.state in ("running", "armed")]
         for answer in ask(unknown, {"do": "status"}, _STATUS_SECONDS):
-            label = answer.frame.get("label")
-            if isinstance(label, str):
-                answer.target.label = clean(label)
+            answer.target.label = read_name(answer.frame, "label") or answer.target.label
         # Leave out ranks that closed before their first answer, since they resumed. Show those with invalid
         # data.
         found = [
@@ -68,7 +66,7 @@ class RankRegistry:
             self._last_seen.note(target.info, target.place, is_running=running)
         self._begin("deaths")
         deaths = [death for source in self.sources for death in source.take_deaths()]
-        return [clean(self._last_seen.show(death, self.job)) for death in deaths]
+        return [self._last_seen.show(death, self.job) for death in deaths]
 
     def _begin(self, op: str, **fields: Any) -> None:
         """Start a request on all sources at once: hundreds of ranks can be on dozens of nodes."""

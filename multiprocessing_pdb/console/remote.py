@@ -15,7 +15,6 @@ from multiprocessing_pdb.console.deaths import Death
 from multiprocessing_pdb.console.link import Channel, Link, LinkClosedError, wait
 from multiprocessing_pdb.console.relay import GREETING
 from multiprocessing_pdb.console.source import Warn
-from multiprocessing_pdb.console.target import clean
 from multiprocessing_pdb.wire.framing import Decoder, Frame, FrameError, encode
 from multiprocessing_pdb.wire.runtime_directory import VARIABLE
 
@@ -67,6 +66,10 @@ class RemoteLink:
         if self.closed:
             raise LinkClosedError(self.closed)
         self._source.send({"op": "send", "link": self._number, "frame": frame})
+
+    def explain_close(self) -> str:
+        """Return why the link is closed, as the relay says."""
+        return self.closed
 
     def kill(self) -> None:
         """Kill the process through the relay."""
@@ -136,7 +139,7 @@ class RemoteSource:
         elif link is not None and isinstance(frame.get("frame"), dict):
             link.inbox.append(frame["frame"])
         elif link is not None and "closed" in frame:
-            link.closed = clean(frame["closed"])
+            link.closed = str(frame["closed"])
 
     def _fail(self, why: str) -> None:
         if self.fileno() >= 0:
@@ -188,7 +191,7 @@ class RemoteSource:
         """Return a link to each stopped rank, or to each armed process, of that node."""
         answer = self._ask({"op": "refresh", "armed": armed}, _ANSWER_SECONDS)
         for warning in answer.get("warnings") or []:
-            self._warn(f"{self._line}: {clean(warning)}")
+            self._warn(f"{self._line}: {warning}")
         stems = answer.get("stems")
         found: dict[str, Link] = {}
         for stem, number in stems.items() if isinstance(stems, dict) else ():

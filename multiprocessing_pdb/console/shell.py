@@ -146,12 +146,12 @@ class Shell:
     def _diff(self, targets: Sequence[Target], expression: str) -> str:
         if not expression:
             raise UsageError("diff needs an expression, such as: diff loss")
+        is_selected = len(targets) < len(self._registry.find())
+        running = None if is_selected else self._registry.find_armed(targets[0].job)
         flag, _, rest = expression.partition(" ")
         if flag == "--golden":  # not a Python expression, unless golden is a variable
-            return compare_with_golden(targets, rest.strip(), self._deadline)
-        is_selected = len(targets) < len(self._registry.find())
-        running = [] if is_selected else self._registry.find_armed(targets[0].job)
-        return compare(targets, expression, self._deadline, None if is_selected else running)
+            return compare_with_golden(targets, rest.strip(), self._deadline, running)
+        return compare(targets, expression, self._deadline, running)
 
     def _attach_to(self, targets: Sequence[Target], _: str) -> None:
         if len(targets) != 1:

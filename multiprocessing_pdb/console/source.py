@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ from multiprocessing_pdb.wire.peer_credentials import UnauthenticatedPeerError
 from multiprocessing_pdb.wire.process_exit import ProcessExit
 from multiprocessing_pdb.wire.procfs import is_alive
 from multiprocessing_pdb.wire.runtime_directory import CONTROL_SUFFIX, SOCKET_SUFFIX, RuntimeDirectory
+
+_RETRY_SECONDS = 0.5
 
 
 class Source(Protocol):
@@ -81,16 +84,28 @@ class LocalSource:
         return {name.removesuffix(suffix): link for name, link in found if name.endswith(suffix)}
 
     def _connect(self, directory: RuntimeDirectory, name: str) -> None:
+        inode = directory.find_inode(name)
         try:
-            self._links[name] = connect_local(directory, name)
-        # sockets are named only after they listen, so the process of this one has died
+            self._links[name] = self._connect_patiently(directory, name)
+        # Sockets are named only after they listen: the process has died, or has executed another program.
         except ConnectionRefusedError:
             self._look_for_death(directory, name, None)
-            directory.remove(name)
+            directory.remove(name, inode)
         except FileNotFoundError:
             pass  # it has resumed
         except (UnauthenticatedPeerError, OSError) as error:
             self._warn(f"{name}: {error}")
+
+    def _connect_patiently(self, directory: RuntimeDirectory, name: str) -> SocketLink:
+        """Return a link. A rank that has closed its descriptors listens again after a moment."""
+        owner, deadline = FileOwner.parse(name.rpartition(".")[0]), time.monotonic() + _RETRY_SECONDS
+        while True:
+            try:
+                return connect_local(directory, name)
+            except ConnectionRefusedError:
+                if not is_alive(owner.pid, owner.start) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def _look_for_death(self, directory: RuntimeDirectory, name: str, end: ProcessExit | None) -> None:
         owner = FileOwner.parse(name.rpartition(".")[0])

@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from multiprocessing_pdb.console.broadcast import Answer
-from multiprocessing_pdb.console.target import Target, clean, read_number, read_text
+from multiprocessing_pdb.console.target import Target, read_name, read_number, read_text
 
 _LINES = re.compile(r"[\r\n\t]+")
 _HEADS = ("rank", "host", "pid", "mesh", "at", "reason", "since")
@@ -68,7 +68,7 @@ def show_table(answers: Sequence[Answer]) -> str:
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a plain table. Every cell is reduced to one line, since ranks can send any text."""
-    cells = [[_LINES.sub(" ", clean(cell)) for cell in row] for row in rows]
+    cells = [[_LINES.sub(" ", cell) for cell in row] for row in rows]
     text = tabulate(cells, heads, tablefmt="plain", disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -81,7 +81,7 @@ def show_countdowns(targets: Sequence[Target], armed: Sequence[dict[str, Any]]) 
     waiting = [record for record in armed if record.get("job") in jobs and record.get("pid") not in stopped]
     for record in waiting:
         flight = record.get("in_flight")
-        name = f"rank {clean(record.get('label', '?'))}"
+        name = f"rank {read_name(record, 'label')}"
         if isinstance(flight, dict):
             left = (read_number(flight, "deadline") or 0.0) - time.time()
             what = f"{name} waits in {read_text(flight, 'what')}, begun before its timeout could be raised"

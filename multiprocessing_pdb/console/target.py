@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,33 +11,16 @@ from typing import Any
 from multiprocessing_pdb.console.link import Link, LinkClosedError
 from multiprocessing_pdb.wire.framing import Frame
 
-# Other sequences could forge the terminal's content. A prompt also shows pdbpp's "clear the screen".
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
-_PROMPT = re.compile(r"\x1b\[[0-9;]*m|\x1b\[2J|\x1b\[1;1H")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def clean(text: object, allowed: re.Pattern[str] = _COLORS) -> str:
-    """Return text that is safe to print: all text of ranks passes here."""
-    kept: list[str] = []
-    at = 0
-    raw = text if isinstance(text, str) else repr(text)
-    for match in allowed.finditer(raw):
-        kept += [_CONTROL.sub("?", raw[at : match.start()]), match.group()]
-        at = match.end()
-    return "".join([*kept, _CONTROL.sub("?", raw[at:])])
-
 
 def read_text(frame: Frame, name: str) -> str:
-    """Return a field as printable text, or an empty text if it is missing."""
+    """Return a field as text, or an empty text if it is missing."""
     value = frame.get(name)
-    return "" if value is None else clean(value)
+    return "" if value is None else value if isinstance(value, str) else repr(value)
 
 
-def read_prompt_output(frame: Frame, name: str) -> str:
-    """Return the same for the output of an attached prompt, which may clear the screen."""
-    value = frame.get(name)
-    return "" if value is None else clean(value, _PROMPT)
+def read_name(frame: Frame, name: str) -> str:
+    """Return a field as text on one line: a name could otherwise forge lines of the console."""
+    return " ".join(read_text(frame, name).split())
 
 
 def read_number(frame: Frame, name: str) -> float | None:
@@ -78,13 +60,13 @@ class Target:
         value = self.info.get("coordinates")
         if not isinstance(value, dict):
             return {}
-        return {clean(axis): at for axis, at in value.items() if isinstance(at, int)}
+        return {str(axis): at for axis, at in value.items() if isinstance(at, int)}
 
     @property
     def place(self) -> str:
         """File and line, or an empty text if there are none."""
         line = read_number(self.info, "line")
-        return f"{read_text(self.info, 'file')}:{line:.0f}" if line is not None else ""
+        return f"{read_name(self.info, 'file')}:{line:.0f}" if line is not None else ""
 
     @property
     def state(self) -> str:
@@ -95,7 +77,7 @@ class Target:
         """Update the status from a status frame or the end of a command."""
         if "state" in frame:
             self.info = {key: value for key, value in frame.items() if key not in ("id", "out", "end")}
-            self.job = read_text(frame, "job") or self.job
+            self.job = read_name(frame, "job") or self.job
         elif read_text(frame, "end") in ENDS:
             self.info["state"] = "left"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from multiprocessing_pdb.console.printable import make_printable
 from multiprocessing_pdb.console.recording import Recording
 from multiprocessing_pdb.wire.runtime_directory import DirectoryRefusedError, RuntimeDirectory
 
@@ -27,10 +29,17 @@ def find_size() -> tuple[int, int]:
     return size.columns or 80, size.lines or 24
 
 
+def warn(text: str) -> None:
+    """Print a line on stderr."""
+    print(f"multiprocessing_pdb: {make_printable(text)}", file=sys.stderr, flush=True)
+
+
 class Terminal:
     """Reads lines and prints. If stdin is not a terminal it reads plain lines, so input can be piped."""
 
     def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that lack characters
         self.is_interactive = sys.stdin.isatty()
         self.has_colors = sys.stdout.isatty() and os.environ.get("NO_COLOR", "") == ""
         self.recording: Recording | None = None
@@ -76,7 +85,7 @@ class Terminal:
         """Return a line. Raises EOFError at the end of input and KeyboardInterrupt for Ctrl-C."""
         self._complete = complete
         if self.is_interactive:
-            line = input(prompt)
+            line = input(make_printable(prompt, is_prompt=True))
             if self._readline is not None and self._history is not None and line.strip():
                 with contextlib.suppress(OSError):
                     self._readline.write_history_file(self._history)
@@ -93,14 +102,15 @@ class Terminal:
 
     def echo(self, line: str) -> None:
         """Print a command that was not typed, without recording it: its execution records it."""
-        print(line, flush=True)
+        print(make_printable(line), flush=True)
 
     def show(self, text: str) -> None:
         """Print a text and a newline."""
         self.show_part(f"{text}\n")
 
-    def show_part(self, text: str) -> None:
-        """Print a part of a text, without a newline."""
+    def show_part(self, text: str, *, is_prompt: bool = False) -> None:
+        """Print a part of a text, without a newline. The output of an attached prompt may clear the screen."""
+        text = make_printable(text, is_prompt=is_prompt)
         print(text, end="", flush=True)
         if self.recording is not None:
             self.recording.add_output(text, end="")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 from collections.abc import Mapping
 from types import CodeType
 from typing import Any
@@ -12,13 +13,14 @@ from multiprocessing_pdb.rank.expressions import compile_expression, evaluate
 from multiprocessing_pdb.rank.values import Value
 
 KINDS = ("changes", "nan", "inf")
+_MOST_CAVEAT = 300
 
 
 class Condition:
     """An expression that is evaluated before each line of one function.
 
     `kind` is one of KINDS, or "true" for `until`, which stops only once. An expression that cannot be
-    evaluated yet, such as a name without a value, does not hold.
+    evaluated yet, such as a name without a value, does not hold. One that no longer can has changed.
     """
 
     def __init__(self, expression: str, kind: str, code: CodeType) -> None:
@@ -27,7 +29,7 @@ class Condition:
         self.code = code
         self._compiled = compile_expression(expression, "<watch>")
         self._last: str | None = None
-        self.caveat = ""  # what `changes` does not compare of the last value
+        self.caveat = ""  # why the last value cannot be judged, or not all of it
 
     @property
     def is_once(self) -> bool:
@@ -43,9 +45,12 @@ class Condition:
         """Return the reason to stop here, or an empty string."""
         try:
             value = evaluate(self._compiled, global_names, local_names)
+            self.caveat = ""
             return self._judge(value)
-        except Exception:
-            return ""
+        except Exception as error:
+            previous, self._last = self._last, None
+            self.caveat = f"it has no value here yet ({type(error).__name__}: {error})"[:_MOST_CAVEAT]
+            return f"{self.expression} changed: {type(error).__name__}" if previous is not None else ""
 
     def _judge(self, value: Any) -> str:
         if self.kind == "true":
@@ -61,17 +66,23 @@ class Condition:
 
 
 def parse_watch(text: str, code: CodeType, names: Mapping[str, Any]) -> Condition:
-    """Return the condition of a `watch` command in a function.
-
-    `names` are the names that have a value. Local names of the function may be without one.
-
-    Raises ValueError, or SyntaxError for the expression.
-    """
+    """Return the condition of a `watch` command in a function. Raises as `make_condition`."""
     expression, _, kind = text.strip().rpartition(" ")
     if kind not in KINDS or not expression:
         raise ValueError(f"watch needs an expression and one of {', '.join(KINDS)}: watch loss nan")
+    return make_condition(expression, kind, code, names)
+
+
+def make_condition(expression: str, kind: str, code: CodeType, names: Mapping[str, Any]) -> Condition:
+    """Return a condition in a function.
+
+    `names` are the names that have a value. Names that the function assigns may be without one.
+
+    Raises ValueError for a name that is not defined, or SyntaxError for the expression.
+    """
     condition = Condition(expression, kind, code)
-    known = {*names, *vars(builtins), *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("STORE_")}
+    known = {*names, *vars(builtins), *code.co_varnames, *code.co_freevars, *stored}
     missing = sorted(_find_free_names(expression) - known)
     if missing:
         raise ValueError(f"{', '.join(missing)} is not defined here")

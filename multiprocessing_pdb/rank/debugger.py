@@ -14,7 +14,7 @@ from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from multiprocessing_pdb.rank.conditions import Condition, parse_watch
+from multiprocessing_pdb.rank.conditions import Condition, make_condition, parse_watch
 from multiprocessing_pdb.rank.endpoint import write_stderr
 from multiprocessing_pdb.rank.interruption import Interrupted
 from multiprocessing_pdb.rank.ipython_prompt import has_ipython, run_ipython
@@ -236,8 +236,7 @@ class ConsolePdb:
             self.message("\n".join(f"{n} {c}" for n, c in enumerate(self.conditions)) or "nothing is watched")  # type: ignore[attr-defined]
             return
         try:
-            names = {**self.curframe.f_globals, **self.frame_locals()}  # type: ignore[attr-defined]
-            condition = parse_watch(argument, self.curframe.f_code, names)  # type: ignore[attr-defined]
+            condition = parse_watch(argument, self.curframe.f_code, self._list_names())  # type: ignore[attr-defined]
         except (ValueError, SyntaxError) as error:
             self.error(str(error))  # type: ignore[attr-defined]
             return
@@ -246,6 +245,9 @@ class ConsolePdb:
         self.conditions.append(condition)
         caveat = f", but {condition.caveat}" if condition.caveat else ""
         self.message(f"{condition}{caveat}")  # type: ignore[attr-defined]
+
+    def _list_names(self) -> dict[str, Any]:
+        return {**self.curframe.f_globals, **self.frame_locals()}  # type: ignore[attr-defined]
 
     def do_unwatch(self, argument: str) -> None:
         """Unwatch [N]: forget a watched expression, or all."""
@@ -261,8 +263,9 @@ class ConsolePdb:
         if not argument or argument.strip().isdecimal():
             return super().do_until(argument)  # type: ignore[misc]
         try:
-            self.conditions.append(Condition(argument, "true", self.curframe.f_code))  # type: ignore[attr-defined]
-        except SyntaxError as error:
+            code = self.curframe.f_code  # type: ignore[attr-defined]
+            self.conditions.append(make_condition(argument, "true", code, self._list_names()))
+        except (ValueError, SyntaxError) as error:
             self.error(str(error))  # type: ignore[attr-defined]
             return None
         self.set_continue()

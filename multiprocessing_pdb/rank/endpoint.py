@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from multiprocessing_pdb.rank.descriptors import above_standard_streams
+from multiprocessing_pdb.rank.descriptors import RoomForDescriptors, above_standard_streams
 from multiprocessing_pdb.rank.server import Server
 from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 from multiprocessing_pdb.wire.framing import Frame
@@ -38,7 +38,9 @@ class Endpoint:
     ) -> None:
         with above_standard_streams():
             self._name = name
+            self._pid = os.getpid()
             self._is_hidden = False
+            self._is_reported = False  # that consoles cannot reach it
             self._more_ticks = tick
             self._lock = threading.Lock()  # for hiding the file versus recreating it
             self._directory = RuntimeDirectory.open(create=True)
@@ -48,6 +50,7 @@ class Endpoint:
                 listeners.append(self._directory.listen(name))
                 if tcp:
                     listeners.append(_listen_tcp(tcp))
+                self.tcp_address = ":".join(str(p) for p in listeners[1].getsockname()[:2]) if tcp else ""
                 self.server = Server(listeners, receive, leave, self._tick, token)
             except BaseException:
                 for listener in listeners:
@@ -55,7 +58,6 @@ class Endpoint:
                 self._directory.remove(name)
                 self._directory.close()
                 raise
-        self.tcp_address = ":".join(str(part) for part in listeners[1].getsockname()[:2]) if tcp else ""
 
     def start(self) -> None:
         """Start answering. Consoles that connected earlier have been waiting.
@@ -70,31 +72,51 @@ class Endpoint:
             self.abandon()
             raise
 
+    def serves(self) -> bool:
+        """Return whether the thread of this process runs that answers consoles."""
+        return self._pid == os.getpid() and self.server.is_alive()
+
     def _tick(self) -> None:
-        self._restore_file()
+        try:
+            self._restore_file()
+            self._is_reported = False
+        except (OSError, ValueError) as error:
+            if not self._is_reported:
+                self._is_reported = True
+                place = self._directory.path / self._name
+                write_stderr(f"no console can reach {place} until this is mended: {error}")
         if self._more_ticks is not None:
             self._more_ticks()
 
     def _restore_file(self) -> None:
-        """Listen again if the socket file was removed: a stopped rank must stay reachable."""
-        with UNSTOPPED, self._lock, contextlib.suppress(OSError), above_standard_streams():
-            if self._is_hidden or self._directory.has(self._name):
+        """Listen again if a socket or its file is gone: a stopped rank must stay reachable."""
+        with UNSTOPPED, self._lock:
+            if self._is_hidden:
                 return
-            directory = RuntimeDirectory.open(create=True)  # the directory may have been replaced
-            try:
-                listener = directory.listen(self._name)
-            except BaseException:
-                directory.close()
-                raise
-            self.server.replace_unix_listener(listener)
-            self._directory.close()
-            self._directory = directory
+            if self.tcp_address and not self.server.has_listener(is_unix=False):
+                with RoomForDescriptors(), above_standard_streams():
+                    self.server.add_listener(_listen_tcp(self.tcp_address))
+            if not (self.server.has_listener(is_unix=True) and self._directory.has(self._name)):
+                with RoomForDescriptors(), above_standard_streams():
+                    self._listen_again()
+
+    def _listen_again(self) -> None:
+        directory = RuntimeDirectory.open(create=True)  # the directory may have been replaced
+        try:
+            listener = directory.listen(self._name)
+        except BaseException:
+            directory.close()
+            raise
+        self.server.replace_unix_listener(listener)
+        self._directory.close()
+        self._directory = directory
 
     def hide(self) -> None:
         """Remove the file, so that no console finds a server that is about to end."""
         with UNSTOPPED, self._lock:
             self._is_hidden = True
-            self._directory.remove(self._name)
+            with contextlib.suppress(OSError):  # the program has closed or removed the directory
+                self._directory.remove(self._name)
 
     def close(self) -> None:
         """Remove the file, deliver queued frames, and stop."""

@@ -9,6 +9,8 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
+from multiprocessing_pdb.rank.trigger import load_stop
+
 _VARIABLE = "PYTHONBREAKPOINT"
 _HOOK = "multiprocessing_pdb.set_trace"
 _PASSED = (SystemExit, KeyboardInterrupt, GeneratorExit)
@@ -19,14 +21,13 @@ def stop_after_exception(error: BaseException | None = None, why: str = "post_mo
 
     Raises ValueError when there is none.
     """
-    from multiprocessing_pdb.rank.session import Stop
-    from multiprocessing_pdb.rank.stop import stop_after
-
     error = error or sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or error.__traceback__ is None:
         raise ValueError("there is no exception to look at; pass one, or call this inside except")
     summary = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-    stop_after(error, Stop(f"{why}: {summary}" if why != summary else why))
+    module = load_stop()
+    if module is not None:
+        module.stop_after(error, module.Stop(f"{why}: {summary}" if why != summary else why))
 
 
 def install() -> None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from multiprocessing_pdb.rank.control import Control
-from multiprocessing_pdb.rank.descriptors import above_standard_streams
+from multiprocessing_pdb.rank.descriptors import RoomForDescriptors, above_standard_streams
 from multiprocessing_pdb.rank.endpoint import write_stderr
 from multiprocessing_pdb.rank.identify import identify
 from multiprocessing_pdb.rank.in_flight import InFlightCollectives
@@ -44,6 +44,7 @@ class Monitor(threading.Thread):
         self._store = StoreCount() if spans_nodes() else None
         self._stacks = StackFile(self._directory, self._rank.file_stem())
         self._record: dict[str, Any] = {}
+        self._problem = ""
 
     def run(self) -> None:
         """Poll five times per second until `end`."""
@@ -57,7 +58,17 @@ class Monitor(threading.Thread):
                 return
 
     def look(self) -> None:
-        """Poll once."""
+        """Poll once, or say once that the directory or the descriptors do not allow it for now."""
+        try:
+            self._look()
+            self._problem = ""
+        except OSError as error:
+            if self._problem != str(error):
+                self._problem = str(error)
+                write_stderr(f"rank {self._rank.label} does not see stopped ranks now: {error}")
+
+    def _look(self) -> None:
+        self._stacks.restore()
         if self._rank.number is None:
             self._become(identify(process=True))
         stopped = self._is_other_stopped()
@@ -145,7 +156,7 @@ _ARMED = _Armed()
 
 def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
     """Start monitoring. `hold` raises the timeouts until disarm(). A second call only changes options."""
-    from multiprocessing_pdb.rank.stop import is_disabled
+    from multiprocessing_pdb.rank.compiled_code import is_disabled
 
     if is_disabled():
         return
@@ -156,7 +167,7 @@ def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
     if _ARMED.monitor is not None:
         return
     try:
-        with above_standard_streams():
+        with RoomForDescriptors(), above_standard_streams():
             _ARMED.monitor = Monitor()
     except OSError as error:
         write_stderr(f"not armed: {error}")

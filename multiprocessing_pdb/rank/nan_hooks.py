@@ -7,13 +7,21 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from multiprocessing_pdb.rank.compiled_code import is_disabled, may_stop
 from multiprocessing_pdb.rank.monitor import arm
 from multiprocessing_pdb.rank.pdb_loader import is_own_module
 from multiprocessing_pdb.rank.session import Stop
-from multiprocessing_pdb.rank.stop import is_disabled, stop_at
+from multiprocessing_pdb.rank.stop import stop_at
 from multiprocessing_pdb.rank.tensors import count_bad, get_local, has_data
 
-_MACHINERY = ("torch.nn.modules.", "torch.autograd", "torch._tensor", "torch.utils.hooks", __name__)
+_MACHINERY = (
+    "torch.nn.modules.",
+    "torch._dynamo.",
+    "torch.autograd",
+    "torch._tensor",
+    "torch.utils.hooks",
+    __name__,
+)
 
 
 def _list_tensors(value: Any) -> Iterator[Any]:
@@ -79,6 +87,7 @@ class NanHooks:
 
     def _make_forward_hook(self, name: str) -> Any:
         def look(module: Any, inputs: Any, output: Any) -> None:
+            may_stop()  # hence the model runs uncompiled, and stops in its own frames
             for tensor in _list_tensors(output):
                 if not self._is_quiet and _is_bad(tensor):
                     bad_inputs = any(map(_is_bad, _list_tensors(inputs)))

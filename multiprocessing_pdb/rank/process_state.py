@@ -8,6 +8,7 @@ import sys
 from typing import Protocol
 
 from multiprocessing_pdb.rank.timeouts import Timeouts
+from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 
 
 class Closable(Protocol):
@@ -25,23 +26,33 @@ class ProcessState:
 
     def __init__(self) -> None:
         self.timeouts = Timeouts()
+        self._pid = 0  # of the process to which the sessions belong
         self._open: list[Closable] = []
         self._exit_pid = 0  # pid of the process whose exit closes the endpoints, as opposed to a parent
         self._knows_forks = False
 
     def add(self, opened: Closable) -> None:
         """Close `opened` when the process exits, and abandon it in forked children."""
-        self._open.append(opened)
-        if self._exit_pid != os.getpid():
-            self._exit_pid = os.getpid()
-            atexit.register(self._close_all, self._exit_pid)
         self.survive_forks()
+        self._open.append(opened)
+        if self._exit_pid != self._pid:
+            self._exit_pid = self._pid
+            atexit.register(self._close_all, self._exit_pid)
 
     def survive_forks(self) -> None:
-        """Make forked children abandon the sessions of their parent, from now on."""
+        """Make forked children abandon the sessions of their parent, from now on.
+
+        A step would stop in the functions that Python calls before and after a fork, and a child that stops
+        there hangs: `threading` still believes in the threads of the parent.
+        """
         if not self._knows_forks:
             self._knows_forks = True
-            os.register_at_fork(after_in_child=self._abandon_all)
+            self._pid = os.getpid()
+            os.register_at_fork(
+                before=UNSTOPPED.__enter__,
+                after_in_parent=lambda: UNSTOPPED.__exit__(None, None, None),
+                after_in_child=self._begin_child,
+            )
 
     def remove(self, opened: Closable) -> None:
         """Remove an object that was closed."""
@@ -59,10 +70,17 @@ class ProcessState:
             for opened in list(self._open):
                 opened.close("exited")
 
-    def _abandon_all(self) -> None:
+    def _begin_child(self) -> None:
+        sys.settrace(None)  # a child forked while its parent is stepped is not stepped itself
+        UNSTOPPED.leave_in_child()
+        self.notice_fork()
+
+    def notice_fork(self) -> None:
+        """Abandon the sessions of the parent in a forked child, also in one that C code has forked."""
+        if self._pid in (0, os.getpid()):
+            return
+        self._pid = os.getpid()
         self.timeouts = Timeouts()  # another thread may have held the lock of the old one
-        if self._open:
-            sys.settrace(None)  # a child forked while its parent is stepped is not stepped itself
         for opened in self._open:
             opened.abandon()
         self._open.clear()

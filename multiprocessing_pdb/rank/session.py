@@ -25,7 +25,7 @@ from multiprocessing_pdb.rank.streams import CommandInput, CommandOutput
 from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 from multiprocessing_pdb.wire.framing import Frame
 from multiprocessing_pdb.wire.procfs import is_thread_alive
-from multiprocessing_pdb.wire.runtime_directory import SOCKET_SUFFIX
+from multiprocessing_pdb.wire.runtime_directory import SOCKET_SUFFIX, runtime_path
 
 _TOO_LATE: Frame = {"error": "the rank went on before it came to this"}
 
@@ -95,10 +95,12 @@ class Session:
             return self._reopen(stop)
 
     def _reopen(self, stop: Stop) -> bool:
-        if self._pid != os.getpid():
+        PROCESS.notice_fork()
+        if self._pid != os.getpid():  # without an endpoint, and so unknown to PROCESS
             self._begin_in_child()
-        if self._endpoint is not None:
+        if self._endpoint is not None and self._endpoint.serves():
             return True
+        self._drop_endpoint()
         self.rank = identify()
         try:
             name = self.rank.file_stem() + SOCKET_SUFFIX
@@ -108,7 +110,7 @@ class Session:
         # RuntimeError: no threads at interpreter shutdown
         except (OSError, ValueError, RuntimeError) as error:
             self._endpoint = None
-            write_stderr(f"rank {self.rank.label} does not stop: {error}")
+            write_stderr(f"rank {self.rank.label} does not stop: {error} (its socket is in {runtime_path()})")
             return False
         PROCESS.add(self)
         return True
@@ -178,10 +180,14 @@ class Session:
 
     def abandon(self) -> None:
         """Forget the endpoint in a forked child. A stop there opens a new one."""
+        self._drop_endpoint()
+        self._begin_in_child()
+
+    def _drop_endpoint(self) -> None:
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.abandon()
-        self._begin_in_child()
+            PROCESS.remove(self)
 
     def _begin_in_child(self) -> None:
         """Reset the state in a child forked by this thread: no console, new process and thread ids."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import os
 import signal
 from typing import Any
 
+from multiprocessing_pdb.wire.own_descriptors import OwnDescriptor
 from multiprocessing_pdb.wire.runtime_directory import STACKS_SUFFIX, RuntimeDirectory
 
 
@@ -32,15 +32,21 @@ class StackFile:
         self._directory = directory
         self._name = stem + STACKS_SUFFIX
         self._signal = _choose_signal()
-        self._descriptor = -1
+        self._opened: OwnDescriptor | None = None
         self._has_enabled = False
-        if self._signal is not None:
-            directory.remove(self._name)
-            self._descriptor = directory.create(self._name)
-            faulthandler.register(self._signal, file=self._descriptor, all_threads=True, chain=False)
-            if not faulthandler.is_enabled():  # otherwise the program has configured faulthandler itself
-                faulthandler.enable(file=self._descriptor, all_threads=True)
-                self._has_enabled = True
+        self.restore()
+
+    def restore(self) -> None:
+        """Open the file, also again if the program has closed its descriptor, or opened another with it."""
+        if self._signal is None or (self._opened is not None and self._opened.is_open()):
+            return
+        self._directory.remove(self._name)
+        self._opened = OwnDescriptor(self._directory.create(self._name))
+        faulthandler.register(self._signal, file=self._opened.number, all_threads=True, chain=False)
+        # otherwise the program has configured faulthandler itself
+        if self._has_enabled or not faulthandler.is_enabled():
+            faulthandler.enable(file=self._opened.number, all_threads=True)
+            self._has_enabled = True
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that a console needs to request the stacks."""
@@ -48,12 +54,12 @@ class StackFile:
 
     def close(self) -> None:
         """Unregister the signal and remove the file."""
-        if self._signal is not None and self._descriptor >= 0:
+        if self._signal is not None and self._opened is not None:
             if self._has_enabled:
                 faulthandler.disable()
             # By default, a late signal would end the process.
             with contextlib.suppress(ValueError, OSError):
                 signal.signal(self._signal, signal.SIG_IGN)
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self._opened.close()
+            self._opened = None
             self._directory.remove(self._name)

@@ -8,7 +8,9 @@ import threading
 from types import FrameType
 from typing import Any
 
+from multiprocessing_pdb.rank.compiled_code import end_compilation, is_disabled
 from multiprocessing_pdb.rank.debugger import make_debugger
+from multiprocessing_pdb.rank.descriptors import RoomForDescriptors
 from multiprocessing_pdb.rank.endpoint import write_stderr
 from multiprocessing_pdb.rank.identify import identify
 from multiprocessing_pdb.rank.pdb_loader import load_pdb
@@ -39,11 +41,6 @@ class _ThreadEnd:
             self._session.end()
 
 
-def is_disabled() -> bool:
-    """Return whether MPDB_DISABLE makes every stop a no-op."""
-    return os.environ.get("MPDB_DISABLE", "") not in ("", "0")
-
-
 def owns_terminal() -> bool:
     """Return whether this process runs alone and has a terminal. If so, its prompt is there, as with pdb."""
     rank = identify()
@@ -72,6 +69,15 @@ def _may_stop() -> bool:
 
 def _prepare(stop: Stop) -> Any:
     """Return a debugger with an open endpoint, or None if no console could reach this thread."""
+    try:
+        with RoomForDescriptors():
+            return _open_debugger(stop)
+    except Exception as error:  # a debugger must not end a run
+        write_stderr(f"no stop, {type(error).__name__}: {error}")
+        return None
+
+
+def _open_debugger(stop: Stop) -> Any:
     session: Session | None = getattr(_THREAD, "session", None)
     if session is None:
         session = _THREAD.session = Session()
@@ -95,6 +101,7 @@ def stop_at(frame: FrameType, stop: Stop, *, now: bool = False) -> None:
     """Stop the calling thread at the next line of `frame`, or at the current one with `now`."""
     if not _may_stop():
         return
+    end_compilation()
     trace = sys.gettrace()
     sys.settrace(None)  # a step that led here must not stop in the code that opens the endpoint
     if owns_terminal():
@@ -111,6 +118,7 @@ def stop_after(error: BaseException, stop: Stop) -> None:
     """Stop the calling thread in the frame that raised `error`, until a console lets it continue."""
     if not _may_stop():
         return
+    end_compilation()
     trace = sys.gettrace()
     sys.settrace(None)  # a step that led here must not stop in the code that opens the endpoint
     debugger = _make_terminal_debugger() if owns_terminal() else _prepare(stop)
@@ -135,6 +143,7 @@ def trace_from(frame: FrameType, stop: Stop, place: tuple[str, int, str | None] 
     """
     if not _may_stop():
         return
+    end_compilation()
     trace = sys.gettrace()
     sys.settrace(None)
     debugger = _prepare(stop)

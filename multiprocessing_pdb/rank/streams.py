@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 _MOST_TEXT = 512 * 1024  # per command; the rest is cut, with a note
+_MOST_PROMPT = 1024
 _PART_TEXT = 8 * 1024
 _PART_SECONDS = 0.1
 
@@ -26,6 +27,7 @@ class CommandOutput(io.TextIOBase):
         self._emit = emit
         self._text = ""
         self._length = 0
+        self._end = ""  # of the text that is cut: a prompt follows the output
         self._emitted_at = time.monotonic()
         self.program_stdout: TextIO | None = None
 
@@ -38,11 +40,11 @@ class CommandOutput(io.TextIOBase):
         if threading.get_ident() != self.owner:
             stdout = self.program_stdout
             return stdout.write(text) if stdout is not None else len(text)
-        if self._length < _MOST_TEXT:
-            self._text += text[: _MOST_TEXT - self._length]
-            self._length += len(text)
-            if self._length >= _MOST_TEXT:
-                self._text += f"\n... cut after {_MOST_TEXT} characters\n"
+        kept = text[: max(0, _MOST_TEXT - self._length)]
+        self._text += kept
+        self._length += len(text)
+        if len(kept) < len(text):
+            self._end = (self._end + text[len(kept) :])[-_MOST_PROMPT:]
         if len(self._text) > _PART_TEXT or time.monotonic() - self._emitted_at > _PART_SECONDS:
             self._hand_on()
         return len(text)
@@ -56,6 +58,9 @@ class CommandOutput(io.TextIOBase):
     def take(self) -> str:
         """Return the remaining output of this command, and start the next."""
         text, self._text, self._length = self._text, "", 0
+        if self._end:
+            prompt = self._end.rpartition("\n")[2]
+            text, self._end = f"{text}\n... cut after {_MOST_TEXT} characters\n{prompt}", ""
         self._emitted_at = time.monotonic()
         return text
 

@@ -7,6 +7,22 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
+from multiprocessing_pdb.rank.compiled_code import end_compilation, may_stop
+from multiprocessing_pdb.rank.descriptors import RoomForDescriptors
+
+
+def load_stop() -> Any:
+    """Return the module that stops threads, or None after a line on stderr: the program must go on."""
+    end_compilation()
+    try:
+        with RoomForDescriptors():
+            from multiprocessing_pdb.rank import stop
+    except Exception as error:  # such as no descriptor for an import
+        if sys.stderr is not None:
+            sys.stderr.write(f"multiprocessing_pdb: no stop, {type(error).__name__}: {error}\n")
+        return None
+    return stop
+
 
 def _on_nan(model: Any) -> Any:
     """Stop at the model's first non-finite value, as multiprocessing_pdb.on_nan() does."""
@@ -58,7 +74,7 @@ class MultiprocessingPdb:
         are ignored, and then every `every`-th hit stops. `once` stops a single time. The console shows
         `header`.
         """
-        if when is False or (ranks is not None and not self._is_among(ranks)):
+        if when is False or not may_stop() or (ranks is not None and not self._is_among(ranks)):
             return
         if not (when() if callable(when) else when):
             return
@@ -87,8 +103,7 @@ class MultiprocessingPdb:
         return True
 
     def _stop(self, frame: FrameType, header: str | None) -> None:
-        from multiprocessing_pdb.rank.session import Stop
-        from multiprocessing_pdb.rank.stop import stop_at
-
-        coordinates = self._coordinates() if callable(self._coordinates) else self._coordinates
-        stop_at(frame, Stop(header or "Tra()", self._tcp, coordinates))
+        module = load_stop()
+        if module is not None:
+            coordinates = self._coordinates() if callable(self._coordinates) else self._coordinates
+            module.stop_at(frame, module.Stop(header or "Tra()", self._tcp, coordinates))

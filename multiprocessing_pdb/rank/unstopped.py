@@ -35,6 +35,11 @@ class Unstopped(threading.local):
             trace, self._trace = self._trace, None
             sys.settrace(trace)
 
+    def leave_in_child(self) -> None:
+        """Leave a block in a child that was forked inside it, and do not trace the child."""
+        self.depth -= 1
+        self._trace = None
+
     def restore(self, depth: int) -> None:
         """Restore the depth from before a call that an exception ended, possibly inside an enter or exit."""
         self.depth = depth

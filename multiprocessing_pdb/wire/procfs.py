@@ -59,6 +59,15 @@ def send_signal(pid: int, start: int, number: int) -> bool:
     return True
 
 
+def read_command(pid: int) -> str:
+    """Return the command line of a process as one text; empty if it cannot be read."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return raw.replace(b"\0", b" ").decode("utf-8", "replace").strip()
+
+
 def read_environ(pid: int) -> dict[str, str]:
     """Return the environment with which a process was started; empty if it cannot be read."""
     try:

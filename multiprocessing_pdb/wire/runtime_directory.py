@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from multiprocessing_pdb.wire.own_descriptors import OwnDescriptor
 from multiprocessing_pdb.wire.peer_credentials import check_peer
 
 VARIABLE = "MPDB_DIR"
@@ -38,12 +39,44 @@ def runtime_path() -> Path:
     return Path(os.environ.get(VARIABLE) or f"/tmp/mpdb-{os.geteuid()}")
 
 
+def _open_checked(path: Path) -> int:
+    """Return a descriptor of a directory that only this user can use."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise DirectoryRefusedError(
+                f"{path} is a symbolic link or no directory; set {VARIABLE} to a directory of your own"
+            ) from None
+        raise
+    status = os.fstat(descriptor)
+    reason = ""
+    if status.st_uid != os.geteuid():
+        reason = f"belongs to user {status.st_uid}; set {VARIABLE} to a directory of your own"
+    elif status.st_mode & 0o077:
+        reason = f"has mode {stat.S_IMODE(status.st_mode):04o}; run chmod 700 on it if its content is yours"
+    if reason:
+        os.close(descriptor)
+        raise DirectoryRefusedError(f"{path} {reason}")
+    return descriptor
+
+
 class RuntimeDirectory:
     """An open, checked runtime directory, accessed only through its descriptor: it cannot be swapped."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()  # the program may change its folder, and then close the descriptor
+        self._opened: OwnDescriptor | None = OwnDescriptor(_open_checked(self.path))
+
+    @property
+    def _descriptor(self) -> int:
+        """The directory's descriptor, opened again if the program has closed it, or -1 after `close`."""
+        if self._opened is None:
+            return -1
+        if not self._opened.is_open():
+            self._opened = OwnDescriptor(_open_checked(self.path))
+        return self._opened.number
 
     @classmethod
     def open(cls, path: Path | None = None, *, create: bool = False) -> RuntimeDirectory:
@@ -56,27 +89,7 @@ class RuntimeDirectory:
         if create:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            descriptor = os.open(path, flags)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise DirectoryRefusedError(
-                    f"{path} is a symbolic link or no directory; set {VARIABLE} to a directory of your own"
-                ) from None
-            raise
-        status = os.fstat(descriptor)
-        reason = ""
-        if status.st_uid != os.geteuid():
-            reason = f"belongs to user {status.st_uid}; set {VARIABLE} to a directory of your own"
-        elif status.st_mode & 0o077:
-            reason = (
-                f"has mode {stat.S_IMODE(status.st_mode):04o}; run chmod 700 on it if its content is yours"
-            )
-        if reason:
-            os.close(descriptor)
-            raise DirectoryRefusedError(f"{path} {reason}")
-        return cls(path, descriptor)
+        return cls(path)
 
     def __enter__(self) -> RuntimeDirectory:
         return self
@@ -88,9 +101,9 @@ class RuntimeDirectory:
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
 
     def names(self, suffix: str) -> list[str]:
         """Return the names of finished files that end with `suffix`, sorted."""
@@ -99,9 +112,9 @@ class RuntimeDirectory:
 
     def address(self, name: str) -> str:
         """Return a socket address for `name` that is short for any path and cannot be redirected."""
-        short = f"/proc/self/fd/{self._descriptor}/{name}"
-        if Path(f"/proc/self/fd/{self._descriptor}").exists():
-            return short
+        short = f"/proc/self/fd/{self._descriptor}"
+        if Path(short).exists():
+            return f"{short}/{name}"
         plain = str(self.path / name)
         if len(os.fsencode(plain)) >= _PATH_LIMIT:
             raise DirectoryRefusedError(f"{plain} is too long for a socket; set {VARIABLE} to a shorter path")
@@ -153,10 +166,18 @@ class RuntimeDirectory:
             return False
         return (here.st_dev, here.st_ino) == (reached.st_dev, reached.st_ino)
 
-    def remove(self, name: str) -> None:
-        """Remove `name` if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._descriptor)
+    def remove(self, name: str, inode: int | None = None) -> None:
+        """Remove `name` if it exists, and with `inode` only if it is still that file."""
+        if inode is None or inode == self.find_inode(name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._descriptor)
+
+    def find_inode(self, name: str) -> int | None:
+        """Return the number of the file, or None if there is none of this name."""
+        try:
+            return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_ino
+        except FileNotFoundError:
+            return None
 
     def create(self, name: str) -> int:
         """Return the descriptor of a new file of mode 0600 that did not exist before."""

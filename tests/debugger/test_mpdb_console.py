@@ -1,11 +1,16 @@
 """The console with real stopped ranks: asking, grouping, stepping, attaching, leaving."""
 
 import os
+import re
 import signal
 import sys
+import threading
 
 import pytest
 from debugger_site import COLOR, poll
+
+from multiprocessing_pdb.console.terminal import Terminal, warn
+from multiprocessing_pdb.rank.streams import CommandOutput
 
 
 def test_all_ranks_answer_together(site):
@@ -244,6 +249,37 @@ def test_values_cannot_write_to_the_screen(site, command):
         text = site.ask(f"{command} {value}")
         assert "\x1b" not in text
         assert not [line for line in text.splitlines() if line.startswith("ranks 0-7")]
+
+
+CONTROLS = "\x1b[2J\x1b]0;t\x07\x9b1A\r\x08\u202e\u2066\u2028\ud800\x00"
+
+
+def test_all_that_is_shown_passes_one_filter(capsys, monkeypatch):
+    terminal, prompts = Terminal(), []
+    terminal.is_interactive = True
+    monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or "")
+    terminal.show(f"\x1b[31mred\x1b[0m\t{CONTROLS}\nline \u00e9")
+    terminal.show_part(CONTROLS, is_prompt=True)
+    terminal.echo(CONTROLS)
+    terminal.read(f"{CONTROLS}> ", None)
+    warn(CONTROLS)
+    shown, warned = capsys.readouterr()
+    assert shown.startswith("\x1b[31mred\x1b[0m\t")
+    assert shown.count("\x1b[2J") == 1  # of the prompt
+    for text in (shown, warned, *prompts):
+        plain = COLOR.sub("", text)
+        assert all(part.isprintable() for part in re.split("[\n\t]", plain)), plain
+        assert r"\x9b1A\r\x08\u202e" in plain
+
+
+def test_output_that_is_cut_keeps_its_prompt():
+    output = CommandOutput(threading.get_ident(), lambda text: False)
+    for line in ("x" * 20_000_000, "\n", "(Pdb++) "):
+        output.write(line)
+    text = output.take()
+    assert text.endswith(" characters\n(Pdb++) ")
+    assert len(text) < 600_000
+    assert output.take() == ""
 
 
 def test_ctrl_c_interrupts_an_expression_and_not_the_program(site):

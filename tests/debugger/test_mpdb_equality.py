@@ -15,6 +15,7 @@ import functools
 import io
 import pathlib
 import random
+import sys
 import types
 import uuid
 
@@ -28,7 +29,7 @@ from torch import nn
 from multiprocessing_pdb.console.broadcast import Answer
 from multiprocessing_pdb.console.comparison import Coverage
 from multiprocessing_pdb.console.target import Target
-from multiprocessing_pdb.rank.conditions import parse_watch
+from multiprocessing_pdb.rank.conditions import make_condition, parse_watch
 from multiprocessing_pdb.rank.values import Value
 
 
@@ -380,6 +381,29 @@ def test_a_watch_stops_at_each_difference(leaf):
 def test_a_name_that_does_not_exist_is_not_watched(expression):
     with pytest.raises(ValueError, match="typo is not defined here"):
         watch(expression, {"value": 1})
+
+
+def test_a_value_that_is_gone_has_changed():
+    condition = watch("value.x", {"value": 1})
+    kept = types.SimpleNamespace(x=1)
+    values = [types.SimpleNamespace(), kept, kept, types.SimpleNamespace()]
+    reasons = [condition.check({}, {"value": value}) for value in values]
+    assert reasons == ["", "", "", "value.x changed: AttributeError"]
+    assert "has no value here yet (AttributeError" in condition.caveat
+
+
+@pytest.mark.parametrize("value", [types, sys.stdout, (part for part in ())])
+def test_a_watch_says_that_a_value_is_not_compared(value):
+    condition = watch("value", {"value": value})
+    condition.check({}, {"value": value})
+    assert "is not compared: " in condition.caveat
+
+
+def test_names_that_a_module_assigns_later_are_watched():
+    code = compile("Tra()\nlater = 1\nimport json", "<module>", "exec")
+    assert parse_watch("(later, json) changes", code, {}).kind == "changes"
+    with pytest.raises(ValueError, match="Tra is not defined here"):
+        make_condition("Tra > later", "true", code, {})
 
 
 @pytest.mark.parametrize("expression", ["names", "len(value)", "[v for v in value]", "(lambda v: v)(value)"])

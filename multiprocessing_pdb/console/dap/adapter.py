@@ -15,7 +15,7 @@ from multiprocessing_pdb.console.dap.stream import EditorStream, Message, Stream
 from multiprocessing_pdb.console.dap.threads import RankThread, RankThreads
 from multiprocessing_pdb.console.link import LinkClosedError
 from multiprocessing_pdb.console.registry import JobError, RankRegistry
-from multiprocessing_pdb.console.target import clean, read_text
+from multiprocessing_pdb.console.target import read_text
 from multiprocessing_pdb.wire.framing import Frame
 
 _LOOK_SECONDS = 0.2  # interval of the search for newly stopped ranks
@@ -78,7 +78,7 @@ class Adapter:
         try:
             handler = self._handlers.get(command)
             if handler is None:
-                raise RequestError(f"the request {clean(command)[:40]} is not supported")
+                raise RequestError(f"the request {str(command)[:40]} is not supported")
             body = handler(arguments if isinstance(arguments, dict) else {})
             self._editor.send({**answer, "success": True, "body": body})
         except (

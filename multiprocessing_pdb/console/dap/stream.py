@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from multiprocessing_pdb.console.printable import make_printable
+
 Message = dict[str, Any]
 
 _ESTABLISHED = "01"
@@ -62,6 +64,15 @@ def _format_address(address: tuple[str, int]) -> str:
     # The table holds the four bytes in native byte order, as one number.
     number = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
     return f"{number:08X}:{address[1]:04X}"
+
+
+def _filter(value: Any) -> Any:
+    """Return a value with printable texts: editors show the output of programs as terminals do."""
+    if isinstance(value, str):
+        return make_printable(value)
+    if isinstance(value, dict):
+        return {name: _filter(part) for name, part in value.items()}
+    return [_filter(part) for part in value] if isinstance(value, list) else value
 
 
 class EditorStream:
@@ -120,7 +131,7 @@ class EditorStream:
     def send(self, message: Message) -> None:
         """Send a message with the next sequence number. Raises StreamError when the editor is gone."""
         self._sent += 1
-        payload = json.dumps({"seq": self._sent, **message}).encode()
+        payload = json.dumps({"seq": self._sent, **_filter(message)}).encode()
         try:
             self._connection.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(payload), payload))
         except OSError as error:

@@ -2,14 +2,21 @@
 
 import asyncio
 import contextlib
+import ctypes
+import errno
 import os
+import resource
+import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from multiprocessing_pdb import MultiprocessingPdb, post_mortem
+from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
 
 Tra = MultiprocessingPdb().set_trace
+KEPT = set()  # descriptors that the test needs
 
 
 def inner(value):
@@ -136,6 +143,7 @@ def lost_object(value):
 
 def fork(value):
     """Compute in a child process, which also stops."""
+    Tra(header="before the fork")
     child = os.fork()
     if child == 0:
         try:
@@ -143,6 +151,93 @@ def fork(value):
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fork_in_c(value):
+    """Fork as an extension does, without Python's functions for forks."""
+    Tra(header="before the fork in C")
+    child = ctypes.PyDLL(None).fork()
+    if child == 0:
+        try:
+            os._exit(inner(value))
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def execute(value):
+    """Execute another program in a child process that has stopped."""
+    child = os.fork()
+    if child == 0:
+        try:
+            Tra(header="before exec")
+            os.execv("/bin/sh", ["sh", "-c", f"exit {value}"])
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def list_descriptors():
+    numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    return [number for number in numbers if number > 2 and number not in KEPT]
+
+
+def close_descriptors(value):
+    """Close all descriptors, as a daemon does."""
+    Tra(header="before closing")
+    for descriptor in list_descriptors():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    Tra(header="after closing")
+    return value
+
+
+def replace_descriptors(value):
+    """Open other files with the numbers of all descriptors. Nobody else may close or use these."""
+    Tra(header="before replacing")
+    ours, theirs = socket.socketpair()
+    numbers = sorted({*list_descriptors()} - {ours.fileno(), theirs.fileno()})
+    for number in numbers:
+        os.dup2(theirs.fileno(), number)
+    Tra(header="after replacing")
+    for number in numbers:
+        os.write(number, b"x")
+        os.close(number)
+    theirs.close()
+    received = ours.recv(1 << 16)
+    ours.close()
+    return value if received == b"x" * len(numbers) else received
+
+
+def take_descriptors(value):
+    """Take all descriptors that the limit allows."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 20, limits[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    Tra(header="no descriptor left")
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for descriptor in taken:
+        os.close(descriptor)
+    return value
+
+
+def fill_disk(value):
+    """Let the next sockets find no space in their directory."""
+    left, listen = [1, 2], RuntimeDirectory.listen
+
+    def refuse(directory, name):
+        if left:
+            raise OSError(left.pop() and errno.ENOSPC, "No space left on device")
+        return listen(directory, name)
+
+    RuntimeDirectory.listen = refuse
+    Tra(header="disk full")
+    doubled = value * 2
+    RuntimeDirectory.listen = listen
+    return doubled
 
 
 def steady(count):
@@ -176,6 +271,12 @@ OPS = {
     "looked_at": lambda: looked_at(7),
     "managed": lambda: managed(8),
     "fork": lambda: fork(9),
+    "fork_in_c": lambda: fork_in_c(9),
+    "execute": lambda: execute(10),
+    "close": lambda: close_descriptors(11),
+    "replace": lambda: replace_descriptors(12),
+    "take": lambda: take_descriptors(13),
+    "fill": lambda: fill_disk(14),
     "steady": lambda: steady(20),
     "exec": lambda: exec("Tra(); x = 1"),
     "nothing": lambda: None,

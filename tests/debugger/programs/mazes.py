@@ -25,6 +25,7 @@ from multiprocessing_pdb.rank import debugger, exception_hooks, monitor, server,
 IMPORTED_EARLY = exception_hooks, monitor
 
 _CHANNEL = socket.socket(fileno=int(sys.argv[1]))
+maze.KEPT.add(_CHANNEL.fileno())
 
 # A thread in here waits at a prompt, whatever the debugger believes. The module's name makes steps pass
 # over it, as over the debugger's own code.
