@@ -10,6 +10,7 @@ from dataclasses import replace
 from moeverify.capture.read import RecordedRun
 from moeverify.captured.batch import count_inputs, find_other_rows
 from moeverify.captured.calls import find_wrong_calls
+from moeverify.captured.copies import find_copies
 from moeverify.captured.entries import Comparer
 from moeverify.captured.explain import explain_gradients
 from moeverify.captured.limits import UNITS, Precision, make_bounds, shows_noise_of
@@ -17,6 +18,7 @@ from moeverify.captured.norm import explain_norm
 from moeverify.captured.options import find_other_options, find_other_parameters
 from moeverify.captured.outputs import OutputComparer, judge_outputs, list_spots
 from moeverify.captured.places import Places, find_places, find_repeated_parts
+from moeverify.captured.sites import add_sites
 from moeverify.captured.undecided import are_undecided, set_aside
 from moeverify.checks.base import Compared, Outcome, make_outcome
 from moeverify.checks.golden_tensors import GoldenTensors
@@ -79,7 +81,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
             outcomes.append(outcome)
     outcomes = _judge_outputs(outputs, outcomes, tensors, steps[0], UNITS[bounds.precision])
     found = [finding for outcome in outcomes for finding in outcome.findings]
-    findings = _explain(comparer, found, precision)
+    findings = [add_sites(actual, finding) for finding in _explain(comparer, found, precision)]
     results = [outcome.result for outcome in outcomes]
     undecided: Sequence[Finding] = ()
     if precision == "mixed" and measured is None and are_undecided(findings):
@@ -175,6 +177,7 @@ def _check_script(
         # A schedule that steps too often changes the learning rate; the calls are then the cause.
         (ScriptCheck.CALLS, list(find_wrong_calls(expected, actual, steps)), num_calls),
         (ScriptCheck.OPTIONS, options, num_options),
+        (ScriptCheck.COPIES, list(find_copies(expected, actual, places)), len(expected.names)),
     ]
     outcomes = [make_outcome(check, findings, number) for check, findings, number in found]
     num_names = len({each.name for each in places.known.values()})
@@ -288,7 +291,7 @@ def _list_notes(
         last = run.ranks[0].header.last
         if run.steps[-1] < last:
             notes.append(describe_early_end(name, run.steps[-1], last))
-        for about in ("model", "dropout", "stopped"):
+        for about in ("model", "dropout", "stopped", "bypass"):
             texts = {note.text: rank.rank for rank in run.ranks for note in rank.notes if note.about == about}
             notes += [describe_note(about, name, text, rank) for text, rank in texts.items()]
     notes += [] if num_compared >= num_tensors else [describe_uncompared(num_tensors - num_compared)]

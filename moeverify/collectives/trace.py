@@ -50,6 +50,7 @@ class CollectiveTrace:
 
     `ledger` has the count and a hash of all collectives of each group, for comparison between ranks.
     `on_issue` is called before each collective with the collective, the issuing frame and the operands.
+    `accepts` says whether to record a collective that the current thread issues.
     With a `path`, the last records are also written to a file that `flight_recorder.read_flight` reads.
     """
 
@@ -65,6 +66,7 @@ class CollectiveTrace:
         self._flight = FlightFile(path) if path is not None else None
         self._libraries: list[Any] = []
         self.on_issue: Callable[[Collective, FrameType | None, Any], None] | None = None
+        self.accepts: Callable[[], bool] = lambda: True
         self._wait: Any = None
 
     def __enter__(self) -> Self:
@@ -144,6 +146,8 @@ class CollectiveTrace:
 
     def _make_kernel(self, operator: Operator, redispatch: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
+            if not self.accepts():
+                return redispatch(keys - _BACKEND_SELECT, *arguments, **named)
             collective = self._begin(operator, find_group(arguments), arguments)
             if self.on_issue is not None:
                 self.on_issue(collective, find_call(), arguments[0])

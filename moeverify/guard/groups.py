@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -13,8 +14,11 @@ from moeverify.guard.lines import GroupLine
 _MOST_ENTRIES = 2048
 
 
-def describe_groups(trace: CollectiveTrace) -> tuple[GroupLine, ...]:
-    """Return a summary of a trace for each group, and for each pair of sender and receiver."""
+def describe_groups(trace: CollectiveTrace, before: Mapping[object, int]) -> tuple[GroupLine, ...]:
+    """Return a summary of a trace for each group, and for each pair of sender and receiver.
+
+    `before` has the number of collectives before the first backward pass, by stream.
+    """
     largest: dict[tuple[int, ...], int] = {}
     for record in trace.records():
         size = math.prod(record.shape) * max(record.num_tensors, 1)
@@ -26,6 +30,7 @@ def describe_groups(trace: CollectiveTrace) -> tuple[GroupLine, ...]:
             axis=stream.axis,
             is_message=stream.is_message,
             number=page.number,
+            num_before=before.get(stream, 0),
             hash=page.hash,
             largest=largest.get(stream.ranks, 0),
             entries=tuple(
