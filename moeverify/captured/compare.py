@@ -33,6 +33,7 @@ from moeverify.report.words.script import (
     describe_early_end,
     describe_layout,
     describe_note,
+    describe_other_start,
     describe_scope,
     describe_steps,
     describe_uncompared,
@@ -81,7 +82,10 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
             outcomes.append(outcome)
     outcomes = _judge_outputs(outputs, outcomes, tensors, steps[0], UNITS[bounds.precision])
     found = [finding for outcome in outcomes for finding in outcome.findings]
-    findings = [add_sites(actual, finding) for finding in _explain(comparer, found, precision)]
+    # Copies that `--weights` has replaced explain no difference of this run.
+    apart = [finding for finding in found if finding.check == ScriptCheck.COPIES and actual.has_other_weights]
+    explained = _explain(comparer, [finding for finding in found if finding not in apart], precision)
+    findings = [add_sites(actual, finding) for finding in (*apart, *explained)]
     results = [outcome.result for outcome in outcomes]
     undecided: Sequence[Finding] = ()
     if precision == "mixed" and measured is None and are_undecided(findings):
@@ -106,6 +110,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
         notes=(
             *describe_undecided(undecided),
             *_list_notes(expected, actual, num_compared, _count_tensors(places, steps)),
+            *describe_other_start(findings),
             *describe_bounds(precision, is_given=noise is not None, is_measured=measured is not None),
         ),
     )

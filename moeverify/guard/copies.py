@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 
 from moeverify.capture.siblings import Parts, find_siblings, repeats_siblings
 from moeverify.guard.lines import RankHeader, StepRecord, SumLine, TensorLine
@@ -101,7 +102,7 @@ class CopyRule:
             names = self._list_alike(ranks) if again else ()
             if names:
                 _, site = min(again)
-                yield ranks, CopyFacts(kind="sums", names=names, num_ranks=len(ranks), site=site)
+                yield ranks, CopyFacts(kind="sums", names=names, num_ranks=len(ranks), site=Path(site).name)
                 return
 
     def _share_data(self, ranks: Sequence[int]) -> bool:

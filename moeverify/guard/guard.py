@@ -187,7 +187,8 @@ class Guard(ModelListener):
             self._sample_gradients(optimizer)
             shards = self.model.shards_of(optimizer)
             watch = self._updates[id(optimizer)] = UpdateWatch(optimizer, shards)
-            self._sampling.unjudged += watch.list_unjudged()
+            self._sampling.unjudged += (notes := watch.list_unjudged())
+            self._sampling.is_known_kind &= not notes
 
     @safely
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
@@ -349,8 +350,11 @@ class Guard(ModelListener):
             before=tuple(sampling.before[each] ** 2 if each in sampling.before else None for each in ids),
             partial=tuple(sampling.partial),
             forgotten=sampling.forgotten,
+            is_idle=self._order.is_idle,
+            is_known_kind=sampling.is_known_kind,
             clips=sampling.list_clips(self._tensors),
             rows=tuple(sampling.rows),
+            losses=tuple(self._finite.values[:_MOST_LOSSES]),
             calls=tuple(sampling.calls),
             groups=sampling.groups or (),
             exchanged=sampling.exchanged,
@@ -398,6 +402,7 @@ class Guard(ModelListener):
         """Stop guarding and report why; see `Listener`."""
         self.switch(on=False)
         self.on_stop()
+        self._collectives.stop()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         sys.stderr.write(
             f"moeverify watch: guarding stopped at step {self.step}: {type(error).__name__}: {reason}; the script "

@@ -22,6 +22,8 @@ from moeverify.results.guard import GuardCheck, NonfiniteFacts
 from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.results.step_facts import RecomputedFacts
 
+_TIMES = 2  # sampled steps
+
 
 class Judge:
     """An evaluator of records as they arrive; each finding is reported once."""
@@ -75,6 +77,7 @@ class Judge:
             self._copies = CopyRule(headers, stages)
         yield from self._merge(sampled)
         yield from self._find_forgotten(sampled)
+        yield from self._find_idle(sampled)
         is_complete = len(sampled) == self.num_ranks
         self.unjudged |= dict.fromkeys(text for record in sampled.values() for text in record.unjudged)
         if not is_complete:
@@ -84,7 +87,7 @@ class Judge:
         yield from self._find_collectives(sampled)
         yield from self._tokens.find(sampled)
         if not any(record.rows for record in sampled.values()):
-            self.unjudged["data: the model has no integer inputs of two or more dims"] = None
+            self.unjudged["data: no integer inputs of two or more dims were seen"] = None
         yield from self._copies.find(sampled)
         # Without replicas that are equal, no norm is right.
         if self._replicas.has_unequal_replicas(sampled):
@@ -125,8 +128,30 @@ class Judge:
                 ranks=ranks,
                 error=float(len(names)),
                 bound=0.0,
-                facts=MemberFacts(which="missing", others=tuple(names[1:])),
+                facts=MemberFacts(
+                    which="replaced" if records[ranks[0]].is_idle else "missing", others=tuple(names[1:])
+                ),
             )
+
+    def _find_idle(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        """Yield a finding if no optimizer of torch has ever got a gradient, from the second sampled step on."""
+        ranks = tuple(rank for rank, record in records.items() if record.is_idle and not record.forgotten)
+        if not ranks or "forgotten" in self._done or self.num_steps < _TIMES:
+            return
+        if any(not record.is_known_kind or not _has_backward(record) for record in records.values()):
+            return
+        self._done.add("forgotten")
+        names = [line.name for line in self._inbox.headers[ranks[0]].tensors]
+        yield Finding(
+            check=ScriptCheck.PARAMETERS,
+            tensor=names[0],
+            step=records[ranks[0]].step,
+            rank=ranks[0],
+            ranks=ranks,
+            error=float(len(names)),
+            bound=0.0,
+            facts=MemberFacts(which="idle", others=tuple(names[1:])),
+        )
 
     def _find_bad(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         bad = {rank: record.nonfinite for rank, record in records.items() if record.nonfinite is not None}
@@ -190,6 +215,10 @@ class Judge:
                 ),
             )
             return
+
+
+def _has_backward(record: StepRecord) -> bool:
+    return any(call.name == "backward" for call in record.calls)
 
 
 def _stream(group: GroupLine) -> Stream:

@@ -101,7 +101,9 @@ class StepRecord(Record):
     - `squares`: sums of squares of the local gradients at the optimizer step.
     - `before`: the same at the end of the last backward pass or before the clip.
     - `partial`: numbers of the tensors whose gradients are unreduced partial sums.
-    - `forgotten`: names of the parameters that no optimizer has.
+    - `forgotten`: names of the parameters that no optimizer has; `is_idle` if none has ever got a
+      gradient, and `is_known_kind` if all of them are recomputed.
+    - `losses`: values at which backward passes began.
     - `exchanged`: ranks of the groups on which a forward pass issued collectives of activations.
     - `sums`: reductions in forward passes.
     - `passes`: forward passes since the last record, whether or not their steps were sampled.
@@ -122,8 +124,11 @@ class StepRecord(Record):
     before: tuple[float | None, ...] = ()
     partial: tuple[int, ...] = ()
     forgotten: tuple[str, ...] = ()
+    is_idle: bool = False
+    is_known_kind: bool = True
     clips: tuple[ClipLine, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
+    losses: tuple[float, ...] = ()
     calls: tuple[Call, ...] = ()
     groups: tuple[GroupLine, ...] = ()
     exchanged: tuple[tuple[int, ...], ...] = ()

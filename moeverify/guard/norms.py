@@ -50,7 +50,8 @@ class NormRule:
             or any(record.partial or not record.squares for record in records.values())
         ):
             return []
-        if not self._agree(records):
+        before = {rank: dict(enumerate(record.before)) for rank, record in records.items()}
+        if not self._agree(before):
             return []  # differing replicas have no defined norm; the rule for replicas reports them
         by_torch = any(record.clips for record in records.values())
         if not by_torch and _has_scaler(records):
@@ -68,15 +69,11 @@ class NormRule:
             found.append("norms of the script's own clip: the gradient scaler changes gradients too")
         return found
 
-    def _agree(self, records: Mapping[int, StepRecord]) -> bool:
-        """Return whether the gradients of replicas have equal norms."""
+    def _agree(self, squares: Mapping[int, Mapping[int, float | None]]) -> bool:
+        """Return whether the gradients of replicas have equal norms; `squares` are by rank and tensor."""
         for replicas in self.replicas:
-            before = [
-                records[member.rank].before[member.number]
-                for member in replicas.members
-                if member.rank in records
-            ]
-            found = [square for square in before if square is not None]
+            own = [squares.get(member.rank, {}).get(member.number) for member in replicas.members]
+            found = [square for square in own if square is not None]
             if found and max(found) > min(found) * (1.0 + _OTHER):
                 return False
         return True
@@ -86,6 +83,8 @@ class NormRule:
         for place in range(number):
             clips = {rank: record.clips[place] for rank, record in records.items()}
             squares = {rank: clip.squares for rank, clip in clips.items()}
+            if not self._agree(squares):
+                continue  # a clip before gradients are reduced; the rule for calls reports it
             for rank, clip in clips.items():
                 parts = self._split(squares, rank)
                 claimed = clip.norm

@@ -32,6 +32,7 @@ class CallOrder:
 
     def __init__(self) -> None:
         self.has_scaler = False
+        self.is_idle = True  # whether no optimizer has ever got a gradient
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()  # optimizers that have stepped in the current step
         self._stepped_before: set[int] = set()
@@ -45,9 +46,11 @@ class CallOrder:
         """Add an optimizer's step; `kept` has gradient norms before the first backward pass, by parameter."""
         self._optimizers[id(optimizer)] = optimizer
         self._stepped.add(id(optimizer))
-        self._has_gradients |= any(
+        has_gradients = any(
             each.grad is not None for group in optimizer.param_groups for each in group["params"]
         )
+        self._has_gradients |= has_gradients
+        self.is_idle &= not has_gradients
         # Alternating optimizers leave gradients to each other, and zero them before use.
         if id(optimizer) in self._stepped_before:
             own = (kept.get(id(each), 0.0) for group in optimizer.param_groups for each in group["params"])
@@ -115,7 +118,7 @@ class CallOrder:
         """Return the names of the parameters that have gradients but no optimizer.
 
         Empty before the second sampled step, and if more than half of the parameters have no optimizer:
-        optimizers then hold copies of the parameters.
+        optimizers then hold copies of the parameters, which get gradients.
         """
         known = {
             id(each)
@@ -124,7 +127,7 @@ class CallOrder:
             for each in group["params"]
         }
         others = [shard for shard in shards if id(shard.tensor) not in known]
-        if self._num_steps < _TIMES or 2 * len(others) > len(shards):
+        if self._num_steps < _TIMES or (2 * len(others) > len(shards) and not self.is_idle):
             return ()
         return tuple(shard.name for shard in others if shard.tensor.grad is not None)
 

@@ -48,7 +48,7 @@ class ReplicaSet:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks that hold the shards."""
-        return tuple(member.rank for member in self.members)
+        return tuple(sorted(member.rank for member in self.members))
 
 
 def find_replicas(
@@ -106,38 +106,41 @@ def _belongs(known: object, shard: Shard, sets: Mapping[object, ReplicaSet], evi
 
 
 class Evidence:
-    """Pairs of ranks with equal random values, by the modules that hold these."""
+    """Ranks with equal random values, by module: of its own parameters, and of those below it too."""
 
     def __init__(self, headers: Mapping[int, RankHeader], places: Iterable[Sequence[Shard]]) -> None:
         self._headers = headers
-        self._random: dict[str, set[int]] = {}  # module or enclosing module -> ranks with random values
-        self._equal: dict[str, set[frozenset[int]]] = {}  # the same -> ranks with equal ones
+        # (module, whether parameters below it count) -> sets of ranks with equal values of one parameter
+        self._equal: dict[tuple[str, bool], list[set[int]]] = {}
         for shards in places:
-            for module in _list_enclosing(shards[0].tensor.name):
-                by_bits: dict[int, set[int]] = {}
-                for shard in shards:
-                    if shard.tensor.is_varied:
-                        by_bits.setdefault(shard.bits, set()).add(shard.member.rank)
-                if by_bits:
-                    self._random.setdefault(module, set()).update(*by_bits.values())
-                    self._equal.setdefault(module, set()).update(map(frozenset, by_bits.values()))
+            by_bits: dict[int, set[int]] = {}
+            for shard in shards:
+                if shard.tensor.is_varied:
+                    by_bits.setdefault(shard.bits, set()).add(shard.member.rank)
+            own, *enclosing = _list_enclosing(shards[0].tensor.name)
+            for key in ((own, False), *((module, True) for module in (own, *enclosing))):
+                self._equal.setdefault(key, []).extend(by_bits.values())
 
     def is_replicated(self, name: str, one: int, two: int) -> bool:
-        """Return whether the nearest enclosing module with random values has equal ones on both ranks.
+        """Return whether random values nearby are equal on both ranks: of the same module, or around it.
 
-        Ranks that one wrapper makes data-parallel need no such module.
+        Ranks that one wrapper makes data-parallel need no such values.
         """
         for module in _list_enclosing(name):
-            if {one, two} <= self._random.get(module, set()):
-                return any({one, two} <= ranks for ranks in self._equal[module])
+            for is_deep in (False, True):
+                sets = self._equal.get((module, is_deep), [])
+                if one in set().union(*sets) and two in set().union(*sets):
+                    return any({one, two} <= ranks for ranks in sets)
         return two in self._headers[one].data_ranks
 
 
 def _list_enclosing(name: str) -> Iterator[str]:
     """Yield the names of the modules around a parameter, the innermost first."""
-    while name:
+    while True:
         name = name.rpartition(".")[0]
         yield name
+        if not name:
+            return
 
 
 @dataclass

@@ -36,6 +36,7 @@ class Sampling:
         self.exchanged: tuple[tuple[int, ...], ...] = ()
         self.sums: tuple[SumLine, ...] = ()
         self.is_traced = True
+        self.is_known_kind = True
         self.takes_any = False
         self.unjudged: list[str] = []
         self.nonfinite: Nonfinite | None = None

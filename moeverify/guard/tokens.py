@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from moeverify.guard.exchange_groups import exchange_activations
 from moeverify.guard.lines import RankHeader, StepRecord
 from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, SameWorkFacts, TokenFacts
@@ -42,7 +43,11 @@ class TokenRule:
             if self._streaks[pair] >= _TIMES:
                 shared[pair] = number
         step = next(iter(records.values())).step
-        tokens = [pair for pair in shared if pair[1] in self.headers[pair[0]].data_ranks]
+        tokens = [
+            pair
+            for pair in shared
+            if pair[1] in self.headers[pair[0]].data_ranks or self._reduce_the_same(pair, records)
+        ]
         findings = []
         if tokens and "tokens" not in self._done:
             self._done.add("tokens")
@@ -95,19 +100,30 @@ class TokenRule:
                 return [_make_finding(GuardCheck.TOKENS, step, (one, two), 1.0, facts)]
         return []
 
+    def _reduce_the_same(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
+        """Return whether two ranks compute the same losses alone, and exchange gradients."""
+        losses = [records[rank].losses for rank in pair]
+        return (
+            bool(losses[0])
+            and losses[0] == losses[1]
+            and not exchange_activations(pair, records)
+            and self._are_equal(pair, records)
+            and self._find_largest(pair, records) > _SMALL
+        )
+
     def _do_the_same(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
         """Return whether two ranks have equal weights and exchange only small tensors."""
-        one, two = (self.headers[rank] for rank in pair)
-        if [(each.name, each.region) for each in one.tensors] != [
-            (each.name, each.region) for each in two.tensors
-        ]:
-            return False
-        if records[pair[0]].ended != records[pair[1]].ended:
-            return False
-        record = records[pair[0]]
-        return record.is_traced and all(
-            group.largest <= _SMALL for group in record.groups if set(pair) <= set(group.ranks)
-        )
+        is_known = records[pair[0]].is_traced
+        return is_known and self._are_equal(pair, records) and self._find_largest(pair, records) <= _SMALL
+
+    def _are_equal(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
+        """Return whether two ranks have the same parameters with equal values."""
+        one, two = ([(each.name, each.region) for each in self.headers[rank].tensors] for rank in pair)
+        return one == two and records[pair[0]].ended == records[pair[1]].ended
+
+    def _find_largest(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> int:
+        groups = records[pair[0]].groups
+        return max((group.largest for group in groups if set(pair) <= set(group.ranks)), default=0)
 
 
 def _make_finding(

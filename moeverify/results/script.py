@@ -53,10 +53,14 @@ class BatchFacts(Record):
 
 
 class MemberFacts(Record):
-    """A parameter that only one run has in an optimizer, or whose position in the model is unknown."""
+    """A parameter that only one run has in an optimizer, or whose position in the model is unknown.
+
+    `replaced` parameters have no optimizer, and those of the optimizer get no gradients. `idle` ones have an
+    optimizer and get no gradients.
+    """
 
     about: Literal["member"] = "member"
-    which: Literal["missing", "unexpected", "unplaced"]
+    which: Literal["missing", "replaced", "idle", "unexpected", "unplaced"]
     others: tuple[str, ...] = ()
 
 

@@ -46,6 +46,15 @@ def _(facts: MemberFacts, finding: Finding) -> Words:
     evidence = (f"{format_count(len(names), 'parameter')}: {list_names(names)}",)
     if facts.which == "missing":
         return Words("no optimizer has these parameters, so they are never updated", "optimizer", evidence)
+    if facts.which == "replaced":
+        cause = (
+            "no optimizer has these parameters, and those of the optimizer never get a gradient: it was built before "
+            "the model was wrapped, copied or moved"
+        )
+        return Words(cause, "optimizer", evidence)
+    if facts.which == "idle":
+        cause = "no parameter of the optimizer has ever got a gradient in `grad`, so its steps change nothing"
+        return Words(cause, "optimizer", evidence)
     if facts.which == "unexpected":
         return Words("RUN_A has no parameter of this name", "optimizer", evidence)
     cause = (
@@ -168,6 +177,13 @@ def describe_note(about: str, run: str, text: str, rank: int) -> str:
             "and the rows of its first pass are not known"
         )
     return f"{run}: recording stopped on rank {rank} ({text}); what was complete before is compared"
+
+
+def describe_other_start(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Return how to begin both runs with the same weights, if their initial weights differ."""
+    if not any(finding.check == CheckName.INITIAL_STATE for finding in findings):
+        return ()
+    return ("initial weights differ: record RUN_B with `--weights RUN_A` to compare the rest",)
 
 
 def describe_early_end(run: str, last: int, wanted: int) -> str:
@@ -305,6 +321,7 @@ __all__ = [
     "describe_inner_differences",
     "describe_layout",
     "describe_note",
+    "describe_other_start",
     "describe_recorded",
     "describe_scope",
     "describe_steps",
