@@ -82,7 +82,7 @@ class CopyRule:
         first: dict[object, int] = {}
         for rank in sorted(self._began):
             names = tuple((line.name, line.region) for line in self.headers[rank].tensors)
-            first.setdefault((names, tuple(self._began[rank])), rank)
+            first.setdefault((names, tuple(self._began[rank]), self.stages.get(rank, 0)), rank)
         return list(first.values())
 
     def _make_parts(self, rank: int) -> Parts:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moeverify.calls.call import Call
+from moeverify.calls.rules import find_early_clip, find_scaled_clip
 from moeverify.capture.lines import Header, Options
 from moeverify.capture.read import RankRecord
 from moeverify.captured.calls import _has_one_optimizer
@@ -87,7 +88,47 @@ def test_what_is_thrown_away_on_purpose_is_no_finding() -> None:
     assert not find(DISCARDS, rows=((1,), (1,)))  # sharpness-aware minimization: the same rows again
     assert not find(DISCARDS, num_optimizers=2)  # two losses, each with its own optimizer
     assert not find(DISCARDS, has_closure=True)  # LBFGS
-    assert not find((*DISCARDS, "scaler step"))
+    skipped = ("forward", "backward", "scaler unscale", "scaler step", "zero_grad")
+    assert not find((*skipped, "forward", "backward", "scaler unscale", "scaler step", "optimizer step"))
+
+
+def make_calls(*names: str, limit: float = 1.0, site: str = "a") -> list[Call]:
+    """Return calls whose clips have a limit, and a scaler with the loss scale 1024."""
+    return [
+        Call(step=0, name=name, site=site, scale=1024.0, max_norm=limit if name.startswith("clip") else None)
+        for name in names
+    ]
+
+
+def test_a_clip_of_scaled_gradients_is_wrong_unless_its_limit_is_scaled_too() -> None:
+    scaled = ("backward", "clip_grad_norm_", "scaler step", "optimizer step")
+    found = find_scaled_clip(make_calls(*scaled))
+    assert found is not None
+    assert found.norm == 1024.0
+    assert find_scaled_clip(make_calls(*scaled, limit=1024.0)) is None
+    assert find_scaled_clip(make_calls("backward", "scaler unscale", *scaled[1:])) is None
+    assert find_scaled_clip(make_calls("backward", "clip_grad_norm_", "optimizer step")) is None
+
+
+def test_a_clip_in_the_loop_is_wrong_although_the_last_one_follows_all_backward_passes() -> None:
+    loop = make_calls("backward", "clip_grad_norm_", "backward", "clip_grad_norm_")
+    found = find_early_clip([*loop, *make_calls("clip_grad_norm_", site="b")])
+    assert found is not None
+    assert found.actual == 2
+    # Two losses, each with a clip of its own parameters.
+    own = [call.model_copy(update={"target": place}) for place, call in enumerate(loop)]
+    assert find_early_clip(own) is None
+
+
+def test_parameters_of_another_copy_of_the_model_are_named() -> None:
+    model, copied = nn.Linear(2, 2), nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    order = CallOrder()
+    for _ in range(2):
+        order.see_step(torch.optim.SGD(copied.parameters(), lr=0.1), {})
+        order.end_step([], [])
+    assert order.is_idle
+    assert order.find_forgotten(parameters(model)) == ("weight", "bias")
 
 
 def test_parameters_that_no_optimizer_has_are_named_unless_it_has_copies() -> None:
