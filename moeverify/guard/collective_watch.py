@@ -91,18 +91,23 @@ class CollectiveWatch:
         )
 
     def see(self, collective: Collective, operands: Any, *, is_in_model: bool) -> None:
-        """Note the exchange of a forward pass, and keep a sample of the operand if it is a sum."""
+        """Note the exchange of a forward pass, and keep a sample of the operand if it is a sum.
+
+        A script may compute without modules: before the first backward pass, numbers with fractions count too.
+        """
         ranks = tuple(collective.group.ranks)
-        if len(ranks) < 2 or is_in_backward() or not is_in_model:
-            return
         operator = collective.operator.label
+        if len(ranks) < 2 or is_in_backward() or operator in _NO_EXCHANGE:
+            return
         tensors = list(flatten(operands)) if operands is not None else []
         numel = sum(each.numel() for each in tensors)
-        if operator in _NO_EXCHANGE or numel <= _SMALL:
+        is_early = self._before is None and any(each.is_floating_point() for each in tensors)
+        if numel <= _SMALL or not (is_in_model or is_early):
             return
         self.exchanged.add(ranks)
         if (
-            operator == "all_reduce"
+            is_in_model
+            and operator == "all_reduce"
             and len(tensors) == 1
             and tensors[0].is_floating_point()
             and numel >= _FEWEST_ELEMENTS

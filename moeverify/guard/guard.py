@@ -87,6 +87,10 @@ class Guard(ModelListener):
         self._begin_step()
         self._collectives.note_thread()
         self._add_call("forward")
+        if frame is None:
+            name = type(module).__name__
+            text = f"rows of the first pass: `{name}.forward` is called directly; `{name}` is taken for the model"
+            self._sampling.unjudged.append(text)
         # Only the first integer input: a mask beside it is equal for many rows.
         tensor = next((each for _, each in find_rows(frame)), None)
         if tensor is None:

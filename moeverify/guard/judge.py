@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from moeverify.calls.rules import find_emptied
 from moeverify.collectives.ledger import Entry, Page, Stream, find_unequal, locate
 from moeverify.guard.copies import CopyRule
 from moeverify.guard.exchange import Inbox
@@ -140,6 +141,8 @@ class Judge:
             return
         if any(not record.is_known_kind or not _has_backward(record) for record in records.values()):
             return
+        if any(find_emptied(record.calls) is not None for record in records.values()):
+            return  # the rule for calls names the zero_grad
         self._done.add("forgotten")
         names = [line.name for line in self._inbox.headers[ranks[0]].tensors]
         yield Finding(

@@ -111,7 +111,7 @@ class Evidence:
     def __init__(self, headers: Mapping[int, RankHeader], places: Iterable[Sequence[Shard]]) -> None:
         self._headers = headers
         # (module, whether parameters below it count) -> sets of ranks with equal values of one parameter
-        self._equal: dict[tuple[str, bool], list[set[int]]] = {}
+        self._equal: dict[tuple[str, bool], set[frozenset[int]]] = {}
         for shards in places:
             by_bits: dict[int, set[int]] = {}
             for shard in shards:
@@ -119,7 +119,8 @@ class Evidence:
                     by_bits.setdefault(shard.bits, set()).add(shard.member.rank)
             own, *enclosing = _list_enclosing(shards[0].tensor.name)
             for key in ((own, False), *((module, True) for module in (own, *enclosing))):
-                self._equal.setdefault(key, []).extend(by_bits.values())
+                self._equal.setdefault(key, set()).update(map(frozenset, by_bits.values()))
+        self._holders = {key: frozenset().union(*sets) for key, sets in self._equal.items()}
 
     def is_replicated(self, name: str, one: int, two: int) -> bool:
         """Return whether random values nearby are equal on both ranks: of the same module, or around it.
@@ -127,10 +128,9 @@ class Evidence:
         Ranks that one wrapper makes data-parallel need no such values.
         """
         for module in _list_enclosing(name):
-            for is_deep in (False, True):
-                sets = self._equal.get((module, is_deep), [])
-                if one in set().union(*sets) and two in set().union(*sets):
-                    return any({one, two} <= ranks for ranks in sets)
+            for key in ((module, False), (module, True)):
+                if {one, two} <= self._holders.get(key, frozenset()):
+                    return any({one, two} <= ranks for ranks in self._equal[key])
         return two in self._headers[one].data_ranks
 
 

@@ -43,7 +43,7 @@ class RowStream:
 
 def _hash_generators() -> tuple[int, ...]:
     """Return hashes of the states of the CPU generators of torch, Python and, if it is imported, NumPy."""
-    states = [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()[1]).encode()]
+    states = [torch.get_rng_state().numpy().tobytes(), repr(hash(random.getstate()[1])).encode()]
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         _, keys, *place = numpy.get_state()
