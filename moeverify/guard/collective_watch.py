@@ -35,7 +35,7 @@ class CollectiveWatch:
         self.takes_any = False
         self.is_complete = True
         self._is_on = False
-        self._thread: int | None = None
+        self._thread = threading.get_ident()
         self._before: dict[object, int] | None = None
         self._sums: list[tuple[tuple[int, ...], str, Tensor]] = []
         self._trace = CollectiveTrace()
@@ -116,7 +116,7 @@ class CollectiveWatch:
             self._sums.append((ranks, collective.site, pick(tensors[0]).clone()))
 
     def _is_in_order(self) -> bool:
-        if self._thread is None or threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread:
             return True
         # Autograd's threads are not Python's; they belong to the backward pass of the loop.
         return isinstance(threading.current_thread(), threading._DummyThread)

@@ -23,7 +23,7 @@ from moeverify.results.guard import GuardCheck, NonfiniteFacts
 from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.results.step_facts import RecomputedFacts
 
-_TIMES = 2  # sampled steps
+_IDLE_STEPS = 3  # sampled steps: from the third on, parameters without an optimizer are known
 
 
 class Judge:
@@ -135,9 +135,9 @@ class Judge:
             )
 
     def _find_idle(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
-        """Yield a finding if no optimizer of torch has ever got a gradient, from the second sampled step on."""
+        """Yield a finding if no optimizer of torch has got a gradient in the first sampled steps."""
         ranks = tuple(rank for rank, record in records.items() if record.is_idle and not record.forgotten)
-        if not ranks or "forgotten" in self._done or self.num_steps < _TIMES:
+        if not ranks or "forgotten" in self._done or self.num_steps < _IDLE_STEPS:
             return
         if any(not record.is_known_kind or not _has_backward(record) for record in records.values()):
             return

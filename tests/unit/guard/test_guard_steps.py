@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,10 @@ def train(out: Path, *, steps_in_backward: bool = False) -> tuple[RankHeader, li
             model[1].weight.register_post_accumulate_grad_hook(lambda weight: optimizer.step())
         for _ in range(NUM_STEPS):
             dist.broadcast(torch.zeros(100), 0)  # before the forward pass, as a pipeline stage receives
+            # A thread, such as that of an asynchronous checkpoint, has no order relative to the steps.
+            thread = threading.Thread(target=dist.all_reduce, args=(torch.zeros(100),))
+            thread.start()
+            thread.join()
             batch = torch.randint(16, (2, 9))
             model(batch[:, :-1]).sum().backward()
             if not steps_in_backward:
