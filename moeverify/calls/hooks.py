@@ -126,8 +126,6 @@ def _wrap_forward(listener: Listener, hooks: Hooks, module: nn.Module) -> None:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # `find_rows` reads the names `args` and `kwargs` from this frame.
-        if listener.is_in_model:
-            return original(self, *args, **kwargs)
         listener.enter_module(self, args)
         try:
             return original(self, *args, **kwargs)

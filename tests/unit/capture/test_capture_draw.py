@@ -34,6 +34,7 @@ def lines_of(*words: str) -> list[str]:
 def test_a_batch_of_a_loop_is_found_in_the_outermost_function() -> None:
     found = []
     for batch in draw():
+        batch = batch.to("cpu")  # noqa: PLW2901 - as scripts do
         for part in batch.chunk(2):
             found.append(train_on(part))
     assert set(found) == set(lines_of("for batch in draw():"))
