@@ -38,6 +38,7 @@ from moeverify.report.words.script import (
     describe_steps,
     describe_uncompared,
     describe_undecided,
+    describe_unequal_start,
 )
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import Finding
@@ -85,7 +86,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     # Copies that `--weights` has replaced explain no difference of this run.
     apart = [finding for finding in found if finding.check == ScriptCheck.COPIES and actual.has_other_weights]
     explained = _explain(comparer, [finding for finding in found if finding not in apart], precision)
-    findings = [add_sites(actual, finding) for finding in (*apart, *explained)]
+    findings = [_name_unequal_start(add_sites(actual, each), places, actual) for each in (*apart, *explained)]
     results = [outcome.result for outcome in outcomes]
     undecided: Sequence[Finding] = ()
     if precision == "mixed" and measured is None and are_undecided(findings):
@@ -270,6 +271,14 @@ def _explain(comparer: Comparer, findings: list[Finding], precision: str) -> lis
     rest = [each for each in numeric if (each.check, each.tensor, each.step) not in known]
     later = [each.model_copy(update={"follows": head.tensor}) for each in (*rest, *begins)]
     return origins + later
+
+
+def _name_unequal_start(finding: Finding, places: Places, run: RecordedRun) -> Finding:
+    """Return a finding of initial weights with its cause, if only some replicas differ from the other run."""
+    if finding.check != CheckName.INITIAL_STATE or finding.follows or finding.is_explained:
+        return finding
+    is_part = 0 < len(finding.ranks) < run.world_size and finding.tensor in places.replicated(run.world_size)
+    return finding.model_copy(update={"cause": describe_unequal_start(finding.ranks)}) if is_part else finding
 
 
 def _explain_number(comparer: Comparer, finding: Finding, step: int) -> Finding:

@@ -186,6 +186,14 @@ def describe_other_start(findings: Sequence[Finding]) -> tuple[str, ...]:
     return ("initial weights differ: record RUN_B with `--weights RUN_A` to compare the rest",)
 
 
+def describe_unequal_start(ranks: Sequence[int]) -> str:
+    """Return that only some replicas of a tensor began with the values of RUN_A."""
+    return (
+        f"{format_ranks(ranks)} began with other values than RUN_A and the other ranks, although each rank has the "
+        "whole tensor: replicas that were not seeded or broadcast alike"
+    )
+
+
 def describe_early_end(run: str, last: int, wanted: int) -> str:
     """Return that a run has fewer steps than requested."""
     return f"{run} ended after step {last} of the steps up to {wanted}; the steps that both runs have are compared"
@@ -326,6 +334,7 @@ __all__ = [
     "describe_scope",
     "describe_steps",
     "describe_uncompared",
+    "describe_unequal_start",
     "describe_unseen",
     "list_names",
 ]
