@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from moeverify.calls.bypass import find_bypassed
@@ -167,6 +168,18 @@ def find_site() -> str:
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def find_scale(scaler: object) -> float | None:
+    """Return the loss scale that gradients have before a call of a scaler, or None if they have none.
+
+    A subclass such as FSDP's unscales by a method of its own, which only shows in the scaler's state.
+    """
+    if not isinstance(scaler, torch.amp.GradScaler):
+        return None
+    states = scaler._per_optimizer_states.values()
+    is_unscaled = any(state["stage"] is OptState.UNSCALED for state in states)
+    return None if is_unscaled else float(scaler.get_scale())
 
 
 def is_inner_file(file: str) -> bool:

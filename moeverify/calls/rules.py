@@ -70,7 +70,7 @@ def find_scaled_clip(calls: Sequence[Call]) -> CallFacts | None:
     if "scaler unscale" in names:
         end = names.index("scaler unscale")
     clip = next((call for call in after[:end] if clips(call)), None)
-    scale = next((call.scale for call in after if call.name == "scaler step"), None)
+    scale = next((call.scale for call in after if call.name.startswith("scaler")), None)
     if clip is None or clip.max_norm is None or scale is None or clip.max_norm**2 >= scale:
         return None
     return CallFacts(rule=CallRule.SCALED_CLIP, site=clip.site, actual=1, norm=scale)

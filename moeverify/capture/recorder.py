@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moeverify.calls.call import Call
-from moeverify.calls.listener import find_site, safely, to_float
+from moeverify.calls.listener import find_scale, find_site, safely, to_float
 from moeverify.capture.draw import find_draw
 from moeverify.capture.lines import End, Header, Note, Options, Rows
 from moeverify.capture.listener import ModelListener, identify
@@ -71,8 +71,7 @@ class Recorder(ModelListener):
     @safely
     def note_call(self, label: str, owner: object = None) -> None:
         """Record a call of the training loop."""
-        scale = owner.get_scale() if isinstance(owner, torch.amp.GradScaler) and self._records() else None
-        self._add_call(label, scale=scale)
+        self._add_call(label, scale=find_scale(owner) if self._records() else None)
 
     @safely
     def after_backward(self, roots: Sequence[Tensor]) -> None:

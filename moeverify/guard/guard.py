@@ -9,12 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moeverify.calls.call import Call
-from moeverify.calls.listener import find_site, is_inner_file, safely
+from moeverify.calls.listener import find_scale, find_site, is_inner_file, safely
 from moeverify.capture.draw import find_draw
 from moeverify.capture.listener import ModelListener, identify, list_parameters, measure_norms
 from moeverify.capture.model import find_rows, hash_rows, is_number
@@ -169,10 +168,7 @@ class Guard(ModelListener):
     @safely
     def note_call(self, label: str, owner: object = None) -> None:
         """Keep a call of the training loop; see `Listener`."""
-        if self.is_sampled and isinstance(owner, torch.amp.GradScaler):
-            self._add_call(label, scale=owner.get_scale())
-        else:
-            self._add_call(label)
+        self._add_call(label, scale=find_scale(owner) if self.is_sampled else None)
 
     @safely
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moeverify.calls.call import Call
+from moeverify.calls.listener import find_scale
 from moeverify.calls.rules import find_early_clip, find_scaled_clip
 from moeverify.capture.lines import Header, Options
 from moeverify.capture.read import RankRecord
@@ -108,6 +109,20 @@ def test_a_clip_of_scaled_gradients_is_wrong_unless_its_limit_is_scaled_too() ->
     assert find_scaled_clip(make_calls(*scaled, limit=1024.0)) is None
     assert find_scaled_clip(make_calls("backward", "scaler unscale", *scaled[1:])) is None
     assert find_scaled_clip(make_calls("backward", "clip_grad_norm_", "optimizer step")) is None
+    assert (
+        find_scaled_clip(make_calls("backward", "clip_grad_norm_", "scaler unscale", "scaler step"))
+        is not None
+    )
+
+
+def test_a_scaler_that_unscales_by_a_method_of_its_own_leaves_no_scale() -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), make_optimizer()
+    parameters = optimizer.param_groups[0]["params"]
+    scaler.scale(sum(each.sum() for each in parameters)).backward()
+    assert find_scale(scaler) == 1024.0
+    scaler.unscale_(optimizer)
+    assert find_scale(scaler) is None
+    assert find_scale(optimizer) is None
 
 
 def test_a_clip_in_the_loop_is_wrong_although_the_last_one_follows_all_backward_passes() -> None:
