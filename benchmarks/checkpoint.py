@@ -47,8 +47,8 @@ def make_tensors(gigabytes, rank):
 
 def hold(tensors, rank):
     """Return the tensors in moeverify's form."""
-    from moeverify.layout.local_shard import LocalShard
-    from moeverify.layout.region import Region
+    from moeverify.parallel.regions.local_shard import LocalShard
+    from moeverify.parallel.regions.region import Region
 
     size = ROWS // NUM_RANKS
     region = Region.box((ROWS, COLUMNS), [range(rank * size, (rank + 1) * size), range(COLUMNS)])
@@ -69,7 +69,7 @@ def save(way, folder, tensors, rank):
     if way in ("moeverify", "background"):
         import torch.distributed as dist
 
-        from moeverify.checkpoint.save import save, save_async
+        from moeverify.tools.checkpoint.save import save, save_async
 
         if way == "moeverify":
             save(folder, hold(tensors, rank), {})
@@ -102,7 +102,7 @@ def sync(path):
 def load(way, folder, tensors, rank):
     """Fill the tensors from the checkpoint."""
     if way == "moeverify":
-        from moeverify.checkpoint.load import load
+        from moeverify.tools.checkpoint.load import load
 
         load(folder, hold(tensors, rank))
     elif way == "dcp":
@@ -156,8 +156,8 @@ def serve_rank(rank, gigabytes):
     import torch.distributed.checkpoint
     import torch.distributed.tensor  # so that no child spends its time on imports
 
-    import moeverify.checkpoint.load
-    import moeverify.checkpoint.save  # noqa: F401
+    import moeverify.tools.checkpoint.load
+    import moeverify.tools.checkpoint.save  # noqa: F401
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -29,7 +29,7 @@ NUM_EXPERTS, EXPERT_HIDDEN, HIDDEN = 8, 3584, 1024
 
 def make_model(gigabytes):
     """Return a model of Mixtral's family of about this size in bf16."""
-    from moeverify.case.schema import MoE, ReferenceModel
+    from moeverify.cases.schema import MoE, ReferenceModel
 
     layer = 2 * (3 * NUM_EXPERTS * EXPERT_HIDDEN * HIDDEN + 4 * HIDDEN * HIDDEN)
     return ReferenceModel(
@@ -48,10 +48,10 @@ def write_weights(folder, gigabytes):
     """Write random weights in Hugging Face's format and return their bytes."""
     import torch
 
-    from moeverify.weights.description import Description, write_description
-    from moeverify.weights.huggingface import create_huggingface
-    from moeverify.weights.source import Spec, cut
-    from moeverify.weights.tensor_mapping import list_tensors
+    from moeverify.tools.weights.description import Description, write_description
+    from moeverify.tools.weights.huggingface import create_huggingface
+    from moeverify.tools.weights.source import Spec, cut
+    from moeverify.tools.weights.tensor_mapping import list_tensors
 
     described = Description(make_model(gigabytes))
     specs = {name: Spec(shape, torch.bfloat16) for name, shape in list_tensors(described.model).items()}
@@ -104,7 +104,7 @@ def read_memory(key):
 
 def convert_here(start, to, kind):
     """Convert in this process, and print seconds and bytes."""
-    from moeverify.weights.stream import convert
+    from moeverify.tools.weights.stream import convert
 
     before, begun = read_memory("VmRSS"), time.monotonic()
     convert(Path(start), Path(to), kind)

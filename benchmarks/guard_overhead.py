@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from watch_overhead import VOCABULARY, Block
 
-from moeverify.guard.settings import GuardSettings
-from moeverify.guard.start import start
+from moeverify.scripts.guard.settings import GuardSettings
+from moeverify.scripts.guard.start import start
 
 EVERY = 16
 LENGTH = 512

@@ -40,8 +40,8 @@ def choose(cases, num_cases):
 
 def leave_out(cases):
     """Return the cases that can run on this machine; print the others, and why they cannot."""
+    from moeverify.cases.validation.choices import find_obstacle
     from moeverify.report.words.note import describe_obstacle
-    from moeverify.validation.choices import find_obstacle
 
     reasons = {case.name: find_obstacle(case, "cpu", "gloo") for case in cases}
     for name, reason in reasons.items():
@@ -77,8 +77,8 @@ def torchrun_command(case, script):
 
 def split_alone(case, cache):
     """Return the seconds per phase of one case in a separate launch, in order."""
-    from moeverify.controller.options import RunOptions
-    from moeverify.controller.run import run_cases
+    from moeverify.verification.controller.options import RunOptions
+    from moeverify.verification.controller.run import run_cases
 
     options = RunOptions(device="cpu", golden_folder=ROOT / "golden", cache_folder=cache)
     begun, seen = time.monotonic(), {}
@@ -98,10 +98,10 @@ def train_plain(file):
     import torch
     import torch.distributed as dist
 
+    from moeverify.cases.validation.load import load_cases
     from moeverify.parallel.meshes import build_meshes
     from moeverify.train.assemble import assemble_parallel
     from moeverify.train.loop import train
-    from moeverify.validation.load import load_cases
 
     imported = time.monotonic()
     dist.init_process_group("gloo")
@@ -138,8 +138,8 @@ def main():
     if options.train:
         train_plain(options.train)
         return
-    from moeverify.controller.machine import default_cache
-    from moeverify.validation.load import load_cases
+    from moeverify.cases.validation.load import load_cases
+    from moeverify.verification.controller.machine import default_cache
 
     print_setting()
     cache = options.cache or default_cache()

@@ -28,10 +28,10 @@ def make_golden(case, folder):
     """Return the golden of one device, computed here, and its tensors as (step, kind, name, shape)."""
     import torch
 
-    from moeverify.golden.store import GoldenWriter, StoredGolden
     from moeverify.results.checks import UNCOMPARED_KINDS
     from moeverify.train.assemble import assemble_single
     from moeverify.train.loop import train
+    from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 
     with GoldenWriter(folder) as writer:
         train(case.recipe, assemble_single(case.recipe, torch.device("cpu"), compute="float64"), writer)
@@ -48,8 +48,8 @@ def make_golden(case, folder):
 
 def compare_rank(golden, tensors, rank, num_ranks, is_wrong):
     """Return the pickled entries of a rank, which holds one of `num_ranks / 2` parts of each tensor."""
-    from moeverify.compare.comparison import Comparison
-    from moeverify.layout.region import Region
+    from moeverify.parallel.regions.region import Region
+    from moeverify.verification.compare.comparison import Comparison
 
     comparison, num_parts = Comparison(golden), num_ranks // 2
     for step, kind, name, shape in tensors:
@@ -67,13 +67,13 @@ def compare_rank(golden, tensors, rank, num_ranks, is_wrong):
 
 def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     """Return the figures of rank 0 for this many ranks: sizes in MiB, times in seconds."""
-    from moeverify.checks.base import Shown
-    from moeverify.checks.registry import KIND_ORDER, choose_checks
-    from moeverify.compare.assembled import assemble
-    from moeverify.compare.gather import uncollected
     from moeverify.report.formats.json import write
     from moeverify.results.run import CaseResult, RunResult
-    from moeverify.worker.verify import judge_all, list_names, make_bounds
+    from moeverify.verification.checks.base import Shown
+    from moeverify.verification.checks.registry import KIND_ORDER, choose_checks
+    from moeverify.verification.compare.assembled import assemble
+    from moeverify.verification.compare.gather import uncollected
+    from moeverify.verification.worker.verify import judge_all, list_names, make_bounds
 
     arrived = [compare_rank(golden, tensors, rank, num_ranks, is_wrong) for rank in range(num_ranks)]
     gc.collect()

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from output import print_setting, print_table
 
-from moeverify.controller.bench import Bench
+from moeverify.cases.validation.load import load_cases
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console
 from moeverify.report.formats.plots import make_stem
 from moeverify.report.progress import LineProgress
-from moeverify.validation.load import load_cases
+from moeverify.verification.controller.bench import Bench
 
 FOLDER = Path(__file__).parent / "mixtral"
 BASELINE = "fsdp"

@@ -114,8 +114,8 @@ def run_alone(context, num_steps):
 
 def make_recipe(optimizer, precision, num_steps):
     """Return the recipe of examples/torchtitan with another optimizer, precision and number of steps."""
-    from moeverify.case.schema import Optimizer
-    from moeverify.validation.load import load_cases
+    from moeverify.cases.schema import Optimizer
+    from moeverify.cases.validation.load import load_cases
 
     [case] = load_cases([ROOT / "examples/torchtitan/fsdp-adamw.yaml"])
     chosen = Optimizer(**OPTIMIZERS[optimizer], clip_norm=1.0)
@@ -126,12 +126,12 @@ def run_job(context, job):
     """Return on rank 0 the errors of one optimizer and precision, for every run, kind and step."""
     import torch.distributed as dist
 
-    from moeverify.case.schema import Layout
-    from moeverify.golden.store import GoldenWriter, StoredGolden
+    from moeverify.cases.schema import Layout
     from moeverify.parallel.meshes import build_meshes
-    from moeverify.recording.noise import perturbed_programs
     from moeverify.train.assemble import assemble_parallel, assemble_single
     from moeverify.train.loop import train
+    from moeverify.verification.golden.store import GoldenWriter, StoredGolden
+    from moeverify.verification.golden_run.noise import perturbed_programs
 
     payload = job.payload
     if payload["optimizer"] is None:
@@ -200,8 +200,8 @@ def main():
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print_setting()
-    from moeverify.launch.launcher import run_jobs
-    from moeverify.launch.plan import Job
+    from moeverify.verification.launch.launcher import run_jobs
+    from moeverify.verification.launch.plan import Job
 
     everything = {}
     with tempfile.TemporaryDirectory(prefix="optimizer-noise-") as folder:
@@ -237,7 +237,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:] and Path(sys.argv[1]).name == "plan.json":  # on a rank
-        from moeverify.launch.rank import serve
+        from moeverify.verification.launch.rank import serve
 
         serve(sys.argv[1], run_job)
     else:

@@ -28,24 +28,24 @@ import torch.distributed as dist
 import torch.multiprocessing
 from output import print_setting, print_table
 
-from moeverify.axes.expert_placement import find_placement
-from moeverify.axes.groups import find_source
-from moeverify.bench.measure import fill_roughly
-from moeverify.layout.local_shard import parameters
+from moeverify.cases.axes.expert_placement import find_placement
+from moeverify.cases.axes.groups import find_source
+from moeverify.cases.validation.load import build_case
 from moeverify.parallel.meshes import build_meshes
-from moeverify.placement.cluster import Cluster
-from moeverify.placement.cost import measure_cost
-from moeverify.placement.load_trace import LoadTrace, TraceHeader, sum_steps
-from moeverify.placement.marks import mark
-from moeverify.placement.moves import list_moves
-from moeverify.placement.placement import place_in_blocks
-from moeverify.placement.policy import Policy
+from moeverify.parallel.regions.local_shard import parameters
+from moeverify.tools.bench.measure import fill_roughly
+from moeverify.tools.placement.cluster import Cluster
+from moeverify.tools.placement.cost import measure_cost
+from moeverify.tools.placement.load_trace import LoadTrace, TraceHeader, sum_steps
+from moeverify.tools.placement.marks import mark
+from moeverify.tools.placement.moves import list_moves
+from moeverify.tools.placement.placement import place_in_blocks
+from moeverify.tools.placement.policy import Policy
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.exchange import exchange_experts
 from moeverify.train.loop import make_batches
 from moeverify.train.rebalancing import Rebalancing
 from moeverify.train.step import take_step
-from moeverify.validation.load import build_case
 
 LARGE = {
     "model": {

@@ -24,18 +24,18 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from moeverify.placement.bounds import bound_load
-from moeverify.placement.cluster import Cluster
-from moeverify.placement.cost import measure_cost
-from moeverify.placement.exact import solve_exactly
-from moeverify.placement.heuristic import mark_slots, solve
-from moeverify.placement.incremental import improve
-from moeverify.placement.load_trace import LoadTrace, sum_steps
-from moeverify.placement.marks import mark
-from moeverify.placement.placement import place_in_blocks
-from moeverify.placement.sharing import share_load
-from moeverify.placement.synthetic import KINDS, make_trace
-from moeverify.placement.trace_file import read_trace
+from moeverify.tools.placement.bounds import bound_load
+from moeverify.tools.placement.cluster import Cluster
+from moeverify.tools.placement.cost import measure_cost
+from moeverify.tools.placement.exact import solve_exactly
+from moeverify.tools.placement.heuristic import mark_slots, solve
+from moeverify.tools.placement.incremental import improve
+from moeverify.tools.placement.load_trace import LoadTrace, sum_steps
+from moeverify.tools.placement.marks import mark
+from moeverify.tools.placement.placement import place_in_blocks
+from moeverify.tools.placement.sharing import share_load
+from moeverify.tools.placement.synthetic import KINDS, make_trace
+from moeverify.tools.placement.trace_file import read_trace
 
 SPARE = (0, 8, 16, 32, 64)
 FLAT_HEADERS = (

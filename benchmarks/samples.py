@@ -295,10 +295,10 @@ def floors() -> str:
 
     rows = []
     for name, floor in sorted(FLOORS.items(), key=lambda each: (-each[1], each[0])):
-        path = ROOT / "moeverify" / name / "__init__.py"
+        path = ROOT / "moeverify" / name.replace(".", "/") / "__init__.py"
         if path.exists() and name != ".":
             [sentence] = re.findall(r'\A"""(.+?)(?:"""|\n\n|$)', path.read_text(), re.DOTALL)[:1]
-            rows.append([str(floor), f"`{name}`", " ".join(sentence.split())])
+            rows.append([str(floor), f"`moeverify/{name.replace('.', '/')}`", " ".join(sentence.split())])
     return table(rows, ["Floor", "Package", "What is there"])
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from mixtral_experts import FOLDER, TINY, measure
 from output import print_setting, print_table
 
+from moeverify.cases.validation.load import load_cases
 from moeverify.report.bench import render_bench
 from moeverify.report.console import open_console
-from moeverify.validation.load import load_cases
 
 BASELINE = "fsdp"
 # Each row: the file of the case, and the changes in its layout.

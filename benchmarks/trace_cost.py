@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from output import print_setting, print_table
 
-from moeverify.collectives.trace import CollectiveTrace
+from moeverify.verification.collectives.trace import CollectiveTrace
 
 
 class RecordsAlone(CollectiveTrace):

@@ -54,7 +54,7 @@ class Clock:
 
     def observe_all(self, step, kind, shown):
         """Forward the tensors."""
-        from moeverify.layout.observer import show_all
+        from moeverify.parallel.regions.observer import show_all
 
         if self._inner is not None and self._only in (None, kind):
             show_all(self._inner, step, kind, shown)
@@ -200,8 +200,8 @@ class Bench:
     """The case on this rank with its stored golden, and ways to run it."""
 
     def __init__(self, case, folder, device, only):
-        from moeverify.golden.store import StoredGolden
         from moeverify.parallel.meshes import build_meshes
+        from moeverify.verification.golden.store import StoredGolden
 
         self.meshes = build_meshes(case.layout, device.type)
         self.case, self.device, self.folder, self.only = case, device, folder, only
@@ -240,10 +240,10 @@ class Bench:
         return clock, sum(held.local().nbytes for held in program.shards)
 
     def _train_watched(self, program, clock, also):
-        from moeverify.checks.base import RankRun
-        from moeverify.checks.registry import choose_checks
-        from moeverify.collectives.trace import CollectiveTrace
-        from moeverify.worker.verify import train_observed
+        from moeverify.verification.checks.base import RankRun
+        from moeverify.verification.checks.registry import choose_checks
+        from moeverify.verification.collectives.trace import CollectiveTrace
+        from moeverify.verification.worker.verify import train_observed
 
         checks = choose_checks(also=tuple(also))
         chosen = self.case.checks.model_copy(update={"also": tuple(also)})
@@ -256,7 +256,7 @@ class Bench:
 
     def compare(self):
         """Return an observer that compares with the golden."""
-        from moeverify.compare.comparison import Comparison
+        from moeverify.verification.compare.comparison import Comparison
 
         return Comparison(self.golden)
 
@@ -289,10 +289,10 @@ def record(case, folder, device, only):
     """Write the golden of the case: one run on one device in float64."""
     import torch
 
-    from moeverify.golden.store import GoldenWriter
-    from moeverify.recording.golden import COARSE
     from moeverify.train.assemble import assemble_single
     from moeverify.train.loop import train
+    from moeverify.verification.golden.store import GoldenWriter
+    from moeverify.verification.golden_run.golden import COARSE
 
     with GoldenWriter(folder) as writer:
         program = assemble_single(case.recipe, torch.device(device), compute="float64")
@@ -310,7 +310,7 @@ def work(options):
     import torch
     import torch.distributed as dist
 
-    from moeverify.checks.repeat import BitRecorder
+    from moeverify.verification.checks.repeat import BitRecorder
 
     torch.set_num_threads(1)
     device = torch.device("cpu")

@@ -32,11 +32,11 @@ from pathlib import Path
 
 import torch
 
-from moeverify.capture.read import RecordedRun
-from moeverify.captured.compare import compare_runs
-from moeverify.guard.judge import Judge
 from moeverify.report.words.run import word_finding
 from moeverify.results.finding import Finding
+from moeverify.scripts.compare.compare import compare_runs
+from moeverify.scripts.guard.judge import Judge
+from moeverify.scripts.record.read import RecordedRun
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "tests" / "ranks" / "watch" / "programs"

@@ -26,16 +26,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 def start_watch(out: Path, rank: int, world: int) -> None:
     """Record the first two steps."""
-    from moeverify.capture.settings import Settings
-    from moeverify.capture.start import start
+    from moeverify.scripts.record.settings import Settings
+    from moeverify.scripts.record.start import start
 
     start(Settings(out=out / "run", first=0, last=1).model_dump_json(), str(rank), str(world))
 
 
 def start_guard(out: Path, rank: int, world: int) -> None:
     """Start the guard, with the folder that `moeverify watch --guard` would read."""
-    from moeverify.guard.settings import GuardSettings
-    from moeverify.guard.start import start
+    from moeverify.scripts.guard.settings import GuardSettings
+    from moeverify.scripts.guard.start import start
 
     start(GuardSettings(out=out / "guard").model_dump_json(), str(rank), str(world))
 

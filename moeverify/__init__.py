@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moeverify.capture.api import watch
-    from moeverify.controller.api import Verification, verify
+    from moeverify.scripts.record.api import watch
+    from moeverify.verification.controller.api import Verification, verify
 
 __all__ = ["Verification", "verify", "watch"]
 
@@ -14,11 +14,11 @@ __all__ = ["Verification", "verify", "watch"]
 def __getattr__(name: str) -> Any:
     """Return a public attribute, imported on first use, since every submodule import passes through here."""
     if name == "watch":
-        from moeverify.capture import api as recording
+        from moeverify.scripts.record import api as recording
 
         return recording.watch
     if name in __all__:
-        from moeverify.controller import api
+        from moeverify.verification.controller import api
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from forked.python import ForkedPython
 
-from moeverify.controller.machine import count_gpus
-from moeverify.launch import monitor
+from moeverify.verification.controller.machine import count_gpus
+from moeverify.verification.launch import monitor
 
 # xdist workers share the cores, so each gets few threads: busy-waiting threads would slow the other workers.
 # With more threads, they sleep while waiting: busy waiting makes tests five times as slow on a busy machine.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from moeverify.controller.mesh import make_shape
-from moeverify.validation.load import load_cases
+from moeverify.cases.validation.load import load_cases
+from moeverify.verification.controller.mesh import make_shape
 
 
 def main(path: Path) -> None:

@@ -14,10 +14,10 @@ from moeverify.cli.context import is_continuous_integration, own_sections
 from moeverify.cli.options import OptionGroup
 
 if TYPE_CHECKING:
-    from moeverify.case.schema import Case
-    from moeverify.controller.options import RunOptions
-    from moeverify.validation.load import Loaded
-    from moeverify.validation.sweep import Combination
+    from moeverify.cases.schema import Case
+    from moeverify.cases.validation.load import Loaded
+    from moeverify.cases.validation.sweep import Combination
+    from moeverify.verification.controller.options import RunOptions
 
 
 class Device(StrEnum):
@@ -120,7 +120,7 @@ class CaseSelection(OptionGroup):
 
         Raises: CaseError listing all problems of the cases.
         """
-        from moeverify.validation.load import load_cases
+        from moeverify.cases.validation.load import load_cases
 
         with own_sections():
             return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
@@ -130,7 +130,7 @@ class CaseSelection(OptionGroup):
 
         Raises: CaseError with the problems of the options, or of the first combination if none is valid.
         """
-        from moeverify.validation.sweep import load_sweep
+        from moeverify.cases.validation.sweep import load_sweep
 
         with own_sections():
             return load_sweep(self.cases, sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern)
@@ -140,7 +140,7 @@ class CaseSelection(OptionGroup):
 
         Raises: CaseError if an explicitly named file or an option is invalid, or if no case is left.
         """
-        from moeverify.validation.load import load_valid_cases
+        from moeverify.cases.validation.load import load_valid_cases
 
         with own_sections():
             return load_valid_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
@@ -164,7 +164,7 @@ class RunSettings(OptionGroup):
 
         Raises: CaseError, before any rank starts, if the `--fault` function does not exist.
         """
-        from moeverify.controller.options import RunOptions
+        from moeverify.verification.controller.options import RunOptions
 
         _check_fault(cases, self.fault)
         must_have = is_continuous_integration() if self.require_goldens is None else self.require_goldens
@@ -182,9 +182,9 @@ class RunSettings(OptionGroup):
 
 
 def _check_fault(cases: list[Case], fault: str | None) -> None:
-    from moeverify.case.function import examine_function
-    from moeverify.controller.search_path import search_path
+    from moeverify.cases.function import examine_function
     from moeverify.errors import CaseError
+    from moeverify.verification.controller.search_path import search_path
 
     if fault is not None:
         found = (examine_function(fault, search_path(case), "--fault") for case in cases)

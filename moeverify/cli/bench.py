@@ -17,7 +17,7 @@ from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.track import Tracking
 
 if TYPE_CHECKING:
-    from moeverify.case.schema import Case
+    from moeverify.cases.schema import Case
     from moeverify.results.measurement import BenchRun
 
 
@@ -101,10 +101,10 @@ def bench(
     Needs no golden: `moeverify run` checks the results. Ctrl-C keeps the measurements so far.
     """
     with open_context() as context:
-        from moeverify.controller.bench import Bench, mark_swept
         from moeverify.report.bench import render_bench
         from moeverify.report.progress import open_progress
         from moeverify.report.trackers.figures import list_bench_figures
+        from moeverify.verification.controller.bench import Bench, mark_swept
 
         if context.is_first:
             files.check()

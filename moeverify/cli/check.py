@@ -14,8 +14,8 @@ def check(*, selection: CaseSelection) -> None:
     Prints one line a case, or all problems.
     """
     with open_context() as context:
-        from moeverify.axes.describe import describe_layout
-        from moeverify.case.describe import describe_recipe
+        from moeverify.cases.axes.describe import describe_layout
+        from moeverify.cases.describe import describe_recipe
         from moeverify.report.case_list import CaseLine, render_catalog
 
         lines = [

@@ -45,9 +45,9 @@ def comm(
     definition, bit for bit.
     """
     with open_context() as context:
-        from moeverify.controller.collective import run_collective
         from moeverify.report.collective_run import render_collective
         from moeverify.report.files import check_writable, write_atomically
+        from moeverify.verification.controller.collective import run_collective
 
         if json_file is not None and context.is_first:
             check_writable([json_file])
@@ -76,9 +76,9 @@ def _choose_sizes(
 
     Raises: CaseError listing all problems of the options, or of the file.
     """
-    from moeverify.collectives.definition import TAKES_SPLITS
+    from moeverify.cases.validation.splits_file import read_splits
     from moeverify.errors import CaseError, Problem
-    from moeverify.validation.splits_file import read_splits
+    from moeverify.verification.collectives.definition import TAKES_SPLITS
 
     problems = []
     if splits is not None and collective not in TAKES_SPLITS:

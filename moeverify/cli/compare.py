@@ -40,9 +40,9 @@ def compare(
     First the values that must be equal (data, initial weights, optimizer options), then the first difference.
     """
     with open_context() as context:
-        from moeverify.capture.read import RecordedRun
-        from moeverify.captured.compare import compare_runs
         from moeverify.results.run import RunResult
+        from moeverify.scripts.compare.compare import compare_runs
+        from moeverify.scripts.record.read import RecordedRun
 
         outputs = outputs.keeping(out)
         outputs.check()

@@ -13,7 +13,7 @@ from moeverify.cli.arguments import Quiet
 from moeverify.cli.context import open_context
 
 if TYPE_CHECKING:
-    from moeverify.weights.description import Description
+    from moeverify.tools.weights.description import Description
 
 
 class Format(StrEnum):
@@ -58,7 +58,7 @@ def convert(
     """
     with open_context() as context:
         from moeverify.report.transfer import describe_transfer, open_transfer
-        from moeverify.weights.stream import convert as convert_weights
+        from moeverify.tools.weights.stream import convert as convert_weights
 
         described = _describe(preset, config)
         started = time.monotonic()
@@ -81,10 +81,10 @@ def convert(
 
 def _describe(preset: str | None, config: Path | None) -> Description | None:
     """Return the model named by the options, or None to use the description in the source."""
-    from moeverify.case.presets import PRESETS
-    from moeverify.case.suggest import suggest
+    from moeverify.cases.presets import PRESETS
+    from moeverify.cases.suggest import suggest
     from moeverify.errors import CaseError, Problem
-    from moeverify.weights.description import describe_preset, read_config_file
+    from moeverify.tools.weights.description import describe_preset, read_config_file
 
     if preset is not None and config is not None:
         raise CaseError(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from moeverify.cli.context import CommandContext
 
 if TYPE_CHECKING:
-    from moeverify.case.schema import Case
-    from moeverify.controller.options import RunOptions
+    from moeverify.cases.schema import Case
     from moeverify.results.run import RunResult
+    from moeverify.verification.controller.options import RunOptions
 
 _JOB = "MPDB_JOB"  # consoles find the ranks by this job name, which the ranks inherit
 _AT_TENSOR = "`diff --golden actual`; at a prompt: expected, actual, region"
@@ -27,9 +27,9 @@ def debug_first(
 
     Raises: RankFailure if a rank is lost.
     """
-    from moeverify.controller.debug import debug_case, find_stop
-    from moeverify.launch.world import external_world
     from moeverify.report.numbers import format_ranks
+    from moeverify.verification.controller.debug import debug_case, find_stop
+    from moeverify.verification.launch.world import external_world
 
     if external_world() is not None:
         context.err.print(

@@ -13,8 +13,8 @@ def doctor() -> None:
     Looks at torch, backends and their known faults, GPUs and optional packages. Ctrl-C keeps the results so far.
     """
     with open_context() as context:
-        from moeverify.controller.doctor import Examination
         from moeverify.report.probes import ProbeProgress, render_probes
+        from moeverify.verification.controller.doctor import Examination
 
         examination = Examination()
         num_known, num_rows = len(examination.rows), len(examination.names)

@@ -16,10 +16,10 @@ from moeverify.cli.context import EXIT_CODES, CommandContext, open_context, own_
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeverify.controller.mutation import MutationOptions, RanMutants
-    from moeverify.controller.options import RunOptions
     from moeverify.faults.fault import Fault
     from moeverify.results.benchmark_rows import FaultRow
+    from moeverify.verification.controller.mutation import MutationOptions, RanMutants
+    from moeverify.verification.controller.options import RunOptions
 
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
 
@@ -93,8 +93,8 @@ def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
 def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> None:
     """Show the origin of a fault, its effect, and how to run a case with it."""
     with open_context() as context:
-        from moeverify.axes.describe import describe_layout
-        from moeverify.case.schema import PRECISIONS
+        from moeverify.cases.axes.describe import describe_layout
+        from moeverify.cases.schema import PRECISIONS
         from moeverify.faults.choice import choose_faults, find_class
         from moeverify.report.words.expected import describe_expected
 
@@ -139,12 +139,12 @@ def run(
     Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
     with open_context() as context:
-        from moeverify.controller.fault_benchmark import change_precision, choose_left_out
-        from moeverify.controller.machine import choose_device, describe_environment
-        from moeverify.diagnose.order import EXPLAIN
+        from moeverify.explain.fitting.order import EXPLAIN
         from moeverify.faults.choice import choose_faults
         from moeverify.report.faults import render_faults, write_faults
         from moeverify.report.files import check_writable, write_atomically
+        from moeverify.verification.controller.fault_benchmark import change_precision, choose_left_out
+        from moeverify.verification.controller.machine import choose_device, describe_environment
 
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
@@ -182,10 +182,10 @@ def _run_all(
 ) -> list[FaultRow]:
     """Return the rows of all faults; if the run ends early, print the rows of the finished ones."""
     from moeverify.cli.keeper import Keeper
-    from moeverify.controller.fault_benchmark import count_unasked, run_faults, score_finished
     from moeverify.report.faults import render_faults
     from moeverify.report.progress import open_progress
     from moeverify.report.words.wider import describe_num_unasked
+    from moeverify.verification.controller.fault_benchmark import count_unasked, run_faults, score_finished
 
     keeper = Keeper()
     try:
@@ -232,13 +232,13 @@ def clean(
     Exit code 1 when there was an alarm, 3 when a rank failed.
     """
     with open_context() as context:
-        from moeverify.controller.clean_matrix import choose_clean, run_clean
-        from moeverify.controller.kept import KeptRows
-        from moeverify.controller.machine import choose_device, describe_environment
         from moeverify.report.faults import summarize_clean, write_clean
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
         from moeverify.results.benchmark_rows import CleanRow
+        from moeverify.verification.controller.clean_matrix import choose_clean, run_clean
+        from moeverify.verification.controller.kept import KeptRows
+        from moeverify.verification.controller.machine import choose_device, describe_environment
 
         runs = choose_clean(num_seeds, pattern)
         check_writable([path for path in (keep, markdown) if path is not None])
@@ -292,10 +292,10 @@ def mutate(
         if list_only:
             _print_mutants(context.out, seed)
             return
-        from moeverify.controller.mutation import MutationOptions, run_mutants
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.mutation import write_json, write_mutants
         from moeverify.report.progress import open_progress
+        from moeverify.verification.controller.mutation import MutationOptions, run_mutants
 
         check_writable([path for path in (json_file, markdown) if path is not None], keep)
         options = replace(_options(device, cache), timeout=timeout)
@@ -350,7 +350,7 @@ def _conclude(verdicts: Sequence[str]) -> int:
 
 
 def _options(device: Device, cache: Path | None) -> RunOptions:
-    from moeverify.controller.options import RunOptions
+    from moeverify.verification.controller.options import RunOptions
 
     nowhere = Path("golden", "of-faults")  # no goldens are recorded for these cases
     return RunOptions(device=device.value, cache_folder=cache, golden_folder=nowhere)

@@ -37,11 +37,11 @@ def golden(
     """Record or refresh the goldens of cases."""
     with open_context() as context:
         cases = selection.load()
-        from moeverify.controller.golden import record_goldens
-        from moeverify.controller.options import RunOptions
         from moeverify.report.files import check_writable
         from moeverify.report.goldens import is_stale, render_goldens
         from moeverify.report.progress import open_progress
+        from moeverify.verification.controller.golden import record_goldens
+        from moeverify.verification.controller.options import RunOptions
 
         if not check:  # check before the long computation
             check_writable((), goldens)

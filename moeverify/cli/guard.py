@@ -20,13 +20,13 @@ def run_guarded(
     It is the command's own exit code, or the code of a mismatch if a finding ended the command.
     """
     from moeverify.errors import CaseError, Problem
-    from moeverify.guard.command import GuardedCommand
-    from moeverify.guard.exchange import FINDINGS
-    from moeverify.guard.settings import GuardSettings
     from moeverify.report.files import check_writable
     from moeverify.report.numbers import format_count
     from moeverify.report.words.guard import describe_missing_ranks
     from moeverify.report.words.script import describe_unseen
+    from moeverify.scripts.guard.command import GuardedCommand
+    from moeverify.scripts.guard.exchange import FINDINGS
+    from moeverify.scripts.guard.settings import GuardSettings
 
     if out is not None and (out / FINDINGS).exists():
         problem = Problem(

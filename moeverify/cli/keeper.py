@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moeverify.results.run import CaseResult, Event, RunResult
 
 if TYPE_CHECKING:
-    from moeverify.case.schema import Case
+    from moeverify.cases.schema import Case
 
 
 class Keeper:
@@ -26,7 +26,7 @@ class Keeper:
 
     def watch(self, show: Callable[[Event], None]) -> Callable[[Event], None]:
         """Return a callback that records an event and passes it on to `show`."""
-        from moeverify.controller.run import pass_results
+        from moeverify.verification.controller.run import pass_results
 
         def note(event: Event) -> None:
             if event.kind == "case-start":
@@ -42,7 +42,7 @@ class Keeper:
 
     def make_partial(self, cases: Sequence[Case], error: BaseException) -> RunResult:
         """Return the partial run; unfinished cases are marked as skipped, with the reason."""
-        from moeverify.axes.describe import describe_layout
+        from moeverify.cases.axes.describe import describe_layout
 
         interrupted = isinstance(error, KeyboardInterrupt)
         why = str(error) or "interrupted" if interrupted else f"the run ended early: {error}"

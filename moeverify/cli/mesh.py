@@ -27,8 +27,8 @@ def mesh(
     Its axes and groups, and each rank's coordinates and data.
     """
     with open_context() as context:
-        from moeverify.controller.mesh import make_picture
         from moeverify.report.mesh import render
+        from moeverify.verification.controller.mesh import make_picture
 
         for position, case in enumerate(selection.load()):
             if position:

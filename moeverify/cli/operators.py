@@ -64,8 +64,8 @@ def _compare(run: Path, other: Path, case: str | None) -> OperatorTable:
 
     Raises: FormatError if one of them has none; CaseError if a case is named.
     """
-    from moeverify.captured.operators import compare_operators
     from moeverify.errors import CaseError, Problem
+    from moeverify.scripts.compare.operators import compare_operators
 
     if case is not None:
         message = "recorded scripts have no cases"
@@ -78,10 +78,10 @@ def _read_kept(run: Path, name: str | None) -> OperatorTable:
 
     Raises: FormatError if there are none; CaseError if the case is ambiguous or unknown.
     """
-    from moeverify.capture.settings import RANK_FILE
     from moeverify.errors import CaseError, FormatError, Problem
     from moeverify.report.formats.json import read_run
     from moeverify.report.operator_file import find_table, read
+    from moeverify.scripts.record.settings import RANK_FILE
 
     if any(run.glob(RANK_FILE.format(rank="*"))):
         raise FormatError(f"{run} is a recorded script", "name RUN_B too: the run to compare with it")

@@ -10,7 +10,7 @@ import typer
 from moeverify.cli.context import open_context
 
 if TYPE_CHECKING:
-    from moeverify.placement.plan import Plan
+    from moeverify.tools.placement.plan import Plan
 
 
 _Trace = Annotated[
@@ -71,12 +71,12 @@ def place(
     Prints the loads before and after, a bound that no placement can go below, and the placement.
     """
     with open_context() as context:
-        from moeverify.placement.cluster import Cluster
-        from moeverify.placement.placement_file import read_placement
-        from moeverify.placement.plan import collect, make_plan
-        from moeverify.placement.text import print_plan
-        from moeverify.placement.trace_file import read_trace
         from moeverify.report.files import check_writable
+        from moeverify.tools.placement.cluster import Cluster
+        from moeverify.tools.placement.placement_file import read_placement
+        from moeverify.tools.placement.plan import collect, make_plan
+        from moeverify.tools.placement.text import print_plan
+        from moeverify.tools.placement.trace_file import read_trace
 
         check_writable([file for file in (out, svg, json_file) if file is not None])
         load_trace, cluster, placement = collect(
@@ -102,10 +102,10 @@ def _write_files(plan: Plan, out: Path | None, svg: Path | None, json_file: Path
     """Write the requested files."""
     import json
 
-    from moeverify.placement.picture import draw_plan
-    from moeverify.placement.placement_file import format_placement, placement_to_dict
-    from moeverify.placement.plan import plan_to_dict
     from moeverify.report.files import write_atomically
+    from moeverify.tools.placement.picture import draw_plan
+    from moeverify.tools.placement.placement_file import format_placement, placement_to_dict
+    from moeverify.tools.placement.plan import plan_to_dict
 
     placement = plan.after.placement
     if out is not None:

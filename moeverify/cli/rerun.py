@@ -13,9 +13,9 @@ from moeverify.cli.context import CommandContext
 from moeverify.errors import CaseError, Problem
 
 if TYPE_CHECKING:
-    from moeverify.case.schema import Case
+    from moeverify.cases.schema import Case
+    from moeverify.cases.validation.load import Loaded
     from moeverify.results.run import CaseResult
-    from moeverify.validation.load import Loaded
 
 _MOST_NAMES = 8
 _PAUSE = 2000  # milliseconds
@@ -44,7 +44,7 @@ def check_watch() -> None:
 
     Raises: CaseError if the package is missing, or if an external launcher started the ranks.
     """
-    from moeverify.launch.world import external_world
+    from moeverify.verification.launch.world import external_world
 
     problems = []
     if importlib.util.find_spec("watchfiles") is None:
@@ -119,8 +119,8 @@ def _wait(cases: Sequence[Case], context: CommandContext) -> Iterator[None]:
 
 def list_folders(cases: Sequence[Case]) -> list[Path]:
     """Return the folders of the cases, their recipes and their own code; none contains another."""
-    from moeverify.controller.finished import has_own_code
-    from moeverify.controller.search_path import search_path
+    from moeverify.verification.controller.finished import has_own_code
+    from moeverify.verification.controller.search_path import search_path
 
     wanted = {Path(case.file).resolve().parent for case in cases}
     wanted |= {Path(search_path(case)[0]) for case in cases if has_own_code(case)}

@@ -14,8 +14,8 @@ from moeverify.cli.outputs import Outputs
 from moeverify.cli.run import run_and_report
 
 if TYPE_CHECKING:
-    from moeverify.controller.run import OnEvent
     from moeverify.results.run import RunResult
+    from moeverify.verification.controller.run import OnEvent
 
 
 @with_groups
@@ -41,7 +41,7 @@ def reshard(
             outputs.check()
         cases = selection.load()
         options = settings.make_options(cases, out)
-        from moeverify.controller.reshard import make_pairs, run_pairs
+        from moeverify.verification.controller.reshard import make_pairs, run_pairs
 
         pairs = make_pairs(cases)
 

@@ -47,10 +47,10 @@ def route(
     with open_context() as context:
         from pydantic import TypeAdapter
 
-        from moeverify.controller.route import follow_cases
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.route import render_route
         from moeverify.results.route import RouteReport
+        from moeverify.verification.controller.route import follow_cases
 
         if json is not None and context.is_first:
             check_writable([json])

@@ -23,13 +23,13 @@ from moeverify.cli.rerun import Verified, check_watch, rerun_on_changes
 from moeverify.cli.track import Tracking
 
 if TYPE_CHECKING:
-    from moeverify.case.schema import Case
-    from moeverify.controller.durations import Durations
-    from moeverify.controller.finished import FinishedCases
-    from moeverify.controller.options import RunOptions
-    from moeverify.controller.run import OnEvent
+    from moeverify.cases.schema import Case
+    from moeverify.cases.validation.load import Loaded
     from moeverify.results.run import CaseResult, RunResult
-    from moeverify.validation.load import Loaded
+    from moeverify.verification.controller.durations import Durations
+    from moeverify.verification.controller.finished import FinishedCases
+    from moeverify.verification.controller.options import RunOptions
+    from moeverify.verification.controller.run import OnEvent
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def run(
     tracking: Tracking,
     diagnosis: Diagnosis,
     quiet: Quiet = False,
+    timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
     with open_context() as context:
@@ -105,7 +106,7 @@ def run(
             tracking.check()
 
         def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
-            from moeverify.controller.durations import Durations
+            from moeverify.verification.controller.durations import Durations
 
             options = diagnosis.complete(settings.make_options(loaded.cases, out))
             verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
@@ -115,6 +116,7 @@ def run(
                 outputs.keeping(out),
                 context,
                 quiet=quiet,
+                timings=timings,
                 refused=loaded,
                 # A fault may make a case hang or end early, so its duration is not representative.
                 durations=Durations.of(options) if settings.fault is None else None,
@@ -136,7 +138,7 @@ def run(
 
 def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -> Mapping[str, str]:
     """Return the key of each case, which changes with anything that decides its verdict."""
-    from moeverify.controller.finished import make_key
+    from moeverify.verification.controller.finished import make_key
 
     options = settings.make_options(list(cases), out)
     return {case.name: make_key(case, options) for case in cases}
@@ -168,7 +170,7 @@ class _Verification:
         context: CommandContext,
     ) -> _Verification:
         """Return a verification that runs only cases that are neither known nor in the `--keep` file."""
-        from moeverify.controller.finished import FinishedCases
+        from moeverify.verification.controller.finished import FinishedCases
 
         finished = FinishedCases.open(keep, cases, options)
         if finished.results:
@@ -179,9 +181,14 @@ class _Verification:
 
     def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
         """Return the verdicts of all cases; see `run_and_report`."""
-        from moeverify.controller.escalation import WIDER, escalate, find_confirming, note_unasked
-        from moeverify.controller.follow_up import follow_up
-        from moeverify.controller.run import run_cases
+        from moeverify.verification.controller.escalation import (
+            WIDER,
+            escalate,
+            find_confirming,
+            note_unasked,
+        )
+        from moeverify.verification.controller.follow_up import follow_up
+        from moeverify.verification.controller.run import run_cases
 
         left = self.finished.list_left(self.cases)
         asks = self.diagnosis.escalate
@@ -240,6 +247,7 @@ def run_and_report(
     context: CommandContext,
     *,
     quiet: bool,
+    timings: bool = False,
     refused: Loaded | None = None,
     durations: Durations | None = None,
     finished: Mapping[str, CaseResult] | None = None,
@@ -268,7 +276,7 @@ def run_and_report(
         return 0
     if durations is not None:
         durations.keep(result.cases)
-    return deliver(_add_refused(result, refused), outputs, context, quiet=quiet)
+    return deliver(_add_refused(result, refused), outputs, context, quiet=quiet, timings=timings)
 
 
 def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
@@ -287,17 +295,22 @@ def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
     return result.model_copy(update={"cases": (*result.cases, *skipped)})
 
 
-def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool) -> int:
+def deliver(
+    result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool, timings: bool = False
+) -> int:
     """Write the files, then print, and return the exit code.
 
     The files come first, since the reader of the console may close the pipe.
     """
     from moeverify.report.text import render_run
+    from moeverify.report.timings import render_timings
 
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict does not depend on the reader
+        if timings:
+            render_timings(result, context.out)
         render_run(result, context.out, folder=outputs.folder, file=outputs.files.get("json"), quiet=quiet)
         failures += outputs.publish(result, context)
     for failure in failures:

@@ -22,7 +22,7 @@ def schema(
     with open_context() as door:
         import json
 
-        from moeverify.validation.reference import make_json_schema, render_page
+        from moeverify.cases.validation.reference import make_json_schema, render_page
 
         text = render_page() if page else json.dumps(make_json_schema(), indent=2) + "\n"
         door.out.print(text, end="", markup=False, highlight=False, soft_wrap=True)

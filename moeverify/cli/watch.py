@@ -13,8 +13,8 @@ import typer
 from moeverify.cli.context import CommandContext, open_context
 
 if TYPE_CHECKING:
-    from moeverify.capture.settings import Settings
     from moeverify.errors import Problem
+    from moeverify.scripts.record.settings import Settings
 
 _MEBIBYTE = 2**20
 
@@ -130,9 +130,9 @@ def watch(
 
 
 def _record(command: list[str], settings: Settings, context: CommandContext) -> int:
-    from moeverify.capture.command import count_steps, run_command
-    from moeverify.capture.settings import VARIABLE
     from moeverify.report.words.script import describe_recorded, describe_unseen
+    from moeverify.scripts.record.command import count_steps, run_command
+    from moeverify.scripts.record.settings import VARIABLE
 
     code = run_command(command, {VARIABLE: settings.model_dump_json()})
     steps = count_steps(settings.out)
@@ -160,9 +160,9 @@ def _make_settings(
 
     Raises: CaseError listing all problems of the options.
     """
-    from moeverify.capture.settings import Settings
     from moeverify.errors import CaseError, Problem
     from moeverify.report.files import check_writable
+    from moeverify.scripts.record.settings import Settings
 
     first, last = _read_range(steps)
     settings = Settings(
@@ -194,8 +194,8 @@ def _make_settings(
 
 def _find_problems(settings: Settings, out: Path | None) -> Iterator[Problem]:
     """Yield the problems of the folders and of options that depend on others."""
-    from moeverify.capture.settings import RANK_FILE
     from moeverify.errors import Problem
+    from moeverify.scripts.record.settings import RANK_FILE
 
     step, weights = settings.operators, settings.weights
     if out is not None and any(out.glob(RANK_FILE.format(rank="*"))):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 from moeverify.results.operator_table import Phase
 
 LEAF = "leaf"

@@ -53,10 +53,10 @@ from moeverify.explain.program import (
 )
 from moeverify.explain.sites import find_sites, is_direct
 from moeverify.explain.waits import Waits
-from moeverify.layout.local_shard import logical_name
-from moeverify.layout.passes import is_trial_pass
-from moeverify.layout.placement import local_part
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.local_shard import logical_name
+from moeverify.parallel.regions.passes import is_trial_pass
+from moeverify.parallel.regions.placement import local_part
+from moeverify.parallel.regions.region import Region
 from moeverify.train.module_taps import list_floats
 
 MOST_ELEMENTS = 1 << 28
@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             self._is_open = before
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Record which value the training loop shows; see `moeverify.layout.observer.Observer`."""
+        """Record which value the training loop shows; see `moeverify.parallel.regions.observer.Observer`."""
         if self._is_open:
             with _disable_current_modes():
                 value = None if local is None else self._find(local_part(local.detach()))

@@ -22,14 +22,9 @@ _WATCHERS = tuple(
     str(Path(__file__).parents[1] / name)
     for name in (
         "explain",
-        "collectives",
-        "calls",
-        "checks",
-        "compare",
-        "recording",
-        "worker",
-        "layout",
-        "golden",
+        "parallel/regions",
+        "train/calls",
+        "verification",
     )
 )
 _COLLECTIVES = tuple(

@@ -11,7 +11,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.compare import is_right
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Mark, Program
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 
 _MANY = 16
 """Minimum number of distinct absolute values of a tensor for its match to prove a repair."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.case.select import PatternError, compile_pattern
-from moeverify.case.suggest import find_nearest
+from moeverify.cases.select import PatternError, compile_pattern
+from moeverify.cases.suggest import find_nearest
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.catalogue import FaultClass, load_classes
 from moeverify.faults.fault import Fault

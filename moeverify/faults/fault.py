@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeverify.case.schema import PRECISIONS, Case, Precision
+from moeverify.cases.schema import PRECISIONS, Case, Precision
 from moeverify.faults.patch import Patch
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause

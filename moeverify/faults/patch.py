@@ -19,7 +19,12 @@ Holder = ModuleType | type
 _FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
 
 # Modules that judge a run keep the originals: a fault breaks the code under test, never the comparison.
-_JUDGES = ("moeverify.checks.", "moeverify.compare.", "moeverify.diagnose.", "moeverify.golden.")
+_JUDGES = (
+    "moeverify.verification.checks.",
+    "moeverify.verification.compare.",
+    "moeverify.explain.fitting.",
+    "moeverify.verification.golden.",
+)
 
 # Attributes of a stand-in: the original function, and the patch that installed it.
 _ROOT, _OWNER = "_patched_function", "_patched_by"

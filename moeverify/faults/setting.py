@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moeverify.case.presets import PRESETS
-from moeverify.case.schema import (
+from moeverify.cases.presets import PRESETS
+from moeverify.cases.schema import (
     Case,
     Checkpoint,
     Checks,

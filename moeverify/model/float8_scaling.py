@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moeverify.case.choice import Row, Table
-from moeverify.case.rule import blame, experts, reading, reference_model
-from moeverify.case.schema import Case
+from moeverify.cases.choice import Row, Table
+from moeverify.cases.rule import blame, experts, reading, reference_model
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 from moeverify.results.obstacle import MissingPackages, Obstacle, UnsupportedHere
 

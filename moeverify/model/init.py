@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.schema import ReferenceModel
+from moeverify.cases.schema import ReferenceModel
 from moeverify.hashing import hash_counter, in_chunks, key_of
 from moeverify.seams import seam
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.attention import MLA
-from moeverify.case.schema import ReferenceModel
+from moeverify.cases.attention import MLA
+from moeverify.cases.schema import ReferenceModel
 from moeverify.model.attention import Core, causal_core
 from moeverify.model.norm import RMSNorm
 from moeverify.model.param_access import View, identity

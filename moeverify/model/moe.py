@@ -9,7 +9,7 @@ from functools import cache
 
 from torch import Tensor, nn
 
-from moeverify.case.schema import MoE as MoESpec
+from moeverify.cases.schema import MoE as MoESpec
 from moeverify.model.dispatcher import Dispatcher, LocalDispatcher, Overlapping
 from moeverify.model.expert_backends import EXPERTS
 from moeverify.model.experts import Experts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moeverify.case.schema import MoE as MoESpec
+from moeverify.cases.schema import MoE as MoESpec
 from moeverify.model.param_access import View, identity
 from moeverify.model.precision import Factory, widen
 from moeverify.seams import seam

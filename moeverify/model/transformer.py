@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moeverify.case.schema import ReferenceModel
+from moeverify.cases.schema import ReferenceModel
 from moeverify.model.attention import Attention
 from moeverify.model.mla import LatentAttention
 from moeverify.model.mlp import MLP

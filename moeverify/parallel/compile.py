@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeverify.case.choice import Row, Table
-from moeverify.case.rule import blame, is_asked, reading
-from moeverify.case.schema import Case
+from moeverify.cases.choice import Row, Table
+from moeverify.cases.rule import blame, is_asked, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 from moeverify.results.obstacle import Obstacle, UnsupportedHere
 from moeverify.seams import seam

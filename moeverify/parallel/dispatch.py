@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeverify.axes.expert_placement import is_placed
-from moeverify.case.choice import Row, Table
-from moeverify.case.rule import blame, reading
-from moeverify.case.schema import Case
+from moeverify.cases.axes.expert_placement import is_placed
+from moeverify.cases.choice import Row, Table
+from moeverify.cases.rule import blame, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 
 if TYPE_CHECKING:

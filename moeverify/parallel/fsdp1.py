@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from moeverify.case.schema import Fsdp1Strategy
+from moeverify.cases.schema import Fsdp1Strategy
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.ddp import Accumulate
 from moeverify.parallel.fsdp1_strategies import FSDP1_STRATEGY

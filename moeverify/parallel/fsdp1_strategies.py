@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeverify.case.choice import Row, Table
+from moeverify.cases.choice import Row, Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moeverify.case.choice import Row, Table
-from moeverify.case.rule import blame, reading
-from moeverify.case.schema import Case
+from moeverify.cases.choice import Row, Table
+from moeverify.cases.rule import blame, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from moeverify.layout.placement import local_part
 from moeverify.parallel.collectives import check_contiguous
+from moeverify.parallel.regions.placement import local_part
 from moeverify.seams import seam
 
 

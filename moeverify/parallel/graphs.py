@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moeverify.case.choice import Row, Table
-from moeverify.case.rule import blame, experts, is_asked, reading
-from moeverify.case.schema import Case
+from moeverify.cases.choice import Row, Table
+from moeverify.cases.rule import blame, experts, is_asked, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 from moeverify.results.checks import CheckName
 from moeverify.results.obstacle import Obstacle, UnsupportedHere

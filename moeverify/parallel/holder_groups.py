@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moeverify.axes.mesh import View
+from moeverify.cases.axes.mesh import View
 from moeverify.errors import MachineError
-from moeverify.placement.buckets import list_buckets
-from moeverify.placement.placement import Placement
 from moeverify.seams import seam
+from moeverify.tools.placement.buckets import list_buckets
+from moeverify.tools.placement.placement import Placement
 
 Holders = tuple[int, ...]
 """Coordinates on ep, ascending."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moeverify.case.rule import blame, experts, is_asked, reading
-from moeverify.case.schema import Case
+from moeverify.cases.rule import blame, experts, is_asked, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 
 _PATH = "layout.joined_micro_batches"

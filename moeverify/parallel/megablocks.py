@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from moeverify.case.schema import MoE
+from moeverify.cases.schema import MoE
 from moeverify.model.megablocks.losses import OwnLosses
 
 

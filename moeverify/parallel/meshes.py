@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moeverify.axes.mesh import MeshPlan, View
-from moeverify.axes.registry import EXPERT_AXES
-from moeverify.axes.stages import end_ranks
-from moeverify.case.schema import Layout
+from moeverify.cases.axes.mesh import MeshPlan, View
+from moeverify.cases.axes.registry import EXPERT_AXES
+from moeverify.cases.axes.stages import end_ranks
+from moeverify.cases.schema import Layout
 from moeverify.parallel.holder_groups import HolderGroups
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """One mesh for each view of the layout (see `moeverify.axes.mesh`).
+    """One mesh for each view of the layout (see `moeverify.cases.axes.mesh`).
 
     `holders` has the groups of ranks that hold the same experts under a placement. `ends` is the group of
     the ranks with the first and the last stage of this rank's pipeline. It is None when this rank is

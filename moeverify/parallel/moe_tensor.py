@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from moeverify.layout.region import Indices, as_indices
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction
 from moeverify.model.moe import MoE
 from moeverify.model.router import RouterStats
@@ -32,6 +31,7 @@ from moeverify.parallel.collectives import (
     split_to,
     sum_over,
 )
+from moeverify.parallel.regions.region import Indices, as_indices
 from moeverify.parallel.tensor import parallelize_mlp
 from moeverify.seams import seam
 

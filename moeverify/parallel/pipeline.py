@@ -11,7 +11,7 @@ The schedule's own division of gradients by the number of micro-batches is off, 
 divided by the token count of the global batch. A tied embedding is on the first and the last stage, each
 with a partial gradient; `plan.py` sums them.
 
-`moeverify.axes.schedules` lists the schedules and their sources.
+`moeverify.cases.axes.schedules` lists the schedules and their sources.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from moeverify.axes.schedules import PIPELINE_SCHEDULE
-from moeverify.axes.stages import split_layers, stages_of
-from moeverify.case.schema import Layout, ReferenceModel
+from moeverify.cases.axes.schedules import PIPELINE_SCHEDULE
+from moeverify.cases.axes.stages import split_layers, stages_of
+from moeverify.cases.schema import Layout, ReferenceModel
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import Transformer
 from moeverify.seams import seam
@@ -99,7 +99,7 @@ class Stage(Transformer):
 
 
 class Stages(nn.Module):
-    """The stages of one rank as one module; `moeverify.layout.local_shard` strips the names that it adds."""
+    """The stages of one rank as one module; `parallel.regions.local_shard` strips the names that it adds."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Experts under an explicit placement: storage on each rank and reduction of their gradients.
 
 A rank holds any number of whole experts as rows of plain tensors; torch has no placement for this. Experts
-with the same holders form a bucket and are stored contiguously (`moeverify.placement.buckets`). A replica
+with the same holders form a bucket and are stored contiguously (`moeverify.tools.placement.buckets`). A replica
 processes only the tokens sent to it, so its gradient is an unreduced partial sum. The gradient is summed
 over exactly the ranks that hold the expert, in every copy of the ep group. It is then divided by the number
 of loss ranks, whatever the number of replicas.
@@ -25,9 +25,9 @@ from moeverify.parallel.collectives import check_contiguous, sum_over
 from moeverify.parallel.expert import AllToAllDispatcher
 from moeverify.parallel.holder_groups import HolderGroup, HolderGroups, Holders
 from moeverify.parallel.replica_routes import ReplicaRoutes
-from moeverify.placement.buckets import Bucket, list_buckets, order_rows
-from moeverify.placement.placement import Placement
 from moeverify.seams import seam
+from moeverify.tools.placement.buckets import Bucket, list_buckets, order_rows
+from moeverify.tools.placement.placement import Placement
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from moeverify.axes.expert_placement import find_placement, is_placed
-from moeverify.case.schema import Layout
-from moeverify.layout.local_shard import LocalShard, parameters
-from moeverify.layout.region import Indices
+from moeverify.cases.axes.expert_placement import find_placement, is_placed
+from moeverify.cases.schema import Layout
 from moeverify.model.attention import Attention
 from moeverify.model.attention_cores import ATTENTION
 from moeverify.model.experts import ExpertHolder
@@ -45,6 +43,8 @@ from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
 from moeverify.parallel.placed_experts import PlacedExperts, place_experts
 from moeverify.parallel.recompute import apply_recompute
+from moeverify.parallel.regions.local_shard import LocalShard, parameters
+from moeverify.parallel.regions.region import Indices
 from moeverify.parallel.router_losses import ROUTER_LOSSES
 from moeverify.seams import seam
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from moeverify.case.schema import Recompute
+from moeverify.cases.schema import Recompute
 from moeverify.model.router import Router
 from moeverify.model.transformer import Transformer
 from moeverify.seams import seam

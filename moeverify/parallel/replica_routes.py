@@ -2,7 +2,7 @@
 
 A rank with a replica keeps its own copies. Any other rank splits its copies of an expert, in token order,
 into runs of nearly equal length, one for each rank that holds the expert. The solver uses the same rule
-(`moeverify.placement.sharing.split_copies`). The routes are deterministic, so every run and every
+(`moeverify.tools.placement.sharing.split_copies`). The routes are deterministic, so every run and every
 recomputation sends the same copies.
 
 Notation: n ranks of ep, E experts, P slots of all ranks together, M token copies.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from moeverify.model.dispatcher import sort_copies
-from moeverify.placement.cluster import Cluster
-from moeverify.placement.sharing import find_nearest
 from moeverify.seams import seam
+from moeverify.tools.placement.cluster import Cluster
+from moeverify.tools.placement.sharing import find_nearest
 
 
 class Departure(NamedTuple):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeverify.case.choice import Row, Table
-from moeverify.case.rule import blame, experts, reading
-from moeverify.case.schema import Case
+from moeverify.cases.choice import Row, Table
+from moeverify.cases.rule import blame, experts, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 
 if TYPE_CHECKING:

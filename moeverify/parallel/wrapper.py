@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from moeverify.case.schema import Layout
+from moeverify.cases.schema import Layout
 from moeverify.parallel.data_parallel import DATA_PARALLEL, DataRanks
 from moeverify.parallel.meshes import Meshes
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.document import read_document
-from moeverify.case.entry import Entry
-from moeverify.case.lines import find_line
-from moeverify.case.schema import Case
+from moeverify.cases.document import read_document
+from moeverify.cases.entry import Entry
+from moeverify.cases.lines import find_line
+from moeverify.cases.schema import Case
 from moeverify.errors import CaseError, MoeverifyError
 from moeverify.pytest_plugin.session import CaseSession
 from moeverify.report.console import open_console

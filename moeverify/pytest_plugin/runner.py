@@ -9,14 +9,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from moeverify.case.schema import Case
-from moeverify.controller.escalation import escalate_stream
-from moeverify.controller.golden import record_goldens
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import stream_cases
+from moeverify.cases.schema import Case
 from moeverify.errors import MoeverifyError
 from moeverify.results.golden import GoldenRow
 from moeverify.results.run import CaseResult, Event
+from moeverify.verification.controller.escalation import escalate_stream
+from moeverify.verification.controller.golden import record_goldens
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import stream_cases
 
 
 class CaseRunner:

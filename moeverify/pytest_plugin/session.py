@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller.golden import find_unused
-from moeverify.controller.options import RunOptions
+from moeverify.cases.schema import Case
+from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError, Problem
-from moeverify.launch.world import external_world
 from moeverify.pytest_plugin.recognition import looks_like_case
 from moeverify.pytest_plugin.runner import CaseRunner
 from moeverify.report.words.note import describe_row
 from moeverify.results.golden import GoldenRow
 from moeverify.results.run import CaseResult
-from moeverify.validation.load import load_cases
+from moeverify.verification.controller.golden import find_unused
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.launch.world import external_world
 
 _NAME = "moeverify-session"
 

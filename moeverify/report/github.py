@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from moeverify.case.document import read_document
-from moeverify.case.lines import find_line
+from moeverify.cases.document import read_document
+from moeverify.cases.lines import find_line
 from moeverify.errors import Problem
 from moeverify.report.failure import describe_failure, name_failure
 from moeverify.report.numbers import format_count

@@ -48,8 +48,9 @@ ZERO_KINDS: frozenset[str] = frozenset({Kind.ROUTER_FLIPS})
 class CheckName(StrEnum):
     """All checks in the order of a training step; an earlier check is closer to the cause.
 
-    A new check needs a line here and an implementation in a file of `moeverify.checks`. The third value of
-    a line marks an expensive check, which runs only if a case lists it in `checks.also`.
+    A new check needs a line here and an implementation in a file of
+    `moeverify.verification.checks`. The third value of a line marks an expensive check, which runs only
+    if a case lists it in `checks.also`.
     """
 
     description: str

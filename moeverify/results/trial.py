@@ -36,7 +36,7 @@ class Reason(StrEnum):
 class Trial(Record):
     """One test of a hypothesis about a wrong tensor, with its verdict.
 
-    `hypothesis` is the name of a file in `moeverify.diagnose.hypotheses`. `about` is the tested variant if
+    `hypothesis` is the name of a file in `moeverify.explain.fitting.hypotheses`. `about` is the tested variant if
     there are several, such as an axis. `contributions` are multiples of the parts of the golden; all ones
     is the golden itself. `residual` is the unexplained remainder: relative to the error for a fit,
     otherwise relative to the tensor. The verdict is `untried` if the test has no data, or if a simpler

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
-from moeverify.case.schema import Optimizer
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Region
+from moeverify.cases.schema import Optimizer
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.region import Region
 from moeverify.train.clipping import clip_coefficient
 from moeverify.train.engine import PreparedEngine
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moeverify.errors import CaseError, Problem
-from moeverify.launch.single_rank_world import single_rank_world
 from moeverify.stacks.constants import offset_constants
 from moeverify.stacks.framework import import_framework, number_globally
 from moeverify.train.target import resolve
+from moeverify.verification.launch.single_rank_world import single_rank_world
 
 # The first release with `top2_2nd_expert_sampling`, without which the second expert is drawn at random.
 LEAST = "0.17.0"

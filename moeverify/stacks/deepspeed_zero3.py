@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
-from moeverify.layout.local_shard import LocalShard, logical_name
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.local_shard import LocalShard, logical_name
+from moeverify.parallel.regions.region import Region
 from moeverify.stacks.deepspeed_loop import DeepSpeedLoop
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
 

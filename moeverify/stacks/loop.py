@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moeverify.case.schema import Optimizer as OptimizerSpec
-from moeverify.layout.local_shard import LocalShard
+from moeverify.cases.schema import Optimizer as OptimizerSpec
+from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.train.clipping import clip_coefficient
 from moeverify.train.engine import PreparedEngine
 

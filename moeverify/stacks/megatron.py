@@ -29,11 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer as TorchOptimizer
 
-from moeverify.case.schema import Optimizer
+from moeverify.cases.schema import Optimizer
 from moeverify.errors import CaseError, Problem
-from moeverify.launch.single_rank_world import single_rank_world
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.region import Region
 from moeverify.stacks.constants import offset_constants
 from moeverify.stacks.framework import (
     import_framework,
@@ -45,6 +44,7 @@ from moeverify.stacks.megatron_on_cpu import stand_in_for_cuda
 from moeverify.train.clipping import clip_coefficient
 from moeverify.train.engine import PreparedEngine
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
+from moeverify.verification.launch.single_rank_world import single_rank_world
 
 # The oldest release that was tested.
 LEAST = "0.16.0"

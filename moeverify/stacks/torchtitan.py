@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from moeverify.errors import CaseError, Problem
-from moeverify.layout.local_shard import buffers, parameters
+from moeverify.parallel.regions.local_shard import buffers, parameters
 from moeverify.stacks.constants import offset_constants
 from moeverify.stacks.framework import import_framework, refuse_axes, refuse_unknown_arguments
 from moeverify.stacks.loop import FrameworkLoop

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from moeverify.axes.expert_placement import find_placement, list_exchanges
-from moeverify.axes.groups import find_source
-from moeverify.axes.split import split_rows
-from moeverify.case.schema import Layout, Precision, Recipe, ReferenceModel
+from moeverify.cases.axes.expert_placement import find_placement, list_exchanges
+from moeverify.cases.axes.groups import find_source
+from moeverify.cases.axes.split import split_rows
+from moeverify.cases.schema import Layout, Precision, Recipe, ReferenceModel
 from moeverify.errors import CaseError, Problem
-from moeverify.layout.local_shard import LocalShard, buffers, parameters
-from moeverify.layout.region import as_indices
 from moeverify.model.init import initial_values
 from moeverify.model.mixed_precision import Narrowed
 from moeverify.model.transformer import Transformer
@@ -30,9 +28,11 @@ from moeverify.parallel.graphs import GRAPHS
 from moeverify.parallel.meshes import Meshes
 from moeverify.parallel.pipeline import Shapes, build_stages
 from moeverify.parallel.plan import Fill, parallelize, parallelize_stages
+from moeverify.parallel.regions.local_shard import LocalShard, buffers, parameters
+from moeverify.parallel.regions.region import as_indices
 from moeverify.parallel.wrapper import accumulate, keeps_flat_shards
-from moeverify.placement.policy import Policy
 from moeverify.seams import seam
+from moeverify.tools.placement.policy import Policy
 from moeverify.train.clipping import are_plain_tensors_everywhere, count_regions_once
 from moeverify.train.custom_step import CustomStep
 from moeverify.train.data import Share, whole_share

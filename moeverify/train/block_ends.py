@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moeverify.case.schema import Data
-from moeverify.layout.local_shard import logical_name
-from moeverify.layout.passes import Passes
-from moeverify.layout.placement import local_part
-from moeverify.layout.region import Region
-from moeverify.layout.unseen import unseen
+from moeverify.cases.schema import Data
 from moeverify.parallel import pipeline
+from moeverify.parallel.regions.local_shard import logical_name
+from moeverify.parallel.regions.passes import Passes
+from moeverify.parallel.regions.placement import local_part
+from moeverify.parallel.regions.region import Region
+from moeverify.parallel.regions.unseen import unseen
 from moeverify.train.data import Share
 from moeverify.train.program import Program
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from moeverify.errors import CaseError, Problem
-from moeverify.layout.local_shard import LocalShard
 from moeverify.model.precision import widen
+from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.seams import seam
 
 SumOverShards = Callable[[Tensor], Tensor]

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moeverify.calls.call import Call
-from moeverify.calls.hooks import install
-from moeverify.calls.listener import Listener, find_site, to_float
-from moeverify.case.suggest import suggest
+from moeverify.cases.suggest import suggest
 from moeverify.errors import CaseError, Problem
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.placement import local_part
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.placement import local_part
+from moeverify.train.calls.call import Call
+from moeverify.train.calls.hooks import install
+from moeverify.train.calls.listener import Listener, find_site, to_float
 from moeverify.train.clipping import clip_coefficient
 from moeverify.train.target import describe_error, resolve
 

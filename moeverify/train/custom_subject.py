@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.cases.schema import CustomModel, Recipe
 from moeverify.errors import CaseError, Problem
 from moeverify.train.data import IGNORED, Batch, Share, make_batch
 from moeverify.train.forward import cross_entropy

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import Data
+from moeverify.cases.schema import Data
 from moeverify.hashing import hash_counter, key_of
-from moeverify.layout.region import Indices, Region, as_indices
+from moeverify.parallel.regions.region import Indices, Region, as_indices
 
 IGNORED = -100  # target of a token without loss: the default ignore_index of torch's cross entropy
 

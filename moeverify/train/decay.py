@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moeverify.case.choice import Row, Table
+from moeverify.cases.choice import Row, Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
-from moeverify.case.schema import Optimizer
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Region
+from moeverify.cases.schema import Optimizer
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.region import Region
 from moeverify.train.clipping import clip_gradients
 from moeverify.train.optimizer import build_optimizer, optimizer_state
 

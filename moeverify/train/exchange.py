@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moeverify.layout.local_shard import parameters
 from moeverify.parallel.move_experts import Journey, move_rows
 from moeverify.parallel.placed_experts import PlacedExperts, PlacedLayer, set_placement
-from moeverify.placement.buckets import list_buckets, order_rows
-from moeverify.placement.placement import Placement
+from moeverify.parallel.regions.local_shard import parameters
 from moeverify.seams import seam
+from moeverify.tools.placement.buckets import list_buckets, order_rows
+from moeverify.tools.placement.placement import Placement
 from moeverify.train.program import Program
 
 

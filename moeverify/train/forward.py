@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from moeverify.case.schema import MoE, Recipe
+from moeverify.cases.schema import MoE, Recipe
 from moeverify.model.transformer import ModelOutput
 from moeverify.seams import seam
 from moeverify.train.data import IGNORED, Batch

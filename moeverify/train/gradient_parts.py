@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeverify.case.schema import MoE
-from moeverify.layout.local_shard import LocalShard
+from moeverify.cases.schema import MoE
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import ModelOutput, TiedHead, Transformer
+from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.train.data import IGNORED, Batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Normalizers, Sums, router_losses

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moeverify.case.schema import Recipe, ReferenceModel
+from moeverify.cases.schema import Recipe, ReferenceModel
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.results.initial_values import InitialSource
-from moeverify.weights.by_name import load_by_name
-from moeverify.weights.description import CONFIG, Description, read_config_file
-from moeverify.weights.load import load_weights
+from moeverify.tools.weights.by_name import load_by_name
+from moeverify.tools.weights.description import CONFIG, Description, read_config_file
+from moeverify.tools.weights.load import load_weights
 
 _REMEDY = (
     "let `model` describe what is there; `moeverify convert --drop` writes a folder without some tensors"

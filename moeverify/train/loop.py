@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moeverify.case.schema import Recipe
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.observer import INITIAL, Observer, copy_all, show_all
-from moeverify.layout.region import Region
+from moeverify.cases.schema import Recipe
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.observer import INITIAL, Observer, copy_all, show_all
+from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
 from moeverify.train.custom_step import CustomStep

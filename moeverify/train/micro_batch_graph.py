@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from moeverify.layout.placement import local_part
 from moeverify.model.router import RouterRecord
 from moeverify.parallel.fsdp2_gather import gather
+from moeverify.parallel.regions.placement import local_part
 from moeverify.seams import seam
 from moeverify.train.data import Batch
 from moeverify.train.forward import compute_losses

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moeverify.layout.local_shard import logical_name
-from moeverify.layout.passes import Passes
-from moeverify.layout.placement import is_partial, local_part
-from moeverify.layout.unseen import unseen
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction, Overlapping
 from moeverify.model.moe import MoE
 from moeverify.parallel.float8 import unpack
 from moeverify.parallel.pipeline import Stage
+from moeverify.parallel.regions.local_shard import logical_name
+from moeverify.parallel.regions.passes import Passes
+from moeverify.parallel.regions.placement import is_partial, local_part
+from moeverify.parallel.regions.unseen import unseen
 
 FORWARD, BACKWARD = "forward", "backward"
 

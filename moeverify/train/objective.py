@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import MoE
+from moeverify.cases.schema import MoE
 from moeverify.model.router import RouterStats
 from moeverify.seams import seam
 from moeverify.train.data import Batch

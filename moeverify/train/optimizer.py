@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moeverify.case.schema import Optimizer as OptimizerSpec
-from moeverify.layout.local_shard import LocalShard, parameters
-from moeverify.layout.region import Region
+from moeverify.cases.schema import Optimizer as OptimizerSpec
+from moeverify.parallel.regions.local_shard import LocalShard, parameters
+from moeverify.parallel.regions.region import Region
 from moeverify.seams import seam
 from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS
 

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moeverify.case.schema import Layout
+from moeverify.cases.schema import Layout
 from moeverify.errors import CaseError, Problem
-from moeverify.layout.by_value import Unplaced, place_by_value, place_region
-from moeverify.layout.local_shard import LocalShard, parameters
-from moeverify.layout.placement import local_part
-from moeverify.layout.region import Region
 from moeverify.parallel.meshes import Meshes
+from moeverify.parallel.regions.by_value import Unplaced, place_by_value, place_region
+from moeverify.parallel.regions.local_shard import LocalShard, parameters
+from moeverify.parallel.regions.placement import local_part
+from moeverify.parallel.regions.region import Region
 from moeverify.parallel.wrapper import apply_wrapper
 from moeverify.train.engine import Engine, PlainEngine
 from moeverify.train.target import resolve

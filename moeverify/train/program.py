@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.schema import Recipe
-from moeverify.layout.bound import BoundTensors, Rebound, take_live
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Region
+from moeverify.cases.schema import Recipe
 from moeverify.parallel.holder_groups import HolderGroups
 from moeverify.parallel.pipeline import Pipeline
 from moeverify.parallel.placed_experts import PlacedExperts
-from moeverify.placement.placement import Placement
+from moeverify.parallel.regions.bound import BoundTensors, Rebound, take_live
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.region import Region
+from moeverify.tools.placement.placement import Placement
 from moeverify.train.clipping import SumOverShards, gradient_norm, norm_of_regions
 from moeverify.train.custom_step import CustomStep
 from moeverify.train.data import Batch, Share

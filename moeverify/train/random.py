@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moeverify.hashing import key_of
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.region import Region
 
 PREFIX = "rng/"
 """Prefix of the names of generator states."""

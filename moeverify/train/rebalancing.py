@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.placement.placement import Placement
-from moeverify.placement.policy import Policy
 from moeverify.seams import seam
+from moeverify.tools.placement.placement import Placement
+from moeverify.tools.placement.policy import Policy
 from moeverify.train.routers import RouterView
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.schema import Recipe, ReferenceModel
+from moeverify.cases.schema import Recipe, ReferenceModel
 from moeverify.model.float8 import convert
 from moeverify.model.transformer import Transformer
 from moeverify.train.data import Batch, Share, make_batch

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from moeverify.layout.local_shard import logical_name
-from moeverify.layout.region import Indices
 from moeverify.model.router import RouterSlot
+from moeverify.parallel.regions.local_shard import logical_name
+from moeverify.parallel.regions.region import Indices
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import MoE, Recipe
-from moeverify.layout.observer import Observer
-from moeverify.layout.region import Indices, Region
+from moeverify.cases.schema import MoE, Recipe
 from moeverify.model.router import RouterRecord
+from moeverify.parallel.regions.observer import Observer
+from moeverify.parallel.regions.region import Indices, Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
 from moeverify.train.data import Batch

@@ -7,7 +7,7 @@ from functools import partial
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from moeverify.case.schema import Optimizer as OptimizerSpec
+from moeverify.cases.schema import Optimizer as OptimizerSpec
 from moeverify.train.decay import RATE_SCHEDULE
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from moeverify.case.schema import Recipe
+from moeverify.cases.schema import Recipe
 from moeverify.errors import FormatError
-from moeverify.layout.local_shard import LocalShard
+from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.seams import seam
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.program import Program

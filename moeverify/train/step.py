@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.case.schema import Recipe
+from moeverify.cases.schema import Recipe
 from moeverify.train.data import Batch
 from moeverify.train.loop import run_micro_batches
 from moeverify.train.objective import count_valid

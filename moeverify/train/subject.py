@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moeverify.layout.local_shard import LocalShard
+from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.train.data import Batch, Share
 from moeverify.train.objective import Losses, Normalizers, Sums
 from moeverify.train.routers import RouterView

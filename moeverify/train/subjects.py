@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeverify.case.schema import CustomModel, Recipe, ReferenceModel
+from moeverify.cases.schema import CustomModel, Recipe, ReferenceModel
 from moeverify.train.custom_subject import CustomSubject
 from moeverify.train.reference_subject import ReferenceSubject
 from moeverify.train.subject import Subject

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moeverify.case.suggest import suggest
+from moeverify.cases.suggest import suggest
 from moeverify.errors import CaseError, Problem
 
 _OWN_FOLDER = Path(__file__).resolve().parents[1]

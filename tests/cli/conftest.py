@@ -11,16 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from moeverify.case.presets import PRESETS
-from moeverify.case.schema import ReferenceModel
+from moeverify.cases.presets import PRESETS
+from moeverify.cases.schema import ReferenceModel
 from moeverify.cli import build_app
 from moeverify.model.init import initialize
 from moeverify.model.transformer import Transformer
 from moeverify.report.formats.registry import write_run
 from moeverify.results.finding import CheckResult, Worst
 from moeverify.results.run import CaseResult, RunResult
-from moeverify.weights.dcp import DcpSink
-from moeverify.weights.source import Chunk, Spec, cut
+from moeverify.tools.weights.dcp import DcpSink
+from moeverify.tools.weights.source import Chunk, Spec, cut
 
 Invoke = Callable[..., Result]
 Keep = Callable[..., Path]

@@ -31,26 +31,9 @@ from spoiled import (
     spoil_yaml,
 )
 
-from moeverify.checkpoint.hyperrect import Hyperrect
-from moeverify.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    StoredChunk,
-    StoredFile,
-    StoredTensor,
-    read_manifest,
-    write_manifest,
-)
-from moeverify.controller.finished import FinishedCases
-from moeverify.controller.goldens import GoldenSet
-from moeverify.controller.options import RunOptions
+from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError, FormatError
-from moeverify.golden.file import GoldenFile, golden_path, write_golden
-from moeverify.golden.store import GoldenWriter, StoredGolden
-from moeverify.jobs import GoldenSummary
-from moeverify.layout.region import Region
-from moeverify.placement.synthetic import make_trace
-from moeverify.placement.trace_file import TraceWriter
+from moeverify.parallel.regions.region import Region
 from moeverify.report.formats.registry import write_run
 from moeverify.report.operator_file import name_file
 from moeverify.report.operator_file import write as write_table
@@ -69,8 +52,25 @@ from moeverify.results.operator_table import (
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, Event, RankReport, RunResult
 from moeverify.results.trace import CollectiveRecord
-from moeverify.validation.load import load_cases
-from moeverify.worker.golden import find_damage
+from moeverify.tools.checkpoint.hyperrect import Hyperrect
+from moeverify.tools.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredChunk,
+    StoredFile,
+    StoredTensor,
+    read_manifest,
+    write_manifest,
+)
+from moeverify.tools.placement.synthetic import make_trace
+from moeverify.tools.placement.trace_file import TraceWriter
+from moeverify.verification.controller.finished import FinishedCases
+from moeverify.verification.controller.goldens import GoldenSet
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.golden.file import GoldenFile, golden_path, write_golden
+from moeverify.verification.golden.store import GoldenWriter, StoredGolden
+from moeverify.verification.jobs import GoldenSummary
+from moeverify.verification.worker.golden import find_damage
 
 pytestmark = pytest.mark.slow
 

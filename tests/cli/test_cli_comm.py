@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moeverify.collectives.definition import define_transfer
-from moeverify.controller.tasks import make_job
-from moeverify.jobs import CollectiveJob, CollectiveResult, read_result
-from moeverify.launch.launcher import run_jobs
 from moeverify.report.collective_run import render_collective
 from moeverify.results.collective_name import Collective
 from moeverify.results.collective_run import CollectiveRun
+from moeverify.verification.collectives.definition import define_transfer
+from moeverify.verification.controller.tasks import make_job
+from moeverify.verification.jobs import CollectiveJob, CollectiveResult, read_result
+from moeverify.verification.launch.launcher import run_jobs
 
 Invoke = Callable[..., Any]
 

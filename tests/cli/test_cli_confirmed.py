@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller import escalation, fault_benchmark, run
+from moeverify.cases.schema import Case
 from moeverify.report.formats.json import read_run
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult, Event, RunResult
+from moeverify.verification.controller import escalation, fault_benchmark, run
 
 HIDDEN = Finding(check="gradient", kind="gradient", tensor="w", step=0, rank=0, error=1.0, bound=0.1)
 

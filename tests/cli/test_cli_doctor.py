@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.controller import doctor
-from moeverify.controller.doctor import Try
 from moeverify.report.probes import ProbeProgress
 from moeverify.results.probe import Probe, ProbeEvent, ProbeRow
+from moeverify.verification.controller import doctor
+from moeverify.verification.controller.doctor import Try
 
 ODD = str(Path(__file__).parent / "programs" / "odd_probes.py")
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import typer
 
+from moeverify.cases.validation.load import load_cases
 from moeverify.cli.context import find_rank, is_continuous_integration, open_context
 from moeverify.cli.keeper import Keeper
 from moeverify.cli.outputs import Outputs
 from moeverify.errors import CaseError, FormatError, MachineError, Problem, RankFailure
 from moeverify.report.formats.json import read_run
 from moeverify.results.run import Event
-from moeverify.validation.load import load_cases
 
 
 @pytest.mark.parametrize(

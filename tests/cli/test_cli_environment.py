@@ -14,7 +14,7 @@ from typer.testing import Result
 from moeverify.cli.context import open_context
 from moeverify.cli.refusals import describe_refusal
 from moeverify.errors import FormatError
-from moeverify.golden.file import read_golden
+from moeverify.verification.golden.file import read_golden
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from moeverify.controller import fault_benchmark, mutation
-from moeverify.controller.options import RunOptions
-from moeverify.diagnose.order import MECHANISMS
+from moeverify.explain.fitting.order import MECHANISMS
 from moeverify.results.run import CaseResult, Event
+from moeverify.verification.controller import fault_benchmark, mutation
+from moeverify.verification.controller.options import RunOptions
 
 UNKNOWN = "`moeverify faults list` shows all"
 

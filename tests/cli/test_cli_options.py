@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from moeverify.cli import SECTIONS, build_app
 from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.outputs import Outputs
-from moeverify.controller import run
-from moeverify.controller.options import RunOptions
 from moeverify.report.formats.registry import FORMATS
 from moeverify.results.run import RunResult
+from moeverify.verification.controller import run
+from moeverify.verification.controller.options import RunOptions
 
 COMMANDS: dict[str, Any] = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
 

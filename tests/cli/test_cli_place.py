@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from typer.testing import Result
 
-from moeverify.placement.marks import mark
-from moeverify.placement.placement import place_in_blocks
-from moeverify.placement.placement_file import format_placement, read_placement
-from moeverify.placement.synthetic import make_trace
-from moeverify.placement.trace_file import TraceWriter
+from moeverify.tools.placement.marks import mark
+from moeverify.tools.placement.placement import place_in_blocks
+from moeverify.tools.placement.placement_file import format_placement, read_placement
+from moeverify.tools.placement.synthetic import make_trace
+from moeverify.tools.placement.trace_file import TraceWriter
 
 Invoke = Callable[..., Result]
 

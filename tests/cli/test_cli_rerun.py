@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moeverify.case.schema import Case
+from moeverify.cases.schema import Case
+from moeverify.cases.validation.load import Loaded
 from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import CommandContext
 from moeverify.cli.rerun import Verified, check_watch, list_folders, rerun_on_changes
-from moeverify.controller.finished import make_key
-from moeverify.controller.options import RunOptions
 from moeverify.errors import CaseError
 from moeverify.results.run import CaseResult
-from moeverify.validation.load import Loaded
+from moeverify.verification.controller.finished import make_key
+from moeverify.verification.controller.options import RunOptions
 
 MODEL = (
     "{vocab_size: 64, hidden: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 8, ffn_hidden: 64}"

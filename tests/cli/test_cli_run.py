@@ -29,7 +29,7 @@ from moeverify.cli import main
 main()
 """
 # The same with an agent that has already imported torch, for tests independent of startup and shutdown.
-FORKED = "from moeverify.launch import monitor\nmonitor.agent_command = lambda: {agent}" + CODE
+FORKED = "from moeverify.verification.launch import monitor\nmonitor.agent_command = lambda: {agent}" + CODE
 
 # Called on every rank before the layout is built.
 FAULTS = """\

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller import escalation, run
+from moeverify.cases.schema import Case
 from moeverify.report.formats.json import read_run
 from moeverify.results.run import CaseResult, Event, RunResult
+from moeverify.verification.controller import escalation, run
 
 WHY = "gradient: 3 of 58 tensors decided at 20 %"
 NARROW = ("--set", "recipe.precision=bfloat16")

@@ -38,9 +38,9 @@ def test_a_selection_reads_cases_without_plugins(tmp_path: Path, monkeypatch: py
         raise CaseError([])
 
     monkeypatch.delenv(NAME, raising=False)
-    monkeypatch.setattr("moeverify.validation.load.load_cases", look)
-    monkeypatch.setattr("moeverify.validation.load.load_valid_cases", look)
-    monkeypatch.setattr("moeverify.validation.sweep.load_sweep", look)
+    monkeypatch.setattr("moeverify.cases.validation.load.load_cases", look)
+    monkeypatch.setattr("moeverify.cases.validation.load.load_valid_cases", look)
+    monkeypatch.setattr("moeverify.cases.validation.sweep.load_sweep", look)
     selection = CaseSelection([tmp_path])
     for load in (selection.load, selection.load_valid, lambda: selection.load_sweep([])):
         with pytest.raises(CaseError):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import typer
 
+from moeverify.cases.validation.load import load_cases
 from moeverify.cli import build_app
 from moeverify.results.finding import CheckResult, Finding, FollowUp, Worst
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RankReport, RunResult
 from moeverify.results.trial import Trial
-from moeverify.validation.load import load_cases
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

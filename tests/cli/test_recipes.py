@@ -17,7 +17,7 @@ Run = Callable[..., str]
 CHECK = '''
 """Whether there is silence."""
 
-from moeverify.checks.base import Check, make_outcome
+from moeverify.verification.checks.base import Check, make_outcome
 from moeverify.results.checks import CheckName
 
 
@@ -33,7 +33,7 @@ CHECKS = (Silence(),)
 HYPOTHESIS = '''
 """The hypothesis that nothing is wrong."""
 
-from moeverify.diagnose.hypotheses.base import Hypothesis
+from moeverify.explain.fitting.hypotheses.base import Hypothesis
 from moeverify.results.explanation import Quantity
 from moeverify.results.trial import Reason
 
@@ -100,25 +100,28 @@ def add(copy: Path, file: str, text: str, *, line: str = "", after: str = "", in
 def test_a_check_is_a_file_and_its_name(copy: Path, run: Run) -> None:
     line = '\n    SILENCE = "silence", "whether there is silence"'
     after = 'LOADED = "loaded", "a loaded state against the one that was saved, bit for bit"'
-    add(copy, "checks/silence.py", CHECK, line=line, after=after, into="results/checks.py")
+    add(copy, "verification/checks/silence.py", CHECK, line=line, after=after, into="results/checks.py")
     assert "silence: whether there is silence" in run("-m", "moeverify", "check", "--help")
-    listed = "from moeverify.checks.registry import CHECKS; print(*(check.name for check in CHECKS))"
+    listed = (
+        "from moeverify.verification.checks.registry import CHECKS; print(*(check.name for check in CHECKS))"
+    )
     assert run("-c", listed).split()[:2] == ["loaded", "silence"]
 
 
 @pytest.mark.slow
 def test_a_hypothesis_is_a_file_and_its_place(copy: Path, run: Run) -> None:
-    package = "diagnose/hypotheses"
+    package = "explain/fitting/hypotheses"
     add(
         copy,
         f"{package}/nothing.py",
         HYPOTHESIS,
         line='\n    ("nothing",),',
         after="ORDER = (",
-        into="diagnose/order.py",
+        into="explain/fitting/order.py",
     )
     assert (
-        run("-c", "from moeverify.diagnose.hypotheses import TIERS; print(TIERS[0][0].name)") == "nothing\n"
+        run("-c", "from moeverify.explain.fitting.hypotheses import TIERS; print(TIERS[0][0].name)")
+        == "nothing\n"
     )
 
 
@@ -147,7 +150,7 @@ def test_a_report_format_is_a_file_and_its_line(copy: Path, run: Run) -> None:
 @pytest.mark.slow
 def test_a_choice_of_implementation_is_a_file_and_its_option(copy: Path, run: Run) -> None:
     file = "parallel/context_parallel/still.py"
-    add(copy, file, VARIANT, line='"still", ', after="ContextParallel = Literal[", into="case/schema.py")
+    add(copy, file, VARIANT, line='"still", ', after="ContextParallel = Literal[", into="cases/schema.py")
     (copy / "case.yaml").write_text(
         "recipe: {model: {preset: tiny-mixtral-8x7b}}\nlayout: {cp: 2, context_parallel: still}\n"
     )

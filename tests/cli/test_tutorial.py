@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forked.python import ForkedPython
 
-from moeverify.validation.load import load_cases
+from moeverify.cases.validation.load import load_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

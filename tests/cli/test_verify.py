@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import moeverify
-from moeverify.controller.api import name_function
 from moeverify.errors import CaseError, MachineError
+from moeverify.verification.controller.api import name_function
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from moeverify.controller.machine import count_gpus
+from moeverify.verification.controller.machine import count_gpus
 
 _FOLDER = Path(__file__).parent
 
@@ -44,8 +44,8 @@ class ForkedPython:
         self._is_used = before
 
     def agent_command(self) -> list[str]:
-        """Return the replacement of `moeverify.launch.monitor.agent_command()`."""
-        return [*self.command(), "-m", "moeverify.launch.agent"]
+        """Return the replacement of `moeverify.verification.launch.monitor.agent_command()`."""
+        return [*self.command(), "-m", "moeverify.verification.launch.agent"]
 
     def stop(self) -> None:
         """End the server and every process that it has forked."""

@@ -27,17 +27,17 @@ import types
 from pathlib import Path
 from typing import Any
 
-from moeverify.launch import monitor
-from moeverify.launch.die_with_parent import die_with
-from moeverify.launch.world import set_interpreter
+from moeverify.verification.launch import monitor
+from moeverify.verification.launch.die_with_parent import die_with
+from moeverify.verification.launch.world import set_interpreter
 
 _IMPORTS = (
     "torch.distributed.launcher.api",
     "torch.distributed.run",
-    "moeverify.launch.logs",
-    "moeverify.launch.caches",
-    "moeverify.worker.main",
-    "moeverify.controller.run",
+    "moeverify.verification.launch.logs",
+    "moeverify.verification.launch.caches",
+    "moeverify.verification.worker.main",
+    "moeverify.verification.controller.run",
 )
 # Variables that torch, its libraries and the interpreter read, or may read, before a fork.
 _READ_EARLY = (
@@ -275,7 +275,7 @@ def main() -> None:
     set_interpreter("cpu")
     for name in _IMPORTS:
         importlib.import_module(name)
-    monitor.agent_command = lambda: [*client, "-m", "moeverify.launch.agent"]
+    monitor.agent_command = lambda: [*client, "-m", "moeverify.verification.launch.agent"]
     request = server.serve()
     _become(request, found)
     try:

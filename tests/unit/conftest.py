@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import Case, Tolerance
-from moeverify.checks.base import Judgement, Shown
-from moeverify.checks.bounds import Bounds
-from moeverify.checks.golden_tensors import CHECKS
-from moeverify.checks.registry import KIND_ORDER
-from moeverify.compare.assembled import Assembled, Key, assemble
-from moeverify.compare.comparison import Comparison, Entry
-from moeverify.layout.region import Region
+from moeverify.cases.schema import Case, Tolerance
+from moeverify.cases.validation.load import build_case
+from moeverify.parallel.regions.region import Region
 from moeverify.report.words.run import word_finding
-from moeverify.validation.load import build_case
+from moeverify.verification.checks.base import Judgement, Shown
+from moeverify.verification.checks.bounds import Bounds
+from moeverify.verification.checks.golden_tensors import CHECKS
+from moeverify.verification.checks.registry import KIND_ORDER
+from moeverify.verification.compare.assembled import Assembled, Key, assemble
+from moeverify.verification.compare.comparison import Comparison, Entry
 
 Names = Mapping[int, set[tuple[str, str]]]
 CASE: Case = build_case({"name": "hand", "recipe": {"model": {"preset": "tiny-gpt"}}, "layout": {}})

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from moeverify.axes.groups import list_groups
-from moeverify.axes.mesh import MeshPlan
-from moeverify.case.schema import Case
+from moeverify.cases.axes.groups import list_groups
+from moeverify.cases.axes.mesh import MeshPlan
+from moeverify.cases.schema import Case
 from moeverify.faults.mutation.mutant import Mutant
 from moeverify.faults.mutation.operators import OPERATORS
 from moeverify.results.cause import Cause

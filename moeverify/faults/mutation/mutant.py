@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
-from moeverify.case.schema import Precision
+from moeverify.cases.schema import Precision
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.mutation.coverage import is_inside, list_spans_of_file
 from moeverify.faults.mutation.operators import OPERATORS

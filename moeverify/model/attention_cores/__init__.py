@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moeverify.case.choice import Implementation, Modules
+from moeverify.cases.choice import Implementation, Modules
 
 if TYPE_CHECKING:
     from moeverify.model.attention import Core

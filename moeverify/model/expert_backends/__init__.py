@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from moeverify.case.choice import Implementation, Modules
-from moeverify.case.rule import blame, reading
-from moeverify.case.schema import Case, Layout, MoE
+from moeverify.cases.choice import Implementation, Modules
+from moeverify.cases.rule import blame, reading
+from moeverify.cases.schema import Case, Layout, MoE
 from moeverify.errors import Problem
 
 if TYPE_CHECKING:

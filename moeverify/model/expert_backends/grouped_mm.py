@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from moeverify.case.rule import blame, experts, own_model, reading, round_up
-from moeverify.case.schema import Case
+from moeverify.cases.rule import blame, experts, own_model, reading, round_up
+from moeverify.cases.schema import Case
 from moeverify.errors import CaseError, Problem
 from moeverify.model.expert_backends import ExpertBackend
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from moeverify.case.rule import blame, experts, reading, reference_model
-from moeverify.case.schema import Case, MoE
+from moeverify.cases.rule import blame, experts, reading, reference_model
+from moeverify.cases.schema import Case, MoE
 from moeverify.errors import Problem
 from moeverify.model.expert_backends import ExpertBackend
 from moeverify.model.megablocks.requirements import NEEDED

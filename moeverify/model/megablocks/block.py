@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from moeverify.case.schema import MoE as MoESpec
+from moeverify.cases.schema import MoE as MoESpec
 from moeverify.model.experts import DividesExperts, ExpertHolder
 from moeverify.model.precision import Factory
 from moeverify.model.router import RouterRecord, RouterSlot, RouterStats, summarize

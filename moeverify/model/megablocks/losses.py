@@ -18,7 +18,7 @@ from megablocks.layers.moe import batched_load_balancing_loss, clear_load_balanc
 from megablocks.layers.router import batched_router_zloss, clear_router_zloss
 from torch import Tensor, nn
 
-from moeverify.case.schema import MoE
+from moeverify.cases.schema import MoE
 from moeverify.model.megablocks.block import DroplessMoE
 
 

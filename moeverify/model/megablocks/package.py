@@ -2,7 +2,7 @@
 
 Installed `megablocks_ops` and `grouped_gemm` are used; otherwise `ops.py` and `grouped_gemm.py` of this
 package take their names. Without a GPU the package's Triton kernels run in Triton's interpreter, which must
-be enabled before Triton is imported: `moeverify.launch` sets TRITON_INTERPRET=1 for ranks on a CPU.
+be enabled before Triton is imported: `moeverify.verification.launch` sets TRITON_INTERPRET=1 for ranks on a CPU.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from moeverify.axes.split import IN_ZIGZAG, Positions, PositionSplit
-from moeverify.case.choice import Implementation, Modules
-from moeverify.case.rule import MODEL_OF_LAYOUT, blame, experts, own_model, reading, round_up
-from moeverify.case.schema import Case, ContextParallel
+from moeverify.cases.axes.split import IN_ZIGZAG, Positions, PositionSplit
+from moeverify.cases.choice import Implementation, Modules
+from moeverify.cases.rule import MODEL_OF_LAYOUT, blame, experts, own_model, reading, round_up
+from moeverify.cases.schema import Case, ContextParallel
 from moeverify.errors import Problem
 from moeverify.seams import seam
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from moeverify.axes.split import IN_RUNS
-from moeverify.case.rule import blame, own_model, reading
-from moeverify.case.schema import Case
+from moeverify.cases.axes.split import IN_RUNS
+from moeverify.cases.rule import blame, own_model, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 from moeverify.parallel.context_parallel import ContextVariant
 from moeverify.seams import seam

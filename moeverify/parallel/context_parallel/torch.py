@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
-from moeverify.case.rule import blame, own_model, reading
-from moeverify.case.schema import Case
+from moeverify.cases.rule import blame, own_model, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 from moeverify.parallel.context_parallel import ContextVariant
 from moeverify.results.obstacle import Obstacle, UnsupportedHere

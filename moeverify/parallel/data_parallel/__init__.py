@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeverify.case.choice import Implementation, Modules
-from moeverify.case.rule import blame, reading
-from moeverify.case.schema import Case, Layout
+from moeverify.cases.choice import Implementation, Modules
+from moeverify.cases.rule import blame, reading
+from moeverify.cases.schema import Case, Layout
 from moeverify.errors import Problem
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from moeverify.case.rule import blame, reading
-from moeverify.case.schema import Case
+from moeverify.cases.rule import blame, reading
+from moeverify.cases.schema import Case
 from moeverify.errors import Problem
 from moeverify.parallel.data_parallel import DataParallelKind, DataRanks
 

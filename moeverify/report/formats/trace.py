@@ -17,8 +17,8 @@ def write(run: RunResult, path: Path) -> None:
     """
     import numpy as np
 
-    from moeverify.placement.load_trace import TraceHeader
-    from moeverify.placement.trace_file import TraceWriter
+    from moeverify.tools.placement.load_trace import TraceHeader
+    from moeverify.tools.placement.trace_file import TraceWriter
 
     found = [case for case in run.cases if case.load is not None]
     if len(found) != 1:

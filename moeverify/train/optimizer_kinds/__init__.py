@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moeverify.case.choice import Implementation, Modules, Row, Table, list_options
-from moeverify.case.rule import Rule, blame, reading
-from moeverify.case.schema import Case, Optimizer
+from moeverify.cases.choice import Implementation, Modules, Row, Table, list_options
+from moeverify.cases.rule import Rule, blame, reading
+from moeverify.cases.schema import Case, Optimizer
 from moeverify.errors import Problem
 from moeverify.train.recomputation import Recomputed, StepValues
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moeverify.case.rule import blame, reading
-from moeverify.case.schema import Case, Optimizer
+from moeverify.cases.rule import blame, reading
+from moeverify.cases.schema import Case, Optimizer
 from moeverify.errors import Problem
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues, Term

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moeverify.launch.plan import Job
-from moeverify.launch.rank import serve
-from moeverify.launch.runner import RankContext
 from moeverify.results.collective_name import Collective
 from moeverify.results.collective_run import RankTransfer, Transfer
-from moeverify.worker.collective import COLLECTIVES, run_collective
+from moeverify.verification.launch.plan import Job
+from moeverify.verification.launch.rank import serve
+from moeverify.verification.launch.runner import RankContext
+from moeverify.verification.worker.collective import COLLECTIVES, run_collective
 
 
 def exchange_in_wrong_order(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:

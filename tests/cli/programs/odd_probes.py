@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moeverify.launch.plan import Job
-from moeverify.launch.rank import serve
-from moeverify.launch.runner import RankContext
 from moeverify.results.probe import Answer, Outcome, Probe
-from moeverify.worker.probes import collectives as probed_collectives
-from moeverify.worker.probes.main import run_probe
+from moeverify.verification.launch.plan import Job
+from moeverify.verification.launch.rank import serve
+from moeverify.verification.launch.runner import RankContext
+from moeverify.verification.worker.probes import collectives as probed_collectives
+from moeverify.verification.worker.probes.main import run_probe
 
 
 def crash(context: RankContext) -> Answer:

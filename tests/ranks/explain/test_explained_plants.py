@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
-from moeverify.diagnose.order import MECHANISMS
+from moeverify.cases.validation.load import load_cases
+from moeverify.explain.fitting.order import MECHANISMS
 from moeverify.report.operator_file import read
 from moeverify.report.words.run import word_finding
 from moeverify.results.run import CaseResult
-from moeverify.validation.load import load_cases
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 PROGRAM = Path(__file__).parent / "programs" / "planted_ffn.py"
 MISTAKES = ("wrong_number", "missing_sum", "missing_gradient_sum")

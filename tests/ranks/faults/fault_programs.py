@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moeverify.case.schema import Layout
+from moeverify.cases.schema import Layout
 from moeverify.faults.patch import Original, Patch
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction

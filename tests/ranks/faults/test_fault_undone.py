@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.schema import Case
 from moeverify.faults.catalogue import load_faults
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 # Two ranks; the result is the error factor of expert gradients, 1.0 when they are right.
 CASES = {
@@ -36,6 +36,7 @@ def results(tmp_path_factory):
         cache_folder=tmp_path_factory.mktemp("cache"),
         golden_folder=Path("no", "goldens"),
         require_goldens=False,
+        explain_seconds=0.0,
         case_faults={name: f"fault_programs:{fault}" for name, (fault, _) in CASES.items() if fault},
     )
     try:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from moeverify.controller.kept import KeptRows
-from moeverify.controller.mutation import MutationRun, list_cases, measure_coverage
-from moeverify.controller.options import RunOptions
 from moeverify.faults.mutation.mutant import find_mutant
 from moeverify.results.mutation import CoveredCode, MutantRow
+from moeverify.verification.controller.kept import KeptRows
+from moeverify.verification.controller.mutation import MutationRun, list_cases, measure_coverage
+from moeverify.verification.controller.options import RunOptions
 
 NORM = "train.clipping:gradient_norm:double-collective:1"
 CRASH = "parallel.context_parallel:split_positions:off-by-one:0"

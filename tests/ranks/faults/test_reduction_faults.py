@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
 from moeverify.faults.catalogue import load_faults
 from moeverify.results.checks import CheckName, Kind
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 # For each injected fault, the fault whose case it uses.
 CASES = {"take_largest": "J07", "copy_first": "J07", "count_again": "A01", "cut_tokens": "A01"}

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.validation.load import load_cases
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult, Event
-from moeverify.validation.load import load_cases
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from foreign_cases import EXAMPLES
 
-from moeverify.controller.escalation import escalate
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.validation.load import load_cases
 from moeverify.results.finding import find_undecided
-from moeverify.validation.load import load_cases
+from moeverify.verification.controller.escalation import escalate
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 
 def test_a_case_that_decides_too_little_passes_only_if_float32_decides_it(tmp_path: Path) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.validation.load import load_cases
 from moeverify.report.words.run import word_case, word_finding
 from moeverify.results.facts import OwnStep
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult
 from moeverify.results.script import CallFacts
 from moeverify.results.step_facts import RecomputedFacts
-from moeverify.validation.load import load_cases
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moeverify.diagnose import diagnosis
 from moeverify.explain import explain, record
+from moeverify.explain.fitting import diagnosis
 from moeverify.faults.patch import Original, Patch
 from moeverify.model import rope
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.gradients import finalize_gradients
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.optimizer import build_optimizer
-from moeverify.worker import investigate, verify
+from moeverify.verification.worker import investigate, verify
 
 
 def act() -> None:

@@ -10,13 +10,13 @@ from suite_faults import round_frequencies
 from typer.testing import CliRunner
 
 from moeverify.cli import build_app
-from moeverify.controller.escalation import escalate, find_confirming
-from moeverify.controller.fault_benchmark import run_faults
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
 from moeverify.results.benchmark import At
+from moeverify.verification.controller.escalation import escalate, find_confirming
+from moeverify.verification.controller.fault_benchmark import run_faults
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 pytestmark = pytest.mark.timeout(900)
 NARROW = make_case("narrow", recipe={"precision": "bfloat16"}, dp_shard=2)

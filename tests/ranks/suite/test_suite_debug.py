@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller.debug import debug_case, find_stop
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.schema import Case
 from moeverify.errors import RankFailure
 from moeverify.faults.catalogue import load_faults
 from moeverify.faults.setting import make_case
-from moeverify.jobs import BlamedPlace, StopPoint
 from moeverify.results.run import CaseResult
+from moeverify.verification.controller.debug import debug_case, find_stop
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
+from moeverify.verification.jobs import BlamedPlace, StopPoint
 
 pytestmark = pytest.mark.timeout(900)
 

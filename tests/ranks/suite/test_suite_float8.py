@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.schema import Case
 from moeverify.faults.setting import make_case
 from moeverify.results.run import CaseResult
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 SHARP = {"float8": "rowwise_with_gw_hp"}
 MIXED = {"float8": "rowwise", "precision": "mixed"}

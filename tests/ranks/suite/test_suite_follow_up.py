@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.controller.follow_up import follow_up
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
 from moeverify.faults.catalogue import load_faults
 from moeverify.results.factor import Product
+from moeverify.verification.controller.follow_up import follow_up
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.schema import Case
 from moeverify.faults.setting import make_case
 from moeverify.results.run import CaseResult
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 CLEAN: Mapping[str, Case] = {
     "fsdp1": make_case("fsdp1", preset="stress-tied", dp_shard=2, data_parallel="fsdp1"),

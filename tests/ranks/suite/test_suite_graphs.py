@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from moeverify.case.schema import Case
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.schema import Case
 from moeverify.faults.setting import make_case
 from moeverify.parallel import graphs
 from moeverify.results.run import CaseResult
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
+from moeverify.cases.validation.load import load_cases
 from moeverify.results.run import CaseResult
-from moeverify.validation.load import load_cases
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 pytestmark = [
     pytest.mark.skipif(

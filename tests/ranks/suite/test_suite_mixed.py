@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.controller.options import RunOptions
-from moeverify.controller.run import run_cases
 from moeverify.faults.setting import make_case
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.run import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

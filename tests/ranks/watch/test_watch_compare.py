@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.capture.read import RecordedRun
-from moeverify.captured.compare import compare_runs
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
 from moeverify.results.observation import OtherPasses
 from moeverify.results.run import CaseResult
 from moeverify.results.script import CallRule, ScriptCheck
+from moeverify.scripts.compare.compare import compare_runs
+from moeverify.scripts.record.read import RecordedRun
 
 PROGRAMS = Path(__file__).parent / "programs"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.capture.read import RecordedRun
-from moeverify.captured.compare import compare_runs
+from moeverify.scripts.compare.compare import compare_runs
+from moeverify.scripts.record.read import RecordedRun
 
 pytest.importorskip("transformers")
 

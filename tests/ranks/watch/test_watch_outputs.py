@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.capture.read import RecordedRun
-from moeverify.captured.compare import compare_runs
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.run import CaseResult
+from moeverify.scripts.compare.compare import compare_runs
+from moeverify.scripts.record.read import RecordedRun
 
 PROGRAMS = Path(__file__).parent / "programs"
 MIXED = ",--dtype,mixed"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.validation.load import load_cases
+from moeverify.cases.validation.load import load_cases
 
 loader: Any = pytest.importorskip("loader")
 run: ModuleType = pytest.importorskip("run")

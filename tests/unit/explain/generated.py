@@ -15,7 +15,7 @@ from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.program import Program
 from moeverify.explain.record import Recorder
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.results.culprit import Culprit
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from moeverify.explain.joint import At
 from moeverify.explain.program import Op, Program
 from moeverify.explain.record import Recorder
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 
 MARK = (0, Kind.LOSS, "total")

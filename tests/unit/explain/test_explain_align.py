@@ -15,7 +15,7 @@ from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
 from moeverify.explain.program import Program
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 
 ROWS = (range(3), range(3, 6))
 

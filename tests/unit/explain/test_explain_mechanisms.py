@@ -17,7 +17,7 @@ from moeverify.explain.edits import list_removals
 from moeverify.explain.explain import Explainer
 from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.culprit import Culprit

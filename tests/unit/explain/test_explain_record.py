@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moeverify.explain.describe import read_expression
 from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 
 

@@ -10,7 +10,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-import moeverify.worker.main  # everything that runs on a rank  # noqa: F401
+import moeverify.verification.worker.main  # everything that runs on a rank  # noqa: F401
 from moeverify.faults import catalogue
 from moeverify.faults.catalogue import load_classes, load_faults
 from moeverify.faults.null import reverse_reductions
@@ -139,7 +139,7 @@ def test_a_list_of_all_faults_needs_no_torch():
 
 def test_the_page_on_faults_names_seams_and_classes_that_are_there():
     page = (Path(__file__).parents[3] / "docs" / "diagnosis.md").read_text()
-    named = re.findall(r"`((?:model|parallel|train|checkpoint)(?:\.\w+)+)`", page)
+    named = re.findall(r"`((?:model|parallel|train|tools)(?:\.\w+)+)`", page)
     assert len(named) > 20
     assert [name for name in named if f"moeverify.{name}" not in SEAMS] == []
     classes = re.findall(r"^\| ([A-P]) `(\w+)` \|", page, re.MULTILINE)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from moeverify.controller.fault_benchmark import score
 from moeverify.faults.catalogue import load_faults
 from moeverify.faults.fault import Expected
 from moeverify.results.benchmark import At
@@ -17,6 +16,7 @@ from moeverify.results.operation import Altered
 from moeverify.results.part import Part, Tokens
 from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult
+from moeverify.verification.controller.fault_benchmark import score
 
 
 def find(quantity: Quantity = Quantity.GRADIENT, module: str = "", losses: Any = (), **place: Any) -> Finding:

@@ -69,7 +69,7 @@ def test_with_used_by_one_module_sees_the_wrapper(home, caller):
 
 
 def test_what_judges_keeps_the_original(home, monkeypatch):
-    judge = make_module("moeverify.compare.judge", CALLER, monkeypatch)
+    judge = make_module("moeverify.verification.compare.judge", CALLER, monkeypatch)
     ours = make_module("moeverify.compared", CALLER, monkeypatch)
     with Patch() as patch:
         patch.wrap(home.double)(add(100))

@@ -6,11 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from moeverify.case.schema import PRECISIONS
-from moeverify.controller import escalation
-from moeverify.controller import mutation as controller
-from moeverify.controller.kept import KeptRows
-from moeverify.controller.options import RunOptions
+from moeverify.cases.schema import PRECISIONS
 from moeverify.errors import CaseError
 from moeverify.faults.injection import check_fault, injected
 from moeverify.faults.mutation import mutant as mutants
@@ -30,6 +26,10 @@ from moeverify.results.operation import Altered, Rounded, Scaled, Unreduced
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult, Event, RunResult
+from moeverify.verification.controller import escalation
+from moeverify.verification.controller import mutation as controller
+from moeverify.verification.controller.kept import KeptRows
+from moeverify.verification.controller.options import RunOptions
 
 ORDER = "parallel.expert:order_by_expert"
 TP = make_case("tp", tp=2)
@@ -132,7 +132,7 @@ def test_an_unknown_mutant_is_refused_with_a_remedy():
 
 
 def test_what_is_executed_is_seen_in_the_files_that_were_asked_for_alone(tmp_path):
-    from moeverify.axes import groups
+    from moeverify.cases.axes import groups
     from moeverify.faults import setting
 
     with executed_spans(ROOT, ["faults/setting.py"]) as spans:

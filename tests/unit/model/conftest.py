@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import MoE, ReferenceModel
+from moeverify.cases.schema import MoE, ReferenceModel
 from moeverify.model.init import initialize
 from moeverify.model.transformer import Transformer
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from moeverify.case.presets import PRESETS
-from moeverify.case.schema import ReferenceModel
+from moeverify.cases.presets import PRESETS
+from moeverify.cases.schema import ReferenceModel
 from moeverify.model.float8 import Float8Linear, convert, list_layers, round_to_float8, scale_of
 from moeverify.model.float8_scaling import FLOAT8
 from moeverify.model.transformer import Transformer

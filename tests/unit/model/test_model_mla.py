@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from moeverify.case.attention import MLA, Yarn
+from moeverify.cases.attention import MLA, Yarn
 from moeverify.model.init import initial_values
 from moeverify.model.mla import LATENT_EPS, LatentAttention
 from moeverify.model.rope import compute_rotation, rotate, rotate_neighbours

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeverify.case.schema import Recompute
+from moeverify.cases.schema import Recompute
 from moeverify.parallel.recompute import apply_recompute
 
 B, S = 2, 8

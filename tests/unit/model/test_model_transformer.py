@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from moeverify.case.schema import ReferenceModel
+from moeverify.cases.schema import ReferenceModel
 from moeverify.errors import CaseError
 from moeverify.model.transformer import Transformer
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moeverify.case.schema import Case, ReferenceModel
+from moeverify.cases.schema import Case, ReferenceModel
 from moeverify.faults.setting import make_case
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.meshes import Meshes, build_meshes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moeverify.case.schema import MoE
+from moeverify.cases.schema import MoE
 from moeverify.model.moe import MoE as Block
 from moeverify.parallel.fsdp2 import AS_STORED, _leave_alone, choose_policy
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from moeverify.axes.mesh import MeshPlan
-from moeverify.case.schema import Case
+from moeverify.cases.axes.mesh import MeshPlan
+from moeverify.cases.schema import Case
 from moeverify.errors import MachineError
 from moeverify.parallel.holder_groups import HolderGroups, list_holder_ranks
 from moeverify.parallel.replica_routes import EqualBlocks, ReplicaRoutes
-from moeverify.placement.cluster import Cluster
-from moeverify.placement.placement import Placement
-from moeverify.placement.sharing import split_copies
+from moeverify.tools.placement.cluster import Cluster
+from moeverify.tools.placement.placement import Placement
+from moeverify.tools.placement.sharing import split_copies
 
 ROWS = ((0, 3, 2), (1, 2), (2, 1), (4, 3, 0, 2))
 NUM_EXPERTS = 5

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from moeverify.axes.claims import axis_claims
-from moeverify.axes.mesh import MeshPlan
-from moeverify.axes.registry import EXPERT_AXES
-from moeverify.case.schema import Case
-from moeverify.layout.region import Region
+from moeverify.cases.axes.claims import axis_claims
+from moeverify.cases.axes.mesh import MeshPlan
+from moeverify.cases.axes.registry import EXPERT_AXES
+from moeverify.cases.schema import Case
+from moeverify.parallel.regions.region import Region
 
 STAGES = {"pp": 2, "micro_batches": 2, "stage_layers": (2, 1)}
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moeverify.case.schema import Case
+from moeverify.cases.schema import Case
 from moeverify.parallel import plan
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
 
 

@@ -14,7 +14,6 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from moeverify.errors import CaseError, FormatError
-from moeverify.placement.trace_file import read_trace
 from moeverify.report.files import check_writable, write_atomically
 from moeverify.report.formats import registry
 from moeverify.report.formats.html import format_page
@@ -23,6 +22,7 @@ from moeverify.report.formats.junit import format_junit
 from moeverify.report.formats.registry import FORMATS, write_run
 from moeverify.results.load import ExpertLoad
 from moeverify.results.run import SCHEMA_VERSION
+from moeverify.tools.placement.trace_file import read_trace
 
 NASTY = "a \x00b\x1b[31m <tag> & \"quote\" \x0b\ufffe 'x' ]]>"
 

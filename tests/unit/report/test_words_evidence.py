@@ -160,9 +160,9 @@ LINES = [
         "rounding of bfloat16 hides causes: --set recipe.precision=float64 names them",
     ),
     (
-        DiagnosisFailed(error="ValueError", message="no", site="moeverify/diagnose/fit.py:57"),
+        DiagnosisFailed(error="ValueError", message="no", site="moeverify/explain/fitting/fit.py:57"),
         "the diagnosis failed, so causes may be missing; checks and findings are complete (ValueError at "
-        "moeverify/diagnose/fit.py:57: no)",
+        "moeverify/explain/fitting/fit.py:57: no)",
     ),
     (
         DiagnosisFailed(message="rank 1 was killed by SIGKILL"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.axes.groups import list_degrees, list_groups, list_loss_counts
-from moeverify.axes.registry import AXIS_OF
-from moeverify.captured import explain as captured
+from moeverify.cases.axes.groups import list_degrees, list_groups, list_loss_counts
+from moeverify.cases.axes.registry import AXIS_OF
 from moeverify.faults.setting import make_case
 from moeverify.report.words.factor import describe_factor, format_factor, name_product, name_sources
 from moeverify.report.words.part import name_part
 from moeverify.results.factor import Factor, Product
 from moeverify.results.part import WHOLE, Block, Part, Tokens
+from moeverify.scripts.compare import explain as captured
 
 
 @pytest.mark.parametrize(

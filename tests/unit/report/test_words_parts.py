@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.captured.compare import _name_unequal_start
-from moeverify.captured.places import Placed, Places
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 from moeverify.report.words.guard import describe_facts
 from moeverify.report.words.run import word_finding
 from moeverify.results.facts import Facts
@@ -18,6 +16,8 @@ from moeverify.results.guard import TokenFacts
 from moeverify.results.observation import AmbiguousCount
 from moeverify.results.place import CallSite
 from moeverify.results.script import CallFacts, CallRule, CopyFacts, MemberFacts
+from moeverify.scripts.compare.compare import _name_unequal_start
+from moeverify.scripts.compare.places import Placed, Places
 
 
 def make_finding(facts: Facts | None, *sites: str, **changes: Any) -> Finding:

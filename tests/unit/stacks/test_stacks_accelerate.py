@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.schema import Optimizer
+from moeverify.cases.schema import Optimizer
 from moeverify.errors import CaseError
 from moeverify.stacks import accelerate
 from moeverify.stacks.loop import FrameworkLoop

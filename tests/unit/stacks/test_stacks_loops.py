@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from moeverify.case.schema import Optimizer
+from moeverify.cases.schema import Optimizer
 from moeverify.errors import CaseError
 from moeverify.stacks import deepspeed, lightning, megatron, torchtitan
 from moeverify.stacks.deepspeed_loop import DeepSpeedLoop

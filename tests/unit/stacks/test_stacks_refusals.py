@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moeverify.errors import CaseError
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.region import Region
 from moeverify.stacks import torch_native, transformers
 from moeverify.stacks.framework import import_framework
 from moeverify.train.parallelize_custom import ParallelizedCustomModel

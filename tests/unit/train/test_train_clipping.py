@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.region import Region
 from moeverify.train import clipping
 from moeverify.train.clipping import clip_coefficient, clip_gradients, gradient_norm
 from moeverify.train.program import Program

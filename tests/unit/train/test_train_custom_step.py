@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moeverify.cases.validation.load import build_case
 from moeverify.errors import CaseError
-from moeverify.layout.local_shard import parameters
+from moeverify.parallel.regions.local_shard import parameters
 from moeverify.train.assemble import assemble_single
 from moeverify.train.custom_step import CustomStep, StepTrace
 from moeverify.train.loop import train
 from moeverify.train.target import import_path
-from moeverify.validation.load import build_case
 
 PROGRAM = """
 import torch

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from moeverify.axes.split import split_rows
-from moeverify.case.schema import ContextParallel, Data
+from moeverify.cases.axes.split import split_rows
+from moeverify.cases.schema import ContextParallel, Data
 from moeverify.parallel.context_parallel import split_positions
 from moeverify.train.data import IGNORED, Batch, Share, make_batch, whole_share
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
-from moeverify.case.schema import Optimizer, Recipe
+from moeverify.cases.schema import Optimizer, Recipe
 from moeverify.faults.setting import make_case
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.region import Region
 from moeverify.train.assemble import assemble_single
 from moeverify.train.clipping import gradient_norm
 from moeverify.train.engine import Engine, PlainEngine

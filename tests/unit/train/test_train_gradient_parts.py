@@ -2,8 +2,8 @@
 
 import torch
 
-from moeverify.layout.local_shard import LocalShard
-from moeverify.layout.region import Region
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.region import Region
 from moeverify.train.gradient_parts import differentiate
 
 

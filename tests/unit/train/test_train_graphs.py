@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moeverify.case.schema import Layout
+from moeverify.cases.schema import Layout
 from moeverify.errors import CaseError
 from moeverify.train.assemble import _capture_micro_batches
 

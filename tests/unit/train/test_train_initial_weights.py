@@ -12,12 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from moeverify.case.schema import Case
+from moeverify.cases.schema import Case
+from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError
+from moeverify.tools.weights.description import read_description
+from moeverify.tools.weights.stream import convert
 from moeverify.train.assemble import assemble_single
-from moeverify.validation.load import load_cases
-from moeverify.weights.description import read_description
-from moeverify.weights.stream import convert
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "weights"
 GATE = "model.layers.0.block_sparse_moe.gate.weight"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moeverify.case.schema import Recipe
+from moeverify.cases.schema import Recipe
+from moeverify.cases.validation.load import build_case
 from moeverify.model.mixed_precision import Narrowed
 from moeverify.model.transformer import ModelOutput
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import make_batches
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
-from moeverify.validation.load import build_case
 
 CPU = torch.device("cpu")
 

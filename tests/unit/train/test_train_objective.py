@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import Data, MoE
+from moeverify.cases.schema import Data, MoE
 from moeverify.model.router import RouterStats, summarize
 from moeverify.train.data import Batch, Share, make_batch, whole_share
 from moeverify.train.objective import Normalizers, Sums, count_valid, router_losses

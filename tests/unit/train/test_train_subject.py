@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeverify.case.schema import CustomModel, Recipe
+from moeverify.cases.schema import CustomModel, Recipe
 from moeverify.errors import CaseError
 from moeverify.faults.setting import make_case
 from moeverify.train.assemble import assemble_single

@@ -54,8 +54,8 @@ def pytorch_168092(patch: Patch) -> None:
     """An average over a group of one rank leaves the last 8 elements of experts' gradients zero."""
     from torch import Tensor
 
-    from moeverify.layout.placement import local_part
     from moeverify.parallel.gradients import Reduction, finalize_gradients
+    from moeverify.parallel.regions.placement import local_part
 
     @patch.wrap(finalize_gradients)
     def finalize(original: Any, parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:
@@ -70,8 +70,8 @@ def pytorch_190626(patch: Patch) -> None:
     import torch.distributed as dist
     from torch import Tensor
 
-    from moeverify.layout.placement import local_part
     from moeverify.parallel.gradients import Reduction, finalize_gradients
+    from moeverify.parallel.regions.placement import local_part
 
     @patch.wrap(finalize_gradients)
     def finalize(original: Any, parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:

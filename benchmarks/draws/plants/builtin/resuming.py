@@ -33,7 +33,7 @@ def p51(patch: Patch) -> None:
     """The selection bias is bound to a new tensor; the checkpoint's list keeps the old one."""
     import torch
 
-    from moeverify.layout.region import Region
+    from moeverify.parallel.regions.region import Region
     from moeverify.results.checks import Kind
     from moeverify.train import routing
 
@@ -52,7 +52,7 @@ def p51(patch: Patch) -> None:
 
 def p58(patch: Patch) -> None:
     """The written optimizer state is the state at the writer's first visit."""
-    from moeverify.checkpoint import save
+    from moeverify.tools.checkpoint import save
     from moeverify.train.state import TrainingState
 
     kept: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def p58(patch: Patch) -> None:
 
 def p59(patch: Patch) -> None:
     """Step counters are written one step later than the moments."""
-    from moeverify.checkpoint import save
+    from moeverify.tools.checkpoint import save
 
     @patch.wrap(save.list_parts, used_by=save)
     def list_parts(original: Any, tensors: Sequence[Any]) -> Any:

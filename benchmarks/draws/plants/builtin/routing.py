@@ -146,8 +146,8 @@ def pytorch_172439(patch: Patch) -> None:
     """An expert without tokens gets the gradient of the one before."""
     from torch import Tensor
 
-    from moeverify.layout.placement import local_part
     from moeverify.parallel.gradients import Reduction, finalize_gradients
+    from moeverify.parallel.regions.placement import local_part
 
     @patch.wrap(finalize_gradients)
     def finalize(original: Any, parameters: Sequence[Tensor], reductions: Sequence[Reduction]) -> None:

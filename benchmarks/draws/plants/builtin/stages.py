@@ -9,8 +9,8 @@ from moeverify.faults.patch import Patch
 
 def p22(patch: Patch) -> None:
     """The last stage is not in the group that sums the gradient of a tied embedding."""
-    from moeverify.layout.placement import local_part
     from moeverify.parallel import plan
+    from moeverify.parallel.regions.placement import local_part
 
     @patch.wrap(plan.sum_tied)
     def sum_tied(original: Any, shards: Any, meshes: Any) -> None:
@@ -24,7 +24,7 @@ def p22(patch: Patch) -> None:
 
 def p23(patch: Patch) -> None:
     """A stage has as many layers as the uneven split says, from the offset of the even split."""
-    from moeverify.axes.stages import split_layers
+    from moeverify.cases.axes.stages import split_layers
     from moeverify.parallel import pipeline
 
     @patch.wrap(split_layers, used_by=pipeline)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def change_balance(patch: Patch, change: Callable[[Tensor, Batch], Tensor]) -> None:
     """Replace the balance loss () of each micro-batch by `change(balance, batch)`; the z loss stays."""
-    from moeverify.case.schema import MoE
+    from moeverify.cases.schema import MoE
     from moeverify.model.router import RouterStats
     from moeverify.train.objective import Normalizers, Sums, router_losses
 

@@ -15,7 +15,7 @@ def inject(patch: Patch) -> None:
     """Replace each expert's probability by the mean over experts, a constant: probabilities sum to 1."""
     from torch import Tensor
 
-    from moeverify.case.schema import MoE
+    from moeverify.cases.schema import MoE
     from moeverify.model.router import RouterStats
     from moeverify.train.data import Batch
     from moeverify.train.objective import Normalizers, Sums, router_losses

@@ -18,7 +18,7 @@ def inject(patch: Patch) -> None:
     """Divide the gradients of the balance and z losses by the tp degree; their values stay right."""
     from torch import Tensor
 
-    from moeverify.case.schema import MoE
+    from moeverify.cases.schema import MoE
     from moeverify.model.router import RouterStats
     from moeverify.train.data import Batch
     from moeverify.train.objective import Normalizers, Sums, router_losses

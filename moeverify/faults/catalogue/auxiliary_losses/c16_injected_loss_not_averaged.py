@@ -16,7 +16,7 @@ def inject(patch: Patch) -> None:
     """Multiply the gradient of the z loss by the number of micro-batches; its value stays right."""
     from torch import Tensor
 
-    from moeverify.case.schema import Recipe
+    from moeverify.cases.schema import Recipe
     from moeverify.train.data import Batch
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Losses, Normalizers

@@ -16,7 +16,7 @@ def inject(patch: Patch) -> None:
     import torch
     from torch import Tensor
 
-    from moeverify.case.schema import MoE
+    from moeverify.cases.schema import MoE
     from moeverify.model.router import RouterStats
     from moeverify.train.data import Batch
     from moeverify.train.objective import Normalizers, Sums, router_losses

@@ -13,9 +13,9 @@ def inject(patch: Patch) -> None:
     """Accumulate the router's counts over forward passes until they are read, like a log."""
     from torch import Tensor
 
-    from moeverify.case.schema import Recipe
-    from moeverify.layout.observer import Observer
+    from moeverify.cases.schema import Recipe
     from moeverify.model.router import Router, Routing
+    from moeverify.parallel.regions.observer import Observer
     from moeverify.train.data import Batch
     from moeverify.train.program import Program, Source
     from moeverify.train.routing import observe_routing

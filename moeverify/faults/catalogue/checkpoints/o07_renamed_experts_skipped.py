@@ -17,9 +17,9 @@ def inject(patch: Patch) -> None:
     """Save a weight under another name, and load only the weights that match."""
     from torch import Tensor
 
-    from moeverify.checkpoint import load, save
-    from moeverify.checkpoint.writer import Part
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
+    from moeverify.tools.checkpoint import load, save
+    from moeverify.tools.checkpoint.writer import Part
 
     def rename(part: Part) -> Part:
         return part._replace(key=f"weight/{_THEIRS}") if part.key == f"weight/{_OURS}" else part

@@ -18,11 +18,11 @@ def inject(patch: Patch) -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-    from moeverify.checkpoint import save
-    from moeverify.checkpoint.writer import Part
-    from moeverify.layout.local_shard import LocalShard
-    from moeverify.layout.placement import shard_region
-    from moeverify.layout.region import Region
+    from moeverify.parallel.regions.local_shard import LocalShard
+    from moeverify.parallel.regions.placement import shard_region
+    from moeverify.parallel.regions.region import Region
+    from moeverify.tools.checkpoint import save
+    from moeverify.tools.checkpoint.writer import Part
 
     def misread(shard: LocalShard) -> Region:
         tensor = shard.tensor

@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 def inject(patch: Patch) -> None:
     """Load into a fresh optimizer, and ignore the state that it has no tensors for."""
-    from moeverify.checkpoint.load import refuse
+    from moeverify.tools.checkpoint.load import refuse
     from moeverify.train.state import TrainingState
 
     patch.replace(TrainingState.materialize)(lambda self: None)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from moeverify.faults.patch import Original, Patch
 
 if TYPE_CHECKING:
-    from moeverify.checkpoint.writer import Part
+    from moeverify.tools.checkpoint.writer import Part
 
 
 def load_into_copies(patch: Patch, is_lost: Callable[[int, Part], bool]) -> None:
     """Load the parts for which `is_lost(number, part)` is true into copies of their tensors."""
     from torch import Tensor
 
-    from moeverify.checkpoint import load
-    from moeverify.checkpoint.save import list_parts
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
+    from moeverify.tools.checkpoint import load
+    from moeverify.tools.checkpoint.save import list_parts
 
     @patch.wrap(list_parts, used_by=load)
     def list_copies(

@@ -13,10 +13,10 @@ from moeverify.results.cause import Cause
 
 def inject(patch: Patch) -> None:
     """Keep all positions on each rank, and leave attention unchanged."""
-    from moeverify.case.schema import Layout, Recipe
-    from moeverify.layout.region import as_indices
+    from moeverify.cases.schema import Layout, Recipe
     from moeverify.parallel.context_parallel import apply_context_parallel
     from moeverify.parallel.meshes import Meshes
+    from moeverify.parallel.regions.region import as_indices
     from moeverify.train.assemble import share_of
     from moeverify.train.data import Share
 

@@ -15,7 +15,7 @@ def inject(patch: Patch) -> None:
     """Use a hybrid strategy on a mesh of (n, 1), over which torch reduces nothing."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from moeverify.case.schema import Fsdp1Strategy
+    from moeverify.cases.schema import Fsdp1Strategy
     from moeverify.parallel.fsdp1 import STRATEGIES, choose_ranks
 
     @patch.replace(choose_ranks)

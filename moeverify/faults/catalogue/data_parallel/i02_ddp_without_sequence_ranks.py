@@ -17,7 +17,7 @@ def inject(patch: Patch) -> None:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from moeverify.case.schema import Layout
+    from moeverify.cases.schema import Layout
     from moeverify.model.transformer import Transformer
     from moeverify.parallel.ddp import Accumulate, apply_ddp
     from moeverify.parallel.meshes import Meshes

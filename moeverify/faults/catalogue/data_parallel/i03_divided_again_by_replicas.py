@@ -15,7 +15,7 @@ def inject(patch: Patch) -> None:
     """Divide the gradients of experts by the number of replicas a second time."""
     from torch import Tensor
 
-    from moeverify.case.schema import Layout
+    from moeverify.cases.schema import Layout
     from moeverify.parallel.gradients import Reduction
     from moeverify.parallel.meshes import Meshes
     from moeverify.parallel.plan import expert_reductions

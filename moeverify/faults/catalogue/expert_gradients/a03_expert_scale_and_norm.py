@@ -19,7 +19,7 @@ def inject(patch: Patch) -> None:
     import torch.distributed as dist
     from torch import Tensor
 
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.clipping import SumOverShards, gradient_norm
 
     change_reductions(patch, lambda reduction, _: replace(reduction, divisor=1.0))

@@ -19,7 +19,7 @@ def change_reductions(patch: Patch, change: Callable[[Reduction, Meshes], Reduct
     """Replace each planned reduction of expert gradients by `change(reduction, meshes)`."""
     from torch import Tensor
 
-    from moeverify.case.schema import Layout
+    from moeverify.cases.schema import Layout
     from moeverify.parallel.plan import expert_reductions
 
     @patch.wrap(expert_reductions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moeverify.case.schema import Case
+from moeverify.cases.schema import Case
 from moeverify.faults.patch import Original, Patch
 from moeverify.faults.setting import make_case
 

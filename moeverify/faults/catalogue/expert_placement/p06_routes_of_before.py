@@ -12,7 +12,7 @@ from moeverify.results.cause import Cause
 
 if TYPE_CHECKING:
     from moeverify.parallel.placed_experts import PlacedLayer
-    from moeverify.placement.buckets import Bucket
+    from moeverify.tools.placement.buckets import Bucket
 
 
 def inject(patch: Patch) -> None:

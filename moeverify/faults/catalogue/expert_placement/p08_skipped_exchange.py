@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from moeverify.placement.placement import Placement
+    from moeverify.tools.placement.placement import Placement
     from moeverify.train.program import Program
 
 

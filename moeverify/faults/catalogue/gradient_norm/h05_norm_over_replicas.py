@@ -19,8 +19,8 @@ def inject(patch: Patch) -> None:
     from torch import Tensor
     from torch.distributed.tensor import DTensor
 
-    from moeverify.layout.placement import local_part
     from moeverify.parallel.collectives import sum_over
+    from moeverify.parallel.regions.placement import local_part
     from moeverify.train.clipping import norm_of_one_mesh
 
     @patch.wrap(norm_of_one_mesh)

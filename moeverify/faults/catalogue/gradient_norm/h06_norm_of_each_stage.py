@@ -16,7 +16,7 @@ def inject(patch: Patch) -> None:
     """Omit the sum over the stages."""
     from torch import Tensor
 
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.clipping import SumOverShards, gradient_norm
 
     @patch.wrap(gradient_norm)

@@ -13,7 +13,7 @@ from moeverify.results.place import Stage
 
 def inject(patch: Patch) -> None:
     """Compute the norm of experts from local shards without a reduction."""
-    from moeverify.layout.placement import local_part
+    from moeverify.parallel.regions.placement import local_part
 
     change_gradients(
         patch, lambda gradient: gradient if expert_mesh(gradient) is None else local_part(gradient)

@@ -17,7 +17,7 @@ def inject(patch: Patch) -> None:
     import torch.distributed as dist
     from torch import Tensor
 
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.clipping import clip_gradients
 
     @patch.wrap(clip_gradients)

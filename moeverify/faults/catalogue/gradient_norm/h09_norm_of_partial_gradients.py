@@ -17,10 +17,10 @@ def inject(patch: Patch) -> None:
     import torch
     from torch import Tensor
 
-    from moeverify.layout.local_shard import LocalShard
-    from moeverify.layout.placement import local_part
     from moeverify.parallel.collectives import sum_over
     from moeverify.parallel.gradients import Reduction, finalize_gradients
+    from moeverify.parallel.regions.local_shard import LocalShard
+    from moeverify.parallel.regions.placement import local_part
     from moeverify.train.clipping import SumOverShards, gradient_norm
 
     norms: dict[int, Tensor] = {}

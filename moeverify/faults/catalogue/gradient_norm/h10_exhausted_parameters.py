@@ -15,8 +15,8 @@ from moeverify.results.place import Stage
 
 def inject(patch: Patch) -> None:
     """Share one iterator over the parameters between norm and clip."""
-    from moeverify.case.schema import Recipe
-    from moeverify.layout.observer import Observer
+    from moeverify.cases.schema import Recipe
+    from moeverify.parallel.regions.observer import Observer
     from moeverify.train.loop import clip
     from moeverify.train.program import Program
 

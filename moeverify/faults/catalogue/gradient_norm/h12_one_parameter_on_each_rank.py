@@ -18,7 +18,7 @@ def inject(patch: Patch) -> None:
     """Count the squares of the query norms once per tp rank."""
     from torch import Tensor
 
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.clipping import SumOverShards, gradient_norm
 
     @patch.wrap(gradient_norm)

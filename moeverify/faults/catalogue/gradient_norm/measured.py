@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
 
 
 def change_gradients(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:

@@ -13,9 +13,9 @@ def inject(patch: Patch) -> None:
     """Draw the local experts from the start of the seed's stream on every rank."""
     import torch
 
-    from moeverify.case.schema import ReferenceModel
+    from moeverify.cases.schema import ReferenceModel
     from moeverify.faults.catalogue.initialization.streams import fill_run
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.assemble import fill_one
 
     @patch.wrap(fill_one)

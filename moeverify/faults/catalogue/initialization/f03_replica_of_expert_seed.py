@@ -14,8 +14,8 @@ def inject(patch: Patch) -> None:
     import torch
     import torch.distributed as dist
 
-    from moeverify.case.schema import ReferenceModel
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.cases.schema import ReferenceModel
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.assemble import fill_one
 
     @patch.wrap(fill_one)

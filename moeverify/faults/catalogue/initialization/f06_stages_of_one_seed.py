@@ -15,8 +15,8 @@ def inject(patch: Patch) -> None:
     """Fill the second stage's layer with the values of the first stage's layer."""
     import torch
 
-    from moeverify.case.schema import ReferenceModel
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.cases.schema import ReferenceModel
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.assemble import fill_one
 
     @patch.wrap(fill_one)

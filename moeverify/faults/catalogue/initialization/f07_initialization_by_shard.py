@@ -14,9 +14,9 @@ def inject(patch: Patch) -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from moeverify.case.schema import ReferenceModel
+    from moeverify.cases.schema import ReferenceModel
     from moeverify.faults.catalogue.initialization.streams import fill_run
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.assemble import fill_one
 
     @patch.wrap(fill_one)

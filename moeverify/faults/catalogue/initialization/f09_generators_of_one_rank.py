@@ -16,9 +16,9 @@ def inject(patch: Patch) -> None:
     import torch.distributed as dist
     from torch import Tensor
 
-    from moeverify.checkpoint import save
-    from moeverify.checkpoint.writer import Part
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
+    from moeverify.tools.checkpoint import save
+    from moeverify.tools.checkpoint.writer import Part
 
     @patch.wrap(save.list_parts, used_by=save)
     def share_generators(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moeverify.case.schema import ReferenceModel
-from moeverify.layout.local_shard import LocalShard
+from moeverify.cases.schema import ReferenceModel
 from moeverify.model.init import initial_values
+from moeverify.parallel.regions.local_shard import LocalShard
 
 
 def fill_run(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dtype, start: int = 0) -> None:

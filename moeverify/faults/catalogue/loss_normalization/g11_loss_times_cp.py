@@ -14,7 +14,7 @@ from moeverify.results.cause import Cause
 
 def inject(patch: Patch) -> None:
     """Scale the loss by cp a second time before the backward pass."""
-    from moeverify.case.schema import Layout
+    from moeverify.cases.schema import Layout
     from moeverify.model.transformer import Transformer
     from moeverify.parallel.meshes import Meshes
     from moeverify.parallel.plan import Parallelized, parallelize

@@ -13,7 +13,7 @@ def inject(patch: Patch) -> None:
     """Drop the accumulated gradients before each forward pass."""
     from torch import Tensor
 
-    from moeverify.case.schema import Recipe
+    from moeverify.cases.schema import Recipe
     from moeverify.train.data import Batch
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Losses, Normalizers

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def divide_by(patch: Patch, count: Callable[[Program, Batch, Normalizers], Tensor]) -> None:
     """Divide the losses of each micro-batch by `count` tokens () instead of the global batch's tokens."""
-    from moeverify.case.schema import Recipe
+    from moeverify.cases.schema import Recipe
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Losses, Normalizers
 
@@ -35,7 +35,7 @@ def divide_by(patch: Patch, count: Callable[[Program, Batch, Normalizers], Tenso
 
 def multiply(patch: Patch, choose: Callable[[Program], float]) -> None:
     """Multiply all losses of each micro-batch by a factor."""
-    from moeverify.case.schema import Recipe
+    from moeverify.cases.schema import Recipe
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Losses
 

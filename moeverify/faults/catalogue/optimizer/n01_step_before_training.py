@@ -17,8 +17,8 @@ def inject(patch: Patch) -> None:
     import torch
     from torch.optim import Optimizer
 
-    from moeverify.case.schema import Optimizer as OptimizerSpec
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.cases.schema import Optimizer as OptimizerSpec
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.optimizer import build_optimizer
 
     @patch.wrap(build_optimizer)

@@ -20,7 +20,7 @@ def inject(patch: Patch) -> None:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from moeverify.case.schema import Layout
+    from moeverify.cases.schema import Layout
     from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Work, build_pipeline
     from moeverify.train.pipeline import StageWork
 

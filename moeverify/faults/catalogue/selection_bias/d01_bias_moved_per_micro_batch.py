@@ -16,9 +16,9 @@ def inject(patch: Patch) -> None:
     """Move the bias after the backward pass of each micro-batch; the end of the step only reports counts."""
     from torch import Tensor
 
-    from moeverify.case.schema import MoE, Recipe, ReferenceModel
-    from moeverify.layout.observer import Observer
-    from moeverify.layout.region import Region
+    from moeverify.cases.schema import MoE, Recipe, ReferenceModel
+    from moeverify.parallel.regions.observer import Observer
+    from moeverify.parallel.regions.region import Region
     from moeverify.train.data import Batch
     from moeverify.train.program import Program, Source
     from moeverify.train.routing import move_bias, observe_routing, update_selection_bias

@@ -15,8 +15,8 @@ def inject(patch: Patch) -> None:
     """Move only the bias of the first router; count for all."""
     from torch import Tensor
 
-    from moeverify.case.schema import MoE
-    from moeverify.layout.observer import Observer
+    from moeverify.cases.schema import MoE
+    from moeverify.parallel.regions.observer import Observer
     from moeverify.train.program import Program
     from moeverify.train.routing import move_bias, update_selection_bias
 

@@ -16,8 +16,8 @@ def inject(patch: Patch) -> None:
     """Omit tp from the sum of the counts that move the selection bias."""
     from torch import Tensor
 
-    from moeverify.case.schema import MoE
-    from moeverify.layout.observer import Observer
+    from moeverify.cases.schema import MoE
+    from moeverify.parallel.regions.observer import Observer
     from moeverify.train.program import Program
     from moeverify.train.routing import update_selection_bias
 

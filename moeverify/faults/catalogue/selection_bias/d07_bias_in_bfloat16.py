@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeverify.case.schema import Recompute
+from moeverify.cases.schema import Recompute
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.patch import Original, Patch
 from moeverify.faults.setting import make_case

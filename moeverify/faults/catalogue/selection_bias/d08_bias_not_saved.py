@@ -11,7 +11,7 @@ from moeverify.results.cause import Cause
 
 def inject(patch: Patch) -> None:
     """Omit the buffers from saves and loads."""
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.train.state import TrainingState
 
     @patch.wrap(TrainingState.tensors)

@@ -16,11 +16,11 @@ def inject(patch: Patch) -> None:
     """Divide the gradients that are summed over tp by the tp degree."""
     from torch import nn
 
-    from moeverify.case.schema import Layout
-    from moeverify.layout.local_shard import LocalShard
+    from moeverify.cases.schema import Layout
     from moeverify.parallel.gradients import Reduction
     from moeverify.parallel.meshes import Meshes
     from moeverify.parallel.plan import list_reductions
+    from moeverify.parallel.regions.local_shard import LocalShard
 
     @patch.wrap(list_reductions)
     def average_over_tp(

@@ -22,8 +22,8 @@ from pathlib import Path
 # DDP and optimizers import the compiler on first construction, which would take most of a rank's time.
 import torch._dynamo  # noqa: F401
 
-from moeverify.capture.settings import Settings
-from moeverify.capture.start import start
+from moeverify.scripts.record.settings import Settings
+from moeverify.scripts.record.start import start
 
 PROGRAMS = Path(__file__).parent
 

@@ -1,0 +1,77 @@
+"""Static check that `package.module:function` exists, without importing it and before ranks start."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from moeverify.cases.suggest import suggest
+from moeverify.errors import Problem
+from moeverify.input_file import read_input
+
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def examine_function(target: str, folders: Sequence[str], path: str) -> Problem | None:
+    """Return the problem with the name of a function, or None if none is found.
+
+    `folders` precede `sys.path`. `path` is the option or field that contains the name. Names that a module
+    creates only at run time are not visible here, so a module with a star import or `__getattr__` passes.
+    """
+    if not _TARGET.fullmatch(target):
+        return Problem(f"`{target}` is no function", path=path, remedy="write `package.module:function`")
+    module, _, name = target.partition(":")
+    spec, missing = _find_module(module, [*folders, *sys.path])
+    if missing:
+        remedy = f"the folders of the import path begin with {folders[0]}" if folders else ""
+        return Problem(f"there is no module `{missing}` for `{target}`", path=path, remedy=remedy)
+    origin = spec.origin if spec is not None else None
+    if origin is None or not origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(read_input(Path(origin)), origin)
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        where = f"{origin}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else ""
+        # The other exceptions mean nesting that is too deep, or null bytes.
+        return Problem(where or f"{origin} cannot be parsed", path=path, remedy=f"mend it for `{target}`")
+    names = set(_list_names(tree.body))
+    if name in names or "*" in names or "__getattr__" in names:
+        return None
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+    return Problem(f"`{module}` ({origin}) has no `{name}`", path=path, remedy=suggest(name, functions))
+
+
+def _find_module(name: str, folders: Sequence[str]) -> tuple[importlib.machinery.ModuleSpec | None, str]:
+    """Return the spec of a module, or else the shortest prefix of its name that does not exist."""
+    spec: importlib.machinery.ModuleSpec | None = None
+    places: Sequence[str] | None = folders
+    parts = name.split(".")
+    if parts[0] in sys.builtin_module_names:
+        return None, ""
+    for number, part in enumerate(parts):
+        # Search for the last part of the name only: for the full name, Python would import the parent
+        # packages.
+        spec = importlib.machinery.PathFinder.find_spec(part, places) if places is not None else None
+        if spec is None:
+            return None, ".".join(parts[: number + 1])
+        found = spec.submodule_search_locations
+        places = None if found is None else list(found)
+    return spec, ""
+
+
+def _list_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield the names that these statements bind at the top level of a module."""
+    for statement in body:
+        for node in ast.walk(statement) if not isinstance(statement, ast.FunctionDef | ast.ClassDef) else ():
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.alias):
+                yield (node.asname or node.name).partition(".")[0]
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            yield statement.name

@@ -1,0 +1,149 @@
+"""Resolution of the recipe of a case: base, changes, preset and name.
+
+The name of a recipe is the key of its golden. A recipe that is changed on the way gets another name, unless
+the change has no effect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeverify.cases.entry import Entry, Place, build_entry, merge, show
+from moeverify.cases.override import FILE
+from moeverify.cases.presets import PRESETS
+from moeverify.cases.recipe_file import merge_recipe, read_recipe
+from moeverify.cases.schema import Recipe
+from moeverify.cases.section import Ledger, build_section
+from moeverify.cases.suggest import suggest
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # part of the file name of a golden
+NAME_WORDS = "at most 100 letters, digits, `-`, `_` and `.`"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A recipe as written: its fields, its name, and the original fields that belong to this name.
+
+    `folder` is the folder of the case file.
+    """
+
+    entry: Entry
+    label: str
+    original: Entry
+    folder: Path
+
+
+def resolve_recipe(
+    written: Entry, before: Entry | None, case_name: str, folder: Path, ledger: Ledger
+) -> Source:
+    """Return the recipe of a case from its field `recipe`. `before` is the field without overrides.
+
+    `folder` is the folder of the case file, and recipe files are in its `recipes/`.
+    """
+    beside, folder = folder, folder / "recipes"
+    if isinstance(written.content, str):
+        entry = _read_base(written, folder, "recipe", ledger)
+        return Source(entry, written.content, entry, beside)
+    if not written.is_mapping:
+        remedy = "name a file of `recipes/`, or write the fields"
+        ledger.reject(
+            written, "recipe", f"expected a recipe's name or a mapping, got {show(written)}", remedy
+        )
+        return Source(Entry({}), case_name, Entry({}), beside)
+    name = _read_name(written, ledger)
+    base_field = written.fields.get("base")
+    if base_field is None:
+        original = (
+            before if before is not None and before.is_mapping and "base" not in before.fields else written
+        )
+        return Source(written.without("name"), name or case_name, original.without("name"), beside)
+    base = _read_base(base_field, folder, "recipe.base", ledger)
+    entry = merge_recipe(base, written.without("base", "name"))
+    if name is None:
+        return Source(entry, str(base_field.content), base, beside)
+    named_before = before is not None and "base" in before.fields and "name" in before.fields
+    original = (
+        merge_recipe(base, before.without("base", "name")) if before is not None and named_before else entry
+    )
+    return Source(entry, name, original, beside)
+
+
+def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
+    """Return the recipe of `source` under its final name, and its fields including those of its preset."""
+    entry = expand_preset(source.entry, ledger)
+    recipe = _find_weights(build_section(Recipe, entry, "recipe", ledger, name=source.label), source)
+    if source.entry == source.original:
+        return recipe, entry
+    aside = Ledger()
+    written = build_section(Recipe, expand_preset(source.original, aside), "recipe", aside, name="")
+    original = _find_weights(written, source)
+    fingerprint = recipe.fingerprint()
+    if not aside.problems and original.fingerprint() == fingerprint:
+        return recipe, entry
+    return recipe.model_copy(update={"name": f"{source.label}+{fingerprint[:8]}"}), entry
+
+
+def _find_weights(recipe: Recipe, source: Source) -> Recipe:
+    """Return the recipe with an absolute path of its weights: ranks may have another current folder."""
+    model = recipe.model
+    if model.weights is None:
+        return recipe
+    place = str((source.folder / Path(model.weights).expanduser()).resolve())
+    return recipe.model_copy(update={"model": model.model_copy(update={"weights": place})})
+
+
+def expand_preset(recipe: Entry, ledger: Ledger) -> Entry:
+    """Return `recipe` with the fields of its model's preset, overridden by the fields of the model."""
+    model = recipe.fields.get("model")
+    named = model.fields.get("preset") if model is not None else None
+    if model is None or named is None or named.content is None or "factory" in model.fields:
+        return recipe
+    fields = _find_preset(named, ledger)
+    if fields is None:
+        ledger.broken.add("recipe.model")
+        return Entry({**recipe.fields, "model": model.without("preset")}, recipe.place)
+    expanded = merge(build_entry(dict(fields), named.place), model)
+    return Entry({**recipe.fields, "model": expanded}, recipe.place)
+
+
+def _find_preset(named: Entry, ledger: Ledger) -> Mapping[str, object] | None:
+    path = "recipe.model.preset"
+    name = named.content
+    if not isinstance(name, str):
+        ledger.reject(named, path, f"expected the name of a preset, got {show(named)}", suggest("", PRESETS))
+        return None
+    if name not in PRESETS:
+        ledger.reject(named, path, f"unknown preset `{name}`", suggest(name, PRESETS))
+        return None
+    return PRESETS[name]
+
+
+def _read_name(written: Entry, ledger: Ledger) -> str | None:
+    field = written.fields.get("name")
+    if field is None:
+        return None
+    if not isinstance(field.content, str) or not NAME.fullmatch(field.content):
+        ledger.reject(field, "recipe.name", f"expected a name of {NAME_WORDS}, got {show(field)}")
+        return None
+    return field.content
+
+
+def _read_base(named: Entry, folder: Path, path: str, ledger: Ledger) -> Entry:
+    """Return the fields of the recipe file that `named` names, or no fields after reporting a problem."""
+    entry = read_recipe(named, folder, path, ledger.report, ())
+    if entry is None:
+        ledger.broken.add("recipe")
+        return Entry({}, named.place)
+    return entry
+
+
+def override_recipe(written: Entry | None, change: Entry) -> Entry:
+    """Return the field `recipe` of a case updated by an override. A recipe name becomes its `base`."""
+    if not change.is_mapping or written is None:
+        return change
+    if isinstance(written.content, str):
+        written = Entry({"base": written}, Place(FILE))
+    return merge_recipe(written, change)

@@ -1,0 +1,460 @@
+"""First divergence: the first module, forward and backward, with matching input and different output."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from moeverify.explain.fitting.cuts import find_cuts
+from moeverify.explain.fitting.rank_readings import AllReadings, Coordinates, RankReadings, error_of
+from moeverify.explain.fitting.slices import scale_rows
+from moeverify.explain.fitting.wrong_tensor import WrongTensor
+from moeverify.results.observation import Direction, End, FirstDivergence
+from moeverify.results.trial import Reason, Trial
+from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
+
+NAME = "first_divergence"
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+_DISPATCHER = "dispatcher"  # of a block of experts; it calls the experts and is their sibling
+_MOST_AROUND = 4
+
+# Largest relative error of a right reading: a thousand times the effect of reordered sums in a few layers.
+# Units of rounding are 1.1e-16 and 6e-8. Readings in bfloat16 (4e-3) are not compared: rounding hides where
+# an error began.
+READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """First reading that differs, in the golden's order; `tensor` has the readings of all ranks.
+
+    `direction`, `module`, `end` and `slot` locate the reading: `slot` numbers the tensors of a module end.
+    `input` is the golden reading of the module's forward input.
+
+    `also` lists modules with equal golden values at their ends: the gradient of an output is the one that
+    its users pass back. `around` is the calling module. `inside` lists modules in the culprit whose
+    readings are all right.
+
+    `num_wrong` of `num_tokens` tokens (or rows, if `are_rows`) are wrong. `inputs_seen` is true if an input
+    of the culprit was compared and is right; integer inputs such as token ids are never compared. `right`
+    lists the module ends of this direction whose readings are all right.
+    """
+
+    direction: Direction
+    module: str
+    end: End
+    error: float
+    ranks: tuple[int, ...]
+    tensor: WrongTensor
+    first_micro_batch: int = 0
+    input: Tensor | None = None
+    also: tuple[str, ...] = ()
+    around: str = ""
+    inside: tuple[str, ...] = ()
+    num_wrong: int = 0
+    num_tokens: int = 0
+    are_rows: bool = False
+    inputs_seen: bool = True
+    slot: str = "0"
+    right: frozenset[tuple[str, End]] = frozenset()
+
+    @property
+    def is_of_culprit(self) -> bool:
+        """Return whether the culprit is the module that was read, and not a module around it."""
+        return self.end == ("output" if self.direction == FORWARD else "input")
+
+    @property
+    def culprit(self) -> str:
+        """Return the module whose own computation is wrong; empty for the whole model.
+
+        If a module's input is wrong and everything before it is right, the module around it made the input.
+        A wrong gradient of an output comes from the users of this output.
+        """
+        return self.module if self.is_of_culprit else self.around
+
+
+@dataclass(frozen=True)
+class Search:
+    """Result of the search: the first divergence of each direction, and the readings that match before it.
+
+    `bound` is the largest relative error of a right reading; `matched` lists the modules whose outputs are
+    right.
+
+    - `around`: by direction, later wrong outputs of modules around or beside the origin. A module may
+      output a partial sum without error, and a calling module completes it.
+    - `beside`: by direction, wrong readings of sibling modules at the same end. Modules may share an input,
+      and one of these readings may be more informative.
+    - `golden`: the readings of the single device.
+    - `cuts`: unread modules in which the backward pass ends.
+    """
+
+    origins: Mapping[str, Origin]
+    num_right: Mapping[str, int]
+    worst_right: Mapping[str, float]
+    bound: float
+    matched: frozenset[str] = frozenset()
+    around: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
+    beside: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
+    golden: Sequence[Reading] = ()
+    cuts: frozenset[str] = frozenset()
+
+    def find_cut(self, origin: Origin) -> str:
+        """Return the only cut module through which an origin receives its gradient, or an empty string."""
+        block, _, own = origin.module.rpartition(".")
+        is_passed_back = origin.direction == BACKWARD and origin.is_of_culprit and own == _DISPATCHER
+        found = sorted(cut for cut in self.cuts if is_passed_back and cut.startswith(f"{block}."))
+        return found[0] if len(found) == 1 else ""
+
+    def observe(self, direction: Direction) -> FirstDivergence:
+        """Return where a direction first differs, and the matching readings before."""
+        num_right, worst_right = self.num_right[direction], self.worst_right[direction]
+        origin = self.origins.get(direction)
+        if origin is None:
+            return FirstDivergence(direction=direction, num_right=num_right, worst_right=worst_right)
+        return FirstDivergence(
+            direction=direction,
+            module=origin.module,
+            end=origin.end,
+            error=origin.error,
+            ranks=origin.ranks,
+            also=origin.also,
+            inside=origin.inside,
+            num_wrong=origin.num_wrong,
+            num_tokens=origin.num_tokens,
+            are_rows=origin.are_rows,
+            num_right=num_right,
+            worst_right=worst_right,
+        )
+
+
+def list_search_trials(search: Search | None) -> tuple[Trial, ...]:
+    """Return the first divergence of module outputs and of their gradients as trials."""
+    if search is None:
+        return (Trial(hypothesis=NAME, verdict="untried", reason=Reason.MODULES_NOT_COMPARED),)
+    found = [search.observe(direction) for direction in DIRECTIONS]
+    return tuple(
+        Trial(
+            hypothesis=NAME,
+            about=each.direction,
+            verdict="no" if each.error is None else "yes",
+            observations=(each,),
+        )
+        for each in found
+    )
+
+
+@dataclass(frozen=True)
+class Known:
+    """Findings of the checks in the step, apart from modules.
+
+    `gradients` has the names of the parameters with wrong gradients. `noise` is the relative error that
+    calibration allows for gradients: if a model rounds to a narrower dtype internally, smaller differences
+    of readings are not an origin.
+    """
+
+    gradients: Collection[str] = ()
+    loss_differs: bool = False
+    noise: float = 0.0
+
+
+def find_origins(
+    golden: Sequence[Reading],
+    by_rank: Sequence[RankReadings],
+    coordinates: Coordinates,
+    tp: int,
+    precision: torch.dtype,
+    known: Known | None = None,
+) -> Search:
+    """Find the first reading of each direction that differs by more than rounding.
+
+    A layout may split intermediate values, such as the weights of expert outputs over ranks. A difference
+    is no origin if an enclosing module later has the right result. `by_rank` has the readings by rank, `tp`
+    is the size of tensor parallelism, and `precision` selects the bound.
+    """
+    known = known or Known()
+    bound = max(READING_BOUNDS[precision], known.noise)
+    ranks = AllReadings(by_rank, coordinates, tp, precision, golden, bound)
+    judged = [
+        each
+        for reading in sorted(golden, key=lambda reading: reading.order)
+        if (each := _judge(reading, ranks, bound)) is not None
+    ]
+    origins: dict[str, Origin] = {}
+    around: dict[str, tuple[Origin, ...]] = {}
+    beside: dict[str, tuple[Origin, ...]] = {}
+    num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
+    worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
+    for direction in DIRECTIONS:
+        along = [each for each in judged if each.reading.direction == direction]
+        wrong = [each for each in along if each.is_wrong]
+        is_made_good = _is_summed_up if direction == FORWARD else partial(_is_passed_back, known=known)
+        began = [each for each in wrong if not is_made_good(each, along)]
+        if not began and (direction == BACKWARD or not known.loss_differs):
+            wrong = []
+        first = _find_first(began or wrong)
+        for each in along if first is None else along[: along.index(first)]:
+            if not each.is_wrong:
+                num_right[direction] += 1
+                worst_right[direction] = max(worst_right[direction], each.error)
+        if first is not None:
+            origin = _make_origin(first, golden, bound)
+            seen, inside = _has_right_input(origin, along), _list_right_inside(origin, along)
+            right = _list_right(along)
+            origins[direction] = replace(origin, inputs_seen=seen, inside=inside, right=right)
+            near = _list_near(first, wrong)
+            around[direction] = tuple(_make_origin(each, golden, bound) for each in near)
+            others = [each for each in wrong if _is_beside(first, each)][:_MOST_AROUND]
+            beside[direction] = tuple(_make_origin(each, golden, bound) for each in others)
+    outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
+    wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
+    matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
+    cuts = find_cuts(by_rank, known.gradients)
+    return Search(origins, num_right, worst_right, bound, matched, around, beside, golden, cuts)
+
+
+def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
+    """Return whether an input of the culprit was compared and is right.
+
+    The whole model has no compared input.
+    """
+    end = "input" if origin.direction == FORWARD else "output"
+    return _are_right(
+        [each for each in along if (each.reading.module, each.reading.end) == (origin.culprit, end)]
+    )
+
+
+def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, ...]:
+    """Return the outermost modules in the culprit that were read in this direction and are never wrong."""
+    inner = f"{origin.culprit}." if origin.is_of_culprit and origin.culprit else ""
+    names = dict.fromkeys(
+        each.reading.module for each in along if inner and each.reading.module.startswith(inner)
+    )
+    wrong = {each.reading.module for each in along if each.is_wrong}
+    right = [name for name in names if name not in wrong]
+    found = [name for name in right if not any(around in right for around in _list_around(name))]
+    numbered = {name.rpartition(".")[0] for name in wrong if name.rpartition(".")[2].isdecimal()}
+    folded = tuple(dict.fromkeys(_fold_number(name, numbered) for name in found))
+    return folded if len(folded) <= _MOST_AROUND else ()
+
+
+def _list_right(along: Sequence[_Judged]) -> frozenset[tuple[str, End]]:
+    """Return the module ends whose readings are all right."""
+    ends = {(each.reading.module, cast(End, each.reading.end), each.is_wrong) for each in along}
+    return frozenset((module, end) for module, end, is_wrong in ends if (module, end, True) not in ends)
+
+
+def _fold_number(name: str, but: Collection[str]) -> str:
+    """Return `experts.*` for `experts.3`, unless a sibling is wrong."""
+    around, _, own = name.rpartition(".")
+    return f"{around}.*" if own.isdecimal() and around not in but else name
+
+
+def _count_wrong(tensor: WrongTensor, bound: float) -> tuple[int, int]:
+    """Return how many of the read tokens or rows differ, and how many were read.
+
+    The error of a small row is compared with the norm of a typical row.
+    """
+    seen = torch.zeros_like(tensor.expected)
+    for shard in tensor.shards:
+        shard.region.put(seen, torch.ones(shard.region.local_shape, dtype=seen.dtype))
+    expected, actual, is_seen = (
+        values.flatten(0, 1).flatten(1) for values in (tensor.expected, tensor.whole, seen)
+    )
+    is_wrong = ~((is_seen * (actual - expected)).norm(dim=1) <= bound * scale_rows(expected))
+    return int(is_wrong.sum()), int(is_seen.any(dim=1).sum())
+
+
+def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
+    """Return the first wrong reading in the order of the single device.
+
+    If one module hands a tensor to another, the single device has equal readings at both. A layout may put
+    a collective between them; then the reading that ranks made first is the origin. Without a collective,
+    the origin is the module that made the tensor, not the one that received it.
+    """
+    if not wrong:
+        return None
+    alike = [each for each in wrong if torch.equal(each.reading.local, wrong[0].reading.local)]
+    first = min(alike, key=lambda each: each.order)
+    # If ranks have equal values at both ends, there is no operation between them, and the maker is known.
+    made = [each for each in alike if _is_made_there(each) and _have_same(each.tensor, first.tensor)]
+    return first if _is_made_there(first) or not made else min(made, key=lambda each: each.order)
+
+
+def _list_near(first: _Judged, wrong: Sequence[_Judged]) -> list[_Judged]:
+    """Return the next wrong outputs of modules around or beside the first wrong one, the innermost first."""
+    own = first.reading.module
+    modules = {*_list_around(own), f"{own.rpartition('.')[0]}.{_DISPATCHER}"} - {"", own}
+    later = wrong[wrong.index(first) + 1 :]
+    return [each for each in later if each.reading.module in modules and _is_made_there(each)][:_MOST_AROUND]
+
+
+def _is_beside(first: _Judged, other: _Judged) -> bool:
+    """Return whether another reading is at the same end of a sibling module."""
+    one, two = first.reading, other.reading
+    is_other = one.module != two.module and one.end == two.end
+    return is_other and bool(one.module) and one.module.rpartition(".")[0] == two.module.rpartition(".")[0]
+
+
+def _is_made_there(judged: _Judged) -> bool:
+    """Return whether the module made the reading: its output, or the gradient of its input."""
+    reading = judged.reading
+    return reading.end == ("output" if reading.direction == FORWARD else "input")
+
+
+def _have_same(first: WrongTensor, second: WrongTensor) -> bool:
+    """Return whether the shards of two readings have equal values."""
+    if len(first.shards) != len(second.shards):
+        return False
+    return all(
+        one.region.key == other.region.key and torch.equal(one.values(), other.values())
+        for one, other in zip(first.shards, second.shards, strict=True)
+    )
+
+
+@dataclass(frozen=True, eq=False)  # never compare by value: `list.index` would compare tensors
+class _Judged:
+    """Golden reading with the readings of all ranks, their micro-batches and the worst relative error.
+
+    `order` is the smallest position of these readings in the sequence of their ranks.
+    """
+
+    reading: Reading
+    tensor: WrongTensor
+    micro_batches: Sequence[int]
+    order: int
+    error: float
+    is_wrong: bool
+
+
+def _judge(reading: Reading, ranks: AllReadings, bound: float) -> _Judged | None:
+    """Compare a golden reading with the ranks; None if no rank has a comparable reading."""
+    found = ranks.gather(reading)
+    if found is None:
+        return None
+    tensor, micro_batches, order = found
+    error = max(_errors_by_rank(tensor).values())
+    if error > bound and reading.is_flat and _has_equal_rows(tensor, bound):
+        return None
+    return _Judged(reading, tensor, micro_batches, order, error, error > bound)
+
+
+def _is_summed_up(wrong: _Judged, along: Sequence[_Judged]) -> bool:
+    """Return whether a module around a wrong forward reading still has the right output."""
+    module, later = wrong.reading.module, along[along.index(wrong) + 1 :]
+    around = {*_list_around(module)} | ({module} if wrong.reading.end == "input" else set())
+    return any(
+        _are_right([each for each in later if (each.reading.module, each.reading.end) == (name, "output")])
+        for name in around
+    )
+
+
+def _is_passed_back(wrong: _Judged, along: Sequence[_Judged], known: Known) -> bool:
+    """Return whether a module around a wrong gradient still passes back the right gradient.
+
+    Its parameters must have right gradients, too.
+    """
+    module, later = wrong.reading.module, along[along.index(wrong) + 1 :]
+    around = {*_list_around(module)} | ({module} if wrong.reading.end == "output" else set())
+    return any(
+        _are_right([each for each in later if (each.reading.module, each.reading.end) == (name, "input")])
+        and not any(parameter.startswith(f"{name}." if name else "") for parameter in known.gradients)
+        for name in around
+    )
+
+
+def _are_right(readings: Sequence[_Judged]) -> bool:
+    return bool(readings) and not any(each.is_wrong for each in readings)
+
+
+def _list_around(module: str) -> Iterator[str]:
+    """Yield the enclosing modules; the last one is the whole model, named by an empty string."""
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+def _find_caller(module: str, called: Collection[str]) -> str:
+    """Return the module that calls a module.
+
+    Module lists, whose children have numbers as names, are never called.
+    """
+    around, _, own = module.rpartition(".")
+    return _find_caller(around, called) if own.isdecimal() and around not in called else around
+
+
+def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Origin:
+    reading, tensor = first.reading, first.tensor
+    num_wrong, num_tokens = _count_wrong(tensor, bound)
+    return Origin(
+        cast(Direction, reading.direction),
+        reading.module,
+        cast(End, reading.end),
+        first.error,
+        tuple(sorted(rank for rank, error in _errors_by_rank(tensor).items() if error > bound)),
+        tensor,
+        min(
+            micro_batch
+            for shard, micro_batch in zip(tensor.shards, first.micro_batches, strict=True)
+            if error_of(shard, tensor.expected) > bound
+        ),
+        _input_of(golden, reading),
+        _list_equal(golden, reading),
+        _find_caller(reading.module, {each.module for each in golden}),
+        num_wrong=num_wrong,
+        num_tokens=num_tokens,
+        are_rows=reading.is_loose,
+        slot=reading.slot,
+    )
+
+
+def _list_equal(golden: Sequence[Reading], reading: Reading) -> tuple[str, ...]:
+    """Return the other modules with equal golden values at an end, in the same direction."""
+    return tuple(
+        dict.fromkeys(
+            other.module
+            for other in golden
+            if (other.direction, other.local.shape) == (reading.direction, reading.local.shape)
+            and other.module != reading.module
+            and bool(reading.local.any())
+            and torch.equal(other.local, reading.local)
+        )
+    )
+
+
+def _has_equal_rows(tensor: WrongTensor, bound: float) -> bool:
+    """Return whether all ranks together have the golden's tokens in another order.
+
+    A module may sort its flattened tokens, for example by expert. Under a layout, each rank sorts its own
+    tokens.
+    """
+    expected, actual = (values.flatten(0, 1) for values in (tensor.expected, tensor.whole))
+    weights = torch.linspace(1.0, 2.0, expected.shape[1], dtype=expected.dtype)
+    wanted, found = (torch.sort(values @ weights).values for values in (expected, actual))
+    return float((found - wanted).norm()) <= bound * float(wanted.norm())
+
+
+def _errors_by_rank(tensor: WrongTensor) -> dict[int, float]:
+    """Return the largest relative error of each rank over its micro-batches."""
+    errors: dict[int, float] = {}
+    for shard in tensor.shards:
+        errors[shard.rank] = max(errors.get(shard.rank, 0.0), error_of(shard, tensor.expected))
+    return errors
+
+
+def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:
+    """Return the golden's first forward input of a module."""
+    return next(
+        (
+            other.local
+            for other in golden
+            if (other.direction, other.module, other.end, other.slot)
+            == (FORWARD, reading.module, "input", "0")
+        ),
+        None,
+    )

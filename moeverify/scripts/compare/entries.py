@@ -1,0 +1,242 @@
+"""Comparison of a run's tensors with another run's, as shard comparisons for the checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from moeverify.parallel.regions.region import Region
+from moeverify.results.checks import Kind
+from moeverify.scripts.compare.calls import calls_of
+from moeverify.scripts.compare.places import Places
+from moeverify.scripts.record.lines import Values
+from moeverify.scripts.record.norm_parts import find_shared_ratio
+from moeverify.scripts.record.read import Key, RankRecord, RecordedRun
+from moeverify.scripts.record.sketch import NUM_PROJECTIONS, sketch
+from moeverify.scripts.record.tensors import make_region
+from moeverify.train.calls.call import Call
+from moeverify.verification.compare.comparison import Entry
+from moeverify.verification.compare.difference import Difference, measure
+
+_CLIP_EPSILON = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """The common factor applied to all gradients between the last backward pass and the optimizer step.
+
+    `norm` is the gradient norm from a clip of torch, or None if the script clips by itself. `is_known` is
+    false if the gradients do not show the factor: they were reduced after the backward pass, or are in a
+    flat buffer.
+    """
+
+    value: float = 1.0
+    norm: float | None = None
+    is_known: bool = True
+
+
+def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
+    """Return the coefficient of a rank, from its call of torch's clip or else from its gradients.
+
+    It is unknown unless at least half of the gradients share a ratio.
+    """
+    calls = calls_of(rank, step)
+    clip = next((call for call in reversed(calls) if call.norm is not None and call.max_norm), None)
+    if clip is not None:
+        return _of_clip(clip)
+    if any(call.name.startswith("scaler") for call in calls):
+        return Coefficient()  # the factor is the loss scale of a backward pass, not a clip
+    shared = find_shared_ratio(
+        math.sqrt(line.squares) / line.before
+        for (at, kind, _), line in rank.values.items()
+        if at == step and kind == Kind.GRADIENT and line.before and line.squares > 0.0
+    )
+    return Coefficient(is_known=False) if shared is None else Coefficient(shared)
+
+
+def _of_clip(clip: Call) -> Coefficient:
+    assert clip.norm is not None
+    assert clip.max_norm is not None
+    if not math.isfinite(clip.norm):
+        return Coefficient(1.0, clip.norm)
+    return Coefficient(min(1.0, clip.max_norm / (clip.norm + _CLIP_EPSILON)), clip.norm)
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """The sum of squares, projections and number of elements of the known part of a tensor."""
+
+    squares: float
+    numbers: Sequence[float]
+    numel: int
+
+
+@dataclass
+class Comparer:
+    """A comparison of a run with another run's logical tensors; gradients are compared before the clip."""
+
+    expected: RecordedRun
+    actual: RecordedRun
+    places: Places
+    _coefficients: dict[tuple[int, int], Coefficient] = field(default_factory=dict)
+
+    def coefficient(self, rank: RankRecord, step: int) -> Coefficient:
+        """Return `find_coefficient` of a rank, with value 1 unless it is known for every rank of both runs.
+
+        If one is unknown, gradients are compared as the optimizers get them.
+        """
+        if (id(rank), step) not in self._coefficients:
+            ranks = (*self.expected.ranks, *self.actual.ranks)
+            found = [(id(each), find_coefficient(each, step)) for each in ranks]
+            is_known = all(each.is_known for _, each in found)
+            for number, each in found:
+                self._coefficients[number, step] = each if is_known else replace(each, value=1.0)
+        return self._coefficients[id(rank), step]
+
+    def compare_tensors(self, step: int, kind: str) -> list[list[Entry]]:
+        """Return the entries of every rank for one kind of tensors at one step."""
+        by_rank: list[list[Entry]] = [[] for _ in self.actual.ranks]
+        for name in self._list_names(step, kind):
+            whole = self.read_expected(step, kind, name)
+            shards = [
+                (rank, line) for rank in self.actual.ranks for line in self._lines_of(rank, step, kind, name)
+            ]
+            if whole is None or any(line.sketch for _, line in shards):
+                entry = self._compare_sketches((step, kind, name), whole, shards)
+                by_rank[0] += [entry] if entry is not None else []
+                continue
+            for rank, line in shards:
+                by_rank[rank.rank].append(self._compare(rank, line, name, whole))
+        return by_rank
+
+    def compare_numbers(self, step: int) -> list[list[Entry]]:
+        """Return the entries of the clip coefficient, and of the gradient norm where both runs have it."""
+        wanted = self.coefficient(self.expected.ranks[0], step)
+        by_rank: list[list[Entry]] = []
+        for rank in self.actual.ranks:
+            found = self.coefficient(rank, step)
+            pairs = {"coefficient": (wanted.value, found.value)}
+            if wanted.norm is not None and found.norm is not None:
+                pairs = {"total": (wanted.norm, found.norm), **pairs}
+            by_rank.append([_number(step, name, *pair) for name, pair in pairs.items()])
+        return by_rank
+
+    def read_expected(self, step: int, kind: str, name: str) -> Tensor | None:
+        """Return a whole logical tensor of the expected run; gradients in float64, as before the clip."""
+        whole = self.expected.read_whole(kind, name, step)
+        if whole is None or kind != Kind.GRADIENT:
+            return whole
+        return whole.to(torch.float64) / self.coefficient(self.expected.ranks[0], step).value
+
+    def read_actual(self, rank: RankRecord, line: Values) -> Tensor | None:
+        """Return a rank's local tensor; gradients in float64, as before the clip."""
+        local = rank.read(line)
+        if local is None or line.kind != Kind.GRADIENT:
+            return local
+        return local.to(torch.float64) / self.coefficient(rank, line.step).value
+
+    def _list_names(self, step: int, kind: str) -> list[str]:
+        """Return the names of a kind's tensors: parameters, or optimizer states such as `weight.exp_avg`."""
+        names = list(dict.fromkeys(each.name for each in self.places.known.values()))
+        if kind != Kind.OPTIMIZER_STATE:
+            return names
+        lines = (key for rank in self.expected.ranks for key in rank.values)
+        states = dict.fromkeys(name for at, what, name in lines if (at, what) == (step, kind))
+        return [state for state in states if split_state(state)[0] in names]
+
+    def _lines_of(self, rank: RankRecord, step: int, kind: str, name: str) -> Iterator[Values]:
+        parameter, suffix = split_state(name) if kind == Kind.OPTIMIZER_STATE else (name, "")
+        for (number, own), placed in self.places.known.items():
+            line = rank.values.get((step, kind, own + suffix)) if number == rank.rank else None
+            if line is not None and placed.name == parameter:
+                yield line
+
+    def _region(self, rank: RankRecord, line: Values) -> Region:
+        """Return the region of a line in the logical tensor; a moment has its parameter's region."""
+        name = split_state(line.name)[0] if line.kind == Kind.OPTIMIZER_STATE else line.name
+        return self.places.known[rank.rank, name].region
+
+    def _compare_sketches(
+        self, key: Key, whole: Tensor | None, shards: Sequence[tuple[RankRecord, Values]]
+    ) -> Entry | None:
+        """Return the difference of two whole tensors, estimated from sketches because values are missing."""
+        if whole is not None:
+            region = Region.whole(whole.shape)
+            wanted = Sketched(float(whole.double().square().sum()), sketch(whole, region), whole.numel())
+        else:
+            found = ((rank, line, make_region(line.where)) for rank, line in self.expected.find(key))
+            wanted = self._add_sketches(found)
+        placed = ((rank, line, self._region(rank, line)) for rank, line in shards)
+        own = self._add_sketches(placed)
+        if not shards or own.numel != wanted.numel:
+            return None
+        first = shards[0][1]
+        shape = self._region(*shards[0]).shape
+        region = Region.whole(shape)
+        difference = _estimate(wanted, own)
+        return Entry(*key, region.key, shape, shape, "compared", first.bits, difference)
+
+    def _add_sketches(self, shards: Iterable[tuple[RankRecord, Values, Region]]) -> Sketched:
+        """Return the combined sketch of the regions, counting each once."""
+        total = Sketched(0.0, [0.0] * NUM_PROJECTIONS, 0)
+        done: set[str] = set()
+        for rank, line, region in shards:
+            if line.is_absent or region.key in done:
+                continue
+            done.add(region.key)
+            scale = self.coefficient(rank, line.step).value if line.kind == Kind.GRADIENT else 1.0
+            local = rank.read(line)
+            numbers = line.sketch if local is None else sketch(local, region)
+            added = [first + second / scale for first, second in zip(total.numbers, numbers, strict=True)]
+            total = Sketched(total.squares + line.squares / scale**2, added, total.numel + region.numel)
+        return total
+
+    def _compare(self, rank: RankRecord, line: Values, name: str, whole: Tensor) -> Entry:
+        region = self._region(rank, line)
+        local = self.read_actual(rank, line)
+        if local is None:
+            local = torch.zeros(region.local_shape, dtype=torch.float64)
+        difference = _measure(region.take(whole).reshape(region.local_shape), local)
+        return Entry(
+            line.step,
+            line.kind,
+            name,
+            region.key,
+            region.shape,
+            region.local_shape,
+            "absent" if line.is_absent else "compared",
+            line.bits,
+            difference,
+            region.global_index(int(difference.position)) if difference.max_error > 0 else (),
+        )
+
+
+def split_state(name: str) -> tuple[str, str]:
+    """Split the name of a moment: `weight.exp_avg` becomes `weight` and `.exp_avg`."""
+    parameter, dot, key = name.rpartition(".")
+    return parameter, dot + key
+
+
+def _measure(expected: Tensor, actual: Tensor) -> Difference:
+    return Difference.from_statistics(measure(expected, actual).tolist())
+
+
+def _estimate(expected: Sketched, actual: Sketched) -> Difference:
+    """Return the difference of two whole tensors, estimated by the mean square difference of projections."""
+    pairs = zip(expected.numbers, actual.numbers, strict=True)
+    error = sum((first - second) ** 2 for first, second in pairs) / NUM_PROJECTIONS
+    product = (expected.squares + actual.squares - error) / 2
+    num_nonfinite = 0.0 if math.isfinite(actual.squares) else 1.0
+    largest = math.sqrt(error)
+    return Difference(
+        actual.numel, expected.squares, actual.squares, product, error, largest, 0, 0.0, 0.0, num_nonfinite
+    )
+
+
+def _number(step: int, name: str, expected: float, actual: float) -> Entry:
+    difference = _measure(torch.tensor([expected]).double(), torch.tensor([actual]).double())
+    return Entry(step, Kind.GRADIENT_NORM, name, "0:1", (1,), (1,), "compared", hash(actual), difference)

@@ -1,0 +1,112 @@
+"""Bounds for the difference between a tensor of one run and of the other.
+
+With a measurement: a second run of one device has its initial weights moved by a unit of rounding. The
+bound is 8 times the resulting difference.
+
+Without a measurement the dtype determines the bound. For gradients at the first recorded step it is 2^-13
+in float32 (2^10 units of rounding) and 1e-10 in float64. It is 2^-4 if some computation uses a narrower
+dtype. It grows tenfold at each later step, since each step begins with weights that the previous step has
+rounded. An adaptive optimizer divides a gradient by its own magnitude, so an element smaller than the noise
+may move either way. Relative noise e of a gradient becomes about sqrt(e) in its update.
+
+In 16 bits, rounding sends some tokens to other experts. The gradients of routed experts, their router and
+the norm before them then differ by the share of those tokens, not by units of rounding. 2 to 10 % were
+observed where two kinds of mixed precision (autocast, and parameters cast by FSDP2) computed the same step.
+The dtype does not determine the number of tokens near the border. A difference below 2^-2 without a cause
+is therefore undecided unless there is a measurement. A measurement in 16 bits moves every weight by the
+largest error of one rounding, which is more than rounding does. The bound is then 4 times the resulting
+difference. It is at least the bound without a measurement at the first step: a single run may by chance
+move no token at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moeverify.cases.schema import Tolerance
+from moeverify.results.checks import Kind
+from moeverify.scripts.record.read import RecordedRun
+from moeverify.verification.checks.bounds import Bounds, Criterion
+
+Precision = Literal["float64", "float32", "mixed"]
+
+UNITS: Mapping[str, float] = {"float64": 2.0**-53, "float32": 2.0**-24, "mixed": 2.0**-9}
+"""The error of one rounding relative to the norm of a tensor; `mixed` is that of bfloat16."""
+
+UNDECIDED = 2.0**-2
+"""Relative error in 16 bits up to which an unmeasured difference may be rounding or an error."""
+
+_BOUNDS: Mapping[str, float] = {"float64": 1e-10, "float32": 2.0**-13, "mixed": 2.0**-4}
+_GROWTH = 10.0
+_NARROW_FACTOR = 4.0
+
+
+@dataclass
+class DtypeBounds(Bounds):
+    """Bounds from the dtype, without a measurement; `first` is the first recorded step."""
+
+    first: int = 0
+
+    def bound(
+        self,
+        step: int,
+        kind: str,
+        name: str,
+        criterion: Criterion,
+        *,
+        expected_norm: float,
+        kind_norm: float,
+    ) -> float:
+        """Return the largest relative error; a tensor far smaller than others of its kind may be rounding."""
+        if criterion.exact:
+            return 0.0
+        unit = _BOUNDS[self.precision] * _GROWTH ** max(step - self.first, 0)
+        if kind == Kind.UPDATE:
+            return math.sqrt(unit)
+        drowned = 2.0**-23 * kind_norm / expected_norm if expected_norm > 0 else 0.0
+        return max(unit, drowned)
+
+
+@dataclass
+class NarrowBounds(Bounds):
+    """Bounds in 16 bits with noise measured by a nudged run; `least` are the bounds without a measurement."""
+
+    least: DtypeBounds = field(kw_only=True)
+
+    def bound(
+        self,
+        step: int,
+        kind: str,
+        name: str,
+        criterion: Criterion,
+        *,
+        expected_norm: float,
+        kind_norm: float,
+    ) -> float:
+        """Return the larger of the bound by measured noise and the bound by dtype at the first step."""
+        norms = {"expected_norm": expected_norm, "kind_norm": kind_norm}
+        measured = super().bound(step, kind, name, criterion, **norms)
+        return max(measured, self.least.bound(self.least.first, kind, name, criterion, **norms))
+
+
+def shows_noise_of(noise: RecordedRun, precision: Precision) -> bool:
+    """Return whether the nudge of a run is as large as the rounding of the precision's arithmetic."""
+    if precision != "mixed" or noise.ranks[0].header.nudge_dtype is not None:
+        return True
+    dtypes = {
+        line.dtype for (_, kind, _), line in noise.ranks[0].values.items() if kind == Kind.INITIAL_WEIGHT
+    }
+    return bool(dtypes) and dtypes <= {"bfloat16", "float16"}
+
+
+def make_bounds(precision: Precision, noise: Mapping[str, float] | None, first: int) -> Bounds:
+    """Return the bounds of a comparison; `noise` has the measured noise of a second run, or is None."""
+    by_dtype = DtypeBounds(Tolerance(), precision, {}, first=first)
+    if noise is None:
+        return by_dtype
+    if precision == "mixed":
+        return NarrowBounds(Tolerance(factor=_NARROW_FACTOR), precision, noise, least=by_dtype)
+    return Bounds(Tolerance(), precision, noise)

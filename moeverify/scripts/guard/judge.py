@@ -1,0 +1,235 @@
+"""Joint evaluation of the ranks' records: findings that no rank can make alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from moeverify.results.cause import Cause
+from moeverify.results.comparable import comparable
+from moeverify.results.facts import CollectiveFacts
+from moeverify.results.finding import Finding
+from moeverify.results.guard import GuardCheck, NonfiniteFacts
+from moeverify.results.script import MemberFacts, ScriptCheck
+from moeverify.results.step_facts import RecomputedFacts
+from moeverify.scripts.guard.copies import CopyRule
+from moeverify.scripts.guard.exchange import Inbox
+from moeverify.scripts.guard.lines import GroupLine, StepRecord
+from moeverify.scripts.guard.norms import NormRule
+from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
+from moeverify.scripts.guard.sites import add_sites
+from moeverify.scripts.guard.stages import find_stages
+from moeverify.scripts.guard.tokens import TokenRule
+from moeverify.train.calls.rules import find_emptied
+from moeverify.verification.collectives.ledger import Entry, Page, Stream, find_unequal, locate
+
+_IDLE_STEPS = 3  # sampled steps: from the third on, parameters without an optimizer are known
+
+
+class Judge:
+    """An evaluator of records as they arrive; each finding is reported once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._inbox = Inbox(folder)
+        self._replicas: ReplicaRule | None = None
+        self._norms: NormRule
+        self._tokens: TokenRule
+        self._copies: CopyRule
+        self._done: set[object] = set()
+        self._is_uneven = False  # whether ranks step their optimizers at different places
+        self.num_steps = 0
+        self.unjudged: dict[str, None] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks that have described themselves."""
+        return len(self._inbox.headers)
+
+    @property
+    def num_missing(self) -> int:
+        """Return the number of ranks that have not described themselves."""
+        return max(self._inbox.world_size - self.num_ranks, 0)
+
+    def look(self, *, is_over: bool = False) -> list[Finding]:
+        """Return the findings in the steps recorded by all ranks, or in all steps when the script is over."""
+        return [
+            add_sites(finding, records, self._inbox.headers)
+            for records in self._inbox.take(is_over=is_over)
+            for finding in self._judge(records)
+        ]
+
+    def remove(self) -> None:
+        """Remove all files of the ranks."""
+        self._inbox.remove()
+
+    def _judge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        yield from self._find_bad(records)
+        sampled = {rank: record for rank, record in records.items() if record.ended}
+        if not sampled:
+            return
+        self.num_steps += 1
+        if self._replicas is None and any(record.began for record in sampled.values()):
+            headers = self._inbox.headers
+            stages = find_stages(sampled)
+            equal, unequal = find_replicas(headers, sampled, stages)
+            self._replicas = ReplicaRule(equal, unequal, headers)
+            self._norms = NormRule(equal, unequal, len(headers))
+            self._tokens = TokenRule(headers)
+            self._copies = CopyRule(headers, stages)
+        yield from self._merge(sampled)
+        yield from self._find_forgotten(sampled)
+        yield from self._find_idle(sampled)
+        is_complete = len(sampled) == self.num_ranks
+        self.unjudged |= dict.fromkeys(text for record in sampled.values() for text in record.unjudged)
+        if not is_complete:
+            self.unjudged["replicas, data and norms of steps that some ranks did not finish"] = None
+        if self._replicas is None or not is_complete:
+            return
+        yield from self._find_collectives(sampled)
+        yield from self._tokens.find(sampled)
+        if not any(record.rows for record in sampled.values()):
+            self.unjudged["data: no integer inputs of two or more dims were seen"] = None
+        yield from self._copies.find(sampled)
+        # Without replicas that are equal, no norm is right.
+        if self._replicas.has_unequal_replicas(sampled):
+            self.unjudged["gradient norms: replicas hold different values"] = None
+        else:
+            yield from self._norms.find(sampled)
+            self.unjudged |= dict.fromkeys(self._norms.list_unjudged(sampled))
+        yield from self._replicas.find(sampled)
+
+    def _merge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        """Yield the findings of single ranks, merged over ranks; also merge findings of updates by cause."""
+        by_key: dict[object, list[Finding]] = {}
+        for record in records.values():
+            for finding in record.findings:
+                by_key.setdefault(_key_of(finding), []).append(finding)
+        for key, found in by_key.items():
+            if key not in self._done:
+                self._done.add(key)
+                worst = max(found, key=lambda finding: comparable(finding.error))
+                ranks = tuple(sorted({finding.rank for finding in found}))
+                tensors = tuple(dict.fromkeys(finding.tensor for finding in found))
+                changes: dict[str, object] = {"ranks": ranks}
+                if isinstance(worst.facts, RecomputedFacts):
+                    others = tuple(name for name in tensors if name != worst.tensor)
+                    changes["facts"] = worst.facts.model_copy(update={"others": others})
+                yield worst.model_copy(update=changes)
+
+    def _find_forgotten(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        names = list(dict.fromkeys(name for record in records.values() for name in record.forgotten))
+        if names and "forgotten" not in self._done:
+            self._done.add("forgotten")
+            ranks = tuple(rank for rank, record in records.items() if record.forgotten)
+            yield Finding(
+                check=ScriptCheck.PARAMETERS,
+                tensor=names[0],
+                step=records[ranks[0]].step,
+                rank=ranks[0],
+                ranks=ranks,
+                error=float(len(names)),
+                bound=0.0,
+                facts=MemberFacts(
+                    which="replaced" if records[ranks[0]].is_idle else "missing", others=tuple(names[1:])
+                ),
+            )
+
+    def _find_idle(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        """Yield a finding if no optimizer of torch has got a gradient in the first sampled steps."""
+        ranks = tuple(rank for rank, record in records.items() if record.is_idle and not record.forgotten)
+        if not ranks or "forgotten" in self._done or self.num_steps < _IDLE_STEPS:
+            return
+        if any(not record.is_known_kind or not _has_backward(record) for record in records.values()):
+            return
+        if any(find_emptied(record.calls) is not None for record in records.values()):
+            return  # the rule for calls names the zero_grad
+        self._done.add("forgotten")
+        names = [line.name for line in self._inbox.headers[ranks[0]].tensors]
+        yield Finding(
+            check=ScriptCheck.PARAMETERS,
+            tensor=names[0],
+            step=records[ranks[0]].step,
+            rank=ranks[0],
+            ranks=ranks,
+            error=float(len(names)),
+            bound=0.0,
+            facts=MemberFacts(which="idle", others=tuple(names[1:])),
+        )
+
+    def _find_bad(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        bad = {rank: record.nonfinite for rank, record in records.items() if record.nonfinite is not None}
+        if not bad or "bad" in self._done:
+            return
+        self._done.add("bad")
+        # A module is closer to the cause than a loss. Among modules the first in execution order counts.
+        first = min(bad.values(), key=lambda each: (each.what != "output", each.order))
+        ranks = tuple(rank for rank, each in bad.items() if each == first)
+        yield Finding(
+            check=GuardCheck.FINITE,
+            tensor=first.module or "loss",
+            step=records[ranks[0]].step,
+            rank=ranks[0],
+            ranks=ranks,
+            error=float("inf"),
+            bound=0.0,
+            facts=NonfiniteFacts(what=first.what, module=first.module),
+        )
+
+    def _find_collectives(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        if "collectives" in self._done or sorted(records) != list(range(len(records))):
+            return
+        # The collectives of a step lie between two optimizer steps, which ranks must make at the same places.
+        steps = {sum(call.name == "optimizer step" for call in record.calls) for record in records.values()}
+        self._is_uneven |= len(steps) > 1 or not all(record.is_traced for record in records.values())
+        if self._is_uneven:
+            self.unjudged["order of collectives: ranks step their optimizers at different places"] = None
+            return
+        lines = [{_stream(group): group for group in records[rank].groups} for rank in sorted(records)]
+        pages = [{stream: Page(line.number, line.hash) for stream, line in each.items()} for each in lines]
+        for stream in find_unequal(pages):
+            if stream.is_message and records[stream.ranks[1]].takes_any:
+                continue
+            own = {rank: lines[rank].get(stream) for rank in stream.ranks if rank < len(lines)}
+            counts = {rank: 0 if line is None else line.number for rank, line in own.items()}
+            entries = {
+                rank: [] if line is None else [Entry(*entry) for entry in line.entries]
+                for rank, line in own.items()
+            }
+            found = locate(stream, counts, entries)
+            self._done.add("collectives")
+            axis = stream.axis or "unnamed"
+            yield Finding(
+                check=GuardCheck.COLLECTIVES,
+                tensor=f"{axis} group ({','.join(map(str, stream.ranks))})",
+                step=next(iter(records.values())).step,
+                rank=found.find_odd(),
+                ranks=stream.ranks,
+                error=1.0,
+                bound=0.0,
+                code=Cause.COLLECTIVES,
+                facts=CollectiveFacts(
+                    axis=axis,
+                    ranks=stream.ranks,
+                    number=found.number,
+                    issues=found.list_issues(),
+                    counts=dict(counts),
+                    is_message=stream.is_message,
+                    group=stream.group,
+                ),
+            )
+            return
+
+
+def _has_backward(record: StepRecord) -> bool:
+    return any(call.name == "backward" for call in record.calls)
+
+
+def _stream(group: GroupLine) -> Stream:
+    return Stream(group.name, group.ranks, group.axis, group.is_message)
+
+
+def _key_of(finding: Finding) -> object:
+    """Return a key that is equal for equivalent findings."""
+    if isinstance(finding.facts, RecomputedFacts):
+        return finding.check, finding.kind, tuple(term.name for term in finding.facts.wrong_terms)
+    return finding.check, finding.tensor

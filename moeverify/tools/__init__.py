@@ -1,0 +1,1 @@
+"""Tools beside verification: placement of experts, conversion of weights, benchmarks."""

@@ -1,0 +1,110 @@
+"""Rules for the order of calls that a single run can break, without another run. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeverify.results.script import CallFacts, CallRule
+from moeverify.train.calls.call import Call
+
+
+def find_discarded(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the `zero_grad` calls that discard gradients between backward passes of an optimizer step.
+
+    `calls` are the calls of one optimizer step, here and below. Returns None if the rule holds.
+    """
+    first, last = backward_range(calls)
+    inner = [call for call in calls[first:last] if call.name == "zero_grad" and call.discarded > 0]
+    if not inner:
+        return None
+    norm = inner[0].discarded
+    return CallFacts(rule=CallRule.DISCARDED, site=inner[0].site, actual=len(inner), norm=norm)
+
+
+def find_emptied(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the `zero_grad` call between the last backward pass and the optimizer step, or None.
+
+    It may concern only a part of the model, in order to freeze it. The calls do not show whether the
+    optimizer gets gradients.
+    """
+    last = backward_range(calls)[1]
+    late = [call for call in calls[last:] if call.name == "zero_grad" and call.discarded > 0]
+    if not late:
+        return None
+    return CallFacts(rule=CallRule.EMPTIED, site=late[0].site, actual=len(late), norm=late[0].discarded)
+
+
+def find_kept(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the first backward pass if it adds to the gradients of the previous optimizer step, or None."""
+    first = next((call for call in calls if call.name == "backward"), None)
+    if first is None or first.kept == 0.0:
+        return None
+    return CallFacts(rule=CallRule.KEPT, site=first.site, expected=1, norm=first.kept)
+
+
+def find_early_clip(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the clips before the last backward pass of an optimizer step, or None.
+
+    They are right if a clip by another line, or of other parameters, follows the last backward pass: two
+    losses may each have their own clip.
+    """
+    last = backward_range(calls)[1]
+    late = [(call.site, call.target) for call in calls[last:] if clips(call)]
+    early = [call for call in calls[:last] if clips(call)]
+    if late:
+        early = [call for call in early if (call.site, call.target) in late]
+    if not early:
+        return None
+    number = len(early) + late.count((early[0].site, early[0].target))
+    return CallFacts(rule=CallRule.EARLY_CLIP, site=early[0].site, actual=number)
+
+
+def find_scaled_clip(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the clip of gradients that a gradient scaler has not unscaled yet, or None.
+
+    A limit of at least the root of the loss scale was multiplied by the scale on purpose.
+    """
+    after = calls[backward_range(calls)[1] :]
+    end = next((place for place, call in enumerate(after) if call.name == "scaler step"), 0)
+    names = [call.name for call in after[:end]]
+    if "scaler unscale" in names:
+        end = names.index("scaler unscale")
+    clip = next((call for call in after[:end] if clips(call)), None)
+    scale = next((call.scale for call in after if call.name.startswith("scaler")), None)
+    if clip is None or clip.max_norm is None or scale is None or clip.max_norm**2 >= scale:
+        return None
+    return CallFacts(rule=CallRule.SCALED_CLIP, site=clip.site, actual=1, norm=scale)
+
+
+def drop_skipped(calls: Sequence[Call]) -> Sequence[Call]:
+    """Return the calls after the last step that a gradient scaler skipped because of infinite gradients."""
+    names = [call.name for call in calls]
+    skipped = [
+        place
+        for place, name in enumerate(names)
+        if name == "scaler step" and names[place + 1 : place + 2] != ["optimizer step"]
+    ]
+    return calls[skipped[-1] + 1 :] if skipped else calls
+
+
+def find_inner_schedule(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the scheduler steps between the backward passes of one optimizer step, or None."""
+    first, last = backward_range(calls)
+    inner = [call for call in calls[first:last] if call.name == "scheduler step"]
+    if not inner:
+        return None
+    return CallFacts(rule=CallRule.INNER_SCHEDULER, site=inner[0].site, actual=len(inner))
+
+
+def clips(call: Call) -> bool:
+    """Return whether a call clips gradients."""
+    return call.name.startswith("clip_grad")
+
+
+def backward_range(calls: Sequence[Call]) -> tuple[int, int]:
+    """Return the indices of the first and the last backward pass among the calls of a step.
+
+    Without a backward pass, both are the number of calls.
+    """
+    places = [place for place, call in enumerate(calls) if call.name == "backward"]
+    return (places[0], places[-1]) if places else (len(calls), len(calls))

@@ -1,0 +1,1 @@
+"""Verification of a layout against a single device: planning, launching, training, comparing, judging."""

@@ -1,0 +1,155 @@
+"""Bounds on the difference between a logical tensor and its golden.
+
+`calibrated`: k times the difference between one device at the recipe's precision and the float64 golden.
+The difference is measured for each logical tensor over several perturbed runs. The measurement of one
+tensor is a small sample. It is raised to the median over all tensors of its kind and step, and to a floor.
+For float64 the floor is 1e-10: four to five orders of magnitude above the noise of reordered sums, and four
+below the smallest real bug known to us. For other precisions the floor is a few units of rounding.
+
+Units: errors and bounds are relative to the golden's Frobenius norm. For the metric `largest` they have the
+unit of the elements.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moeverify.cases.schema import Precision, Tolerance
+from moeverify.results.checks import Kind
+from moeverify.verification.golden.noise import EPSILON, noise_key, sign_flip_key, update_drift_key
+
+# A bfloat16 result is rounded to about one unit, so `mixed` uses the floors of `bfloat16`.
+FLOOR: Mapping[Precision, float] = {
+    "float64": 1e-10,
+    "float32": 4 * 2.0**-23,
+    "bfloat16": 2.0**-7,
+    "mixed": 2.0**-7,
+}
+# Expert scores lie in [0, 1], so these floors are absolute. Two scores closer than this count as equal.
+FLIP_FLOOR: Mapping[Precision, float] = {
+    "float64": 0.0,
+    "float32": 16 * 2.0**-23,
+    "bfloat16": 2.0**-6,
+    "mixed": 2.0**-6,
+}
+
+Metric = Literal["relative", "largest"]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """Measure of the tensors of a check.
+
+    `exact` tensors must match bit for bit, whatever the tolerance. `metric` is the relative error in the
+    Frobenius norm, or the largest absolute difference of an element.
+    """
+
+    exact: bool = False
+    metric: Metric = "relative"
+
+
+@dataclass
+class Bounds:
+    """Bounds of one case.
+
+    `noise` is the calibration measurement by `noise_key`. `forced` selects the measurements of forced
+    steps.
+    """
+
+    tolerance: Tolerance
+    precision: Precision
+    noise: Mapping[str, float]
+    forced: bool = False
+    _typical: dict[tuple[int, str], float] = field(default_factory=dict)
+
+    def bound(
+        self,
+        step: int,
+        kind: str,
+        name: str,
+        criterion: Criterion,
+        *,
+        expected_norm: float,
+        kind_norm: float,
+    ) -> float:
+        """Return the largest allowed error, in the unit of the criterion's metric.
+
+        `expected_norm` is the norm of the golden tensor. `kind_norm` is the norm of all tensors of this
+        kind and step together. A difference below the rounding of `kind_norm` is noise, even if the tensor
+        itself is smaller. Below float64 this rule applies only to tensors whose own noise was not measured.
+        """
+        if criterion.exact or self.tolerance.kind == "exact":
+            return 0.0
+        if self.tolerance.kind == "fixed":
+            return self._fixed(expected_norm)
+        if _is_counter(kind, name):
+            return FLOOR["float64"]
+        own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
+        measured = max(own, self._typical_noise(step, kind, criterion.metric))
+        if kind in (Kind.UPDATE, Kind.OPTIMIZER_STATE):
+            measured = self._add_gradient_noise(step, name, own, measured)
+        if not math.isfinite(measured):
+            measured = 0.0  # An infinite or NaN measurement allows nothing.
+        if criterion.metric == "largest":
+            return max(self.tolerance.factor * measured, FLIP_FLOOR[self.precision])
+        # One rounding unit of the norm of the whole kind: a tensor far below it is a small difference of
+        # large numbers.
+        rounding = EPSILON[self.precision] * kind_norm / expected_norm if expected_norm > 0 else 0.0
+        if self.precision != "float64" and own > 0.0:
+            # The noise was measured. Below float64 one unit of the whole kind would hide errors of small
+            # tensors.
+            rounding = 0.0
+        return max(self.tolerance.factor * measured, FLOOR[self.precision], rounding)
+
+    def _fixed(self, expected_norm: float) -> float:
+        """Return the bound of |actual - expected| <= atol + rtol * |expected|, divided by |expected|."""
+        assert self.tolerance.rtol is not None
+        assert self.tolerance.atol is not None
+        slack = self.tolerance.atol / expected_norm if expected_norm > 0 else self.tolerance.atol
+        return self.tolerance.rtol + slack
+
+    def _add_gradient_noise(self, step: int, name: str, own: float, measured: float) -> float:
+        """Return the noise of an update or a moment, including the effect of the noise of the gradients.
+
+        A few calibration runs miss most elements whose update may change sign, so the effect of sign flips
+        is added to the measured noise. The result is capped by the drift, which is the effect of all
+        gradient noise on this tensor. The drift is known per tensor, so the cap also applies to the median
+        over all tensors.
+
+        The caller multiplies by the factor k. Drift and flips are the effects of k times the noise, divided
+        by k. `own` is added once, as own / k.
+        """
+        drift = self.noise.get(update_drift_key(step, name, forced=self.forced))
+        if drift is None:
+            return measured
+        shown = own / self.tolerance.factor
+        flips = self.noise[sign_flip_key(step, name, forced=self.forced)]
+        return min(max(measured, flips + shown), drift + shown)
+
+    def zero_bound(self) -> float:
+        """Return the bound for a tensor that should be zero, relative to all tensors of its kind and step."""
+        return EPSILON[self.precision] if self.tolerance.kind != "exact" else 0.0
+
+    def _typical_noise(self, step: int, kind: str, metric: Metric) -> float:
+        """Return the median noise over the tensors of a kind and step; for `largest`, the maximum.
+
+        A tensor's own measurement is the largest of three or four runs, which may agree by chance. The
+        median of its kind estimates the noise of further runs.
+        """
+        key = (step, kind)
+        if key not in self._typical:
+            prefix = noise_key(step, kind, "", forced=self.forced)
+            values = [value for name, value in self.noise.items() if name.startswith(prefix)]
+            finite = [value for value in values if math.isfinite(value)]
+            pool = max if metric == "largest" else statistics.median
+            self._typical[key] = pool(finite) if finite else 0.0
+        return self._typical[key]
+
+
+def _is_counter(kind: str, name: str) -> bool:
+    """Return whether a tensor counts the optimizer's steps: an integer, exact at every precision."""
+    return kind == Kind.OPTIMIZER_STATE and name.endswith(".step")

@@ -1,0 +1,280 @@
+"""Check that every rank read its own tokens, labels, positions and masks in every micro-batch.
+
+A batch is a function of seed, step, row and position, so the case alone determines the data each rank has
+to read. `moeverify.verification.checks.data_reads` records the data where it is used. It is compared with
+the case, not with the share that the program under test computes.
+
+A user's own model or step may use its batch in unknown ways. There a reading is wrong only if it belongs to
+another rank, step or micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moeverify.cases.schema import Case
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName
+from moeverify.results.data import Batch, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
+from moeverify.results.finding import Finding
+from moeverify.results.place import Place, Stage
+from moeverify.train.data import IGNORED
+from moeverify.train.program import Program
+from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.verification.checks.data_reads import MODEL, DataReads
+from moeverify.verification.checks.data_source import Expected, count_wrong, is_same, list_sequences
+
+MOST_EXPLAINED = 16
+"""Maximum number of wrong micro-batches per rank whose source is searched. Usually all of them are alike."""
+MOST_REPORTED = 8
+
+_CERTAIN = frozenset(
+    {
+        SourceKind.SHARE,
+        SourceKind.ORDER,
+        SourceKind.ROWS,
+        SourceKind.SHIFT,
+        SourceKind.NEXT,
+        SourceKind.UNREAD,
+    }
+)
+
+
+class DataReport:
+    """Readings of one rank: the number of compared micro-batches, and the wrong ones."""
+
+    def __init__(self, num_compared: int, misread: Sequence[Misread]) -> None:
+        self.num_compared = num_compared
+        self.misread = tuple(misread)
+
+
+class DataWatch(Watch[DataReport]):
+    """Keeps the data that this rank's model and loss read, and compares it after the run."""
+
+    def __init__(self, case: Case, program: Program, rank: int) -> None:
+        self._case = case
+        self._rank = rank
+        self._is_own = program.custom_step is not None or case.recipe.model.reference is None
+        self._expected = Expected(case)
+        self._reordered: set[int] = set()
+        cut = self._expected.cut(rank, 0)
+        sizes = len(cut.rows) * len(cut.positions), len(cut.positions)
+        self._reads = DataReads(program.model, case.recipe.model.vocab_size, *sizes)
+
+    def begin_step(self, step: int) -> None:
+        """Record the number of the step; see `Watch`."""
+        self._reads.step = step
+
+    def close(self) -> None:
+        """Remove the hooks; see `Watch`."""
+        self._reads.remove()
+
+    def report(self) -> DataReport:
+        """Return the wrong readings; see `Watch`."""
+        misread: list[Misread] = []
+        num_compared = 0
+        # A module that reads a kind of data reads it in every step. A pipeline stage may have no tokens or
+        # no labels.
+        readers = {(what, name) for (_, what), by_name in self._reads.reads.items() for name in by_name}
+        steps = sorted({step for step, _ in self._reads.reads})
+        for step in steps:
+            for what in Batch:
+                names = sorted(name for each, name in readers if each is what)
+                if what is Batch.TOKENS and len(names) > 1:
+                    names = [name for name in names if name != MODEL]  # modules are closer to the computation
+                by_name = self._reads.reads.get((step, what), {})
+                read = [[_widen(each) for each in by_name.get(name, ())] for name in names]
+                num_compared += sum(map(len, read))
+                explain = len(misread) < MOST_EXPLAINED
+                misread += self._compare(step, what, read, explain=explain)
+        return DataReport(num_compared, misread)
+
+    def _compare(
+        self, step: int, what: Batch, by_reader: Sequence[list[Tensor]], *, explain: bool
+    ) -> list[Misread]:
+        """Return the wrong readings of one kind in one step, taken from the first reader with any.
+
+        For a user's own code, one correct reader is enough to return none.
+        """
+        found: list[list[Misread]] = []
+        for read in by_reader:
+            misread = list(self._compare_one(step, what, read, explain=explain))
+            if self._is_own and misread and self._may_be_own(step, what, read):
+                misread = []
+            found.append(misread)
+        wrong = [each for each in found if each]
+        if not wrong or (self._is_own and len(wrong) < len(found)):
+            return []
+        if self._is_own:
+            return [each for each in wrong[0] if each.source.kind in _CERTAIN]
+        return wrong[0]
+
+    def _may_be_own(self, step: int, what: Batch, read: Sequence[Tensor]) -> bool:
+        """Return whether a user's own code may read this: another number of passes, or its rows reordered.
+
+        Labels may be reordered only in steps whose tokens are.
+        """
+        if len(read) != self._case.layout.micro_batches:
+            return True
+        if what is Batch.TOKENS and self._has_all(step, what, read):
+            self._reordered.add(step)
+            return True
+        return step in self._reordered and self._has_all(step, what, read)
+
+    def _has_all(self, step: int, what: Batch, read: Sequence[Tensor]) -> bool:
+        """Return whether all rows of a step were read exactly once, in any order."""
+        numbers = range(self._case.layout.micro_batches)
+        cuts = [self._expected.cut(self._rank, number) for number in numbers]
+        if what is Batch.LABELS:
+            wanted = [self._expected.labels(step, cut) for cut in cuts]
+        else:
+            wanted = [self._expected.values(what, step, cut) for cut in cuts]
+        return list_sequences(read) == list_sequences(wanted)
+
+    def _compare_one(
+        self, step: int, what: Batch, read: Sequence[Tensor], *, explain: bool
+    ) -> Iterator[Misread]:
+        num = self._case.layout.micro_batches
+        if len(read) != num:
+            yield from self._list_unread(step, what, read)
+            return
+        masks: list[tuple[int, Tensor]] = []
+        for number, actual in enumerate(read):
+            cut = self._expected.cut(self._rank, number)
+            wanted = self._expected.labels(step, cut) if what is Batch.LABELS else None
+            counts = actual
+            if wanted is not None:
+                counts = actual != IGNORED
+                both = counts & (wanted != IGNORED)
+                num_wrong = count_wrong(actual[both], wanted[both])
+            else:
+                own = self._expected.values(what, step, cut)
+                num_wrong = 0 if what is Batch.MASK else count_wrong(actual, own)
+            if num_wrong:
+                found = self._make(step, what, number, actual, num_wrong, explain=explain)
+                yield found
+                if what is not Batch.LABELS or found.source.kind is not SourceKind.UNKNOWN:
+                    continue  # labels of another batch also have its padding
+            masks.append((number, counts))
+        if what in (Batch.LABELS, Batch.MASK):
+            yield from self._list_masks(step, Batch.LOSS_MASK if what is Batch.LABELS else what, masks)
+
+    def _list_masks(self, step: int, what: Batch, masks: Sequence[tuple[int, Tensor]]) -> Iterator[Misread]:
+        """Yield the wrong masks.
+
+        Single lengths may be equal by chance, so the source is searched for all masks together.
+        """
+        wrong = []
+        for number, actual in masks:
+            wanted = self._expected.values(what, step, self._expected.cut(self._rank, number))
+            if not torch.equal(actual, wanted):
+                wrong.append((number, actual, count_wrong(actual, wanted)))
+        if not wrong or (what is Batch.LOSS_MASK and all(bool(actual.all()) for _, actual in masks)):
+            return  # a loss that is masked afterwards, per token, receives the labels of all tokens
+        pairs = [(number, actual) for number, actual, _ in wrong]
+        find = self._expected.find_mask_source
+        source = find(what, masks, self._rank, step) or find(what, pairs, self._rank, step)
+        for number, actual, num_wrong in wrong:
+            yield self._make(step, what, number, actual, num_wrong, source, explain=False)
+
+    def _make(
+        self,
+        step: int,
+        what: Batch,
+        number: int,
+        actual: Tensor,
+        num_wrong: int,
+        source: ReadSource | None = None,
+        *,
+        explain: bool = True,
+    ) -> Misread:
+        if source is None and explain:
+            source = self._expected.find_source(what, actual, self._rank, step, number)
+        source = source or ReadSource(kind=SourceKind.UNKNOWN)
+        return Misread(
+            batch=what,
+            step=step,
+            micro_batch=number,
+            num_micro_batches=self._case.layout.micro_batches,
+            num_wrong=num_wrong,
+            num_elements=actual.numel(),
+            source=source,
+        )
+
+    def _list_unread(self, step: int, what: Batch, read: Sequence[Tensor]) -> Iterator[Misread]:
+        """Yield the micro-batches that were not read, if passes and micro-batches differ in number."""
+        for number in range(self._case.layout.micro_batches):
+            wanted = self._expected.values(what, step, self._expected.cut(self._rank, number))
+            if not any(is_same(what, each, wanted) for each in read):
+                unread = ReadSource(kind=SourceKind.UNREAD)
+                yield self._make(step, what, number, wanted, wanted.numel(), unread)
+
+
+def _widen(read: Tensor) -> Tensor:
+    """Return a stored reading on the CPU, in its original dtype."""
+    return read.cpu() if read.dtype is torch.bool else read.to("cpu", torch.int64)
+
+
+class DataCheck(Check[DataReport]):
+    """The batch, as every rank's model and loss read it."""
+
+    name = CheckName.DATA
+    role = Role.ORIGIN
+    sees_inside = True
+
+    def watch(self, run: RankRun, program: Program) -> Watch[DataReport] | None:
+        """Return a watch that keeps the readings; see `Check`."""
+        return DataWatch(run.case, program, torch.distributed.get_rank())
+
+    def judge(self, shown: Shown, reports: Sequence[DataReport]) -> Outcome | None:
+        """Return the verdict, with a finding for each step with wrong readings; see `Check`."""
+        num_compared = sum(report.num_compared for report in reports)
+        if num_compared == 0:
+            return None
+        by_step: dict[int, list[MisreadOnRank]] = {}
+        for rank, report in enumerate(reports):
+            for misread in report.misread:
+                by_step.setdefault(misread.step, []).append(MisreadOnRank(rank=rank, misread=misread))
+        findings = [_make_finding(shown, step, read) for step, read in sorted(by_step.items())]
+        return make_outcome(self.name, findings, num_compared)
+
+
+def _make_finding(shown: Shown, step: int, read: Sequence[MisreadOnRank]) -> Finding:
+    order: Mapping[Batch, int] = {what: number for number, what in enumerate(Batch)}
+    # Readings with a known source come first: they explain more than the earliest ones.
+    ordered = sorted(
+        read,
+        key=lambda each: (
+            each.misread.source.kind is SourceKind.UNKNOWN,
+            order[each.misread.batch],
+            each.misread.micro_batch,
+            each.rank,
+        ),
+    )
+    head = ordered[0]
+    same = [each for each in ordered if each.misread.batch is head.misread.batch]
+    also = {each.misread.batch for each in ordered if each.misread.source == head.misread.source}
+    ranks = tuple(sorted({each.rank for each in read}))
+    return Finding(
+        check=CheckName.DATA,
+        tensor=head.misread.batch.value,
+        step=step,
+        rank=head.rank,
+        ranks=ranks,
+        coordinates=shown.place(head.rank),
+        error=head.misread.num_wrong / head.misread.num_elements,
+        bound=0.0,
+        code=Cause.DATA,
+        facts=DataFacts(
+            read=tuple(same[:MOST_REPORTED]),
+            also=tuple(what for what in Batch if what in also - {head.misread.batch}),
+            num_more=max(0, len(same) - MOST_REPORTED),
+        ),
+        place=Place(ranks=ranks, stage=Stage.DATA),
+    )
+
+
+CHECKS = (DataCheck(),)

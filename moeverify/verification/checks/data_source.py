@@ -1,0 +1,304 @@
+"""Source of tokens, labels, positions or masks that a rank read in place of its own.
+
+Tokens are hashes of seed, step, row and position. The source of a reading is found by comparison with the
+data of other micro-batches, ranks and steps. Shapes: B rows and S positions of the global batch; M rows and
+s positions of one micro-batch on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeverify.cases.axes.mesh import MeshPlan
+from moeverify.cases.axes.registry import DEGREES
+from moeverify.cases.axes.split import split_rows
+from moeverify.cases.schema import Case
+from moeverify.parallel.context_parallel import split_positions
+from moeverify.results.data import Batch, ReadSource, SourceKind
+from moeverify.train.data import IGNORED, Share, make_batch, whole_share
+
+MOST_STEPS = 16  # nearest steps that are searched
+MOST_ROWS = 4  # rows that a source lists
+CHANCE = 0.01  # largest probability of a chance match at which a share is named as the source of masks
+MASKS = (Batch.MASK, Batch.LOSS_MASK)
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The batch of one step: `text` (B, S + 1), whose last token is only a label, and valid `lengths` (B)."""
+
+    text: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rows (M) and positions (s) of one micro-batch on one rank, both int64."""
+
+    rows: Tensor
+    positions: Tensor
+
+
+class Expected:
+    """Data that every rank of a case has to read, derived from the case and not from the tested program."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.plan = MeshPlan.of(case.layout)
+        self._batches: dict[int, GlobalBatch] = {}
+
+    def batch(self, step: int) -> GlobalBatch:
+        """Return the global batch of a step."""
+        if step not in self._batches:
+            recipe, cpu = self.case.recipe, torch.device("cpu")
+            whole, size = whole_share(recipe.data), recipe.model.vocab_size
+            made = make_batch(recipe.data, size, recipe.seed, step, whole, cpu)
+            # Without padding the last label is known too. The text does not depend on the lengths.
+            full = recipe.data.model_copy(update={"min_valid": 1.0})
+            labels = make_batch(full, size, recipe.seed, step, whole, cpu).targets
+            self._batches[step] = GlobalBatch(torch.cat([made.tokens, labels[:, -1:]], dim=1), made.row_valid)
+        return self._batches[step]
+
+    def cut(self, rank: int, micro_batch: int) -> Cut:
+        """Return the rows and positions of a rank in a micro-batch."""
+        layout, data = self.case.layout, self.case.recipe.data
+        place, share = self.plan.data.coordinates(rank), 0
+        for axis in DEGREES:
+            if axis.batch_dim == "rows":
+                share = share * self.plan.data.axes[axis.name] + place[axis.name]
+        rows = split_rows(data.batch, layout.data_ranks, share)
+        size = len(rows) // layout.micro_batches
+        positions = split_positions(data.seq_len, layout.cp, place["cp"], layout.context_parallel)
+        own = rows[micro_batch * size : (micro_batch + 1) * size]
+        return Cut(torch.tensor(tuple(own)), torch.tensor(tuple(positions)))
+
+    def values(self, what: Batch, step: int, cut: Cut) -> Tensor:
+        """Return the data at the given rows and positions, (M, s). Labels of padding are included."""
+        batch = self.batch(step)
+        if what is Batch.POSITIONS:
+            return cut.positions.expand(len(cut.rows), -1)
+        if what in MASKS:
+            return cut.positions < batch.lengths[cut.rows, None]
+        return batch.text[cut.rows[:, None], cut.positions + (what is Batch.LABELS)]
+
+    def labels(self, step: int, cut: Cut) -> Tensor:
+        """Return the labels (M, s), with padding set to `IGNORED`."""
+        counts = self.values(Batch.LOSS_MASK, step, cut)
+        return self.values(Batch.LABELS, step, cut).masked_fill(~counts, IGNORED)
+
+    def make_labels(self, step: int, cut: Cut, device: torch.device) -> Tensor:
+        """Return the same as `labels` on a device, without building the global batch."""
+        recipe = self.case.recipe
+        share = Share(tuple(cut.rows.tolist()), tuple(cut.positions.tolist()))
+        return make_batch(recipe.data, recipe.model.vocab_size, recipe.seed, step, share, device).targets
+
+    def find_source(self, what: Batch, actual: Tensor, rank: int, step: int, micro_batch: int) -> ReadSource:
+        """Return the source of `actual` (M, s), read for a micro-batch. Masks are not supported."""
+        if what is Batch.POSITIONS and bool((actual == torch.arange(actual.shape[1])).all()):
+            return ReadSource(kind=SourceKind.LOCAL)
+        return (
+            self._find_next(what, actual, step, self.cut(rank, micro_batch))
+            or self._find_share(what, [(micro_batch, actual)], rank, step)
+            or self._find_rows(what, actual, rank, step, micro_batch)
+            or self._find_shift(what, actual, step, self.cut(rank, micro_batch))
+            or ReadSource(kind=SourceKind.UNKNOWN)
+        )
+
+    def find_mask_source(
+        self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
+    ) -> ReadSource | None:
+        """Return the common source of all these masks (M, s) of a step, each with its micro-batch.
+
+        Return None if no source is found, or if a match may be chance.
+        """
+        if all(bool(actual.all()) for _, actual in masks):
+            return ReadSource(kind=SourceKind.ALL)
+        left_out = self._find_left_out(what, masks, rank, step)
+        if left_out is not None:
+            return left_out
+        label = self._find_label(what, masks, rank, step)
+        if label is not None:
+            return ReadSource(kind=SourceKind.LABEL, label=label)
+        shifts = [self._find_shift(what, actual, step, self.cut(rank, number)) for number, actual in masks]
+        if shifts[0] is not None and all(shift == shifts[0] for shift in shifts):
+            return shifts[0]
+        shares = len(list(self._list_shares(rank, step, masks[0][0])))
+        length, data = self.case.recipe.data.seq_len, self.case.recipe.data
+        lengths = 1 + int((1.0 - data.min_valid) * length)
+        num_rows = sum(len(actual) for _, actual in masks)
+        if shares * lengths**-num_rows > CHANCE:
+            return None
+        return self._find_share(what, masks, rank, step)
+
+    def _find_left_out(
+        self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
+    ) -> ReadSource | None:
+        """Return the positions that these masks leave out in every row, if nothing else is wrong with them.
+
+        Tried before a shift: where rows extend beyond the rank's positions, a shifted mask looks the same.
+        Only the omitted positions are observable.
+        """
+        cuts = [self.cut(rank, number) for number, _ in masks]
+        read = torch.cat([actual for _, actual in masks])
+        own = torch.cat([self.values(what, step, cut) for cut in cuts])
+        without = (own & ~read).any(dim=0)
+        if not without.any() or 2 * int(without.sum()) > len(without):
+            return None
+        if not torch.equal(read, own & ~without):
+            return None
+        return ReadSource(kind=SourceKind.WITHOUT, positions=tuple(cuts[0].positions[without].tolist()))
+
+    def _find_label(
+        self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
+    ) -> int | None:
+        """Return the one label whose tokens these masks leave out of the valid ones; None if there is none.
+
+        This happens where padding is recognized by its token id, which may also end a text. A single
+        left-out token would have a single label by chance, so at least two are required.
+        """
+        cuts = [self.cut(rank, number) for number, _ in masks]
+        read = torch.cat([actual for _, actual in masks])
+        own = torch.cat([self.values(what, step, cut) for cut in cuts])
+        labels = torch.cat([self.values(Batch.LABELS, step, cut) for cut in cuts])
+        left_out = labels[own & ~read].tolist()
+        if len(left_out) < 2 or len(set(left_out)) != 1:
+            return None
+        return int(left_out[0]) if torch.equal(read, own & (labels != left_out[0])) else None
+
+    def _find_next(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
+        """Match labels with the rank's own tokens, one position later: shifted after the batch was split."""
+        if what is not Batch.LABELS or len(cut.positions) == 1:
+            return None
+        following = self.values(Batch.TOKENS, step, cut)[:, 1:]
+        is_next = is_same(what, actual[:, :-1], following)
+        return ReadSource(kind=SourceKind.NEXT) if is_next else None
+
+    def _list_steps(self, step: int) -> list[int]:
+        others = sorted(range(self.case.recipe.steps + 1), key=lambda each: (abs(each - step), each))
+        return others[:MOST_STEPS]
+
+    def _list_shares(self, rank: int, step: int, micro_batch: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (step, rank, micro-batch) of all other shares, nearest first."""
+        plan, layout = self.plan, self.case.layout
+        own = plan.coordinates(rank)
+
+        def distance(other: int) -> int:
+            place = plan.coordinates(other)
+            return sum(place[axis] != own[axis] for axis in own)
+
+        ranks = sorted(range(plan.world_size), key=lambda other: (distance(other), other))
+        batches = sorted(range(layout.micro_batches), key=lambda other: (other != micro_batch, other))
+        for other_step in self._list_steps(step):
+            for other in ranks:
+                for number in batches:
+                    if (other_step, other, number) != (step, rank, micro_batch):
+                        yield other_step, other, number
+
+    def _find_share(
+        self, what: Batch, read: Sequence[tuple[int, Tensor]], rank: int, step: int
+    ) -> ReadSource | None:
+        """Return the share from which all these micro-batches were read.
+
+        Each was read under its own number, or all were read from a single micro-batch.
+        """
+        first, _ = read[0]
+        for other_step, other, number in self._list_shares(rank, step, first):
+            cuts = [self.cut(other, own if number == first else number) for own, _ in read]
+            if all(
+                is_same(what, actual, self.values(what, other_step, cut))
+                for (_, actual), cut in zip(read, cuts, strict=True)
+            ):
+                return ReadSource(
+                    kind=SourceKind.SHARE,
+                    step=None if other_step == step else other_step,
+                    rank=None if other == rank else other,
+                    micro_batch=None if number == first else number,
+                )
+        return None
+
+    def _find_rows(
+        self, what: Batch, actual: Tensor, rank: int, step: int, micro_batch: int
+    ) -> ReadSource | None:
+        if what not in (Batch.TOKENS, Batch.LABELS):
+            return None
+        positions = self.cut(rank, micro_batch).positions
+        every = torch.arange(self.case.recipe.data.batch)
+        for other_step in self._list_steps(step):
+            wanted = self.values(what, other_step, Cut(every, positions))
+            found = [
+                next((row for row, values in enumerate(wanted) if is_same(what, each, values)), None)
+                for each in actual
+            ]
+            rows = [row for row in found if row is not None]
+            if len(rows) < len(found):
+                continue
+            own = {
+                row for number in range(self.case.layout.micro_batches) for row in self._rows(rank, number)
+            }
+            is_order = other_step == step and own.issuperset(rows) and len(set(rows)) == len(rows)
+            return ReadSource(
+                kind=SourceKind.ORDER if is_order else SourceKind.ROWS,
+                step=None if other_step == step else other_step,
+                rows=tuple(rows[:MOST_ROWS]),
+            )
+        return None
+
+    def _rows(self, rank: int, micro_batch: int) -> list[int]:
+        rows: list[int] = self.cut(rank, micro_batch).rows.tolist()
+        return rows
+
+    def _find_shift(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
+        """Match the values of positions shifted by a constant, in the row or within the rank's part of it."""
+        length = self.case.recipe.data.seq_len
+        own = self.values(what, step, cut)
+        for shift in sorted(range(-(length // 2), length // 2 + 1), key=abs):
+            if shift == 0:
+                continue
+            inside = (cut.positions + shift >= 0) & (cut.positions + shift < length)
+            shifted = Cut(cut.rows, (cut.positions + shift).clamp(0, length - 1))
+            is_in_row = _mostly(inside) and is_same(
+                what, actual[:, inside], self.values(what, step, shifted)[:, inside]
+            )
+            if is_in_row or _is_rolled(what, actual, own, shift):
+                return ReadSource(kind=SourceKind.SHIFT, shift=shift)
+        return None
+
+
+def is_same(what: Batch, actual: Tensor, wanted: Tensor) -> bool:
+    """Return whether values are equal. For labels, ignored ones are skipped and at least one must count."""
+    if actual.shape != wanted.shape:
+        return False
+    if what is not Batch.LABELS:
+        return torch.equal(actual, wanted)
+    counts = actual != IGNORED
+    return bool(counts.any()) and torch.equal(actual[counts], wanted[counts])
+
+
+def _is_rolled(what: Batch, actual: Tensor, own: Tensor, shift: int) -> bool:
+    """Return whether `actual` (M, s) is `own` shifted by `shift` positions.
+
+    At least half of the positions must overlap.
+    """
+    size = actual.shape[1] - abs(shift)
+    if size < max(1, actual.shape[1] // 2):
+        return False
+    begin, other = max(-shift, 0), max(shift, 0)
+    return is_same(what, actual[:, begin : begin + size], own[:, other : other + size])
+
+
+def _mostly(inside: Tensor) -> bool:
+    return 2 * int(inside.sum()) >= inside.numel()
+
+
+def count_wrong(actual: Tensor, wanted: Tensor) -> int:
+    """Return the number of elements that differ."""
+    return int((actual != wanted).sum())
+
+
+def list_sequences(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the rows of some micro-batches (M, s), sorted: equal lists hold the same rows in any order."""
+    return sorted(tuple(row) for tensor in tensors for row in tensor.tolist())

@@ -1,0 +1,176 @@
+"""The goldens of a run in the controller: computed results against the files in git.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeverify.cases.schema import Case, Recipe
+from moeverify.errors import CaseError, FormatError, Problem
+from moeverify.results.golden import Deviation, GoldenState
+from moeverify.verification.controller.machine import default_cache, golden_code
+from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.search_path import search_path
+from moeverify.verification.controller.tasks import make_job
+from moeverify.verification.golden.file import GoldenFile, golden_path, read_golden
+from moeverify.verification.golden.proximity import Fingerprint, worst_distance
+from moeverify.verification.jobs import GoldenJob, GoldenOrder, GoldenSummary, Refusal
+from moeverify.verification.launch.plan import Job
+
+GOLDENS = "goldens"
+"""Name of the job that computes the goldens."""
+
+GOLDEN_TIMEOUT = 1800.0
+_GRACE = 5.0  # seconds
+TOLERANCE = 1e-9
+"""Tolerance between machines: rounding of float64 sums, accumulated over a few steps."""
+
+ACROSS = 1e-10
+"""Tolerance between the goldens of a GPU and a CPU, which are both float64."""
+
+CPU = "cpu"
+
+Fingerprints = dict[str, Fingerprint]
+
+
+@dataclass(frozen=True)
+class GoldenSet:
+    """The goldens that a run needs: one per recipe and set of optional checks.
+
+    `orders` and `cases` (the first case that uses each golden) are keyed by the folder of the full golden,
+    without the device class. `folders` maps each case name to that folder.
+    """
+
+    orders: Mapping[Path, GoldenOrder]
+    cases: Mapping[Path, Case]
+    folders: Mapping[str, Path]
+    options: RunOptions
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], options: RunOptions, *, fresh: bool = False) -> GoldenSet:
+        """Return the goldens of these cases, each once. `fresh` recomputes all of them.
+
+        Raises: CaseError when the cache or golden path exists and is not a folder.
+        """
+        cache = (options.cache_folder or default_cache()).resolve()
+        for folder, option in ((cache, "--cache"), (options.golden_folder, "--goldens")):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise CaseError([Problem(f"{folder} is no folder", path=option, remedy="name a folder")])
+        codes = {also: golden_code(also) for also in {case.checks.also for case in cases}}
+        orders: dict[Path, GoldenOrder] = {}
+        first: dict[Path, Case] = {}
+        folders: dict[str, Path] = {}
+        for case in cases:
+            folder = cache / _name_golden(case, codes[case.checks.also])
+            folders[case.name] = folder
+            first.setdefault(folder, case)
+            orders.setdefault(
+                folder,
+                GoldenOrder(
+                    recipe=case.recipe,
+                    also=case.checks.also,
+                    folder=folder,
+                    # User code may have changed, which only a run can show.
+                    fresh=fresh or bool(case.recipe.functions),
+                    timeout=options.timeout,
+                    search_path=tuple(search_path(case)),
+                ),
+            )
+        return cls(orders, first, folders, options)
+
+    def job(self, num_ranks: int) -> Job:
+        """Return the job that computes the goldens that are not cached."""
+        asked = GoldenJob(orders=tuple(self.orders.values()))
+        timeout = GOLDEN_TIMEOUT
+        if self.options.timeout is not None:
+            # Each golden has its own limit. The limit of the job covers a golden that is stuck where
+            # signals have no effect.
+            timeout = self.options.timeout * math.ceil(len(asked.orders) / num_ranks) + _GRACE
+        return make_job(GOLDENS, num_ranks, timeout, asked)
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """Return the names of the recipes, each once."""
+        return tuple(dict.fromkeys(order.recipe.name for order in self.orders.values()))
+
+    def examine(self, folder: Path, answer: GoldenSummary | Refusal, device_class: str) -> GoldenState:
+        """Return the state of the golden in git compared to the computed result."""
+        recipe = self.orders[folder].recipe
+        path = golden_path(self.options.golden_folder, recipe.name, device_class)
+        state = GoldenState(
+            status="recorded",
+            recipe=recipe.name,
+            path=str(path),
+            device_class=device_class,
+            case_file=self.cases[folder].file,
+            current=recipe.fingerprint(),
+        )
+        if isinstance(answer, Refusal):
+            return state.model_copy(update={"status": "failed", "error": answer.error})
+        own = _examine_own(
+            state.model_copy(update={"damage": answer.damage, "seconds": answer.seconds}), path, answer
+        )
+        if device_class == CPU or own.status not in ("recorded", "missing"):
+            return own
+        return self._examine_across(own, recipe, answer)
+
+    def _examine_across(self, own: GoldenState, recipe: Recipe, answer: GoldenSummary) -> GoldenState:
+        """Return the state of a GPU's golden, extended by the comparison to the golden of a CPU."""
+        path = golden_path(self.options.golden_folder, recipe.name, CPU)
+        try:
+            recorded = read_golden(path)
+        except FormatError:
+            return own
+        if recorded is None or recorded.recipe != recipe.fingerprint():
+            return own
+        across = _measure(recorded, answer, ACROSS)
+        status = own.status if across.distance <= ACROSS else "differs"
+        return own.model_copy(update={"status": status, "across": across, "across_path": str(path)})
+
+    def make_file(self, folder: Path, answer: GoldenSummary, device_class: str) -> GoldenFile:
+        """Return the file to record for a recipe."""
+        recipe = self.orders[folder].recipe
+        return GoldenFile(
+            name=recipe.name,
+            recipe=recipe.fingerprint(),
+            device_class=device_class,
+            losses=answer.losses,
+            tensors=answer.tensors,
+        )
+
+
+def _name_golden(case: Case, code: str) -> str:
+    """Return the name of a full golden: recipe fingerprint, optional checks and code version."""
+    also = (name.replace(" ", "-") for name in sorted(case.checks.also))
+    return f"{'+'.join([case.recipe.fingerprint(), *also])}-{code}"
+
+
+def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> GoldenState:
+    """Return the state of the golden of the same device class."""
+    try:
+        recorded = read_golden(path)
+    except FormatError as error:
+        broken = {"status": "unreadable", "error": error.problem, "remedy": error.remedy}
+        return state.model_copy(update=broken)
+    if recorded is None:
+        return state.model_copy(update={"status": "missing"})
+    if recorded.recipe != state.current:
+        return state.model_copy(update={"status": "changed", "recorded": recorded.recipe})
+    deviation = _measure(recorded, answer, TOLERANCE)
+    status = "recorded" if deviation.distance <= TOLERANCE else "differs"
+    return state.model_copy(update={"status": status, "deviation": deviation})
+
+
+def _measure(recorded: GoldenFile, answer: GoldenSummary, limit: float) -> Deviation:
+    """Return the fingerprint, losses included, that differs most from the recorded one."""
+
+    def join(golden: GoldenFile | GoldenSummary) -> Fingerprints:
+        return {**{name: [value] for name, value in golden.losses.items()}, **golden.tensors}
+
+    name, distance = worst_distance(join(recorded), join(answer))
+    return Deviation(name=name, distance=distance, limit=limit)

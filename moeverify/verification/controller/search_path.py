@@ -1,0 +1,22 @@
+"""Import path for the functions that a case names. Does not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moeverify.cases.schema import Case
+
+
+def search_path(case: Case) -> list[str]:
+    """Return the first folders of the import path of a case: that of its file, then the current one.
+
+    If the case file is inside a package (a folder with `__init__.py`), the nearest parent folder that is
+    not a package is used instead, as in pytest. The package then keeps its name.
+    """
+    folders = [Path.cwd()]
+    if case.file:
+        folder = Path(case.file).resolve().parent
+        while (folder / "__init__.py").is_file() and folder.parent != folder:
+            folder = folder.parent
+        folders.insert(0, folder)
+    return list(dict.fromkeys(map(str, folders)))

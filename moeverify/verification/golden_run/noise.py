@@ -1,0 +1,177 @@
+"""Distance of one device from a golden by rounding alone. Bounds are multiples of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeverify.cases.schema import Recipe
+from moeverify.hashing import hash_counter, in_chunks, key_of
+from moeverify.model.float8_scaling import FLOAT8
+from moeverify.parallel.regions.observer import INITIAL
+from moeverify.results.checks import ZERO_KINDS
+from moeverify.train.assemble import assemble_single
+from moeverify.train.data import Share
+from moeverify.train.loop import train
+from moeverify.train.program import Program
+from moeverify.train.subjects import replays_routing
+from moeverify.verification.checks.base import Check, Training
+from moeverify.verification.checks.observers import open_observers
+from moeverify.verification.compare.comparison import Comparison
+from moeverify.verification.compare.difference import Difference
+from moeverify.verification.golden.noise import EPSILON, noise_key
+from moeverify.verification.golden.store import StoredGolden
+from moeverify.verification.golden_run.narrow_rounding import MovedFloat8, MovedRoundings
+from moeverify.verification.golden_run.update_noise import GradientNoise, is_adaptive, propagate
+
+
+def calibrate(
+    recipe: Recipe, reference: StoredGolden, checks: Sequence[Check[Any]], device: torch.device
+) -> dict[str, float]:
+    """Return the largest noise of each logical tensor over all perturbed programs, by `noise_key`.
+
+    Below float64, the noise of forced steps is measured separately. Rounding errors grow from step to step,
+    and the error of a free run is not noise of a step that starts from the golden's state. For adaptive
+    optimizers, the result also has the effect of gradient noise on updates, by `update_drift_key` and
+    `sign_flip_key`. Units: see `moeverify.verification.checks.bounds`.
+    """
+    noise: dict[str, float] = {}
+    kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
+    for forced in kinds:
+        gradients = GradientNoise(reference) if is_adaptive(recipe) else None
+        for program in perturbed_programs(recipe, device):
+            measured = measure_noise(recipe, program, reference, checks, forced=forced, gradients=gradients)
+            for key, error in measured.items():
+                noise[key] = max(noise.get(key, 0.0), error)
+        if gradients is not None:
+            noise |= propagate(recipe, reference, gradients, device, forced=forced)
+    return noise
+
+
+def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program]:
+    """Yield single-device programs that compute the recipe's answer up to rounding.
+
+    These are
+
+    - the unmodified program, if the recipe's precision is not float64 as in the golden
+    - rows in another order
+    - rows in other micro-batches, if the answer does not depend on them
+    - initial weights off by one unit in the last place
+    - other roundings to narrower dtypes, for a user's model in float64, which may use them inside
+    - the programs of `perturbed_scales`
+
+    Layouts change the same properties: the order of sums, the share of the batch in one product, and the
+    rounding of inputs.
+    """
+    if recipe.precision != "float64":
+        yield assemble_single(recipe, device)
+    rows = list(range(recipe.data.batch))
+    random.Random(recipe.seed).shuffle(rows)
+    positions = range(recipe.data.seq_len)
+    yield assemble_single(recipe, device, share=Share(tuple(rows), positions))
+    if can_accumulate(recipe):
+        regrouped = assemble_single(recipe, device, share=Share(tuple(reversed(rows)), positions))
+        regrouped.num_micro_batches = 2
+        yield regrouped
+    nudged = assemble_single(recipe, device)
+    _nudge(nudged, EPSILON[recipe.precision], recipe.seed)
+    yield nudged
+    if recipe.precision == "float64" and recipe.functions:
+        moved = assemble_single(recipe, device)
+        moved.loss_context = partial(MovedRoundings, recipe.seed)
+        yield moved
+    yield from perturbed_scales(recipe, device)
+
+
+def perturbed_scales(recipe: Recipe, device: torch.device) -> Iterator[Program]:
+    """Yield single-device programs that compute the recipe's answer up to rounding to float8.
+
+    A scale over several tokens includes the tokens of one rank. Single rows are the finest split by
+    data-parallel ranks. If values are rounded before, operands may also cross the midpoint between two
+    float8 numbers.
+    """
+    if recipe.float8 == "none":
+        return
+    if FLOAT8.find(recipe.float8).depends_on_tokens:
+        parted = assemble_single(recipe, device)
+        parted.num_micro_batches = recipe.data.batch
+        yield parted
+    if recipe.precision != "float64":
+        crossed = assemble_single(recipe, device)
+        crossed.loss_context = MovedFloat8
+        yield crossed
+
+
+def can_accumulate(recipe: Recipe) -> bool:
+    """Return whether the recipe's answer is independent of the micro-batches.
+
+    A balance loss over the batch is a product of batch means, so the sum over two halves differs. For a
+    user's own step the answer is unknown, because the run verifies exactly its use of micro-batches.
+    """
+    if recipe.data.batch % 2 or recipe.step is not None:
+        return False
+    moe = recipe.model.moe
+    return moe is None or moe.balance_scope == "sequence" or moe.balance_coef == 0.0
+
+
+@torch.no_grad()
+def _nudge(program: Program, epsilon: float, seed: int) -> None:
+    """Change every weight up or down by one unit in the last place of a number of its size."""
+    for shard in program.shards:
+        local = shard.local()
+        index = shard.region.flat_index(device=local.device)
+        odd = in_chunks(partial(_is_odd, key_of(seed, "nudge", shard.name)), index)
+        sign = 1.0 - 2.0 * odd.to(torch.float64)
+        local.copy_((local.to(torch.float64) * (1.0 + epsilon * sign)).to(local.dtype))
+
+
+def _is_odd(key: int, index: Tensor) -> Tensor:
+    return hash_counter(key, index) & 1 == 1
+
+
+def measure_noise(
+    recipe: Recipe,
+    program: Program,
+    reference: StoredGolden,
+    checks: Sequence[Check[Any]] = (),
+    *,
+    forced: bool = False,
+    gradients: GradientNoise | None = None,
+) -> dict[str, float]:
+    """Return the distance of a single-device run from the golden, for each logical tensor by `noise_key`.
+
+    The distance is relative to the norm of the golden, or the largest absolute error for kinds that are
+    zero by definition. `gradients` also records the errors of the gradients, row by row.
+    """
+    comparison = Comparison(reference, hash_bits=False)
+    watches = [] if gradients is None else [gradients]
+    with open_observers(Training(recipe, program, golden=reference), comparison, checks, watches) as observer:
+        train(
+            recipe,
+            program,
+            observer,
+            golden=reference,
+            replay_routing=replays_routing(recipe),
+            forced=forced,
+        )
+    totals: dict[str, tuple[str, Difference]] = {}
+    for entry in comparison.entries():
+        if entry.step == INITIAL:
+            continue
+        key = noise_key(entry.step, entry.kind, entry.name, forced=forced)
+        known = totals.get(key)
+        totals[key] = (entry.kind, known[1].merge(entry.difference) if known else entry.difference)
+    return {
+        key: difference.max_error if kind in ZERO_KINDS else _finite(difference.relative_error)
+        for key, (kind, difference) in totals.items()
+    }
+
+
+def _finite(error: float) -> float:
+    # A tensor with an expected norm of zero has an absolute bound, so its noise is never used.
+    return error if error != float("inf") else 0.0

@@ -1,0 +1,210 @@
+"""Search for the first wrong operations: all ranks record the first step that differs, rank 0 searches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moeverify.cases.axes.groups import list_degrees, list_groups
+from moeverify.cases.schema import Case
+from moeverify.explain.cause import Cause
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.fitting.diagnosis import is_apart, origin_step
+from moeverify.explain.fitting.failure import describe_failure
+from moeverify.explain.program import Program
+from moeverify.results.cause import Cause as Code
+from moeverify.results.culprit import Culprit
+from moeverify.results.finding import Finding, note_failure
+from moeverify.results.observation import DiagnosisFailed
+from moeverify.train.program import Program as Training
+from moeverify.verification.checks.base import Judgement
+from moeverify.verification.golden.store import StoredGolden
+from moeverify.verification.launch.single_rank_world import single_rank_world
+from moeverify.verification.worker.operators import keep_operators
+from moeverify.verification.worker.recorded import record_one_device, record_ranks
+
+_KEPT = (Code.NORM, Code.REPLICAS)
+"""Finding codes that are kept, since they say more than the kind of the wrong operation."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Recorded programs of all ranks, up to the step of the first difference. Only rank 0 has them."""
+
+    step: int
+    programs: Sequence[Program]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of the search on rank 0: each culprit with the (kind, tensor) pairs of its wrong results.
+
+    `is_complete`: the culprits are proved and explain all wrong results. `failure` is set if the search
+    raised an error. `operators` is the path of the file with the operators of both sides, or empty.
+    """
+
+    step: int = -1
+    culprits: Sequence[tuple[Culprit, Sequence[tuple[str, str]]]] = ()
+    is_complete: bool = False
+    failure: DiagnosisFailed | None = None
+    operators: str = ""
+
+
+def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
+    """Return on all ranks the step of the first wrong result, or None if it is not to be recorded.
+
+    Only rank 0 passes `judgement`. Below float64 rounding hides the first difference, so nothing is
+    recorded. Collective: all ranks.
+    """
+    request = [None if judgement is None or not _is_exact(case) else origin_step(judgement.findings)]
+    dist.broadcast_object_list(request)
+    return request[0]
+
+
+def record_origin(
+    case: Case, golden: StoredGolden, assemble: Callable[[], Training], step: int
+) -> Recorded | None:
+    """Record the programs of all ranks up to the end of `step`. Return them on rank 0, None on other ranks.
+
+    Collective: all ranks.
+    """
+    programs = record_ranks(case, golden, assemble, step)
+    return None if programs is None else Recorded(step, programs)
+
+
+def _is_exact(case: Case) -> bool:
+    return (
+        case.recipe.precision == "float64" and case.recipe.float8 == "none" and case.layout.compile == "none"
+    )
+
+
+def find_culprits(
+    case: Case,
+    golden: StoredGolden,
+    recorded: Recorded | None,
+    device: torch.device,
+    seconds: float,
+    *,
+    proves: bool = True,
+    operators: Path | None = None,
+    tell: Callable[[Found], object] = lambda found: None,
+) -> Found:
+    """Return the first wrong operations that are found within `seconds`.
+
+    Rank 0 alone, without collectives. With `proves=False`, find only the first wrong place and try no
+    repair; use it if the cause is already named. `operators` is the file to write the operators of both
+    sides to. `tell` is called with the first place before any repair is tried, and with the complete result
+    before the operators are compared. Errors are not raised: they are returned in `Found.failure`.
+    """
+    if recorded is None:
+        return Found()
+    try:
+        end = time.monotonic() + seconds
+        with single_rank_world(device):
+            one = record_one_device(case.recipe, golden, recorded.step, device)
+        if not (one.is_complete and all(program.is_complete for program in recorded.programs)):
+            return Found()
+        scales = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
+        explainer = Explainer(
+            recorded.programs, one, recorded.step, [*scales, *(1 / each for each in scales)]
+        )
+        culprits = Culprits(explainer, list_groups(case), list_degrees(case))
+
+        def describe(causes: Sequence[Cause]) -> Found:
+            found = [
+                (culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes
+            ]
+            is_complete = explainer.is_done and all(culprit.proved for culprit, _ in found)
+            return Found(recorded.step, found, is_complete)
+
+        causes = explainer.explain(
+            end - time.monotonic(), proves=proves, on_place=lambda places: tell(describe(places))
+        )
+        found = describe(causes)
+        if operators is None:
+            return found
+        tell(found)
+        kept = keep_operators(case, explainer, recorded.programs, one, causes, operators, seconds)
+        return replace(found, operators=kept)
+    except Exception as error:  # keep the verdict: report the findings without a cause
+        return Found(failure=describe_failure(error))
+
+
+def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
+    """Return the findings with culprits attached.
+
+    If a check or hypothesis already names the operation, its finding leads and the culprit is added to its
+    evidence. Otherwise the culprit leads, and findings that its repair fixes follow it. A race always
+    leads. A culprit that made replicas differ before the first step leads the finding of these replicas.
+    """
+    if found.failure is not None:
+        return note_failure(findings, found.failure)
+    left = list(findings)
+    for culprit, marks in reversed(found.culprits):
+        named = _find_named(left, found.step) if culprit.mechanism != "race" else None
+        if named is not None and (named.names_operation or not _is_of_start(culprit)):
+            left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
+            continue
+        lead = named or _find_lead(left, found.step, marks if culprit.proved else ())
+        if lead is not None:
+            left = _attach(left, lead, culprit, everything=found.is_complete)
+    return left
+
+
+def _is_of_start(culprit: Culprit) -> bool:
+    """Return whether a culprit is a proved missing write before the first step."""
+    return culprit.proved and culprit.mechanism == "written"
+
+
+def is_named(findings: Sequence[Finding], recorded: Recorded | None) -> bool:
+    """Return whether a check or hypothesis names the operation, up to the step of the first difference."""
+    return recorded is not None and _find_named(findings, recorded.step) is not None
+
+
+def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
+    """Return the first finding up to this step that names the wrong operation and has no culprit yet."""
+    return next(
+        (
+            each
+            for each in findings
+            if _says_what(each) and not each.follows and each.step <= step and each.culprit is None
+        ),
+        None,
+    )
+
+
+def _says_what(finding: Finding) -> bool:
+    """Return whether a finding names the operation, or says that replicas were initialized differently."""
+    return finding.names_operation or finding.code == Code.REPLICAS
+
+
+def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:
+    """Return the finding that a culprit explains, preferring `marks`, its (kind, tensor) pairs."""
+    here = [finding for finding in findings if finding.step == step and not is_apart(finding)]
+    named = [finding for mark in marks for finding in here if (finding.kind, finding.tensor) == mark]
+    return next(iter([*named, *(each for each in here if not each.follows), *here]), None)
+
+
+def _attach(
+    findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool
+) -> list[Finding]:
+    """Return the findings with the culprit attached to `lead`, which comes first."""
+    is_kept = lead.code in _KEPT or not culprit.proved
+    code = lead.code if lead.code and is_kept else culprit.code
+    update = {"culprit": culprit.model_copy(update={"leads": True}), "follows": "", "code": code}
+    first = lead.model_copy(update={**update, "rivals": (), "unexplained": (), "follow_up": None})
+    repaired = set(culprit.repaired)
+
+    def follow(each: Finding) -> Finding:
+        follows = everything or f"{each.kind}/{each.tensor}" in repaired or each.step > lead.step
+        if not (culprit.proved and follows) or each.culprit is not None or is_apart(each):
+            return each
+        return each.model_copy(update={"follows": lead.tensor})
+
+    return [first, *(follow(each) for each in findings if each is not lead)]

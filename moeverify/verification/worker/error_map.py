@@ -1,0 +1,52 @@
+"""Errors of all compared tensors as fractions of their bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeverify.results.checks import Kind
+from moeverify.results.error_map import ErrorMap
+from moeverify.verification.checks.base import Check, Outcome
+from moeverify.verification.compare.assembled import Assembled, Key
+
+
+def map_errors(
+    outcomes: Sequence[tuple[Check[Any], Outcome]], tensors: Mapping[Key, Assembled]
+) -> tuple[ErrorMap, ...]:
+    """Return an error map for each check that measures relative errors."""
+    maps = (_map_outcome(outcome, tensors) for check, outcome in outcomes if check.kinds and outcome.limits)
+    return tuple(maps)
+
+
+def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap:
+    found = {(each.step, each.kind, each.tensor): each for each in outcome.findings}
+    shares: dict[str, dict[int, float]] = {}
+    for key, limit in outcome.limits.items():
+        step, kind, name = key
+        if key in found:
+            share = _divide(found[key].error, found[key].bound)
+        elif key in tensors:
+            # An all-zero golden has no relative error. Without a finding, the tensor is within its bound.
+            share = min(_divide(tensors[key].difference.relative_error, limit), 1.0)
+        else:
+            continue
+        row = shares.setdefault(name.rpartition(".")[0] if kind == Kind.OPTIMIZER_STATE else name, {})
+        row[step] = max(share, row.get(step, 0.0))
+    steps = tuple(sorted({step for row in shares.values() for step in row}))
+    return ErrorMap(
+        check=outcome.result.name,
+        tensors=tuple(shares),
+        steps=steps,
+        shares=tuple(tuple(row.get(step) for step in steps) for row in shares.values()),
+    )
+
+
+def _divide(error: float, bound: float) -> float:
+    """Return error / bound to three significant digits; infinity for NaN or a bound of 0."""
+    if error == 0.0:
+        return 0.0
+    if bound <= 0.0 or not math.isfinite(error):
+        return math.inf
+    return float(f"{error / bound:.3g}")

@@ -1,0 +1,356 @@
+"""Verify job: train a case under its layout, compare with the golden, gather and judge on rank 0."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from moeverify.cases.axes.groups import axis_affects
+from moeverify.cases.schema import Case
+from moeverify.faults.injection import injected
+from moeverify.parallel.meshes import Meshes, build_meshes
+from moeverify.parallel.regions.observer import INITIAL, Observer
+from moeverify.results.checks import UNCOMPARED_KINDS, Kind
+from moeverify.results.error_map import ErrorMap
+from moeverify.results.explanation import Explanation
+from moeverify.results.facts import ComparedFacts
+from moeverify.results.finding import Finding
+from moeverify.results.load import ExpertLoad
+from moeverify.results.operation import OwnValues
+from moeverify.results.run import Stage
+from moeverify.results.timeline import Timeline
+from moeverify.train.assemble import assemble_parallel
+from moeverify.train.program import Program
+from moeverify.train.schedule import list_rates
+from moeverify.train.subjects import replays_routing
+from moeverify.verification.checks.base import Check, Judgement, Outcome, RankRun, Shown, Watch
+from moeverify.verification.checks.limits import apply_limits
+from moeverify.verification.checks.registry import KIND_ORDER, choose_checks
+from moeverify.verification.collectives.trace import CollectiveTrace
+from moeverify.verification.compare.assembled import assemble
+from moeverify.verification.compare.comparison import Comparison, Entry
+from moeverify.verification.compare.gather import gather_on_first
+from moeverify.verification.golden.store import StoredGolden
+from moeverify.verification.jobs import VerifyResult
+from moeverify.verification.worker.culprits import (
+    Found,
+    Recorded,
+    agree_on_step,
+    find_culprits,
+    is_named,
+    lead_with,
+    record_origin,
+)
+from moeverify.verification.worker.error_map import map_errors
+from moeverify.verification.worker.golden_reference import GoldenReference
+from moeverify.verification.worker.investigate import explain_findings, gather_evidence
+from moeverify.verification.worker.load_watch import LoadWatch, sum_load
+from moeverify.verification.worker.observed import list_coordinates, make_bounds, train_observed
+
+Reports = Mapping[str, Any]  # by the name of the check
+
+
+def verify_case(
+    case: Case,
+    golden: StoredGolden,
+    device: torch.device,
+    trace: CollectiveTrace,
+    fault: str | None = None,
+    *,
+    report: Callable[[VerifyResult], None] = lambda result: None,
+    admit: Callable[[Iterable[DeviceMesh]], None] = lambda meshes: None,
+    extend: Callable[[], None] = lambda: None,
+    explain_seconds: float = 60.0,
+    operators: Path | None = None,
+) -> VerifyResult | None:
+    """Return on rank 0 the verdicts of the checks and the causes of findings; None on the other ranks.
+
+    `report` gets intermediate results, so that the verdict survives a loss of ranks in later runs:
+
+    - the findings, before the second run that the diagnosis needs; `extend` then asks for more time;
+    - the findings with the causes of the hypotheses, before the ranks record a further run;
+    - the first wrong place, before repairs are tried.
+
+    `admit` gets the meshes before they are used. `operators` is the file to write the operators of both
+    sides to. `explain_seconds` limits the search for the first wrong operation, in seconds; 0 disables it.
+    Collective: all ranks of the default process group, which has as many ranks as the layout.
+    """
+    clock = _Clock()
+    with injected(fault):
+        # Made once and reused: creating groups is expensive, and they keep no state between runs.
+        meshes = build_meshes(case.layout, device.type)
+        admit([meshes.data, meshes.dense, meshes.sparse, meshes.loss])
+        assemble_program = Assembly(case, device, meshes)
+        observed = _observe(case, golden, assemble_program, trace)
+        judgement = None if observed is None else observed.judgement
+        clock.end("steps and checks")
+        if observed is not None and observed.judgement.findings:
+            report(_make_result(observed, observed.judgement.findings, clock))
+        extend()
+        assemble = assemble_program.without_graphs()
+        evidence = gather_evidence(case, golden, judgement, assemble, trace)
+        clock.end("second run")
+    # The fault is undone at this point, so that the single device computes the right values.
+    explained = None
+    if observed is not None:
+        findings = explain_findings(case, golden, observed.judgement, evidence, device)
+        clock.end("formulas")
+        explained = _Explained(observed, findings, clock, None if evidence is None else evidence.timeline)
+        if findings:
+            report(explained.make(Found()))  # the other ranks wait meanwhile
+    recorded = _record(case, golden, judgement, assemble, fault) if explain_seconds else None
+    clock.end("record of operators")
+    if explained is None:
+        return None
+    proves, tell = not is_named(explained.findings, recorded), explained.tell_by(report)
+    found = find_culprits(
+        case, golden, recorded, device, explain_seconds, proves=proves, operators=operators, tell=tell
+    )
+    clock.end("first wrong operation")
+    return explained.make(found)
+
+
+class _Clock:
+    """Wall time of this rank by stage, for those that take at least a hundredth of a second."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._stages: list[Stage] = []
+
+    def end(self, name: str) -> None:
+        """End the stage that began when the previous one ended."""
+        seconds, self._last = time.monotonic() - self._last, time.monotonic()
+        if seconds >= 0.01:
+            self._stages.append(Stage(name=name, seconds=round(seconds, 3)))
+
+    def read(self) -> tuple[Stage, ...]:
+        """Return the stages so far."""
+        return tuple(self._stages)
+
+
+def _record(
+    case: Case, golden: StoredGolden, judgement: Judgement | None, assemble: Assembly, fault: str | None
+) -> Recorded | None:
+    """Record the programs of all ranks if a result differs. Return them on rank 0, None elsewhere.
+
+    Collective: all ranks.
+    """
+    step = agree_on_step(case, judgement)
+    if step is None:
+        return None
+    with injected(fault):
+        return record_origin(case, golden, assemble, step)
+
+
+def name_source(finding: Finding) -> Finding:
+    """Return a finding whose explanations of initial values name the source of the right values."""
+    source = finding.facts.source if isinstance(finding.facts, ComparedFacts) else None
+    if source is None or finding.explanation is None:
+        return finding
+
+    def name(explanation: Explanation) -> Explanation:
+        operation = explanation.operation
+        if not isinstance(operation, OwnValues):
+            return explanation
+        return explanation.model_copy(update={"operation": operation.model_copy(update={"source": source})})
+
+    rivals = tuple(map(name, finding.rivals))
+    return finding.model_copy(update={"explanation": name(finding.explanation), "rivals": rivals})
+
+
+def _make_result(
+    observed: _Observed,
+    findings: Sequence[Finding],
+    clock: _Clock,
+    timeline: Timeline | None = None,
+    operators: str = "",
+) -> VerifyResult:
+    return VerifyResult(
+        checks=observed.judgement.checks,
+        findings=tuple(findings),
+        losses=tuple(observed.losses),
+        load=observed.load,
+        gradient_norms=tuple(observed.gradient_norms),
+        learning_rates=tuple(observed.learning_rates),
+        timeline=timeline,
+        errors=observed.errors,
+        operators=operators,
+        stages=clock.read(),
+    )
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """Results of a case on rank 0, with the causes that the hypotheses give to its findings."""
+
+    observed: _Observed
+    findings: Sequence[Finding]
+    clock: _Clock
+    timeline: Timeline | None
+
+    def make(self, found: Found) -> VerifyResult:
+        """Return the result of the case with culprits attached."""
+        findings = [name_source(finding) for finding in lead_with(self.findings, found)]
+        return _make_result(self.observed, findings, self.clock, self.timeline, found.operators)
+
+    def tell_by(self, report: Callable[[VerifyResult], None]) -> Callable[[Found], None]:
+        """Return a function that reports the result with the culprits found so far."""
+        return lambda found: report(self.make(found))
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Factory of new programs of this rank, one for each run of a case, over the same meshes."""
+
+    case: Case
+    device: torch.device
+    meshes: Meshes
+
+    def without_graphs(self) -> Assembly:
+        """Return an assembly without CUDA graphs, whose modules hooks can observe."""
+        layout = self.case.layout.model_copy(update={"graphs": "none"})
+        return replace(self, case=self.case.model_copy(update={"layout": layout}))
+
+    def __call__(self) -> Program:
+        gc.collect()  # reference cycles would keep the previous run's model alive
+        return assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """Results of a case on rank 0.
+
+    `losses`, `gradient_norms` and `learning_rates` are (golden, layout) pairs, one for each step. `load` is
+    the load of the experts. `errors` has the errors of all tensors, if something differs.
+    """
+
+    judgement: Judgement
+    losses: list[tuple[float, float]]
+    gradient_norms: list[tuple[float, float]]
+    learning_rates: list[tuple[float, float]]
+    load: ExpertLoad | None
+    errors: tuple[ErrorMap, ...]
+
+
+def _observe(
+    case: Case, golden: StoredGolden, assemble_program: Assembly, trace: CollectiveTrace
+) -> _Observed | None:
+    """Train under the layout and compare. Return the judgement on rank 0, None elsewhere."""
+    checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
+    comparison = Comparison(golden)
+    entries: list[Entry] = []
+
+    def train_again(observer: Observer, num_steps: int) -> None:
+        _train(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
+
+    program = assemble_program()
+    run = RankRun(case, trace, lambda: entries, train_again)
+    seeing = [check for check in checks if program.run_captured is None or not check.sees_inside]
+    watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}
+    load = LoadWatch(program)
+    rates = _train(case, golden, program, comparison, checks, [*watches.values(), load])
+    del program  # `train_again` needs its memory
+    entries.extend(comparison.entries())
+    reports: Reports = {name: watch.report() for name, watch in watches.items()}
+    gathered = gather_on_first((entries, reports, load.report()))
+    if gathered is None:
+        return None
+    by_rank = [found for found, _, _ in gathered]
+    expert_load = sum_load(case, [copies for _, _, copies in gathered])
+    shown = Shown(
+        case=case,
+        coordinates=list_coordinates(case),
+        tensors=assemble(by_rank, KIND_ORDER),
+        bounds=make_bounds(case, golden),
+        golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
+        load=expert_load,
+        own_results=golden.own_results,
+    )
+    outcomes = _judge_each(checks, shown, [report for _, report, _ in gathered])
+    judgement = _conclude(case, outcomes)
+    return _Observed(
+        judgement,
+        losses=list_numbers(by_rank, Kind.LOSS),
+        gradient_norms=list_numbers(by_rank, Kind.GRADIENT_NORM),
+        learning_rates=[*zip(list_rates(case.recipe.optimizer, case.recipe.steps), rates, strict=True)],
+        load=expert_load,
+        errors=map_errors(outcomes, shown.tensors) if judgement.findings else (),
+    )
+
+
+def _train(
+    case: Case,
+    golden: StoredGolden,
+    program: Program,
+    observer: Observer,
+    checks: Sequence[Check[Any]],
+    watches: Sequence[Watch[Any]] = (),
+    num_steps: int | None = None,
+) -> list[float]:
+    """Train with the golden as the reference for ranks that stop at a `Tra()` in the user's code."""
+    reference = GoldenReference(program, golden, make_bounds(case, golden), waits=True)
+    watches = [*watches, reference]
+    return train_observed(
+        case, golden, program, observer, checks, watches, num_steps=num_steps, reference=reference
+    )
+
+
+def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[tuple[str, str]]]:
+    """Return the (kind, name) pairs in the golden that a run under a layout must show, by step."""
+    # With replayed routing the ids are the golden's; tokens that would choose otherwise are shown separately.
+    unshown = UNCOMPARED_KINDS | ({Kind.ROUTER_IDS} if replays_routing(case.recipe) else set())
+    names: dict[int, set[tuple[str, str]]] = {}
+    for step in steps:
+        pairs = {(kind, name) for kind, _, name in (key.partition("/") for key in golden.keys(step))}
+        names[step] = {pair for pair in pairs if pair[0] not in unshown}
+    return names
+
+
+def list_numbers(by_rank: Sequence[Sequence[Entry]], kind: Kind) -> list[tuple[float, float]]:
+    """Return (golden, layout) of each step's total of a kind, such as the loss, from the first rank."""
+    found: dict[int, tuple[float, float]] = {}
+    for entries in by_rank:
+        for entry in entries:
+            if entry.kind == kind and entry.name == "total":
+                found.setdefault(entry.step, (entry.difference.expected_at, entry.difference.actual_at))
+    return [found[step] for step in sorted(found)]
+
+
+def judge_all(checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Reports]) -> Judgement:
+    """Return the verdicts of all checks that apply. Rank 0 only.
+
+    `reports` has the reports of each rank, by the name of the check.
+    """
+    return _conclude(shown.case, _judge_each(checks, shown, reports))
+
+
+def _judge_each(
+    checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Reports]
+) -> list[tuple[Check[Any], Outcome]]:
+    outcomes: list[tuple[Check[Any], Outcome]] = []
+    for check in checks:
+        noted = [by_name[check.name] for by_name in reports if check.name in by_name]
+        outcome = check.judge(shown, noted)
+        if outcome is not None:
+            outcomes.append((check, outcome))
+    return outcomes
+
+
+def _conclude(case: Case, outcomes: Sequence[tuple[Check[Any], Outcome]]) -> Judgement:
+    found = sorted((each for _, outcome in outcomes for each in outcome.findings), key=lambda each: each.step)
+    return Judgement(apply_limits(outcomes), tuple(_narrow(case, each) for each in found))
+
+
+def _narrow(case: Case, finding: Finding) -> Finding:
+    """Return the finding with only the coordinates of axes that its tensor depends on."""
+    kept = {
+        axis: place for axis, place in finding.coordinates.items() if axis_affects(case, axis, finding.tensor)
+    }
+    return finding.model_copy(update={"coordinates": kept})

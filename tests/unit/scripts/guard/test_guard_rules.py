@@ -1,0 +1,174 @@
+"""The rules of the judge, on records as ranks leave them: findings, and cases that they must not report."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from moeverify.results.guard import DriftFacts, OwnNormFacts
+from moeverify.scripts.guard.lines import ClipLine, GroupLine, RankHeader, StepRecord, TensorLine
+from moeverify.scripts.guard.norms import NormRule
+from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
+from moeverify.scripts.guard.tokens import TokenRule
+
+WHOLE = TensorLine(name="dense", shape=(4, 4), region="0:4,0:4", is_whole=True, eps=2.0**-23)
+PART = TensorLine(name="experts.up", shape=(2, 4, 4), region="0:2,0:4,0:4", is_whole=True, eps=2.0**-23)
+
+
+def make_headers(num_ranks: int = 2, data_ranks: tuple[int, ...] = (0, 1)) -> dict[int, RankHeader]:
+    return {
+        rank: RankHeader(rank=rank, world_size=num_ranks, tensors=(WHOLE, PART), data_ranks=data_ranks)
+        for rank in range(num_ranks)
+    }
+
+
+def make_records(step: int = 0, **changes: list[object]) -> dict[int, StepRecord]:
+    """Return records of two ranks: a dense tensor that both have, and experts of each rank."""
+    common: dict[str, list[object]] = {
+        "began": [(1, 2), (1, 3)],
+        "ended": [(4, 5), (4, 6)],
+        "gradients": [(7, 8), (7, 9)],
+        "projections": [((1.0,) * 4, (1.0,) * 4)] * 2,
+        "norms": [(1.0, 1.0)] * 2,
+        "squares": [(1.0, 2.0), (1.0, 3.0)],
+        "before": [(1.0, 2.0), (1.0, 3.0)],
+        **changes,
+    }
+    return {
+        rank: StepRecord.model_validate(
+            {"step": step, "rank": rank, **{name: values[rank] for name, values in common.items()}}
+        )
+        for rank in range(2)
+    }
+
+
+def make_clip(
+    coefficient: float, dense: float = 1.0, first: float = 2.0, second: float = 3.0
+) -> dict[str, list[object]]:
+    """Return gradients with these squares, clipped by the script's own clip."""
+    before = [(dense, first), (dense, second)]
+    squares = [tuple(value * coefficient**2 for value in row) for row in before]
+    return {"before": list(before), "squares": list(squares)}
+
+
+def make_norm_rule() -> NormRule:
+    return NormRule(*find_replicas(make_headers(), make_records()), 2)
+
+
+STEPS = ((1.0, 2.0, 3.0), (2.0, 1.0, 3.0), (0.5, 4.0, 1.0), (3.0, 0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("times_dense", "times_experts", "part", "times"),
+    [
+        (2.0, 1.0, "replicated", 2.0),
+        (0.0, 1.0, "replicated", 0.0),
+        (1.0, 2.0, "unknown", 1.0),
+        (1.0, 0.0, "sharded", 0.0),
+    ],
+)
+def test_a_norm_that_counts_a_group_otherwise_is_named_from_the_steps(
+    times_dense: float, times_experts: float, part: str, times: float
+) -> None:
+    rule = make_norm_rule()
+    found = []
+    for step, (dense, first, second) in enumerate(STEPS):
+        norm = math.sqrt(times_dense * dense + times_experts * (first + second))
+        found += rule.find(make_records(step, **make_clip(0.1 / norm, dense, first, second)))
+    (finding,) = found
+    assert isinstance(finding.facts, OwnNormFacts)
+    assert (finding.facts.error.part, finding.facts.error.times) == (part, times)
+
+
+def test_the_right_norm_is_silent_also_with_a_limit_that_changes() -> None:
+    rule, changing = make_norm_rule(), make_norm_rule()
+    for step, (dense, first, second) in enumerate(STEPS):
+        norm = math.sqrt(dense + first + second)
+        assert not rule.find(make_records(step, **make_clip(0.1 / norm, dense, first, second)))
+        limit = 0.1 * (1 + step)
+        assert not changing.find(make_records(step, **make_clip(limit / norm, dense, first, second)))
+
+
+def test_ranks_that_clip_by_their_own_part_differ_in_their_coefficients() -> None:
+    rule = make_norm_rule()
+    found = []
+    for step in range(2):
+        records = make_records(step)
+        for rank, part in ((0, 2.0), (1, 3.0)):
+            coefficient = 0.1 / math.sqrt(1.0 + part)
+            squares = tuple(value * coefficient**2 for value in (1.0, part))
+            records[rank] = records[rank].model_copy(update={"before": (1.0, part), "squares": squares})
+        found += rule.find(records)
+    (finding,) = found
+    assert isinstance(finding.facts, OwnNormFacts)
+    assert (finding.facts.source, finding.facts.error.part) == ("ranks", "local")
+
+
+@pytest.mark.parametrize(
+    ("norm", "part"), [(math.sqrt(6.0), ""), (math.sqrt(3.0), "local"), (2.0, "unknown")]
+)
+def test_the_norm_that_torchs_clip_returns_is_held_against_the_gradients(norm: float, part: str) -> None:
+    clips = [(ClipLine(norm=norm, max_norm=0.1, squares={0: 1.0, 1: square}),) for square in (2.0, 3.0)]
+    found = make_norm_rule().find(make_records(clips=list(clips)))
+    parts = [finding.facts.error.part for finding in found if isinstance(finding.facts, OwnNormFacts)]
+    assert parts == ([part] if part else [])
+
+
+def find_drift(**changes: list[object]) -> list[DriftFacts]:
+    rule = ReplicaRule(*find_replicas(make_headers(), make_records(**changes)))
+    found = [*rule.find(make_records(0, **changes)), *rule.find(make_records(1, **changes))]
+    return [finding.facts for finding in found if isinstance(finding.facts, DriftFacts)]
+
+
+APART: list[object] = [((1.0,) * 4, (1.0,) * 4), ((1.5,) * 4, (1.0,) * 4)]
+
+
+def test_parts_of_a_tensor_may_differ_and_replicas_may_not() -> None:
+    assert not find_drift()
+    apart: dict[str, list[object]] = {"ended": [(4, 5), (40, 6)], "projections": APART}
+    (facts,) = find_drift(gradients=[(7, 8), (70, 9)], before=[(1.0, 2.0), (1.1, 3.0)], **apart)
+    assert (facts.names, facts.since, facts.gradients) == (("dense",), "update", "differ")
+    (facts,) = find_drift(gradients=[(7, 8), (70, 9)], **apart)
+    assert facts.gradients == "clipped apart"
+    (facts,) = find_drift(ended=[(4, 5), (40, 6)], projections=APART)
+    assert facts.gradients == "equal"
+
+
+def test_replicas_that_never_were_equal_are_known_by_their_equal_gradients() -> None:
+    (facts,) = find_drift(began=[(1, 2), (10, 3)], ended=[(4, 5), (40, 6)], projections=APART)
+    assert (facts.names, facts.since) == (("dense",), "start")
+
+
+def test_rounding_that_stays_is_no_drift() -> None:
+    near: list[object] = [((1.0,) * 4, (1.0,) * 4), ((1.0 + 1e-7,) * 4, (1.0,) * 4)]
+    assert not find_drift(ended=[(4, 5), (40, 6)], projections=near)
+
+
+def find_tokens(
+    rows: list[object], headers: dict[int, RankHeader], num_steps: int = 2, **changes: list[object]
+) -> list[str]:
+    rule = TokenRule(headers)
+    return [
+        finding.check
+        for step in range(num_steps)
+        for finding in rule.find(make_records(step, rows=rows, **changes))
+    ]
+
+
+def test_data_parallel_ranks_with_the_same_rows_are_found_when_it_happens_twice() -> None:
+    same: list[object] = [((1, 2), (3, 4))] * 2
+    assert find_tokens(same, make_headers()) == ["tokens"]
+    assert not find_tokens(same, make_headers(), num_steps=1)
+    assert not find_tokens([((1, 2), (3, 4)), ((5, 6), (7, 4))], make_headers())
+
+
+def test_ranks_that_do_the_same_are_found_unless_they_exchange_something() -> None:
+    same: list[object] = [((1, 2),)] * 2
+    alike: dict[str, list[object]] = {"ended": [(4, 5)] * 2}
+    headers = make_headers(data_ranks=())
+    assert find_tokens(same, headers, **alike) == ["same work"]
+    line = GroupLine(name="0", ranks=(0, 1), number=3, hash=1, largest=1000)
+    assert not find_tokens(same, headers, groups=[(line,)] * 2, **alike)
+    log = line.model_copy(update={"largest": 1})
+    assert find_tokens(same, headers, groups=[(log,)] * 2, **alike) == ["same work"]

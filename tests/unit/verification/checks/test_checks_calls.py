@@ -1,0 +1,70 @@
+"""The order of calls in a user's own step: violations are found on their ranks and in their steps."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from moeverify.results.finding import Finding
+from moeverify.results.script import CallFacts, CallRule
+from moeverify.train.calls.call import Call
+from moeverify.verification.checks.base import Shown
+from moeverify.verification.checks.calls import RankCalls, judge_calls
+
+RIGHT = ("zero_grad", "backward", "backward", "clip_grad_norm_", "optimizer step", "scheduler step")
+
+
+class _Place:
+    """The only property that the check needs of a case: a rank's position."""
+
+    def place(self, rank: int) -> dict[str, int]:
+        return {"dp_shard": rank}
+
+
+def make_calls(*names: str, kept: float = 0.0) -> tuple[Call, ...]:
+    first = names.index("backward") if "backward" in names else -1
+    return tuple(
+        Call(
+            step=0,
+            name=name,
+            site=f"train.py:{place}",
+            discarded=1.5 if name == "zero_grad" else 0.0,
+            kept=kept if place == first else 0.0,  # recorded at the first backward pass
+        )
+        for place, name in enumerate(names)
+    )
+
+
+def judge(*by_rank: dict[int, tuple[Call, ...]], num_micro_batches: int = 2) -> tuple[Finding, ...]:
+    reports = [RankCalls(steps, num_micro_batches) for steps in by_rank]
+    return judge_calls(cast(Shown, _Place()), reports).findings
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "rule", "site"),
+    [
+        (("backward", "zero_grad", "backward", "optimizer step"), {}, CallRule.DISCARDED, 1),
+        (RIGHT[1:], {"kept": 2.0}, CallRule.KEPT, 0),
+        (("backward", "clip_grad_value_", "backward", "optimizer step"), {}, CallRule.EARLY_CLIP, 1),
+        (("backward", "scheduler step", "backward", "optimizer step"), {}, CallRule.INNER_SCHEDULER, 1),
+    ],
+)
+def test_each_rule_is_found_with_its_line(
+    names: tuple[str, ...], options: dict[str, Any], rule: CallRule, site: int
+) -> None:
+    right = make_calls(*RIGHT)
+    (finding,) = judge({0: right, 1: right}, {0: right, 1: make_calls(*names, **options)})
+    assert isinstance(finding.facts, CallFacts)
+    assert (finding.facts.rule, finding.facts.site) == (rule, f"train.py:{site}")
+    assert (finding.step, finding.ranks, finding.coordinates) == (1, (1,), {"dp_shard": 1})
+
+
+def test_a_right_order_is_silent() -> None:
+    assert judge({0: make_calls(*RIGHT)}, {0: make_calls(*RIGHT)}) == ()
+
+
+def test_two_passes_for_each_micro_batch_are_another_algorithm() -> None:
+    # Sharpness-aware minimization: the first passes determine where the second ones are computed.
+    names = ("backward", "backward", "zero_grad", "backward", "backward", "optimizer step")
+    assert judge({0: make_calls(*names)}) == ()

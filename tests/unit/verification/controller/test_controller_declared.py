@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from moeverify.cases.schema import Checks
+from moeverify.report.words.note import describe_declared
+from moeverify.results.finding import CheckResult
+from moeverify.results.run import Declared
+from moeverify.verification.controller.declared import apply_declared_differences
+
+
+def make_checks(**verdicts: str) -> list[CheckResult]:
+    return [CheckResult(name=name, verdict=verdict, tensors=1) for name, verdict in verdicts.items()]
+
+
+def test_without_a_declaration_any_difference_is_one() -> None:
+    assert apply_declared_differences(Checks(), make_checks(loss="pass", gradient="pass")) == ("pass", None)
+    assert apply_declared_differences(Checks(), make_checks(loss="pass", gradient="mismatch")) == (
+        "mismatch",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "equal", "has_more", "words"),
+    [
+        (
+            ("loss", "gradient"),
+            "pass",
+            (),
+            False,
+            "differs in loss, gradient, as declared: means another thing",
+        ),
+        (("loss",), "mismatch", ("gradient",), False, "declared to differ in gradient, and does not"),
+        (
+            ("loss", "gradient", "update"),
+            "mismatch",
+            (),
+            True,
+            "differs as declared in loss, gradient, and in more",
+        ),
+    ],
+)
+def test_exactly_what_is_declared_must_differ(
+    found: tuple[str, ...], verdict: str, equal: tuple[str, ...], has_more: bool, words: str
+) -> None:
+    wanted = Checks(differs=("loss", "gradient"), because="means another thing")
+    names = ("loss", "gradient", "update")
+    checks = make_checks(**{name: "mismatch" if name in found else "pass" for name in names})
+    decided, declared = apply_declared_differences(wanted, checks)
+    assert decided == verdict
+    assert declared == Declared(
+        names=("loss", "gradient"), equal=equal, has_more=has_more, because="means another thing"
+    )
+    assert describe_declared(declared) == words

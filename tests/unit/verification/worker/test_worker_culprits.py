@@ -1,0 +1,260 @@
+"""The effect of a culprit on findings: its own finding, its consequences, and unaffected findings."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moeverify.cases.schema import Case
+from moeverify.cases.validation.load import build_case
+from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName, Kind
+from moeverify.results.culprit import CodeLine, Culprit, Operation
+from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.finding import Finding
+from moeverify.results.observation import DiagnosisFailed
+from moeverify.results.operation import Misplaced, OwnValues
+from moeverify.verification.worker import culprits
+from moeverify.verification.worker.culprits import Found, Recorded, agree_on_step, find_culprits, lead_with
+
+CPU = torch.device("cpu")
+HERE = Operation(operator="mul", line=CodeLine(file="a.py", line=1))
+EXPLANATION = Explanation(
+    cause=Cause.LAYOUT,
+    subject=Subject(quantity=Quantity.GRADIENT, tensors=("w",)),
+    operation=Misplaced(expected=(4,), actual=(8,), dim=0, axes=()),
+)
+SURE: dict[str, Any] = {"explanation": EXPLANATION, "code": "layout"}
+
+
+def find(tensor: str, kind: str = Kind.GRADIENT, check: str = CheckName.GRADIENT, **fields: Any) -> Finding:
+    return Finding.model_validate(
+        {"check": check, "kind": kind, "tensor": tensor, "step": 1, "rank": 0, "error": 1.0, "bound": 0.1}
+        | fields
+    )
+
+
+def blame(*repaired: str, proved: bool = True, **fields: Any) -> Culprit:
+    mechanism = "number" if proved else "place"
+    return Culprit.model_validate(
+        {"mechanism": mechanism, "proved": proved, "here": HERE, "repaired": repaired} | fields
+    )
+
+
+def lead(findings: list[Finding], *found: Any, is_complete: bool = False) -> list[Finding]:
+    return lead_with(findings, Found(1, found, is_complete))
+
+
+W = (Kind.GRADIENT, "w")
+
+
+def test_a_proved_culprit_leads_and_what_it_repairs_follows() -> None:
+    culprit = blame("gradient/w", "gradient/v")
+    told = lead([find("v", unexplained=("x",)), find("u"), find("w", follows="v")], (culprit, [W]))
+    assert [(each.tensor, each.follows) for each in told] == [("w", ""), ("v", "w"), ("u", "")]
+    leading = culprit.model_copy(update={"leads": True})
+    assert (told[0].culprit, told[0].code) == (leading, "forward")
+    assert told[0].names_operation
+
+
+def test_a_named_cause_leads_and_the_culprit_is_evidence_for_it() -> None:
+    culprit = blame("gradient/w")
+    told = lead([find("v", **SURE), find("w")], (culprit, [W]), is_complete=True)
+    assert [(each.tensor, each.follows) for each in told] == [("v", ""), ("w", "")]
+    assert (told[0].culprit, told[0].explanation, told[0].code) == (culprit, EXPLANATION, "layout")
+
+
+def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
+    culprit = blame("gradient/w")
+    apart = EXPLANATION.model_copy(
+        update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))}
+    )
+    told = lead([find("v", code=Cause.REPLICAS, explanation=apart), find("w")], (culprit, [W]))
+    assert (told[0].tensor, told[0].culprit, told[0].code) == ("v", culprit, Cause.REPLICAS)
+
+
+def test_the_operation_that_did_not_write_before_the_first_step_leads_replicas_that_differ() -> None:
+    apart = EXPLANATION.model_copy(
+        update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))}
+    )
+    culprit = blame("gradient/w", mechanism="written")
+    told = lead([find("v", code=Cause.REPLICAS, explanation=apart), find("w")], (culprit, [W]))
+    assert (told[0].tensor, told[0].code) == ("v", Cause.REPLICAS)
+    assert told[0].culprit is not None
+    assert told[0].culprit.leads
+
+
+@pytest.mark.parametrize("code", ["", Cause.NORM])
+def test_a_norm_that_a_check_found_wrong_stays_the_cause(code: str) -> None:
+    told = lead([find("w", code=code)], (blame("gradient/w"), [W]))
+    assert told[0].code == (code or Cause.FORWARD)
+
+
+def test_a_race_leads_whatever_is_named() -> None:
+    culprit = blame("gradient/w", mechanism="race", leads=True)
+    told = lead([find("v", **SURE), find("w")], (culprit, [W]))
+    assert (told[0].tensor, told[0].culprit) == ("w", culprit)
+
+
+def test_where_all_is_repaired_all_follows() -> None:
+    told = lead([find("w"), find("u")], (blame("gradient/w"), [W]), is_complete=True)
+    assert [each.follows for each in told] == ["", "w"]
+
+
+def test_later_steps_follow() -> None:
+    told = lead([find("w"), find("u", step=2), find("u")], (blame("gradient/w"), [W]))
+    assert [(each.step, each.follows) for each in told] == [(1, ""), (2, "w"), (1, "")]
+
+
+def test_an_unproved_culprit_does_not_displace_an_explanation_that_names_an_operation() -> None:
+    culprit = blame(proved=False)
+    told = lead([find("w", **SURE), find("u")], (culprit, [W]))
+    assert [(each.tensor, each.follows) for each in told] == [("w", ""), ("u", "")]
+    assert (told[0].culprit, told[0].explanation, told[0].code) == (culprit, EXPLANATION, "layout")
+
+
+def test_an_unproved_culprit_is_better_than_nothing() -> None:
+    told = lead([find("w"), find("u")], (blame(proved=False), [W]))
+    assert [(each.code, each.follows) for each in told] == [("forward", ""), ("", "")]
+
+
+def test_an_unproved_culprit_does_not_choose_what_it_leads() -> None:
+    told = lead([find("u"), find("w")], (blame(proved=False), [W]))
+    assert [(each.tensor, each.culprit is not None) for each in told] == [("u", True), ("w", False)]
+
+
+def test_of_several_culprits_the_first_comes_first() -> None:
+    one, two = (
+        blame("gradient/u", leads=True, here=HERE.model_copy(update={"step": 1})),
+        blame("gradient/w", leads=True),
+    )
+    told = lead([find("w"), find("u"), find("v")], (one, [(Kind.GRADIENT, "u")]), (two, [W]))
+    assert [(each.tensor, each.culprit, each.follows) for each in told] == [
+        ("u", one, ""),
+        ("w", two, ""),
+        ("v", None, ""),
+    ]
+
+
+@pytest.mark.parametrize("check", [CheckName.DATA, CheckName.CALLS, CheckName.SHARDING])
+def test_what_has_seen_the_mistake_itself_leads(check: CheckName) -> None:
+    direct = find("rank 1", "", check, code="data")
+    told = lead([direct, find("w")], (blame("gradient/w"), [W]))
+    assert [(each.tensor, each.culprit is not None) for each in told] == [("rank 1", True), ("w", False)]
+
+
+def test_what_has_seen_a_later_mistake_does_not_lead() -> None:
+    later = find("rank 1", "", CheckName.DATA, code="data", step=2)
+    told = lead([later, find("w")], (blame("gradient/w"), [W]))
+    assert told[0].tensor == "w"
+
+
+def test_checks_that_explain_themselves_do_not_follow() -> None:
+    apart = find("total", Kind.GRADIENT_NORM, CheckName.CLIP)
+    told = lead([apart, find("w")], (blame("gradient/w", "gradient_norm/total"), [W]), is_complete=True)
+    assert [(each.tensor, each.follows) for each in told] == [("w", ""), ("total", "")]
+
+
+def test_without_culprits_nothing_is_another() -> None:
+    findings = [find("w", **SURE), find("rank 1", "", CheckName.DATA, code="data")]
+    assert lead(findings) == findings
+    assert lead([find("w", step=3)], (blame("gradient/w"), [W])) == [find("w", step=3)]
+
+
+def test_a_failure_is_noted_and_leaves_the_findings() -> None:
+    failure = DiagnosisFailed(message="planted", error="ValueError")
+    told = lead_with([find("w", **SURE), find("u")], Found(failure=failure))
+    assert [each.observations for each in told] == [(failure,), ()]
+    assert (told[0].explanation, told[0].culprit) == (EXPLANATION, None)
+
+
+def make_case(**recipe: Any) -> Case:
+    return build_case({"name": "c", "recipe": {"model": {"preset": "tiny-gpt"}} | recipe, "layout": {}})
+
+
+def test_an_error_of_the_search_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
+    monkeypatch.setattr(culprits, "record_one_device", fail)
+    golden: Any = None
+    found = find_culprits(make_case(), golden, Recorded(1, []), CPU, 1.0)
+    assert found.failure is not None
+    assert (found.failure.error, found.failure.message) == ("ZeroDivisionError", "planted")
+    assert found.failure.site.startswith("test_worker_culprits.py:")
+    assert find_culprits(make_case(), golden, None, CPU, 1.0) == Found()
+
+
+@pytest.mark.parametrize("who", ["one device", "a rank"])
+def test_where_values_were_left_out_nothing_is_searched(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    whole, cut = SimpleNamespace(is_complete=True), SimpleNamespace(is_complete=False)
+    one, rank = (cut, whole) if who == "one device" else (whole, cut)
+    programs: Any = [whole, rank]
+    golden: Any = None
+    monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
+    monkeypatch.setattr(culprits, "record_one_device", lambda *_: one)
+    assert find_culprits(make_case(), golden, Recorded(1, programs), CPU, 1.0) == Found()
+
+
+@pytest.mark.parametrize(
+    ("precision", "findings", "step"),
+    [
+        ("float64", [find("w", step=2), find("u", step=1)], 1),
+        ("float64", [find("total", Kind.GRADIENT_NORM, CheckName.CLIP)], None),
+        ("bfloat16", [find("w")], None),
+        ("float32", [find("w")], None),
+    ],
+)
+def test_what_is_recorded_is_the_step_where_it_began_in_float64(
+    monkeypatch: pytest.MonkeyPatch, precision: str, findings: list[Finding], step: int | None
+) -> None:
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda request: None)
+    judgement: Any = SimpleNamespace(findings=findings)
+    assert agree_on_step(make_case(precision=precision), judgement) == step
+
+
+def test_what_is_found_is_told_before_operators_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first place comes before any change is tried, and then all causes."""
+    place, cause = SimpleNamespace(targets=[]), SimpleNamespace(targets=[])
+    heard: list[Any] = []
+
+    class Explainer:
+        is_done = True
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def explain(self, seconds: float, *, proves: bool, on_place: Any) -> list[Any]:
+            on_place([place])
+            heard.append("search")
+            return [place, cause]
+
+    one = SimpleNamespace(is_complete=True)
+    made = {id(place): blame(proved=False), id(cause): blame()}
+    monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
+    monkeypatch.setattr(culprits, "record_one_device", lambda *_: one)
+    monkeypatch.setattr(culprits, "Explainer", Explainer)
+    monkeypatch.setattr(culprits, "Culprits", lambda *_: SimpleNamespace(make=lambda cause: made[id(cause)]))
+    monkeypatch.setattr(culprits, "keep_operators", lambda *_: heard.append("operators") or "kept")
+    golden, programs = None, [one]
+    found = find_culprits(
+        make_case(),
+        golden,  # type: ignore[arg-type]
+        Recorded(1, programs),  # type: ignore[arg-type]
+        CPU,
+        1.0,
+        operators=tmp_path / "operators",
+        tell=lambda found: heard.append([culprit for culprit, _ in found.culprits]),
+    )
+    first, second = made.values()
+    assert heard == [[first], "search", [first, second], "operators"]
+    assert ([culprit for culprit, _ in found.culprits], found.operators) == ([first, second], "kept")
