@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moeverify.verification.cli import build_app
 from typer.testing import CliRunner
+
+from moeverify.cli import build_app
 
 
 def test_all_bad_options_are_listed_also_without_a_folder(tmp_path: Path) -> None:
