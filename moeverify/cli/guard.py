@@ -63,6 +63,8 @@ def run_guarded(
     else:
         seen = f"nothing was checked: {describe_unseen()}"
     context.err.print(f"moeverify watch --guard: {seen}", soft_wrap=True)
+    if judge.num_steps and judge.unjudged:
+        context.err.print(f"    not judged: {'; '.join(judge.unjudged)}", soft_wrap=True, highlight=False)
     return EXIT_CODES["mismatch"] if stops and guarded.findings else code
 
 

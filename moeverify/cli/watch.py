@@ -210,22 +210,21 @@ def _make_settings(
         problems.append(
             Problem("nothing says where to record", path="--out", remedy="give --out DIR, or --guard")
         )
-        raise CaseError(problems)
-    problems += _find_problems(settings)
-    if problems:
+    problems += _find_problems(settings, out)
+    if problems or out is None:
         raise CaseError(problems)
     check_writable([], out)
     resolved = {"out": out.resolve(), "weights": None if weights is None else weights.resolve()}
     return settings.model_copy(update=resolved)
 
 
-def _find_problems(settings: Settings) -> Iterator[Problem]:
+def _find_problems(settings: Settings, out: Path | None) -> Iterator[Problem]:
     """Yield the problems of the folders and of options that depend on others."""
     from moeverify.errors import Problem
     from moeverify.scripts.record.settings import RANK_FILE
 
-    out, step, weights = settings.out, settings.operators, settings.weights
-    if any(out.glob(RANK_FILE.format(rank="*"))):
+    step, weights = settings.operators, settings.weights
+    if out is not None and any(out.glob(RANK_FILE.format(rank="*"))):
         yield Problem(f"{out} holds a recorded run", path="--out", remedy="name another folder, or remove it")
     if step is not None and not settings.includes(step) and settings.first <= settings.last:
         range_ = f"{settings.first}-{settings.last}"

@@ -15,7 +15,13 @@ from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
 from moeverify.results.script import ScriptCheck
 
-_COUNTED = {CheckName.PRECISION, ScriptCheck.BATCH, ScriptCheck.PARAMETERS, ScriptCheck.CALLS}
+_COUNTED = {
+    CheckName.PRECISION,
+    ScriptCheck.BATCH,
+    ScriptCheck.PARAMETERS,
+    ScriptCheck.COPIES,
+    ScriptCheck.CALLS,
+}
 
 
 def name_tensor(check: str, tensor: str) -> str:

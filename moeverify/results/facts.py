@@ -22,7 +22,7 @@ from moeverify.results.guard import (
 )
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.record import Record
-from moeverify.results.script import BatchFacts, CallFacts, MemberFacts, NormFacts, OptionFacts
+from moeverify.results.script import BatchFacts, CallFacts, CopyFacts, MemberFacts, NormFacts, OptionFacts
 from moeverify.results.step_facts import NEAR, RecomputedFacts
 
 
@@ -354,6 +354,7 @@ Facts = Annotated[
     | NormFacts
     | DriftFacts
     | AlikeFacts
+    | CopyFacts
     | TokenFacts
     | SameWorkFacts
     | OwnNormFacts

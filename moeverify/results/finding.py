@@ -14,7 +14,7 @@ from moeverify.results.factor import Product
 from moeverify.results.facts import CheckFacts, Facts, names_operation
 from moeverify.results.observation import DiagnosisFailed, Observation
 from moeverify.results.parameter_part import ParameterPart
-from moeverify.results.place import Place
+from moeverify.results.place import CallSite, Place
 from moeverify.results.record import Record
 from moeverify.results.step_facts import RecomputedFacts
 from moeverify.results.trial import Trial
@@ -140,7 +140,8 @@ class Finding(Record):
     have `trials` and `place`; ambiguous ones have a `follow_up`. `wider` has the results of wider
     precisions for a finding without a cause. If the finding itself comes from a wider run and names the
     cause, it has one entry, for that precision. `culprit` is the first wrong operation. It leads the report
-    if it is proved or if nothing else is known.
+    if it is proved or if nothing else is known. `sites` are lines of a watched script, the most important
+    one first.
 
     `cause`, `where` and `evidence` are the same in words: `moeverify.report.words` fills them when JSON is
     written.
@@ -172,6 +173,7 @@ class Finding(Record):
     observations: tuple[Observation, ...] = ()
     part: ParameterPart | None = None
     place: Place | None = None
+    sites: tuple[CallSite, ...] = ()
     trials: tuple[Trial, ...] = ()
     follow_up: FollowUp | None = None
     wider: tuple[Wider, ...] = ()

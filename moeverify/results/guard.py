@@ -25,7 +25,7 @@ class GuardCheck(StrEnum):
 class DriftFacts(Record):
     """Tensors that should be equal on some ranks and are not.
 
-    `since` is `start` if they started unequal with equal gradients, otherwise `update`. `gradients`
+    `since` is `start` if they started unequal, otherwise `update`. `gradients`
     compares the gradients of that step on these ranks; `clipped apart` means equal norms before the clip
     and unequal ones after it. `distance` is relative to the norm of the values, estimated from samples.
     `are_experts` means that every FQN contains `expert`.
@@ -49,15 +49,16 @@ class AlikeFacts(Record):
 
 
 class TokenFacts(Record):
-    """Rows that two data-parallel ranks both saw in one optimizer step.
+    """Rows that two data-parallel ranks both saw, in one optimizer step or `shift` forward passes apart.
 
-    `num_steps` is the number of consecutive sampled steps with shared rows.
+    `num_steps` is the number of consecutive sampled steps with shared rows, or of shifted forward passes.
     """
 
     about: Literal["tokens"] = "tokens"
     num_rows: int
     num_shared: int
     num_steps: int
+    shift: int = 0
 
 
 class SameWorkFacts(Record):

@@ -175,6 +175,15 @@ class OtherPasses(Record):
     actual: tuple[int, ...]
 
 
+class AmbiguousCount(Record):
+    """A factor of a watched script that is the number of ranks, or the equal number of micro-batches."""
+
+    kind: Literal["ambiguous-count"] = "ambiguous-count"
+    num_ranks: int
+    num_micro_batches: int
+    script: str = ""
+
+
 class DiagnosisFailed(Record):
     """A failed search for causes. Verdict and findings do not depend on it.
 
@@ -204,6 +213,7 @@ Observation = Annotated[
     | RightAlike
     | HiddenByRounding
     | OtherPasses
+    | AmbiguousCount
     | DiagnosisFailed,
     Field(discriminator="kind"),
 ]

@@ -25,6 +25,13 @@ class Stage(StrEnum):
     LOAD = "load"
 
 
+class CallSite(Record):
+    """A line of the user's code (file:line), and the call there, such as `backward`."""
+
+    name: str
+    site: str
+
+
 class Place(Record):
     """The place where a finding acts: module, wrong ranks, explaining mesh axes and parts of the tensor.
 

@@ -14,7 +14,25 @@ class ScriptCheck(StrEnum):
     BATCH = "batch"  # the rows of the model's inputs
     PARAMETERS = "optimizer parameters"  # the parameters of each optimizer
     OPTIONS = "optimizer options"  # learning rate, weight decay, ...
+    COPIES = "copies"  # different parts of the model on different ranks start with different values
     CALLS = "order of calls"  # of zero_grad, forward, backward, clip, step, scheduler
+
+
+class CopyFacts(Record):
+    """Different parts of the model that start with equal values on several ranks.
+
+    - `shards`: the ranks hold different parts of each tensor.
+    - `siblings`: tensors `names` of the last rank and `others` of the first, with names that differ in
+      numbers only.
+    - `sums`: the ranks add equal operands in a forward pass, at `site`, and hold equal tensors.
+    """
+
+    about: Literal["copies"] = "copies"
+    kind: Literal["shards", "siblings", "sums"]
+    names: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    num_ranks: int = 2
+    site: str = ""
 
 
 class BatchFacts(Record):
@@ -35,10 +53,14 @@ class BatchFacts(Record):
 
 
 class MemberFacts(Record):
-    """A parameter that only one run has in an optimizer, or whose position in the model is unknown."""
+    """A parameter that only one run has in an optimizer, or whose position in the model is unknown.
+
+    `replaced` parameters have no optimizer, and those of the optimizer get no gradients. `idle` ones have an
+    optimizer and get no gradients.
+    """
 
     about: Literal["member"] = "member"
-    which: Literal["missing", "unexpected", "unplaced"]
+    which: Literal["missing", "replaced", "idle", "unexpected", "unplaced"]
     others: tuple[str, ...] = ()
 
 
@@ -57,13 +79,17 @@ class CallRule(StrEnum):
     KEPT = "kept"  # no zero_grad since the previous optimizer step, so gradients accumulate on old ones
     EMPTIED = "emptied"  # zero_grad between the last backward pass and the optimizer step
     EARLY_CLIP = "early-clip"  # a backward pass after the clip
+    SCALED_CLIP = "scaled-clip"  # a clip before the gradient scaler has unscaled the gradients
     INNER_SCHEDULER = "inner-scheduler"  # a scheduler step between two backward passes of one optimizer step
     SCHEDULER = "scheduler"  # a number of scheduler steps that differs from the other run
     CLIP = "clip"  # clipping in one run only
 
 
 class CallFacts(Record):
-    """A call out of order: its counts in both runs, its site, and the norm of the affected gradients."""
+    """A call out of order: its counts in both runs, its site, and the norm of the affected gradients.
+
+    For `scaled-clip`, `norm` is the loss scale.
+    """
 
     about: Literal["call"] = "call"
     rule: CallRule

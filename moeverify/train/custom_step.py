@@ -155,7 +155,7 @@ class _StepListener(Listener):
         self._clipped: list[Tensor] = []
         self._clips: list[tuple[list[int], Tensor, Tensor]] = []  # ids of parameters, norm, coefficient
 
-    def note_call(self, label: str) -> None:
+    def note_call(self, label: str, owner: object = None) -> None:
         """Keep a call; see `Listener`."""
         self._add(label)
 

@@ -71,7 +71,11 @@ def describe_where(finding: Finding) -> str:
     if finding.culprit is not None and leads_with_culprit(finding):
         return describe_culprit_place(finding.culprit)
     place = describe_place(finding.explanation) if finding.explanation is not None else ""
-    return place or finding.where or describe_facts(finding.facts, finding).where
+    place = place or finding.where or describe_facts(finding.facts, finding).where
+    site = finding.sites[0].site if finding.sites else ""
+    if not site or site in place:
+        return place
+    return f"{place}, {site}" if place else site
 
 
 def describe_evidence(finding: Finding) -> tuple[str, ...]:
@@ -83,6 +87,7 @@ def describe_evidence(finding: Finding) -> tuple[str, ...]:
         *describe_wider(finding),
         *([describe_culprit(finding.culprit)] if finding.culprit is not None and beside else ()),
         *describe_facts(finding.facts, finding).evidence,
+        *([", ".join(f"{each.name}: {each.site}" for each in finding.sites)] if finding.sites else ()),
         *(describe_observation(seen) for seen in finding.observations if not isinstance(seen, left_out)),
     ]
     if finding.unexplained:

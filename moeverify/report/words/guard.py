@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.check import Words
 from moeverify.report.words.factor import format_factor
-from moeverify.report.words.script import describe_facts
+from moeverify.report.words.script import describe_facts, list_names
 from moeverify.results.finding import Finding
 from moeverify.results.guard import (
     AlikeFacts,
@@ -16,13 +16,18 @@ from moeverify.results.guard import (
     TokenFacts,
 )
 
-_MOST_NAMED = 3
-
 
 @describe_facts.register
 def _(facts: DriftFacts, finding: Finding) -> Words:
     tensors, ranks = format_count(len(facts.names), "tensor"), format_ranks(finding.ranks)
-    evidence = (f"{_list_names(facts.names)}: they differ by up to {facts.distance:.2g} of their norm",)
+    evidence = (f"{list_names(facts.names)}: they differ by up to {facts.distance:.2g} of their norm",)
+    if facts.since == "start" and facts.gradients == "differ":
+        cause = (
+            f"{tensors} began with other values on {ranks} and get other gradients there, although these ranks "
+            "are data-parallel and exchange nothing in the forward pass: neither broadcast nor reduced (does "
+            "DistributedDataParallel ignore them?)"
+        )
+        return Words(cause, "", evidence)
     if facts.since == "start":
         cause = (
             f"{tensors} began with other values on {ranks}, although their gradients are equal bit for bit: replicas "
@@ -47,11 +52,21 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
 @describe_facts.register
 def _(facts: AlikeFacts, finding: Finding) -> Words:
     cause = f"{facts.num_alike} of {facts.num_experts} experts of a rank begin with the same values"
-    return Words(cause, "initial values", (_list_names(facts.names),))
+    return Words(cause, "initial values", (list_names(facts.names),))
 
 
 @describe_facts.register
 def _(facts: TokenFacts, finding: Finding) -> Words:
+    if facts.shift:
+        when = "later" if facts.shift > 0 else "earlier"
+        cause = (
+            f"{format_ranks(finding.ranks)} are data-parallel and draw the same rows: rank {finding.ranks[-1]} draws "
+            f"each {abs(facts.shift)} forward passes {when}, from generators with the same seed"
+        )
+        evidence = (
+            f"{facts.num_steps} forward passes with the same first row and the same state of the generators",
+        )
+        return Words(cause, "data", evidence)
     cause = f"{format_ranks(finding.ranks)} are data-parallel and see the same tokens, so these count twice"
     rows = format_count(facts.num_rows, "row")
     evidence = (f"{facts.num_shared} of {rows} of a rank; so it was in the sampled step before",)
@@ -118,11 +133,6 @@ def describe_missing_ranks(number: int) -> str:
     """Return a note that some ranks left no results, with a remedy."""
     ranks = format_count(number, "rank")
     return f"{ranks} left nothing to compare: on several nodes, give --out a folder that all of them share"
-
-
-def _list_names(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 __all__ = ["describe_facts", "describe_missing_ranks"]

@@ -11,6 +11,7 @@ from moeverify.report.words.part import name_contributions
 from moeverify.report.words.subject import MODEL
 from moeverify.results.factor import is_same
 from moeverify.results.observation import (
+    AmbiguousCount,
     DiagnosisFailed,
     Distance,
     FirstDivergence,
@@ -182,6 +183,17 @@ def _(seen: OtherPasses) -> str:
         remedy = f"of {' and '.join(map(str, sorted(set(seen.actual))))} rows each"
     again = f"record RUN_A again with passes {remedy}, and compare with that"
     return f"forward passes of step {seen.step}: {counts}; {again}"
+
+
+@describe_observation.register
+def _(seen: AmbiguousCount) -> str:
+    command = (
+        f"moeverify watch --steps 0 --out RUN_C -- torchrun --nproc-per-node {seen.num_ranks} {seen.script}"
+    )
+    return (
+        f"ranks and micro-batches are both {seen.num_ranks}: record RUN_B again with another number of micro-batches "
+        f"(`{command}` with the option of the script), and compare; a factor that stays comes from the ranks"
+    )
 
 
 def _describe_passes(sizes: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from moeverify.results.script import (
     BatchFacts,
     CallFacts,
     CallRule,
+    CopyFacts,
     MemberFacts,
     NormFacts,
     OptionFacts,
@@ -41,12 +42,19 @@ def _(facts: BatchFacts, finding: Finding) -> Words:
 
 @describe_facts.register
 def _(facts: MemberFacts, finding: Finding) -> Words:
-    count = 1 + len(facts.others)
-    named = ", ".join((finding.tensor, *facts.others[: _MOST_NAMED - 1]))
-    more = f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
-    evidence = (f"{format_count(count, 'parameter')}: {named}{more}",)
+    names = (finding.tensor, *facts.others)
+    evidence = (f"{format_count(len(names), 'parameter')}: {list_names(names)}",)
     if facts.which == "missing":
         return Words("no optimizer has these parameters, so they are never updated", "optimizer", evidence)
+    if facts.which == "replaced":
+        cause = (
+            "no optimizer has these parameters, and those of the optimizer never get a gradient: it was built before "
+            "the model was wrapped, copied or moved"
+        )
+        return Words(cause, "optimizer", evidence)
+    if facts.which == "idle":
+        cause = "no parameter of the optimizer has ever got a gradient in `grad`, so its steps change nothing"
+        return Words(cause, "optimizer", evidence)
     if facts.which == "unexpected":
         return Words("RUN_A has no parameter of this name", "optimizer", evidence)
     cause = (
@@ -54,6 +62,27 @@ def _(facts: MemberFacts, finding: Finding) -> Words:
         "both runs with the same weights (`--weights`)"
     )
     return Words(cause, "", evidence)
+
+
+@describe_facts.register
+def _(facts: CopyFacts, finding: Finding) -> Words:
+    tensors, ranks = format_count(len(facts.names), "tensor"), format_ranks(finding.ranks)
+    evidence: tuple[str, ...] = (list_names(facts.names),)
+    if facts.kind == "siblings":
+        first, last = finding.ranks[0], finding.ranks[-1]
+        cause = (
+            f"{tensors} of rank {last} began as copies of other tensors of rank {first}: both ranks drew the same "
+            "random numbers for different parts of the model"
+        )
+        evidence = (f"{facts.names[0]} of rank {last} equals {facts.others[0]} of rank {first}",)
+    elif facts.kind == "shards":
+        cause = f"the shards of {tensors} began with the same values on {ranks}: drawn from the same random numbers"
+    else:
+        cause = (
+            f"{ranks} add up equal values, so the sum is {facts.num_ranks} times that of one rank: {tensors} began "
+            "with the same values on these ranks, and parts of a tensor must not"
+        )
+    return Words(cause, facts.site or "initial values", evidence)
 
 
 @describe_facts.register
@@ -81,7 +110,12 @@ def _(facts: CallFacts, finding: Finding) -> Words:
     if facts.rule is CallRule.KEPT:
         cause = "no zero_grad since the optimizer step before: its gradients are still there and are added to"
     elif facts.rule is CallRule.EARLY_CLIP:
-        cause = "gradients are clipped before the last backward pass of the optimizer step, and not after it"
+        return Words(_describe_early_clip(facts), where, ())
+    elif facts.rule is CallRule.SCALED_CLIP:
+        cause = (
+            f"gradients are clipped while they are multiplied by the loss scale {facts.norm:g}: no scaler.unscale_ "
+            "before the clip"
+        )
     elif facts.rule is CallRule.INNER_SCHEDULER:
         cause = (
             "the scheduler steps between the backward passes of one optimizer step: once for each micro-batch"
@@ -89,9 +123,21 @@ def _(facts: CallFacts, finding: Finding) -> Words:
     elif facts.rule is CallRule.SCHEDULER:
         counts = [f"{number} times" if number != 1 else "once" for number in (facts.actual, facts.expected)]
         cause = f"the scheduler steps {counts[0]} per optimizer step, in RUN_A {counts[1]}"
+    elif facts.expected and facts.actual:
+        cause = f"{format_count(facts.actual, 'clip')} per optimizer step, in RUN_A {facts.expected}"
     else:
         cause = "gradients are clipped in one of the runs only"
     return Words(cause, where)
+
+
+def _describe_early_clip(facts: CallFacts) -> str:
+    counts = f"; {facts.actual} clips per optimizer step, in RUN_A {facts.expected}" if facts.expected else ""
+    if facts.actual == 1:
+        return f"gradients are clipped before the last backward pass of the optimizer step, and not after it{counts}"
+    return (
+        f"gradients are clipped {facts.actual} times in one optimizer step: later backward passes add to gradients "
+        f"that were already clipped{counts}"
+    )
 
 
 @describe_facts.register
@@ -118,14 +164,34 @@ def _(facts: NormFacts, finding: Finding) -> Words:
 
 
 def describe_note(about: str, run: str, text: str, rank: int) -> str:
-    """Return a note about one run itself: `dropout`, a second `model`, or where recording stopped."""
+    """Return a note about one run itself: `dropout`, `bypass`, a second `model`, or a stop."""
     if about == "model":
         return f"{run} trains several models: {text}, and the names of its tensors begin so"
     if about == "dropout":
         return (
             f"{run} has dropout in {text}: two runs draw different masks; set p to 0 in both to compare them"
         )
+    if about == "bypass":
+        return (
+            f"{run} calls `{text}.forward` directly, which runs no hook of torch: `{text}` is taken for the model, "
+            "and the rows of its first pass are not known"
+        )
     return f"{run}: recording stopped on rank {rank} ({text}); what was complete before is compared"
+
+
+def describe_other_start(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Return how to begin both runs with the same weights, if their initial weights differ."""
+    if not any(finding.check == CheckName.INITIAL_STATE for finding in findings):
+        return ()
+    return ("initial weights differ: record RUN_B with `--weights RUN_A` to compare the rest",)
+
+
+def describe_unequal_start(ranks: Sequence[int]) -> str:
+    """Return that only some replicas of a tensor began with the values of RUN_A."""
+    return (
+        f"{format_ranks(ranks)} began with other values than RUN_A and the other ranks, although each rank has the "
+        "whole tensor: replicas that were not seeded or broadcast alike"
+    )
 
 
 def describe_early_end(run: str, last: int, wanted: int) -> str:
@@ -250,6 +316,12 @@ def describe_uncompared(number: int) -> str:
     )
 
 
+def list_names(names: tuple[str, ...]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
 __all__ = [
     "describe_bounds",
     "describe_early_end",
@@ -257,9 +329,12 @@ __all__ = [
     "describe_inner_differences",
     "describe_layout",
     "describe_note",
+    "describe_other_start",
     "describe_recorded",
     "describe_scope",
     "describe_steps",
     "describe_uncompared",
+    "describe_unequal_start",
     "describe_unseen",
+    "list_names",
 ]

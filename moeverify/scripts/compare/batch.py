@@ -14,9 +14,11 @@ from moeverify.scripts.record.read import RankRecord, RecordedRun
 def find_other_rows(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -> Iterator[Finding]:
     """Yield a finding for each step and model input whose rows differ between the runs.
 
-    Ranks with identical rows count once: they share the work on them (tensor or expert parallelism).
+    Ranks with identical rows count once: they share the work on them (tensor or expert parallelism). Steps
+    in which a pass has no recorded inputs are left out.
     """
-    for step in steps:
+    unknown = _list_unknown(expected) | _list_unknown(actual)
+    for step in (step for step in steps if step not in unknown):
         for name in _list_inputs(expected, step):
             wanted, found = _global_rows(expected, step, name), _global_rows(actual, step, name)
             # Rows of other lengths (context parallelism) or of unnamed inputs are not comparable.
@@ -51,6 +53,11 @@ def find_other_passes(expected: RecordedRun, actual: RecordedRun, step: int) -> 
             sizes = [tuple(sorted(map(len, passes.elements()))) for passes in (wanted, found)]
             return OtherPasses(step=step, expected=sizes[0], actual=sizes[1])
     return None
+
+
+def _list_unknown(run: RecordedRun) -> set[int]:
+    """Return the steps in which `forward` was called directly for the first time."""
+    return {note.step for rank in run.ranks for note in rank.notes if note.about == "bypass"}
 
 
 def _list_passes(run: RecordedRun, step: int, name: str) -> Counter[tuple[int, ...]]:

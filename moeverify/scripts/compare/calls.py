@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from moeverify.results.checks import Kind
@@ -9,7 +10,15 @@ from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 from moeverify.scripts.record.read import RankRecord, RecordedRun
 from moeverify.train.calls.call import Call
-from moeverify.train.calls.rules import backward_range, clips, find_discarded, find_early_clip, find_emptied
+from moeverify.train.calls.rules import (
+    backward_range,
+    clips,
+    drop_skipped,
+    find_discarded,
+    find_early_clip,
+    find_emptied,
+    find_scaled_clip,
+)
 
 
 def find_wrong_calls(expected: RecordedRun, actual: RecordedRun, steps: list[int]) -> Iterator[Finding]:
@@ -72,9 +81,10 @@ def calls_of(rank: RankRecord, step: int) -> list[Call]:
 
 def _break(rule: CallRule, theirs: list[Call], calls: list[Call]) -> CallFacts | None:
     """Return the violation of a rule by these calls, or None."""
-    names = [call.name for call in calls]
-    if "scaler step" in names or "backward" not in names:
-        return None  # a scaler may skip the optimizer step, and the gradients are then discarded on purpose
+    # A scaler may skip the optimizer step, and the gradients are then discarded on purpose.
+    theirs, calls = list(drop_skipped(theirs)), list(drop_skipped(calls))
+    if not any(call.name == "backward" for call in calls):
+        return None
     return _RULES[rule](theirs, calls)
 
 
@@ -99,10 +109,24 @@ def _find_other_schedule(theirs: list[Call], calls: list[Call]) -> CallFacts | N
 
 
 def _find_other_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
-    wanted, found = any(map(clips, theirs)), any(map(clips, calls))
-    if wanted == found:
+    """Return clips in one run only, or one call that clips the same parameters more often than any of RUN_A.
+
+    Numbers of clips may differ: a script may clip the parameters of each mesh apart.
+    """
+    wanted, found = _count_repeated_clips(theirs), _count_repeated_clips(calls)
+    if wanted == found or find_early_clip(calls) is not None:
         return None
-    return CallFacts(rule=CallRule.CLIP, expected=int(wanted), actual=int(found))
+    site = next((call.site for call in calls if clips(call)), "")
+    return CallFacts(rule=CallRule.CLIP, site=site, expected=wanted, actual=found)
+
+
+def _count_repeated_clips(calls: list[Call]) -> int:
+    counts = Counter((call.site, call.target) for call in calls if clips(call))
+    return max(counts.values(), default=0)
+
+
+def _count_clips(facts: CallFacts | None, theirs: list[Call]) -> CallFacts | None:
+    return None if facts is None else facts.model_copy(update={"expected": _count_repeated_clips(theirs)})
 
 
 _OF_ONE_OPTIMIZER = (CallRule.DISCARDED, CallRule.EMPTIED)
@@ -110,7 +134,8 @@ _RULES: Mapping[CallRule, Callable[[list[Call], list[Call]], CallFacts | None]] 
     CallRule.DISCARDED: lambda theirs, calls: find_discarded(calls),
     CallRule.EMPTIED: lambda theirs, calls: find_emptied(calls),
     CallRule.KEPT: _find_kept,
-    CallRule.EARLY_CLIP: lambda theirs, calls: find_early_clip(calls),
+    CallRule.EARLY_CLIP: lambda theirs, calls: _count_clips(find_early_clip(calls), theirs),
+    CallRule.SCALED_CLIP: lambda theirs, calls: find_scaled_clip(calls),
     CallRule.SCHEDULER: _find_other_schedule,
     CallRule.CLIP: _find_other_clip,
 }

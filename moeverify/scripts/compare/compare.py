@@ -14,10 +14,12 @@ from moeverify.report.words.script import (
     describe_early_end,
     describe_layout,
     describe_note,
+    describe_other_start,
     describe_scope,
     describe_steps,
     describe_uncompared,
     describe_undecided,
+    describe_unequal_start,
 )
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import Finding
@@ -25,6 +27,7 @@ from moeverify.results.run import CaseResult
 from moeverify.results.script import ScriptCheck
 from moeverify.scripts.compare.batch import count_inputs, find_other_rows
 from moeverify.scripts.compare.calls import find_wrong_calls
+from moeverify.scripts.compare.copies import find_copies
 from moeverify.scripts.compare.entries import Comparer
 from moeverify.scripts.compare.explain import explain_gradients
 from moeverify.scripts.compare.limits import UNITS, Precision, make_bounds, shows_noise_of
@@ -32,6 +35,7 @@ from moeverify.scripts.compare.norm import explain_norm
 from moeverify.scripts.compare.options import find_other_options, find_other_parameters
 from moeverify.scripts.compare.outputs import OutputComparer, judge_outputs, list_spots
 from moeverify.scripts.compare.places import Places, find_places, find_repeated_parts
+from moeverify.scripts.compare.sites import add_sites
 from moeverify.scripts.compare.undecided import are_undecided, set_aside
 from moeverify.scripts.record.read import RecordedRun
 from moeverify.verification.checks.base import Compared, Outcome, make_outcome
@@ -79,7 +83,10 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
             outcomes.append(outcome)
     outcomes = _judge_outputs(outputs, outcomes, tensors, steps[0], UNITS[bounds.precision])
     found = [finding for outcome in outcomes for finding in outcome.findings]
-    findings = _explain(comparer, found, precision)
+    # Copies that `--weights` has replaced explain no difference of this run.
+    apart = [finding for finding in found if finding.check == ScriptCheck.COPIES and actual.has_other_weights]
+    explained = _explain(comparer, [finding for finding in found if finding not in apart], precision)
+    findings = [_name_unequal_start(add_sites(actual, each), places, actual) for each in (*apart, *explained)]
     results = [outcome.result for outcome in outcomes]
     undecided: Sequence[Finding] = ()
     if precision == "mixed" and measured is None and are_undecided(findings):
@@ -104,6 +111,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
         notes=(
             *describe_undecided(undecided),
             *_list_notes(expected, actual, num_compared, _count_tensors(places, steps)),
+            *describe_other_start(findings),
             *describe_bounds(precision, is_given=noise is not None, is_measured=measured is not None),
         ),
     )
@@ -175,6 +183,7 @@ def _check_script(
         # A schedule that steps too often changes the learning rate; the calls are then the cause.
         (ScriptCheck.CALLS, list(find_wrong_calls(expected, actual, steps)), num_calls),
         (ScriptCheck.OPTIONS, options, num_options),
+        (ScriptCheck.COPIES, list(find_copies(expected, actual, places)), len(expected.names)),
     ]
     outcomes = [make_outcome(check, findings, number) for check, findings, number in found]
     num_names = len({each.name for each in places.known.values()})
@@ -264,6 +273,14 @@ def _explain(comparer: Comparer, findings: list[Finding], precision: str) -> lis
     return origins + later
 
 
+def _name_unequal_start(finding: Finding, places: Places, run: RecordedRun) -> Finding:
+    """Return a finding of initial weights with its cause, if only some replicas differ from the other run."""
+    if finding.check != CheckName.INITIAL_STATE or finding.follows or finding.is_explained:
+        return finding
+    is_part = 0 < len(finding.ranks) < run.world_size and finding.tensor in places.replicated(run.world_size)
+    return finding.model_copy(update={"cause": describe_unequal_start(finding.ranks)}) if is_part else finding
+
+
 def _explain_number(comparer: Comparer, finding: Finding, step: int) -> Finding:
     if finding.check != CheckName.GRADIENT_NORM:
         return finding
@@ -288,7 +305,7 @@ def _list_notes(
         last = run.ranks[0].header.last
         if run.steps[-1] < last:
             notes.append(describe_early_end(name, run.steps[-1], last))
-        for about in ("model", "dropout", "stopped"):
+        for about in ("model", "dropout", "stopped", "bypass"):
             texts = {note.text: rank.rank for rank in run.ranks for note in rank.notes if note.about == about}
             notes += [describe_note(about, name, text, rank) for text, rank in texts.items()]
     notes += [] if num_compared >= num_tensors else [describe_uncompared(num_tensors - num_compared)]

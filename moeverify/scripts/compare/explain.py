@@ -13,15 +13,11 @@ from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import Key, RankShard, WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
-from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding
 from moeverify.scripts.compare.batch import find_other_passes
-from moeverify.scripts.compare.calls import calls_of
+from moeverify.scripts.compare.counts import RANKS, list_sources, note_ambiguous
 from moeverify.scripts.compare.entries import Comparer
-from moeverify.scripts.record.read import RecordedRun
-
-RANKS, MICRO_BATCHES = "ranks", "micro-batches"
 
 # The other causes need data that a recording lacks: parts of a gradient, a second run, dtypes of a recipe.
 _KNOWN = (
@@ -49,7 +45,7 @@ def explain_gradients(
             tensors[tensor.key] = tensor
     if not tensors:
         return list(findings)
-    inputs = DiagnosisInputs(tensors=tensors, axes=_make_axes(comparer.actual, step))
+    inputs = DiagnosisInputs(tensors=tensors, axes=_make_axes(comparer, step))
     causes = [_keep_known(cause) for cause in explain_tensors(list(tensors.values()), inputs)]
     unexplained = tuple(each for cause in causes if cause.explanation is None for each in cause.tensors)
     causes = [cause for cause in causes if cause.explanation is not None]
@@ -59,6 +55,7 @@ def explain_gradients(
         causes.append(DiagnosedCause(unexplained, None, unexplained[0]))
     origins, explained = make_origins(causes, findings, inputs)
     origins = [_add_passes(_drop_advice(origin), comparer, step) for origin in origins]
+    origins = [note_ambiguous(origin, comparer, step) for origin in origins]
     rest = [finding for finding in findings if (finding.check, finding.tensor, finding.step) not in explained]
     return origins + [finding.model_copy(update={"follows": origins[0].tensor}) for finding in rest]
 
@@ -104,8 +101,6 @@ def _make_tensor(comparer: Comparer, key: Key, *, is_mixed: bool) -> WrongTensor
     return WrongTensor(key, whole.to(torch.float64), tuple(shards), precision)
 
 
-def _make_axes(run: RecordedRun, step: int) -> Axes:
+def _make_axes(comparer: Comparer, step: int) -> Axes:
     """Return one axis with all ranks, and the integers that may be the factor of a wrong divisor."""
-    num_backward = sum(call.name == "backward" for call in calls_of(run.ranks[0], step))
-    sources = [Source(name=RANKS, size=run.world_size), Source(name=MICRO_BATCHES, size=num_backward)]
-    return Axes({RANKS: [list(range(run.world_size))]}, sources)
+    return Axes({RANKS: [list(range(comparer.actual.world_size))]}, list_sources(comparer, step))

@@ -31,6 +31,7 @@ class FiniteWatch:
         self.is_active = True
         self._flags: list[tuple[str, Tensor]] = []
         self._often: set[str] = set()
+        self.values: list[float] = []  # losses of the step that were read
         self._losses: list[tuple[int, Tensor]] = []  # number of outputs before the loss, and the loss
 
     def watch(self, model: nn.Module) -> None:
@@ -47,6 +48,7 @@ class FiniteWatch:
         """Begin the next step."""
         self._flags.clear()
         self._losses.clear()
+        self.values.clear()
 
     def add_loss(self, loss: Tensor) -> None:
         """Store a loss, a single number, for `find_bad_loss`.
@@ -59,10 +61,12 @@ class FiniteWatch:
     def find_bad_loss(self) -> int | None:
         """Return the number of outputs before the first nonfinite loss, or None; synchronizes.
 
-        The losses are cleared.
+        The losses move to `values`.
         """
-        losses, self._losses = self._losses, []
-        return next((before for before, loss in losses if not math.isfinite(float(loss))), None)
+        losses = [(before, float(loss)) for before, loss in self._losses]
+        self._losses = []
+        self.values += [loss for _, loss in losses]
+        return next((before for before, loss in losses if not math.isfinite(loss)), None)
 
     def learn(self) -> None:
         """Ignore modules whose output is nonfinite in a good step from now on, such as attention masks."""

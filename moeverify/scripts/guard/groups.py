@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -13,10 +14,13 @@ from moeverify.verification.collectives.trace import CollectiveTrace
 _MOST_ENTRIES = 2048
 
 
-def describe_groups(trace: CollectiveTrace, since: int) -> tuple[GroupLine, ...]:
+def describe_groups(
+    trace: CollectiveTrace, since: int, before: Mapping[object, int]
+) -> tuple[GroupLine, ...]:
     """Return a summary of a trace for each group, and for each pair of sender and receiver.
 
-    `since` is the number of the last collective before them.
+    `since` is the number of the last collective before them, and `before` has for each stream how many came
+    before the first backward pass.
     """
     largest: dict[tuple[int, ...], int] = {}
     for record in trace.since(since):
@@ -29,6 +33,7 @@ def describe_groups(trace: CollectiveTrace, since: int) -> tuple[GroupLine, ...]
             axis=stream.axis,
             is_message=stream.is_message,
             number=page.number,
+            num_before=before.get(stream, 0),
             hash=page.hash,
             largest=largest.get(stream.ranks, 0),
             entries=tuple(

@@ -9,45 +9,46 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.placement import is_partial, local_part
 from moeverify.parallel.regions.unseen import unseen
-from moeverify.results.finding import Finding
 from moeverify.scripts.guard.alike import find_alike
+from moeverify.scripts.guard.collective_watch import CollectiveWatch
 from moeverify.scripts.guard.data_ranks import find_data_ranks
 from moeverify.scripts.guard.exchange import RankOutbox
 from moeverify.scripts.guard.finite import FiniteWatch
-from moeverify.scripts.guard.groups import describe_groups, list_groups
-from moeverify.scripts.guard.lines import ClipLine, Nonfinite, RankHeader, StepRecord, TensorLine
+from moeverify.scripts.guard.groups import list_groups
+from moeverify.scripts.guard.lines import Nonfinite, RankHeader, StepRecord
 from moeverify.scripts.guard.order import CallOrder
-from moeverify.scripts.guard.samples import measure_samples
+from moeverify.scripts.guard.row_stream import RowStream
+from moeverify.scripts.guard.samples import is_varied, measure_samples
+from moeverify.scripts.guard.sampling import Sampling, describe_tensor
 from moeverify.scripts.guard.settings import GuardSettings
 from moeverify.scripts.guard.update import UpdateWatch
-from moeverify.scripts.record.listener import ModelListener, measure_norms
+from moeverify.scripts.record.draw import find_draw
+from moeverify.scripts.record.listener import ModelListener, identify, list_parameters, measure_norms
 from moeverify.scripts.record.model import find_rows, hash_rows, is_number
 from moeverify.train.calls.call import Call
-from moeverify.train.calls.listener import find_site, safely
+from moeverify.train.calls.listener import find_scale, find_site, is_inner_file, safely
+from moeverify.verification.collectives.interception import Collective
 from moeverify.verification.collectives.trace import CollectiveTrace
 
 _MOST_ROWS = 4096
 _MOST_CALLS = 512
-_INNER = ("/torch/", "/moeverify/")
 _LEARNING_STEPS = 4
 _MOST_LOSSES = 256  # unread losses, in a step that never ends
-_MOST_BAD = 3  # nonfinite steps to record outside the sample: later ones add no information
+_MOST_BAD = 3  # nonfinite steps in a row to record outside the sample: later ones add no information
 
 
 class Guard(ModelListener):
     """A sampler of steps. A step begins with the first forward pass after an optimizer step.
 
-    It ends with the last optimizer step before the next such forward pass. Ranks communicate only through
-    files, so a guard cannot make a script hang. `trace` already records; without it, the guard records sampled
-    steps.
+    It ends with the last optimizer step before the next such forward pass. Its collectives are those from
+    the last optimizer step to the next one. Ranks communicate only through files, so a guard cannot make a
+    script hang. `trace` records all the time, if given.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Guard(ModelListener):
         self._shards: list[LocalShard] = []
         self._finite = FiniteWatch()
         self._order = CallOrder()
-        self._trace = trace or CollectiveTrace()
-        self._owns_trace = trace is None
-        self._num_traced = 0  # collectives before the sampled ones
-        self._is_tracing = False
+        self._collectives = CollectiveWatch(self._see_collective, trace)
+        self._collectives.begin()
+        self._stream = RowStream()
         self._updates: dict[int, UpdateWatch] = {}  # by id of the optimizer
         self._clips_by_torch = False
+        self._target = 0
         self._num_bad = 0
-        self._sampling = _Sampling()
+        self._sampling = Sampling()
         atexit.register(self.close)
 
     # Calls from hooks
@@ -86,17 +87,35 @@ class Guard(ModelListener):
         if not trains:
             return
         self._begin_step()
+        self._collectives.note_thread()
+        self._add_call("forward")
+        if frame is None:
+            name = type(module).__name__
+            text = f"rows of the first pass: `{name}.forward` is called directly; `{name}` is taken for the model"
+            self._sampling.unjudged.append(text)
+        # Only the first integer input: a mask beside it is equal for many rows.
+        tensor = next((each for _, each in find_rows(frame)), None)
+        if tensor is None:
+            return
+        self._stream.add(tensor)
         if self.is_sampled:
-            self._add_call("forward")
-            for _, tensor in find_rows(frame):
-                rows = tuple(hash_rows(tensor)[:_MOST_ROWS].tolist())
-                self._sampling.rows.append(rows)
-                break  # only the first integer input: a mask beside it is equal for many rows
+            self._sampling.rows.append(tuple(hash_rows(tensor)[:_MOST_ROWS].tolist()))
+            self._sampling.data_site = self._sampling.data_site or find_draw(frame, tensor)
+
+    @safely
+    def enter_inner(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Keep the call sites of modules; see `Listener`."""
+        self.model.note_use(module)
+
+    @safely
+    def _see_collective(self, collective: Collective, frame: Any, operands: Any) -> None:
+        self._collectives.see(collective, operands, is_in_model=self.is_in_model)
 
     @safely
     def before_backward(self) -> None:
         """Measure the gradients that the previous step left; see `Listener`."""
         self._begin_step()
+        self._collectives.note_backward()
         if self.is_sampled and not self._sampling.has_backward:
             self._sampling.kept = self.measure_gradients()
         self._sampling.has_backward = True
@@ -109,10 +128,9 @@ class Guard(ModelListener):
                 self._finite.add_loss(root)
         if self._finite.num_losses > _MOST_LOSSES:
             self._look_at_losses()
-        if self.is_sampled:
-            self._add_call("backward")
-            if not self._clips_by_torch:
-                self._sampling.before = self.measure_gradients()
+        self._add_call("backward")
+        if self.is_sampled and not self._clips_by_torch:
+            self._sampling.before = self.measure_gradients()
 
     @safely
     def before_zero_grad(self) -> None:
@@ -130,11 +148,10 @@ class Guard(ModelListener):
         """Measure the gradients before the clip; see `Listener`."""
         if not self.is_sampled:
             return
-        if isinstance(parameters, nn.Module):
-            parameters = parameters.parameters()
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters or ())
+        given = list_parameters(parameters)
         gradients = [(id(each), local_part(each.grad)) for each in given if each.grad is not None]
         self._sampling.clipped = measure_norms(gradients)
+        self._target = identify(given)
         self._sampling.before |= self._sampling.clipped
         self._clips_by_torch = True
 
@@ -143,26 +160,25 @@ class Guard(ModelListener):
         """Keep the norm from a clip; see `Listener`."""
         if not self.is_sampled:
             return
-        self._add_call(label)
+        most = None if limit is None else float(limit)
+        self._add_call(label, target=self._target, max_norm=most)
         if label == "clip_grad_norm_":
             # Reading an unreduced norm would be a collective. The effect of the clip shows its value.
             is_known = norm is not None and not is_partial(norm)
             found = float(local_part(norm)) if is_known else None
-            most = None if limit is None else float(limit)
             self._sampling.clips.append((found, most, dict(self._sampling.clipped)))
 
     @safely
-    def note_call(self, label: str) -> None:
+    def note_call(self, label: str, owner: object = None) -> None:
         """Keep a call of the training loop; see `Listener`."""
-        if self.is_sampled:
-            self._add_call(label)
+        self._add_call(label, scale=find_scale(owner) if self.is_sampled else None)
 
     @safely
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
         """Sample the optimizer's inputs; see `Listener`."""
         has_closure = bool(values[1:] and values[1] is not None) or named.get("closure") is not None
         self._sampling.closures |= {id(optimizer)} if has_closure else set()
-        self._stop_tracing()
+        self._end_collectives()
         if not self.is_sampled:
             return
         self._add_call("optimizer step")
@@ -173,7 +189,9 @@ class Guard(ModelListener):
         if not has_closure:
             self._sample_gradients(optimizer)
             shards = self.model.shards_of(optimizer)
-            self._updates[id(optimizer)] = UpdateWatch(optimizer, shards)
+            watch = self._updates[id(optimizer)] = UpdateWatch(optimizer, shards)
+            self._sampling.unjudged += (notes := watch.list_unjudged())
+            self._sampling.is_known_kind &= not notes
 
     @safely
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
@@ -186,6 +204,9 @@ class Guard(ModelListener):
                 self._sampling.findings += update.finish(self.step, self.find_rank()[0])
             self._sampling.stepped |= {id(shard.tensor) for shard in self.model.shards_of(optimizer)}
         self._has_stepped = True
+        if self.settings.samples(self.step + 1):
+            self._collectives.note_thread()
+            self._collectives.begin()
 
     # Steps
     # ----------------------------------------------------------------------------------------------------
@@ -199,26 +220,20 @@ class Guard(ModelListener):
             self.step += 1
             self._has_stepped = False
             self.is_sampled = self.settings.samples(self.step)
-            self._sampling = _Sampling()
+            self._sampling = Sampling()
             self._finite.clear()
         self._finite.is_sampled = self.is_sampled
-        if self.is_sampled and not self._is_tracing and not self._sampling.has_backward:
-            self._num_traced = self._trace.restart_ledger()
-            if self._owns_trace:
-                self._trace.__enter__()
-            self._is_tracing = True
 
     def _follow_models(self) -> None:
         """Replace global hooks by hooks on the models: global ones cost each module call a microsecond."""
         self.on_stop()
         for model in self.model.roots:
-            # The hook added here also ends the forward pass that has just begun. The pre-hook is prepended
-            # so that a collective trace begins before FSDP gathers parameters.
+            # The hook added here also ends the forward pass that has just begun. The pre-hook is prepended:
+            # FSDP must not have gathered parameters.
             model.register_forward_pre_hook(unseen(self.enter_module), prepend=True)
             model.register_forward_hook(unseen(self.leave_module), always_call=True)
 
     def _end_step(self) -> None:
-        self._stop_tracing()
         self._look_at_losses()
         sampling = self._sampling
         if self.is_sampled and self._shards:
@@ -228,8 +243,11 @@ class Guard(ModelListener):
             if self._order.has_scaler:
                 sampling.nonfinite = None  # the loss scale was too large
             sampling.findings += self._order.find(self.step, self.find_rank()[0])
+            sampling.unjudged += self._order.list_unjudged(has_closure=bool(sampling.closures))
             self._leave(self._make_record())
-        elif sampling.nonfinite is not None and self._num_bad < _MOST_BAD:
+        if sampling.nonfinite is None:
+            self._num_bad = 0
+        elif not self.is_sampled and self._num_bad < _MOST_BAD:
             self._num_bad += 1
             self._leave(StepRecord(step=self.step, rank=self.find_rank()[0], nonfinite=sampling.nonfinite))
 
@@ -247,12 +265,16 @@ class Guard(ModelListener):
         self.settings = self.settings.model_copy(update={"debug": False})  # stop only once
         multiprocessing_pdb.stop(f"moeverify watch --guard: {about}", frame=_find_frame())
 
-    def _stop_tracing(self) -> None:
-        if self._is_tracing:
-            self._is_tracing = False
-            if self._owns_trace:
-                self._trace.__exit__(None, None, None)
-            self._sampling.groups = describe_groups(self._trace, self._num_traced)
+    def _end_collectives(self) -> None:
+        """Describe the collectives of the step before its first optimizer step."""
+        watch, sampling = self._collectives, self._sampling
+        if self._has_stepped or not self.is_sampled:
+            watch.stop()
+        elif sampling.groups is None:
+            watch.end()
+            sampling.groups, sampling.exchanged = watch.groups, tuple(sorted(watch.exchanged))
+            sampling.is_traced, sampling.takes_any = watch.is_complete, watch.takes_any
+            sampling.sums = watch.take_sums()
 
     def _look_at_losses(self) -> None:
         before = self._finite.find_bad_loss()
@@ -281,10 +303,14 @@ class Guard(ModelListener):
         self._tensors = {id(shard.tensor): number for number, shard in enumerate(self._shards)}
         rank, world_size = self.find_rank()
         self._outbox = RankOutbox(self.settings.out, rank)
+        uses, varied = self.model.find_uses(), is_varied([shard.local() for shard in self._shards])
         header = RankHeader(
             rank=rank,
             world_size=world_size,
-            tensors=tuple(map(_describe_tensor, self._shards)),
+            tensors=tuple(
+                describe_tensor(shard, is_varied=each, site=uses.get(id(shard.tensor), ""))
+                for shard, each in zip(self._shards, varied, strict=True)
+            ),
             data_ranks=find_data_ranks(self.model.roots),
             groups=list_groups(),
         )
@@ -327,25 +353,26 @@ class Guard(ModelListener):
             before=tuple(sampling.before[each] ** 2 if each in sampling.before else None for each in ids),
             partial=tuple(sampling.partial),
             forgotten=sampling.forgotten,
-            clips=tuple(
-                ClipLine(
-                    norm=norm,
-                    max_norm=most,
-                    squares={
-                        self._tensors[each]: size**2 for each, size in norms.items() if each in self._tensors
-                    },
-                )
-                for norm, most, norms in sampling.clips
-            ),
+            is_idle=self._order.is_idle,
+            is_known_kind=sampling.is_known_kind,
+            clips=sampling.list_clips(self._tensors),
             rows=tuple(sampling.rows),
+            losses=tuple(self._finite.values[:_MOST_LOSSES]),
             calls=tuple(sampling.calls),
-            groups=sampling.groups,
+            groups=sampling.groups or (),
+            exchanged=sampling.exchanged,
+            sums=sampling.sums,
+            passes=self._stream.take(),
+            is_traced=sampling.is_traced,
+            takes_any=sampling.takes_any,
+            data_site=sampling.data_site,
+            unjudged=tuple(sampling.unjudged),
             nonfinite=sampling.nonfinite,
             findings=tuple(sampling.findings),
         )
 
     def _add_call(self, name: str, **rest: Any) -> None:
-        if self.model.roots and len(self._sampling.calls) < _MOST_CALLS:
+        if self.is_sampled and self.model.roots and len(self._sampling.calls) < _MOST_CALLS:
             self._sampling.calls.append(Call(step=self.step, name=name, site=find_site(), **rest))
 
     # End
@@ -372,12 +399,13 @@ class Guard(ModelListener):
             self._leave(
                 StepRecord(step=self.step, rank=self.find_rank()[0], nonfinite=self._sampling.nonfinite)
             )
-        self._stop_tracing()
+        self._collectives.stop()
 
     def fail(self, error: Exception) -> None:
         """Stop guarding and report why; see `Listener`."""
         self.switch(on=False)
         self.on_stop()
+        self._collectives.stop()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         sys.stderr.write(
             f"moeverify watch: guarding stopped at step {self.step}: {type(error).__name__}: {reason}; the script "
@@ -385,50 +413,9 @@ class Guard(ModelListener):
         )
 
 
-class _Sampling:
-    """Samples of the current step."""
-
-    def __init__(self) -> None:
-        self.has_backward = False
-        self.kept: dict[
-            int, float
-        ] = {}  # id of the parameter -> norm of its gradient before the first backward pass
-        self.before: dict[int, float] = {}  # the same after the last backward pass, or before the clip
-        self.clipped: dict[int, float] = {}
-        self.clips: list[tuple[float | None, float | None, dict[int, float]]] = []
-        self.forgotten: tuple[str, ...] = ()
-        self.closures: set[int] = set()
-        self.stepped: set[int] = set()
-        self.began: list[int] = []
-        self.gradients: dict[int, tuple[int, float]] = {}  # number of the tensor -> hash, sum of squares
-        self.partial: list[int] = []
-        self.rows: list[tuple[int, ...]] = []
-        self.calls: list[Call] = []
-        self.groups: tuple[Any, ...] = ()
-        self.nonfinite: Nonfinite | None = None
-        self.findings: list[Finding] = []
-
-
-def _describe_tensor(shard: LocalShard) -> TensorLine:
-    parameter = shard.tensor
-    mesh = (
-        tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) if isinstance(parameter, DTensor) else ()
-    )
-    return TensorLine(
-        name=shard.name,
-        shape=shard.region.shape,
-        region=shard.region.key,
-        is_whole=shard.region.is_whole,
-        mesh=mesh,
-        eps=torch.finfo(parameter.dtype).eps if parameter.is_floating_point() else 0.0,
-    )
-
-
 def _find_frame() -> Any:
     """Return the frame of the script that called into torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        "/torch/" in frame.f_code.co_filename or "/moeverify/" in frame.f_code.co_filename
-    ):
+    while frame.f_back is not None and is_inner_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

@@ -12,12 +12,18 @@ from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, NonfiniteFacts
 from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.results.step_facts import RecomputedFacts
+from moeverify.scripts.guard.copies import CopyRule
 from moeverify.scripts.guard.exchange import Inbox
 from moeverify.scripts.guard.lines import GroupLine, StepRecord
 from moeverify.scripts.guard.norms import NormRule
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
+from moeverify.scripts.guard.sites import add_sites
+from moeverify.scripts.guard.stages import find_stages
 from moeverify.scripts.guard.tokens import TokenRule
+from moeverify.train.calls.rules import find_emptied
 from moeverify.verification.collectives.ledger import Entry, Page, Stream, find_unequal, locate
+
+_IDLE_STEPS = 3  # sampled steps: from the third on, parameters without an optimizer are known
 
 
 class Judge:
@@ -26,10 +32,13 @@ class Judge:
     def __init__(self, folder: Path) -> None:
         self._inbox = Inbox(folder)
         self._replicas: ReplicaRule | None = None
-        self._norms: NormRule | None = None
-        self._tokens: TokenRule | None = None
+        self._norms: NormRule
+        self._tokens: TokenRule
+        self._copies: CopyRule
         self._done: set[object] = set()
+        self._is_uneven = False  # whether ranks step their optimizers at different places
         self.num_steps = 0
+        self.unjudged: dict[str, None] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -43,7 +52,11 @@ class Judge:
 
     def look(self, *, is_over: bool = False) -> list[Finding]:
         """Return the findings in the steps recorded by all ranks, or in all steps when the script is over."""
-        return [finding for records in self._inbox.take(is_over=is_over) for finding in self._judge(records)]
+        return [
+            add_sites(finding, records, self._inbox.headers)
+            for records in self._inbox.take(is_over=is_over)
+            for finding in self._judge(records)
+        ]
 
     def remove(self) -> None:
         """Remove all files of the ranks."""
@@ -55,21 +68,34 @@ class Judge:
         if not sampled:
             return
         self.num_steps += 1
-        if self._tokens is None and any(record.began for record in sampled.values()):
+        if self._replicas is None and any(record.began for record in sampled.values()):
             headers = self._inbox.headers
-            equal, unequal = find_replicas(headers, sampled)
-            self._replicas = ReplicaRule(equal, unequal)
-            self._norms = NormRule(equal, len(headers))
+            stages = find_stages(sampled)
+            equal, unequal = find_replicas(headers, sampled, stages)
+            self._replicas = ReplicaRule(equal, unequal, headers)
+            self._norms = NormRule(equal, unequal, len(headers))
             self._tokens = TokenRule(headers)
+            self._copies = CopyRule(headers, stages)
         yield from self._merge(sampled)
         yield from self._find_forgotten(sampled)
+        yield from self._find_idle(sampled)
         is_complete = len(sampled) == self.num_ranks
-        if self._tokens is None or self._norms is None or self._replicas is None or not is_complete:
+        self.unjudged |= dict.fromkeys(text for record in sampled.values() for text in record.unjudged)
+        if not is_complete:
+            self.unjudged["replicas, data and norms of steps that some ranks did not finish"] = None
+        if self._replicas is None or not is_complete:
             return
         yield from self._find_collectives(sampled)
         yield from self._tokens.find(sampled)
-        if not self._replicas.has_unequal_replicas(sampled):
+        if not any(record.rows for record in sampled.values()):
+            self.unjudged["data: no integer inputs of two or more dims were seen"] = None
+        yield from self._copies.find(sampled)
+        # Without replicas that are equal, no norm is right.
+        if self._replicas.has_unequal_replicas(sampled):
+            self.unjudged["gradient norms: replicas hold different values"] = None
+        else:
             yield from self._norms.find(sampled)
+            self.unjudged |= dict.fromkeys(self._norms.list_unjudged(sampled))
         yield from self._replicas.find(sampled)
 
     def _merge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
@@ -103,8 +129,32 @@ class Judge:
                 ranks=ranks,
                 error=float(len(names)),
                 bound=0.0,
-                facts=MemberFacts(which="missing", others=tuple(names[1:])),
+                facts=MemberFacts(
+                    which="replaced" if records[ranks[0]].is_idle else "missing", others=tuple(names[1:])
+                ),
             )
+
+    def _find_idle(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        """Yield a finding if no optimizer of torch has got a gradient in the first sampled steps."""
+        ranks = tuple(rank for rank, record in records.items() if record.is_idle and not record.forgotten)
+        if not ranks or "forgotten" in self._done or self.num_steps < _IDLE_STEPS:
+            return
+        if any(not record.is_known_kind or not _has_backward(record) for record in records.values()):
+            return
+        if any(find_emptied(record.calls) is not None for record in records.values()):
+            return  # the rule for calls names the zero_grad
+        self._done.add("forgotten")
+        names = [line.name for line in self._inbox.headers[ranks[0]].tensors]
+        yield Finding(
+            check=ScriptCheck.PARAMETERS,
+            tensor=names[0],
+            step=records[ranks[0]].step,
+            rank=ranks[0],
+            ranks=ranks,
+            error=float(len(names)),
+            bound=0.0,
+            facts=MemberFacts(which="idle", others=tuple(names[1:])),
+        )
 
     def _find_bad(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         bad = {rank: record.nonfinite for rank, record in records.items() if record.nonfinite is not None}
@@ -128,9 +178,17 @@ class Judge:
     def _find_collectives(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         if "collectives" in self._done or sorted(records) != list(range(len(records))):
             return
+        # The collectives of a step lie between two optimizer steps, which ranks must make at the same places.
+        steps = {sum(call.name == "optimizer step" for call in record.calls) for record in records.values()}
+        self._is_uneven |= len(steps) > 1 or not all(record.is_traced for record in records.values())
+        if self._is_uneven:
+            self.unjudged["order of collectives: ranks step their optimizers at different places"] = None
+            return
         lines = [{_stream(group): group for group in records[rank].groups} for rank in sorted(records)]
         pages = [{stream: Page(line.number, line.hash) for stream, line in each.items()} for each in lines]
         for stream in find_unequal(pages):
+            if stream.is_message and records[stream.ranks[1]].takes_any:
+                continue
             own = {rank: lines[rank].get(stream) for rank in stream.ranks if rank < len(lines)}
             counts = {rank: 0 if line is None else line.number for rank, line in own.items()}
             entries = {
@@ -160,6 +218,10 @@ class Judge:
                 ),
             )
             return
+
+
+def _has_backward(record: StepRecord) -> bool:
+    return any(call.name == "backward" for call in record.calls)
 
 
 def _stream(group: GroupLine) -> Stream:

@@ -13,7 +13,8 @@ class TensorLine(Record):
     """A parameter of a rank: its logical name and global shape, the rank's region, and its mesh.
 
     `mesh` has the global ranks of a DTensor's mesh and is empty for a plain tensor. `eps` is the dtype's
-    machine epsilon.
+    machine epsilon. `is_varied` means that its initial values are not all equal. `site` is the file:line that
+    calls its module.
     """
 
     name: str
@@ -22,6 +23,8 @@ class TensorLine(Record):
     is_whole: bool
     mesh: tuple[int, ...] = ()
     eps: float = 0.0
+    is_varied: bool = True
+    site: str = ""
 
 
 class RankHeader(Record):
@@ -48,7 +51,8 @@ class ClipLine(Record):
 class GroupLine(Record):
     """The collectives of a step on one process group: their number, largest element count, and combined hash.
 
-    `entries` has the first ones as (signature, call site) from the ledger.
+    A step begins after the previous optimizer step. `num_before` of the collectives were issued before the
+    step's first backward pass. `entries` has the first ones as (signature, call site) from the ledger.
     """
 
     name: str
@@ -56,9 +60,26 @@ class GroupLine(Record):
     axis: str = ""
     is_message: bool = False
     number: int
+    num_before: int = 0
     hash: int
     largest: int = 0
     entries: tuple[tuple[str, str], ...] = ()
+
+
+class SumLine(Record):
+    """A reduction over `ranks` in a forward pass: its call site, and the hash of a sample of its operand."""
+
+    ranks: tuple[int, ...]
+    site: str
+    hash: int
+
+
+class Pass(Record):
+    """A forward pass: hashes of the first row of the batch, and of the state of each random generator."""
+
+    number: int
+    row: int
+    states: tuple[int, ...]
 
 
 class Nonfinite(Record):
@@ -80,7 +101,16 @@ class StepRecord(Record):
     - `squares`: sums of squares of the local gradients at the optimizer step.
     - `before`: the same at the end of the last backward pass or before the clip.
     - `partial`: numbers of the tensors whose gradients are unreduced partial sums.
-    - `forgotten`: names of the parameters that no optimizer has.
+    - `forgotten`: names of the parameters that no optimizer has; `is_idle` if none has ever got a
+      gradient, and `is_known_kind` if all of them are recomputed.
+    - `losses`: values at which backward passes began.
+    - `exchanged`: ranks of the groups on which a forward pass issued collectives of activations.
+    - `sums`: reductions in forward passes.
+    - `passes`: forward passes since the last record, whether or not their steps were sampled.
+    - `is_traced`: whether `groups` has all collectives between two optimizer steps.
+    - `takes_any`: whether the rank received messages from any sender.
+    - `data_site`: file:line that drew the batch.
+    - `unjudged`: things of this step that no rule could judge, with the reason.
     """
 
     step: int
@@ -94,9 +124,19 @@ class StepRecord(Record):
     before: tuple[float | None, ...] = ()
     partial: tuple[int, ...] = ()
     forgotten: tuple[str, ...] = ()
+    is_idle: bool = False
+    is_known_kind: bool = True
     clips: tuple[ClipLine, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
+    losses: tuple[float, ...] = ()
     calls: tuple[Call, ...] = ()
     groups: tuple[GroupLine, ...] = ()
+    exchanged: tuple[tuple[int, ...], ...] = ()
+    sums: tuple[SumLine, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    is_traced: bool = True
+    takes_any: bool = False
+    data_site: str = ""
+    unjudged: tuple[str, ...] = ()
     nonfinite: Nonfinite | None = None
     findings: tuple[Finding, ...] = ()

@@ -10,7 +10,7 @@ from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, OwnNormFacts
 from moeverify.results.script import NormFacts
 from moeverify.scripts.guard.lines import ClipLine, StepRecord
-from moeverify.scripts.guard.replicas import ReplicaSet
+from moeverify.scripts.guard.replicas import ReplicaSet, is_expert
 from moeverify.scripts.record.norm_parts import NormParts, choose_error, find_shared_ratio
 
 _SAME = 2e-4  # relative, for norms in float32
@@ -36,6 +36,7 @@ class NormRule:
     """
 
     replicas: Sequence[ReplicaSet]
+    unequal: Sequence[ReplicaSet]
     num_ranks: int
     _history: list[_Clipped] = field(default_factory=list)
     _streak: int = 0
@@ -49,24 +50,30 @@ class NormRule:
             or any(record.partial or not record.squares for record in records.values())
         ):
             return []
-        if any(call.name.startswith("scaler") for record in records.values() for call in record.calls):
-            return []
-        if not self._agree(records):
+        before = {rank: dict(enumerate(record.before)) for rank, record in records.items()}
+        if not self._agree(before):
             return []  # differing replicas have no defined norm; the rule for replicas reports them
         by_torch = any(record.clips for record in records.values())
+        if not by_torch and _has_scaler(records):
+            return []  # the factor between two gradients is that of the loss scale
         finding = self._judge_torch(records) if by_torch else self._judge_own(records)
         self._is_done = finding is not None
         return [finding] if finding is not None else []
 
-    def _agree(self, records: Mapping[int, StepRecord]) -> bool:
-        """Return whether the gradients of replicas have equal norms."""
+    def list_unjudged(self, records: Mapping[int, StepRecord]) -> list[str]:
+        """Return the norms of this step that cannot be judged, with the reason."""
+        found = []
+        if any(record.partial for record in records.values()):
+            found.append("gradient norms: gradients are partial sums when the optimizer gets them")
+        if _has_scaler(records) and not any(record.clips for record in records.values()):
+            found.append("norms of the script's own clip: the gradient scaler changes gradients too")
+        return found
+
+    def _agree(self, squares: Mapping[int, Mapping[int, float | None]]) -> bool:
+        """Return whether the gradients of replicas have equal norms; `squares` are by rank and tensor."""
         for replicas in self.replicas:
-            before = [
-                records[member.rank].before[member.number]
-                for member in replicas.members
-                if member.rank in records
-            ]
-            found = [square for square in before if square is not None]
+            own = [squares.get(member.rank, {}).get(member.number) for member in replicas.members]
+            found = [square for square in own if square is not None]
             if found and max(found) > min(found) * (1.0 + _OTHER):
                 return False
         return True
@@ -76,6 +83,8 @@ class NormRule:
         for place in range(number):
             clips = {rank: record.clips[place] for rank, record in records.items()}
             squares = {rank: clip.squares for rank, clip in clips.items()}
+            if not self._agree(squares):
+                continue  # a clip before gradients are reduced; the rule for calls reports it
             for rank, clip in clips.items():
                 parts = self._split(squares, rank)
                 claimed = clip.norm
@@ -87,6 +96,8 @@ class NormRule:
                 ):
                     continue
                 if abs(claimed / parts.norm - 1.0) > self._bound(clip):
+                    if self._is_of_replicas(squares, rank, claimed, self._bound(clip)):
+                        return None
                     error = choose_error(parts.list_errors(self.num_ranks), claimed / parts.norm)
                     return _make_finding(records[rank], "norm", error, parts.norm, claimed)
         return None
@@ -170,6 +181,27 @@ class NormRule:
                 local += next((square for owner, square in found if owner == rank), 0.0)
         return NormParts(replicated, sharded, local, len(names[True]), len(names[False]))
 
+    def _is_of_replicas(
+        self, squares: Mapping[int, Mapping[int, float]], rank: int, claimed: float, bound: float
+    ) -> bool:
+        """Return whether a norm is right if some of the unequal tensors are replicas and others are parts.
+
+        Experts are parts. If there are no other unequal tensors, no norm is explained by this.
+        """
+        others = {each.name for each in self.unequal if not is_expert(each.name)}
+        if not others or len(others) == len(self.unequal):
+            return False
+        total = 0.0
+        for replicas in self.replicas:
+            found = [
+                squares[member.rank][member.number]
+                for member in replicas.members
+                if member.number in squares.get(member.rank, {})
+                and (replicas.name not in others or member.rank == rank)
+            ]
+            total += found[0] if found else 0.0
+        return total > 0.0 and abs(claimed / math.sqrt(total) - 1.0) <= bound
+
     def _bound(self, clip: ClipLine) -> float:
         """Return the tolerated relative difference of two computations of a norm, by the gradients' dtypes.
 
@@ -177,6 +209,10 @@ class NormRule:
         """
         eps = max((each.tensor.eps for each in self.replicas), default=0.0)
         return max(_SAME, eps * (8.0 + self.num_ranks))
+
+
+def _has_scaler(records: Mapping[int, StepRecord]) -> bool:
+    return any(call.name.startswith("scaler") for record in records.values() for call in record.calls)
 
 
 def _find_coefficient(record: StepRecord) -> float | None:

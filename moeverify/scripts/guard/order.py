@@ -16,10 +16,12 @@ from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 from moeverify.train.calls.call import Call
 from moeverify.train.calls.rules import (
     backward_range,
+    drop_skipped,
     find_discarded,
     find_early_clip,
     find_emptied,
     find_inner_schedule,
+    find_scaled_clip,
 )
 
 _TIMES = 2
@@ -30,6 +32,7 @@ class CallOrder:
 
     def __init__(self) -> None:
         self.has_scaler = False
+        self.is_idle = True  # whether no optimizer has ever got a gradient
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()  # optimizers that have stepped in the current step
         self._stepped_before: set[int] = set()
@@ -43,9 +46,11 @@ class CallOrder:
         """Add an optimizer's step; `kept` has gradient norms before the first backward pass, by parameter."""
         self._optimizers[id(optimizer)] = optimizer
         self._stepped.add(id(optimizer))
-        self._has_gradients |= any(
+        has_gradients = any(
             each.grad is not None for group in optimizer.param_groups for each in group["params"]
         )
+        self._has_gradients |= has_gradients
+        self.is_idle &= not has_gradients
         # Alternating optimizers leave gradients to each other, and zero them before use.
         if id(optimizer) in self._stepped_before:
             own = (kept.get(id(each), 0.0) for group in optimizer.param_groups for each in group["params"])
@@ -59,32 +64,39 @@ class CallOrder:
         No rule applies with a closure: the optimizer (LBFGS) then calls zero_grad and backward any number
         of times.
         """
+        self.has_scaler |= any(call.name.startswith("scaler") for call in calls)
+        calls = drop_skipped(calls)
         names = [call.name for call in calls]
-        self.has_scaler |= any(name.startswith("scaler") for name in names)
         self._num_steps += 1
-        broken: list[CallFacts | None] = [find_early_clip(calls)]
+        # Two passes over the same rows (sharpness-aware minimization) discard the first gradients on purpose.
+        broken: list[CallFacts | None] = [find_scaled_clip(calls)]
+        broken += [] if _repeats(rows) else [find_early_clip(calls)]
         # Several optimizers share a backward pass, and zero gradients that another optimizer's loss has
         # left.
         if len(self._optimizers) == 1:
-            discarded = find_discarded(calls)
-            # Two passes over the same rows (sharpness-aware minimization) discard the first gradients on
-            # purpose.
-            broken += [None if _repeats(rows) else discarded, find_inner_schedule(calls)]
+            broken += [None if _repeats(rows) else find_discarded(calls), find_inner_schedule(calls)]
             broken += [] if self._has_gradients else [find_emptied(calls)]
         first, last = backward_range(calls)
         zeroes_between = any(call.name == "zero_grad" for call in calls[first:last])
         if self._kept > 0.0 and "backward" in names and not (zeroes_between and len(self._optimizers) > 1):
             site = calls[first].site
             broken.append(CallFacts(rule=CallRule.KEPT, site=site, expected=1, norm=self._kept))
-        found = (
-            {}
-            if self.has_scaler or has_closure
-            else {facts.rule: facts for facts in broken if facts is not None}
-        )
+        found = {} if has_closure else {facts.rule: facts for facts in broken if facts is not None}
         self._streaks = {rule: self._streaks.get(rule, 0) + 1 for rule in found}
         self._broken = [facts for rule, facts in found.items() if self._streaks[rule] == _TIMES]
         self._stepped_before, self._stepped = self._stepped, set()
         self._kept, self._has_gradients = 0.0, False
+
+    def list_unjudged(self, *, has_closure: bool) -> list[str]:
+        """Return the rules that do not apply to this script, with the reason."""
+        found = []
+        if has_closure:
+            found.append("order of calls: the optimizer calls a closure")
+        elif len(self._optimizers) > 1:
+            found.append("zero_grad and schedulers between backward passes: several optimizers share these")
+        if self.has_scaler:
+            found.append("infinite gradients: a gradient scaler makes them, and skips their steps")
+        return found
 
     def find(self, step: int, rank: int) -> list[Finding]:
         """Return a finding for each rule that was broken often enough."""
@@ -106,7 +118,7 @@ class CallOrder:
         """Return the names of the parameters that have gradients but no optimizer.
 
         Empty before the second sampled step, and if more than half of the parameters have no optimizer:
-        optimizers then hold copies of the parameters.
+        optimizers then hold copies of the parameters, which get gradients.
         """
         known = {
             id(each)
@@ -115,7 +127,7 @@ class CallOrder:
             for each in group["params"]
         }
         others = [shard for shard in shards if id(shard.tensor) not in known]
-        if self._num_steps < _TIMES or 2 * len(others) > len(shards):
+        if self._num_steps < _TIMES or (2 * len(others) > len(shards) and not self.is_idle):
             return ()
         return tuple(shard.name for shard in others if shard.tensor.grad is not None)
 

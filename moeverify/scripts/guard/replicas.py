@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moeverify.results.finding import Finding
 from moeverify.results.guard import DriftFacts, GuardCheck
+from moeverify.scripts.guard.exchange_groups import exchange_activations
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine
 
 _ROUNDING = (
@@ -15,6 +16,7 @@ _ROUNDING = (
 )  # of float32 sums in another order on each rank; a constant error that does not grow abruptly
 _SAME_SQUARE = 1e-6  # relative, for sums of squares from equal computations
 _MAIN = 1e-2  # relative to the largest distance
+_TIMES = 2  # sampled steps
 _NARROW = 2.0**-20  # a larger epsilon is that of a 16-bit dtype, where any difference counts
 
 
@@ -24,6 +26,15 @@ class Member:
 
     rank: int
     number: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard with its description, and the hash of its initial values."""
+
+    member: Member
+    tensor: TensorLine
+    bits: int
 
 
 @dataclass
@@ -37,43 +48,99 @@ class ReplicaSet:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks that hold the shards."""
-        return tuple(member.rank for member in self.members)
+        return tuple(sorted(member.rank for member in self.members))
 
 
 def find_replicas(
-    headers: Mapping[int, RankHeader], first: Mapping[int, StepRecord]
+    headers: Mapping[int, RankHeader],
+    first: Mapping[int, StepRecord],
+    stages: Mapping[int, int] | None = None,
 ) -> tuple[list[ReplicaSet], list[ReplicaSet]]:
     """Return sets of shards that should be equal, and sets of one name with different initial values.
 
     DTensors of one mesh with the same region are replicas. Plain tensors of one name and shape, and
     DTensors of several meshes, are replicas if their initial values are equal. Others may be parts, such as
-    a rank's experts, or replicas that were seeded differently. Their gradients distinguish the two.
+    a rank's experts, or replicas that were seeded differently. Their gradients distinguish the two. Tensors
+    of different pipeline `stages` are never replicas. Constant values, such as zero biases, are evidence
+    only beside equal random values in the same module.
     """
-    by_place: dict[object, list[tuple[Member, TensorLine, int]]] = {}
+    by_place: dict[object, list[Shard]] = {}
     for rank, header in headers.items():
         began = first[rank].began if rank in first else ()
         for number, (tensor, bits) in enumerate(zip(header.tensors, began, strict=False)):
-            place = (tensor.name, tensor.shape, tensor.region)
-            by_place.setdefault(place, []).append((Member(rank, number), tensor, bits))
+            place = (tensor.name, tensor.shape, tensor.region, (stages or {}).get(rank, 0))
+            by_place.setdefault(place, []).append(Shard(Member(rank, number), tensor, bits))
+    evidence = Evidence(headers, by_place.values())
     equal: list[ReplicaSet] = []
     unequal: list[ReplicaSet] = []
     for shards in by_place.values():
         sets: dict[object, ReplicaSet] = {}
-        for member, tensor, bits in shards:
-            key = next((known for known in sets if _belongs(known, tensor, bits)), (tensor.mesh, bits))
-            sets.setdefault(key, ReplicaSet(tensor.name, tensor)).members.append(member)
+        for shard in shards:
+            key = next((known for known in sets if _belongs(known, shard, sets, evidence)), None)
+            own = (shard.tensor.mesh, shard.bits, shard.member.rank)
+            new = ReplicaSet(shard.tensor.name, shard.tensor)
+            sets.setdefault(own if key is None else key, new).members.append(shard.member)
         equal += sets.values()
-        if len(sets) > 1:
+        if len({bits for _, bits, _ in map(_read_key, sets)}) > 1:
             one = next(iter(sets.values()))
             everyone = [member for each in sets.values() for member in each.members]
             unequal.append(ReplicaSet(one.name, one.tensor, everyone))
     return equal, unequal
 
 
-def _belongs(known: object, tensor: TensorLine, bits: int) -> bool:
-    assert isinstance(known, tuple)
-    mesh, began = known
-    return began == bits or bool(tensor.mesh and mesh == tensor.mesh)
+def _read_key(key: object) -> tuple[tuple[int, ...], int, int]:
+    assert isinstance(key, tuple)
+    mesh, bits, rank = key
+    return mesh, bits, rank
+
+
+def _belongs(known: object, shard: Shard, sets: Mapping[object, ReplicaSet], evidence: Evidence) -> bool:
+    """Return whether a shard is a replica of those in a known set."""
+    mesh, began, rank = _read_key(known)
+    if shard.tensor.mesh and mesh == shard.tensor.mesh:
+        return True
+    if began != shard.bits:
+        return False
+    is_random = shard.tensor.is_varied or bool(shard.tensor.mesh)
+    return is_random or evidence.is_replicated(shard.tensor.name, rank, shard.member.rank)
+
+
+class Evidence:
+    """Ranks with equal random values, by module: of its own parameters, and of those below it too."""
+
+    def __init__(self, headers: Mapping[int, RankHeader], places: Iterable[Sequence[Shard]]) -> None:
+        self._headers = headers
+        # (module, whether parameters below it count) -> sets of ranks with equal values of one parameter
+        self._equal: dict[tuple[str, bool], set[frozenset[int]]] = {}
+        for shards in places:
+            by_bits: dict[int, set[int]] = {}
+            for shard in shards:
+                if shard.tensor.is_varied:
+                    by_bits.setdefault(shard.bits, set()).add(shard.member.rank)
+            own, *enclosing = _list_enclosing(shards[0].tensor.name)
+            for key in ((own, False), *((module, True) for module in (own, *enclosing))):
+                self._equal.setdefault(key, set()).update(map(frozenset, by_bits.values()))
+        self._holders = {key: frozenset().union(*sets) for key, sets in self._equal.items()}
+
+    def is_replicated(self, name: str, one: int, two: int) -> bool:
+        """Return whether random values nearby are equal on both ranks: of the same module, or around it.
+
+        Ranks that one wrapper makes data-parallel need no such values.
+        """
+        for module in _list_enclosing(name):
+            for key in ((module, False), (module, True)):
+                if {one, two} <= self._holders.get(key, frozenset()):
+                    return any({one, two} <= ranks for ranks in self._equal[key])
+        return two in self._headers[one].data_ranks
+
+
+def _list_enclosing(name: str) -> Iterator[str]:
+    """Yield the names of the modules around a parameter, the innermost first."""
+    while True:
+        name = name.rpartition(".")[0]
+        yield name
+        if not name:
+            return
 
 
 @dataclass
@@ -82,8 +149,9 @@ class ReplicaRule:
 
     equal: Sequence[ReplicaSet]
     unequal: Sequence[ReplicaSet]
+    headers: Mapping[int, RankHeader] = field(default_factory=dict)
     _is_done: bool = False
-    _num_same_gradients: dict[str, int] = field(default_factory=dict)
+    _num_times: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def find(self, records: Mapping[int, StepRecord]) -> list[Finding]:
         """Return a finding for each set of ranks whose replicas began to differ in this step."""
@@ -98,12 +166,12 @@ class ReplicaRule:
                 found.setdefault(key, []).append((replicas, distance))
         for replicas in self.unequal:
             # Gradients that are bitwise equal and nonzero were reduced over these ranks.
-            if _compare_gradients(replicas, records) == "equal":
-                times = self._num_same_gradients[replicas.name] = (
-                    self._num_same_gradients.get(replicas.name, 0) + 1
-                )
-                if times == 2:
-                    key = (replicas.ranks, "equal", is_expert(replicas.name), "start")
+            gradients = _compare_gradients(replicas, records)
+            if gradients == "equal" or (gradients == "differ" and self._is_unsynchronized(replicas, records)):
+                number = self._num_times.get((replicas.name, gradients), 0) + 1
+                self._num_times[replicas.name, gradients] = number
+                if number == _TIMES:
+                    key = (replicas.ranks, gradients, is_expert(replicas.name), "start")
                     found.setdefault(key, []).append((replicas, _measure(replicas, records)))
         self._is_done = bool(found)
         largest = max((distance for sets in found.values() for _, distance in sets), default=0.0)
@@ -114,8 +182,36 @@ class ReplicaRule:
         return [_make_finding(step, key, sets) for key, sets in found.items() if sets]
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
-        """Return whether tensors with different initial values get equal gradients: parts are unknown."""
-        return any(_compare_gradients(replicas, records) == "equal" for replicas in self.unequal)
+        """Return whether tensors with different values are replicas, so that no norm is right.
+
+        Their gradients are equal, or the ranks exchange no activations and so hold no parts of one model.
+        """
+        return any(
+            _compare_gradients(replicas, records) == "equal" or not _may_be_parts(replicas, records)
+            for replicas in self.unequal
+        )
+
+    def _is_unsynchronized(self, replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> bool:
+        """Return whether data-parallel ranks that exchange no activations hold different values.
+
+        Ranks are data-parallel by a wrapper, or if most of the other gradients are equal bit for bit although
+        the rows are not.
+        """
+        if _may_be_parts(replicas, records) or is_expert(replicas.name):
+            return False  # experts may be exchanged by other libraries
+        first = self.headers.get(replicas.ranks[0])
+        if first is not None and set(replicas.ranks) <= set(first.data_ranks):
+            return True
+        rows = [records[rank].rows for rank in replicas.ranks if rank in records]
+        if not all(rows) or len(set(rows)) < len(rows):
+            return False
+        beside = [each for each in self.equal if set(replicas.ranks) <= set(each.ranks)]
+        reduced = [each for each in beside if _compare_gradients(each, records) == "equal"]
+        return bool(reduced) and 2 * len(reduced) >= len(beside)
+
+
+def _may_be_parts(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> bool:
+    return bool(replicas.tensor.mesh) or exchange_activations(replicas.ranks, records)
 
 
 def _measure(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> float:

@@ -48,6 +48,21 @@ def measure_samples(tensors: Sequence[Tensor | None]) -> Samples:
     return found
 
 
+def is_varied(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether its sampled elements differ. Synchronizes with each device once."""
+    found = [False] * len(tensors)
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel() > 1:
+            picked = pick(tensor)
+            by_device.setdefault(tensor.device, []).append((number, (picked != picked[0]).any()))
+    for flags in by_device.values():
+        values = torch.stack([flag for _, flag in flags]).tolist()
+        for (number, _), value in zip(flags, values, strict=True):
+            found[number] = bool(value)
+    return found
+
+
 def pick(tensor: Tensor) -> Tensor:
     """Return equally spaced elements of a tensor, at the same places for tensors of equal size."""
     flat = tensor.detach().reshape(-1)

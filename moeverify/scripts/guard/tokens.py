@@ -9,10 +9,12 @@ from itertools import combinations
 
 from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, SameWorkFacts, TokenFacts
+from moeverify.scripts.guard.exchange_groups import exchange_activations
 from moeverify.scripts.guard.lines import RankHeader, StepRecord
 
 _TIMES = 2  # sampled steps in a row: a sampler may pad the last batch of an epoch with rows of other ranks
 _SHARE = 0.5  # of a rank's rows: random draws with replacement may coincide
+_FEWEST_PASSES = 4  # with one shift, each with another state of the generators
 _SMALL = 16  # elements: averaging a loss or a norm for a log is no shared work
 
 
@@ -23,6 +25,8 @@ class TokenRule:
     headers: Mapping[int, RankHeader]
     _streaks: dict[tuple[int, int], int] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
+    # (row, state of the generators) -> number of the forward pass, by rank
+    _passes: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
 
     def find(self, records: Mapping[int, StepRecord]) -> list[Finding]:
         """Return findings for data-parallel ranks with common rows, and for ranks with the same work."""
@@ -39,7 +43,11 @@ class TokenRule:
             if self._streaks[pair] >= _TIMES:
                 shared[pair] = number
         step = next(iter(records.values())).step
-        tokens = [pair for pair in shared if pair[1] in self.headers[pair[0]].data_ranks]
+        tokens = [
+            pair
+            for pair in shared
+            if pair[1] in self.headers[pair[0]].data_ranks or self._reduce_the_same(pair, records)
+        ]
         findings = []
         if tokens and "tokens" not in self._done:
             self._done.add("tokens")
@@ -48,6 +56,9 @@ class TokenRule:
             total = min(rows[one].total(), rows[two].total())
             facts = TokenFacts(num_rows=total, num_shared=shared[one, two], num_steps=_TIMES)
             findings.append(_make_finding(GuardCheck.TOKENS, step, ranks, facts.num_shared / total, facts))
+        if "tokens" not in self._done and (shifted := self._find_shifted(records)):
+            self._done.add("tokens")
+            findings += shifted
         idle = [
             pair
             for pair in shared
@@ -64,18 +75,55 @@ class TokenRule:
             findings.append(_make_finding(GuardCheck.SAME_WORK, step, ranks, 1.0, work))
         return findings
 
+    def _find_shifted(self, records: Mapping[int, StepRecord]) -> list[Finding]:
+        """Return a finding if data-parallel ranks draw the same rows from the same generators at other times."""
+        for rank, record in records.items():
+            own = self._passes.setdefault(rank, {})
+            for each in record.passes:
+                own.update({(each.row, state): each.number for state in each.states})
+        for one, two in combinations(sorted(self._passes), 2):
+            if two not in self.headers[one].data_ranks:
+                continue
+            mine, theirs = self._passes[one], self._passes[two]
+            # A generator that draws nothing has one state in all passes, and is no evidence.
+            states: dict[int, set[int]] = {}
+            for row, state in mine.keys() & theirs.keys():
+                states.setdefault(theirs[row, state] - mine[row, state], set()).add(state)
+            shift, number = max(
+                ((shift, len(seen)) for shift, seen in states.items()),
+                key=lambda item: item[1],
+                default=(0, 0),
+            )
+            if shift and number >= _FEWEST_PASSES:
+                step = next(iter(records.values())).step
+                facts = TokenFacts(num_rows=number, num_shared=number, num_steps=number, shift=shift)
+                return [_make_finding(GuardCheck.TOKENS, step, (one, two), 1.0, facts)]
+        return []
+
+    def _reduce_the_same(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
+        """Return whether two ranks compute the same losses alone, and exchange gradients."""
+        losses = [records[rank].losses for rank in pair]
+        return (
+            bool(losses[0])
+            and losses[0] == losses[1]
+            and not exchange_activations(pair, records)
+            and self._are_equal(pair, records)
+            and self._find_largest(pair, records) > _SMALL
+        )
+
     def _do_the_same(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
         """Return whether two ranks have equal weights and exchange only small tensors."""
-        one, two = (self.headers[rank] for rank in pair)
-        if [(each.name, each.region) for each in one.tensors] != [
-            (each.name, each.region) for each in two.tensors
-        ]:
-            return False
-        if records[pair[0]].ended != records[pair[1]].ended:
-            return False
-        return all(
-            group.largest <= _SMALL for group in records[pair[0]].groups if set(pair) <= set(group.ranks)
-        )
+        is_known = records[pair[0]].is_traced
+        return is_known and self._are_equal(pair, records) and self._find_largest(pair, records) <= _SMALL
+
+    def _are_equal(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
+        """Return whether two ranks have the same parameters with equal values."""
+        one, two = ([(each.name, each.region) for each in self.headers[rank].tensors] for rank in pair)
+        return one == two and records[pair[0]].ended == records[pair[1]].ended
+
+    def _find_largest(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> int:
+        groups = records[pair[0]].groups
+        return max((group.largest for group in groups if set(pair) <= set(group.ranks)), default=0)
 
 
 def _make_finding(

@@ -51,6 +51,12 @@ class UpdateWatch:
             ]
             self._groups.append((group, members))
 
+    def list_unjudged(self) -> list[str]:
+        """Return a note if the arithmetic of the optimizer is unknown."""
+        if all(find_kind(self._optimizer, group) is not None for group in self._optimizer.param_groups):
+            return []
+        return [f"updates of {type(self._optimizer).__name__}: they are not recomputed with these options"]
+
     def finish(self, step: int, rank: int) -> list[Finding]:
         """Return a finding for each tensor with a wrong element. Synchronizes with the device."""
         findings: list[Finding] = []

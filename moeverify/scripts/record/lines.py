@@ -57,6 +57,9 @@ class Values(Record):
     - `offset`: of its bytes in the data file; None if the tensor is absent or only its `sketch` is stored.
     - `squares`: sum of squares of the elements. `bits`: hash of the elements.
     - `before`: norm of a gradient at the end of the last backward pass.
+    - `own`: hash of the values of an initial weight before `--weights` or `--nudge` changed it; 0 if all its
+      elements are equal.
+    - `site`: file:line that calls the module of an initial weight.
     """
 
     line: Literal["values"] = "values"
@@ -73,6 +76,8 @@ class Values(Record):
     bits: int = 0
     sketch: tuple[float, ...] = ()
     before: float | None = None
+    own: int = 0
+    site: str = ""
 
 
 class Options(Record):
@@ -87,7 +92,10 @@ class Options(Record):
 
 
 class Rows(Record):
-    """Hashes of the rows (dim 0) of an integer input of the model in one forward pass."""
+    """Hashes of the rows (dim 0) of an integer input of the model in one forward pass.
+
+    `site` is the file:line that drew the batch.
+    """
 
     line: Literal["rows"] = "rows"
     step: int
@@ -95,6 +103,7 @@ class Rows(Record):
     name: str
     shape: tuple[int, ...]
     rows: tuple[int, ...]
+    site: str = ""
 
 
 class Output(Record):
@@ -119,11 +128,15 @@ class Output(Record):
 
 
 class Note(Record):
-    """A fact for the comparison, such as `dropout`, `dtype` or `stopped`, with a text."""
+    """A fact for the comparison, such as `dropout`, `dtype` or `stopped`, with a text.
+
+    `bypass` names a class whose `forward` was called directly for the first time in `step`.
+    """
 
     line: Literal["note"] = "note"
     about: str
     text: str = ""
+    step: int = -1
 
 
 class End(Record):

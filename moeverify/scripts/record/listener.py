@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeverify.parallel.regions.placement import local_part
 from moeverify.scripts.record.model import WatchedModel
@@ -35,6 +36,18 @@ class ModelListener(Listener):
             if shard.tensor.grad is not None
         ]
         return measure_norms(found)
+
+
+def list_parameters(given: Any) -> list[Tensor]:
+    """Return the parameters in the argument of a clip: a module, a tensor, or a sequence of tensors."""
+    if isinstance(given, nn.Module):
+        return list(given.parameters())
+    return [given] if isinstance(given, Tensor) else list(given or ())
+
+
+def identify(given: Any) -> int:
+    """Return a number for the parameters of a clip that other parameters of this process do not have."""
+    return hash(frozenset(map(id, list_parameters(given))))
 
 
 def measure_norms(found: Sequence[tuple[int, Tensor]]) -> dict[int, float]:

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard, logical_name, parameters
 from moeverify.parallel.regions.region import Region
+from moeverify.scripts.record.owners import find_holders, find_owner
 from moeverify.scripts.record.zero import find_fragments
+from moeverify.train.calls.listener import find_site
 from moeverify.verification.compare.difference import hash_words
 
 ROOT = "model"
@@ -23,15 +25,21 @@ _FRAMES = 4  # frames from our hook up to torch's frame with the model's argumen
 
 
 class WatchedModel:
-    """The outermost modules whose forward passes were seen, and the names of the optimizers' parameters."""
+    """The outermost modules whose forward passes were seen, and the names of the optimizers' parameters.
+
+    Parameters have their names in `owners`: the roots, or the module that contains several of them.
+    """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
+        self.owners: list[nn.Module] = []
         self.dtypes: set[str] = set()
         self._shards: dict[int, LocalShard] = {}  # by id of the parameter
         self._fragments: dict[int, list[LocalShard]] = {}  # by id of a flat ZeRO partition
         self._owners: dict[str, int] = {}  # name -> number of the outermost module with this parameter
         self._prefixes: dict[int, str] = {}  # by number of the outermost module
+        self._has_names = False
+        self._uses: dict[int, str] = {}  # id of a module -> file:line of its first call
 
     def add(self, module: nn.Module) -> bool:
         """Add an outermost module; return whether it is new and has parameters that no known module has."""
@@ -41,7 +49,22 @@ class WatchedModel:
         if all(id(parameter) in known for parameter in module.parameters()):
             return False
         self.roots.append(module)
+        self.owners.append(module)
         return True
+
+    def note_use(self, module: nn.Module) -> None:
+        """Store the call site of a module, unless it is known."""
+        if id(module) not in self._uses:
+            self._uses[id(module)] = find_site()
+
+    def find_uses(self) -> dict[int, str]:
+        """Return the first call sites of the modules that own parameters, by id of the parameter."""
+        return {
+            id(parameter): self._uses.get(id(module), "")
+            for owner in self.owners
+            for module in owner.modules()
+            for parameter in module.parameters(recurse=False)
+        }
 
     def learn(self, module: nn.Module) -> None:
         """Store the shards of a module. Call it while FSDP has not gathered its parameters."""
@@ -56,7 +79,7 @@ class WatchedModel:
         of the script.
         """
         shards = list(parameters(module))
-        number = next(place for place, root in enumerate(self.roots) if root is module)
+        number = next(place for place, owner in enumerate(self.owners) if owner is module)
         if number not in self._prefixes:
             unknown = [shard.name for shard in shards if id(shard.tensor) not in self._shards]
             is_taken = any(self._owners.get(name, number) != number for name in unknown)
@@ -73,13 +96,14 @@ class WatchedModel:
         returned.
         """
         self.name_shards(module)
-        prefix = self._prefixes[next(place for place, root in enumerate(self.roots) if root is module)]
+        prefix = self._prefixes[next(place for place, owner in enumerate(self.owners) if owner is module)]
         found = {prefix + logical_name(name): each for name, each in module.named_modules()}
         return [(name.rstrip(".") or ROOT, each) for name, each in found.items()]
 
     def forget(self) -> None:
         """Drop all references to models, so that a script may free them."""
         self.roots.clear()
+        self.owners.clear()
         self._shards.clear()
         self._fragments.clear()
 
@@ -87,31 +111,57 @@ class WatchedModel:
         """Find the shards of the optimizer's parameters; name a parameter outside all modules by its group.
 
         FSDP1 replaces parameters while it runs, so all modules are searched again if a parameter is
-        unknown.
+        unknown. A module that was never called, but holds an unknown parameter, is searched too.
         """
+        if not self._has_names:
+            self._has_names = True
+            self._join_owners()
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if wanted <= self._shards.keys() | self._fragments.keys():
             return
-        for root in self.roots:
-            self.learn(root)
+        for owner in self.owners:
+            self.learn(owner)
+        unknown: dict[str, Tensor] = {}
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 if id(parameter) in self._shards or id(parameter) in self._fragments:
                     continue
                 found = [
-                    part for root in self.roots for part in find_fragments(parameter, self.name_shards(root))
+                    part
+                    for owner in self.owners
+                    for part in find_fragments(parameter, self.name_shards(owner))
                 ]
                 if found:
                     self._fragments[id(parameter)] = found
                 else:
-                    name = f"{type(optimizer).__name__}.group{number}.{place}"
-                    self._shards[id(parameter)] = LocalShard(name, parameter, Region.whole(parameter.shape))
+                    unknown[f"{type(optimizer).__name__}.group{number}.{place}"] = parameter
+        for holder in find_holders(list(unknown.values())) if unknown else ():
+            if not any(holder is owner for owner in self.owners):
+                self.owners.append(holder)
+                self.learn(holder)
+        for name, parameter in unknown.items():
+            whole = LocalShard(name, parameter, Region.whole(parameter.shape))
+            self._shards.setdefault(id(parameter), whole)
+
+    def _join_owners(self) -> None:
+        """Name parameters by the module that contains all roots, if there are several and it exists.
+
+        A script that calls the layers of a model one by one makes each of them a root.
+        """
+        owner = find_owner(self.roots) if len(self.roots) > 1 else None
+        if owner is None or any(owner is root for root in self.roots):
+            return
+        self.owners = [owner]
+        self._shards.clear()
+        self._owners.clear()
+        self._prefixes.clear()
+        self.learn(owner)
 
     def shards(self) -> list[LocalShard]:
         """Return the shards of all parameters of the model."""
         if not self._shards:
-            for root in self.roots:
-                self.learn(root)
+            for owner in self.owners:
+                self.learn(owner)
         return list(self._shards.values())
 
     def shards_of(self, optimizer: Optimizer, number: int | None = None) -> list[LocalShard]:
@@ -129,9 +179,14 @@ class WatchedModel:
 
 def hash_rows(tensor: Tensor) -> Tensor:
     """Return a 64-bit hash of each row. Shapes: (rows, ...) integers; returns (rows,) int64 on the CPU."""
+    return sum_rows(tensor).cpu()
+
+
+def sum_rows(tensor: Tensor) -> Tensor:
+    """Return the hashes of `hash_rows` on the tensor's device, without waiting for it."""
     flat = tensor.detach().reshape(len(tensor), -1).to(torch.int64)
     places = torch.arange(flat.shape[1], device=flat.device)
-    return hash_words(flat, places).sum(dim=1).cpu()
+    return hash_words(flat, places).sum(dim=1)
 
 
 def find_rows(frame: Any) -> Iterator[tuple[str, Tensor]]:

@@ -171,6 +171,12 @@ class RecordedRun:
         """Return the names of plain tensors whose initial values differ between ranks: unknown parts."""
         return [name for name in self.names if not self._is_whole(name)]
 
+    @cached_property
+    def has_other_weights(self) -> bool:
+        """Return whether `--weights` or `--nudge` changed the initial weights of the script."""
+        lines = (line for rank in self.ranks for (step, _, _), line in rank.values.items() if step == INITIAL)
+        return any(line.own and line.own != line.bits for line in lines)
+
     def _is_whole(self, name: str) -> bool:
         lines = [rank.values.get((INITIAL, "initial_weight", name)) for rank in self.ranks]
         plain = [line for line in lines if line is not None and not line.is_placed]

@@ -20,15 +20,16 @@ from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.placement import local_part
 from moeverify.results.checks import Kind
+from moeverify.scripts.record.draw import find_draw
 from moeverify.scripts.record.lines import End, Header, Note, Options, Rows
-from moeverify.scripts.record.listener import ModelListener
+from moeverify.scripts.record.listener import ModelListener, identify
 from moeverify.scripts.record.model import compute_dtype, find_dropout, find_rows, hash_rows, is_number
 from moeverify.scripts.record.outputs import ModuleOutputs
 from moeverify.scripts.record.rank_file import RankFile
 from moeverify.scripts.record.settings import Settings
-from moeverify.scripts.record.tensors import keep_tensor
+from moeverify.scripts.record.tensors import hash_random, keep_tensor
 from moeverify.train.calls.call import Call
-from moeverify.train.calls.listener import find_site, safely, to_float
+from moeverify.train.calls.listener import find_scale, find_site, safely, to_float
 
 if TYPE_CHECKING:
     from moeverify.scripts.record.operators import StepOperators
@@ -50,6 +51,7 @@ class Recorder(ModelListener):
         self._norms: dict[
             int, float
         ] = {}  # id of the parameter -> norm of its gradient after the last backward pass
+        self._target = 0
         self._forwards = (0, 0)  # step, and number of its training forward passes
         self._outputs = ModuleOutputs(self._open, settings.limit, self.fail) if settings.outputs else None
         self._operators: StepOperators | None = None
@@ -59,6 +61,7 @@ class Recorder(ModelListener):
             self._operators = StepOperators(settings.operators, settings.limit)
             self.unseen = self._operators.unseen
         self._has_initial: set[tuple[int, str]] = set()
+        self._own: dict[int, int] = {}  # id of the parameter -> hash of its values before they were changed
         self._stepped: set[int] = set()  # ids of parameters that the model keeps alive
         atexit.register(self.close)
 
@@ -66,9 +69,9 @@ class Recorder(ModelListener):
     # -----------------------------------------------------------------------------------------
 
     @safely
-    def note_call(self, label: str) -> None:
+    def note_call(self, label: str, owner: object = None) -> None:
         """Record a call of the training loop."""
-        self._add_call(label)
+        self._add_call(label, scale=find_scale(owner) if self._records() else None)
 
     @safely
     def after_backward(self, roots: Sequence[Tensor]) -> None:
@@ -85,11 +88,16 @@ class Recorder(ModelListener):
         self._add_call("zero_grad", discarded=sum(norm**2 for norm in norms) ** 0.5)
 
     @safely
+    def before_clip(self, label: str, parameters: Any) -> None:
+        """Remember the parameters of a clip."""
+        self._target = identify(parameters)
+
+    @safely
     def after_clip(self, label: str, norm: object, limit: object) -> None:
         """Record the call with its norm and limit."""
         found = None if norm is None else to_float(norm)
         most = None if limit is None else to_float(limit)
-        self._add_call(label, norm=found, max_norm=most)
+        self._add_call(label, norm=found, max_norm=most, target=self._target)
 
     @safely
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
@@ -192,7 +200,10 @@ class Recorder(ModelListener):
             rows = tuple(hash_rows(tensor)[:_MOST_ROWS].tolist())
             shape = tuple(tensor.shape)
             sizes = sizes or (shape[0], shape[1])
-            self._open().add(Rows(step=self.step, forward=number, name=name, shape=shape, rows=rows))
+            line = {"step": self.step, "forward": number, "name": name, "shape": shape, "rows": rows}
+            self._open().add(Rows.model_validate({**line, "site": find_draw(frame, tensor)}))
+        if frame is None:
+            self._open().add(Note(about="bypass", text=type(module).__name__, step=self.step))
         if self._outputs is not None:
             self._outputs.begin(self.step, number, sizes)
         if self._operators is not None:
@@ -206,6 +217,9 @@ class Recorder(ModelListener):
     def _prepare(self, module: nn.Module) -> None:
         """Load or nudge the weights of a new model as requested, hook its modules, and note its dropout."""
         self.on_model()
+        if self.settings.weights is not None or self.settings.nudge is not None:
+            shards = self.model.name_shards(module)
+            self._own |= {id(shard.tensor): hash_random(shard.local()) for shard in shards}
         if self.settings.weights is not None:
             from moeverify.scripts.record.weights import load_weights
 
@@ -231,8 +245,9 @@ class Recorder(ModelListener):
             self._open().add(Note(about="dropout", text=text))
 
     @safely
-    def enter_inner(self, inputs: tuple[Any, ...]) -> None:
-        """Note the dtype that the model computes in; see `Listener`."""
+    def enter_inner(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note the module's call site, and the dtype that the model computes in; see `Listener`."""
+        self.model.note_use(module)
         if self.step != self.settings.first:
             return
         narrower = compute_dtype(inputs)
@@ -253,12 +268,25 @@ class Recorder(ModelListener):
         return self._steps[optimizer]
 
     def _keep_initial(self, optimizer: Optimizer) -> None:
-        for shard in self.model.shards_of(optimizer):
-            if (id(shard.tensor), shard.name) not in self._has_initial:
-                self._has_initial.add((id(shard.tensor), shard.name))
-                # Whole tensors despite the limit: they locate shards by value, and other runs may load
-                # them.
-                keep_tensor(self._open(), sys.maxsize, INITIAL, Kind.INITIAL_WEIGHT, shard, shard.tensor)
+        missing = [
+            shard
+            for shard in self.model.shards_of(optimizer)
+            if (id(shard.tensor), shard.name) not in self._has_initial
+        ]
+        uses = self.model.find_uses() if missing else {}
+        for shard in missing:
+            self._has_initial.add((id(shard.tensor), shard.name))
+            # Whole tensors despite the limit: they locate shards by value, and other runs may load them.
+            keep_tensor(
+                self._open(),
+                sys.maxsize,
+                INITIAL,
+                Kind.INITIAL_WEIGHT,
+                shard,
+                shard.tensor,
+                own=self._own[key] if (key := id(shard.tensor)) in self._own else hash_random(shard.local()),
+                site=uses.get(id(shard.tensor), ""),
+            )
 
     def _keep_state(self, optimizer: Optimizer, step: int, shard: LocalShard) -> None:
         """Record state in the parameter's shape: moments, but no step counters or factored moments."""

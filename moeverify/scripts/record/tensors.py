@@ -24,11 +24,13 @@ def keep_tensor(
     tensor: Tensor | None,
     *,
     before: float | None = None,
+    own: int = 0,
+    site: str = "",
 ) -> None:
     """Write this rank's part of a logical tensor: a parameter, its gradient, or a local change.
 
-    A part larger than `limit` bytes is stored as a sketch; None is recorded as absent. `before` is the norm
-    of a gradient after the last backward pass.
+    A part larger than `limit` bytes is stored as a sketch; None is recorded as absent. For `before`, `own`
+    and `site` see `Values`.
     """
     is_placed = isinstance(shard.tensor, DTensor) or shard.region.flat is not None
     where = describe_region(shard.region)
@@ -49,9 +51,17 @@ def keep_tensor(
             "bits": int(fingerprint_bits(local)),
             "sketch": () if is_small else sketch(local, shard.region),
             "before": before,
+            "own": own,
+            "site": site,
         }
     )
     file.add(line)
+
+
+def hash_random(local: Tensor) -> int:
+    """Return the hash of a tensor's bits, or 0 if all its elements are equal."""
+    flat = local.detach().reshape(-1)
+    return int(fingerprint_bits(local)) if flat.numel() and bool((flat != flat[0]).any()) else 0
 
 
 def describe_region(region: Region) -> Where:

@@ -84,6 +84,7 @@ def install(listener: Listener) -> Hooks:
     )
     listener.on_stop = hooks.remove_module_hooks
     listener.on_model = functools.partial(_wrap_late, listener, hooks)
+    listener.on_bypass = functools.partial(_wrap_forward, listener, hooks)
     hooks.hook_optimizers(
         register_optimizer_step_pre_hook(listener.before_step),
         register_optimizer_step_post_hook(listener.after_step),
@@ -115,15 +116,35 @@ def _wrap_late(listener: Listener, hooks: Hooks) -> None:
         hooks.wrap(FullyShardedDataParallel, "clip_grad_norm_", wrapped)
 
 
+def _wrap_forward(listener: Listener, hooks: Hooks, module: nn.Module) -> None:
+    """Wrap the `forward` of a module's class, which the script calls directly."""
+    owner = next(each for each in type(module).__mro__ if "forward" in vars(each))
+    if hooks.has_wrapped(owner, "forward"):
+        return
+    original = vars(owner)["forward"]
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # `find_rows` reads the names `args` and `kwargs` from this frame.
+        listener.enter_module(self, args)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            listener.leave_module(self, args, None)
+
+    hooks.wrap(owner, "forward", forward)
+
+
 def _plain(listener: Listener, label: str) -> Callable[[Function], Function]:
     def make(original: Function) -> Function:
         @functools.wraps(original)
         def call(*values: Any, **named: Any) -> Any:
             # A disabled gradient scaler does nothing.
             is_idle = isinstance(values[0], torch.amp.GradScaler) and not values[0].is_enabled()
-            with listener.nested(label) as is_outermost:
-                if is_outermost and not is_idle:  # a scheduler may step other schedulers
-                    listener.note_call(label)
+            # A scheduler may step other schedulers, and a scaler unscales in its step.
+            with listener.nested(label.partition(" ")[0]) as is_outermost:
+                if is_outermost and not is_idle:
+                    listener.note_call(label, values[0])
                 return original(*values, **named)
 
         return call
@@ -176,7 +197,8 @@ def _clip(listener: Listener, label: str) -> Callable[[Function], Function]:
                     listener.before_clip(label, given.get("parameters", given.get("self")))
                 returned = original(**given)
             if is_outermost:
-                listener.after_clip(label, given.get("total_norm", returned), given.get("max_norm"))
+                limit = given.get("max_norm", given.get("clip_value"))
+                listener.after_clip(label, given.get("total_norm", returned), limit)
             return returned
 
         return clip

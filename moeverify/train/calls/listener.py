@@ -11,12 +11,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from moeverify.parallel.regions.passes import is_in_backward, is_trial_pass
+from moeverify.parallel.regions.unseen import unseen
+from moeverify.train.calls.bypass import find_bypassed
 
 P = ParamSpec("P")
 _Self = TypeVar("_Self", bound="Listener")
@@ -48,31 +52,49 @@ def safely(method: Callable[Concatenate[_Self, P], None]) -> Callable[Concatenat
 class Listener:
     """Receives the forward passes, backward passes and optimizer calls of this process.
 
-    `on_stop` is called when the listener stops, and `on_model` when it first sees a model. The listener's
-    own computations run within `unseen`.
+    `on_stop` is called when the listener stops, `on_model` when it first sees a model, and `on_bypass` with
+    the first module of a class whose `forward` is called directly. The listener's own computations run
+    within `unseen`.
     """
 
     def __init__(self) -> None:
         self.is_active = True
         self.on_stop: Callable[[], object] = lambda: None
         self.on_model: Callable[[], object] = lambda: None
+        self.on_bypass: Callable[[nn.Module], object] = lambda module: None
         self.pid = os.getpid()
         self.unseen: Callable[[], AbstractContextManager[None]] = nullcontext
         self._depth = threading.local()
         self._nested: set[str] = set()
+        self._bypassed: WeakSet[nn.Module] = WeakSet()
+
+    @property
+    def is_in_model(self) -> bool:
+        """Return whether this thread is in the forward pass of a module."""
+        return bool(getattr(self._depth, "value", 0))
 
     def enter_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Handle the start of a module's forward pass. The outermost module is the model.
 
-        In a backward pass, the outermost module is a recomputed checkpointed part, not a model.
+        In a backward pass, the outermost module is a recomputed checkpointed part, not a model. A module
+        whose `forward` is called directly is a model too. Its first pass is noticed at its first submodule,
+        and later ones by a wrapper (see `on_bypass`).
         """
         depth = getattr(self._depth, "value", 0)
         self._depth.value = depth + 1
-        if depth == 0 and not is_in_backward():
-            trains = torch.is_grad_enabled() and module.training and not is_trial_pass()
-            self.enter_model(module, sys._getframe(1), trains)
-        else:
-            self.enter_inner(inputs)
+        if depth or is_in_backward():
+            self.enter_inner(module, inputs)
+            return
+        owner = find_bypassed(module)
+        if owner is None or owner not in self._bypassed:
+            outer = module if owner is None else owner
+            trains = torch.is_grad_enabled() and outer.training and not is_trial_pass()
+            self.enter_model(outer, _find_caller() if owner is None else None, trains)
+        if owner is not None:
+            if owner not in self._bypassed:
+                self._bypassed.add(owner)
+                self.on_bypass(owner)
+            self.enter_inner(module, inputs)
 
     def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Handle the end of a module's forward pass, also if it raised."""
@@ -93,15 +115,15 @@ class Listener:
     def enter_model(self, module: nn.Module, frame: Any, trains: bool) -> None:
         """Handle the start of the forward pass of an outermost module.
 
-        `frame` is the frame of the hook's caller. `trains` is whether gradients are enabled and the module
-        is in training mode.
+        `frame` is the frame of the hook's caller, None if the inputs are unknown. `trains` is whether
+        gradients are enabled and the module is in training mode.
         """
 
-    def enter_inner(self, inputs: tuple[Any, ...]) -> None:
+    def enter_inner(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Handle the start of the forward pass of a module inside the model."""
 
-    def note_call(self, label: str) -> None:
-        """Handle a call of a scheduler or a gradient scaler."""
+    def note_call(self, label: str, owner: object = None) -> None:
+        """Handle a call of a scheduler or a gradient scaler, the `owner`."""
 
     def before_backward(self) -> None:
         """Handle the start of a backward pass."""
@@ -129,15 +151,40 @@ class Listener:
         raise NotImplementedError
 
 
+def _find_caller() -> FrameType | None:
+    """Return the frame that called the hook of a module, without our wrapper of the hook."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == unseen.__module__:
+        frame = frame.f_back
+    return frame
+
+
 def find_site() -> str:
     """Return file:line of the script's code that called into torch, or an empty string."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCH, "<")) and not file.endswith("contextlib.py"):
+        if not is_inner_file(file):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def find_scale(scaler: object) -> float | None:
+    """Return the loss scale that gradients have before a call of a scaler, or None if they have none.
+
+    A subclass such as FSDP's unscales by a method of its own, which only shows in the scaler's state.
+    """
+    if not isinstance(scaler, torch.amp.GradScaler):
+        return None
+    states = scaler._per_optimizer_states.values()
+    is_unscaled = any(state["stage"] is OptState.UNSCALED for state in states)
+    return None if is_unscaled else float(scaler.get_scale())
+
+
+def is_inner_file(file: str) -> bool:
+    """Return whether code of this file is not the script's: torch, this package, or generated code."""
+    return file.startswith((_OURS, _TORCH, "<")) or file.endswith("contextlib.py")
 
 
 def to_float(value: Any) -> float:

@@ -43,12 +43,48 @@ def find_kept(calls: Sequence[Call]) -> CallFacts | None:
 
 
 def find_early_clip(calls: Sequence[Call]) -> CallFacts | None:
-    """Return the clips before the last backward pass of an optimizer step if no clip follows it, or None."""
+    """Return the clips before the last backward pass of an optimizer step, or None.
+
+    They are right if a clip by another line, or of other parameters, follows the last backward pass: two
+    losses may each have their own clip.
+    """
     last = backward_range(calls)[1]
+    late = [(call.site, call.target) for call in calls[last:] if clips(call)]
     early = [call for call in calls[:last] if clips(call)]
-    if not early or any(map(clips, calls[last:])):
+    if late:
+        early = [call for call in early if (call.site, call.target) in late]
+    if not early:
         return None
-    return CallFacts(rule=CallRule.EARLY_CLIP, site=early[0].site, actual=len(early))
+    number = len(early) + late.count((early[0].site, early[0].target))
+    return CallFacts(rule=CallRule.EARLY_CLIP, site=early[0].site, actual=number)
+
+
+def find_scaled_clip(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the clip of gradients that a gradient scaler has not unscaled yet, or None.
+
+    A limit of at least the root of the loss scale was multiplied by the scale on purpose.
+    """
+    after = calls[backward_range(calls)[1] :]
+    end = next((place for place, call in enumerate(after) if call.name == "scaler step"), 0)
+    names = [call.name for call in after[:end]]
+    if "scaler unscale" in names:
+        end = names.index("scaler unscale")
+    clip = next((call for call in after[:end] if clips(call)), None)
+    scale = next((call.scale for call in after if call.name.startswith("scaler")), None)
+    if clip is None or clip.max_norm is None or scale is None or clip.max_norm**2 >= scale:
+        return None
+    return CallFacts(rule=CallRule.SCALED_CLIP, site=clip.site, actual=1, norm=scale)
+
+
+def drop_skipped(calls: Sequence[Call]) -> Sequence[Call]:
+    """Return the calls after the last step that a gradient scaler skipped because of infinite gradients."""
+    names = [call.name for call in calls]
+    skipped = [
+        place
+        for place, name in enumerate(names)
+        if name == "scaler step" and names[place + 1 : place + 2] != ["optimizer step"]
+    ]
+    return calls[skipped[-1] + 1 :] if skipped else calls
 
 
 def find_inner_schedule(calls: Sequence[Call]) -> CallFacts | None:

@@ -52,7 +52,8 @@ class CollectiveTrace:
 
     `ledger` has the count and a hash of all collectives of each group, for comparison between ranks.
     `on_group` is called before the first collective of each group, and `on_issue` before each collective with
-    the collective, the issuing frame and the operands.
+    the collective, the issuing frame and the operands. `accepts` says whether a collective that the current
+    thread issues has a place in the ledger, and is shown to `on_issue`.
     With a `path`, the last records are also written to a file that `flight_recorder.read_flight` reads.
     """
 
@@ -69,6 +70,7 @@ class CollectiveTrace:
         self._libraries: list[Any] = []
         self.on_group: Callable[[], None] = lambda: None
         self.on_issue: Callable[[Collective, FrameType | None, Any], None] | None = None
+        self.accepts: Callable[[], bool] = lambda: True
         self._wait: Any = None
 
     def __enter__(self) -> Self:
@@ -160,8 +162,9 @@ class CollectiveTrace:
 
     def _make_kernel(self, operator: Operator, redispatch: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
-            collective = self._begin(operator, find_group(arguments), arguments)
-            if self.on_issue is not None:
+            is_accepted = self.accepts()
+            collective = self._begin(operator, find_group(arguments), arguments, is_noted=is_accepted)
+            if self.on_issue is not None and is_accepted:
                 self.on_issue(collective, find_call(), arguments[0])
             try:
                 returned = redispatch(keys - _BACKEND_SELECT, *arguments, **named)
@@ -208,7 +211,9 @@ class CollectiveTrace:
 
         return wait_and_note
 
-    def _begin(self, operator: Operator, handle: dist.ProcessGroup, arguments: tuple[Any, ...]) -> Collective:
+    def _begin(
+        self, operator: Operator, handle: dist.ProcessGroup, arguments: tuple[Any, ...], *, is_noted: bool
+    ) -> Collective:
         group = self._groups.get(handle)
         if group is None:
             self.on_group()
@@ -222,7 +227,8 @@ class CollectiveTrace:
             self._counts[key] = collective.sequence = self._counts.get(key, 0) + 1
             self._number += 1
             collective.number = self._number
-            self._note(collective)
+            if is_noted:
+                self._note(collective)
             self._collectives.append(collective)
             self._open.append(collective)
             if self._flight is not None:

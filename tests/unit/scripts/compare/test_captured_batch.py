@@ -22,6 +22,7 @@ def make_passes(*ranks: tuple[tuple[int, ...], ...]) -> Any:
         ranks=[
             SimpleNamespace(
                 rank=number,
+                notes=[],
                 rows=[
                     Rows(step=0, name=name, shape=(len(places), 8), rows=tuple(values[n] for n in places))
                     for places in passes

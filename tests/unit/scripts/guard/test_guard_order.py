@@ -14,6 +14,8 @@ from moeverify.scripts.guard.order import CallOrder
 from moeverify.scripts.record.lines import Header, Options
 from moeverify.scripts.record.read import RankRecord
 from moeverify.train.calls.call import Call
+from moeverify.train.calls.listener import find_scale
+from moeverify.train.calls.rules import find_early_clip, find_scaled_clip
 
 DISCARDS = ("forward", "backward", "zero_grad", "forward", "backward", "optimizer step")
 CLIPS_EARLY = ("forward", "backward", "clip_grad_norm_", "forward", "backward", "optimizer step")
@@ -87,7 +89,61 @@ def test_what_is_thrown_away_on_purpose_is_no_finding() -> None:
     assert not find(DISCARDS, rows=((1,), (1,)))  # sharpness-aware minimization: the same rows again
     assert not find(DISCARDS, num_optimizers=2)  # two losses, each with its own optimizer
     assert not find(DISCARDS, has_closure=True)  # LBFGS
-    assert not find((*DISCARDS, "scaler step"))
+    skipped = ("forward", "backward", "scaler unscale", "scaler step", "zero_grad")
+    assert not find((*skipped, "forward", "backward", "scaler unscale", "scaler step", "optimizer step"))
+
+
+def make_calls(*names: str, limit: float = 1.0, site: str = "a") -> list[Call]:
+    """Return calls whose clips have a limit, and a scaler with the loss scale 1024."""
+    return [
+        Call(step=0, name=name, site=site, scale=1024.0, max_norm=limit if name.startswith("clip") else None)
+        for name in names
+    ]
+
+
+def test_a_clip_of_scaled_gradients_is_wrong_unless_its_limit_is_scaled_too() -> None:
+    scaled = ("backward", "clip_grad_norm_", "scaler step", "optimizer step")
+    found = find_scaled_clip(make_calls(*scaled))
+    assert found is not None
+    assert found.norm == 1024.0
+    assert find_scaled_clip(make_calls(*scaled, limit=1024.0)) is None
+    assert find_scaled_clip(make_calls("backward", "scaler unscale", *scaled[1:])) is None
+    assert find_scaled_clip(make_calls("backward", "clip_grad_norm_", "optimizer step")) is None
+    assert (
+        find_scaled_clip(make_calls("backward", "clip_grad_norm_", "scaler unscale", "scaler step"))
+        is not None
+    )
+
+
+def test_a_scaler_that_unscales_by_a_method_of_its_own_leaves_no_scale() -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), make_optimizer()
+    parameters = optimizer.param_groups[0]["params"]
+    scaler.scale(sum(each.sum() for each in parameters)).backward()
+    assert find_scale(scaler) == 1024.0
+    scaler.unscale_(optimizer)
+    assert find_scale(scaler) is None
+    assert find_scale(optimizer) is None
+
+
+def test_a_clip_in_the_loop_is_wrong_although_the_last_one_follows_all_backward_passes() -> None:
+    loop = make_calls("backward", "clip_grad_norm_", "backward", "clip_grad_norm_")
+    found = find_early_clip([*loop, *make_calls("clip_grad_norm_", site="b")])
+    assert found is not None
+    assert found.actual == 2
+    # Two losses, each with a clip of its own parameters.
+    own = [call.model_copy(update={"target": place}) for place, call in enumerate(loop)]
+    assert find_early_clip(own) is None
+
+
+def test_parameters_of_another_copy_of_the_model_are_named() -> None:
+    model, copied = nn.Linear(2, 2), nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    order = CallOrder()
+    for _ in range(2):
+        order.see_step(torch.optim.SGD(copied.parameters(), lr=0.1), {})
+        order.end_step([], [])
+    assert order.is_idle
+    assert order.find_forgotten(parameters(model)) == ("weight", "bias")
 
 
 def test_parameters_that_no_optimizer_has_are_named_unless_it_has_copies() -> None:

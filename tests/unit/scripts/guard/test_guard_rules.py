@@ -53,8 +53,7 @@ def make_clip(
 
 
 def make_norm_rule() -> NormRule:
-    equal, _ = find_replicas(make_headers(), make_records())
-    return NormRule(equal, 2)
+    return NormRule(*find_replicas(make_headers(), make_records()), 2)
 
 
 STEPS = ((1.0, 2.0, 3.0), (2.0, 1.0, 3.0), (0.5, 4.0, 1.0), (3.0, 0.5, 0.5))

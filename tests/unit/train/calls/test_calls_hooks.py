@@ -22,7 +22,7 @@ class Heard(Listener):
         self.names: list[str] = []
         self.norms: list[float] = []
 
-    def note_call(self, label: str) -> None:
+    def note_call(self, label: str, owner: object = None) -> None:
         self.names.append(label)
 
     def before_backward(self) -> None:

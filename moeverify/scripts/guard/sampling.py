@@ -1,0 +1,72 @@
+"""Samples of one step of a rank, and the description of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.results.finding import Finding
+from moeverify.scripts.guard.lines import ClipLine, Nonfinite, SumLine, TensorLine
+from moeverify.train.calls.call import Call
+
+
+class Sampling:
+    """Samples of the current step; parameters are keyed by id."""
+
+    def __init__(self) -> None:
+        self.has_backward = False
+        self.kept: dict[int, float] = {}  # norms of the gradients before the first backward pass
+        self.before: dict[int, float] = {}  # the same after the last backward pass, or before the clip
+        self.clipped: dict[int, float] = {}
+        self.clips: list[tuple[float | None, float | None, dict[int, float]]] = []
+        self.forgotten: tuple[str, ...] = ()
+        self.closures: set[int] = set()
+        self.stepped: set[int] = set()
+        self.began: list[int] = []
+        self.gradients: dict[int, tuple[int, float]] = {}  # number of the tensor -> hash, sum of squares
+        self.partial: list[int] = []
+        self.rows: list[tuple[int, ...]] = []
+        self.data_site = ""
+        self.calls: list[Call] = []
+        self.groups: tuple[Any, ...] | None = None
+        self.exchanged: tuple[tuple[int, ...], ...] = ()
+        self.sums: tuple[SumLine, ...] = ()
+        self.is_traced = True
+        self.is_known_kind = True
+        self.takes_any = False
+        self.unjudged: list[str] = []
+        self.nonfinite: Nonfinite | None = None
+        self.findings: list[Finding] = []
+
+    def list_clips(self, numbers: Mapping[int, int]) -> tuple[ClipLine, ...]:
+        """Return the clips; `numbers` has the number of each tensor by the id of its parameter."""
+        return tuple(
+            ClipLine(
+                norm=norm,
+                max_norm=most,
+                squares={numbers[each]: size**2 for each, size in norms.items() if each in numbers},
+            )
+            for norm, most, norms in self.clips
+        )
+
+
+def describe_tensor(shard: LocalShard, *, is_varied: bool, site: str) -> TensorLine:
+    """Return the description of a shard for the judge."""
+    parameter = shard.tensor
+    mesh = (
+        tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) if isinstance(parameter, DTensor) else ()
+    )
+    return TensorLine(
+        name=shard.name,
+        shape=shard.region.shape,
+        region=shard.region.key,
+        is_whole=shard.region.is_whole,
+        mesh=mesh,
+        eps=torch.finfo(parameter.dtype).eps if parameter.is_floating_point() else 0.0,
+        is_varied=is_varied,
+        site=site,
+    )

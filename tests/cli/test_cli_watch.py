@@ -1,0 +1,17 @@
+"""Options of `moeverify watch` that cannot be used: all of them are listed at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from moeverify.cli import build_app
+
+
+def test_all_bad_options_are_listed_also_without_a_folder(tmp_path: Path) -> None:
+    words = ["watch", "--steps", "3-1", "--nudge-dtype", "bfloat16", "--weights", str(tmp_path), "--", "true"]
+    done = CliRunner().invoke(build_app(), words)
+    assert done.exit_code == 2
+    options = ("--steps", "--out", "--nudge-dtype", "--weights")
+    assert [option for option in options if option in done.output] == list(options)
