@@ -88,8 +88,7 @@ def run(
         ),
     ] = None,
     watch: Annotated[
-        bool,
-        typer.Option("--watch", help="Stay, and run again what a changed file touches."),
+        bool, typer.Option("--watch", help="Stay, and run again what a changed file touches.")
     ] = False,
     settings: RunSettings,
     tracking: Tracking,

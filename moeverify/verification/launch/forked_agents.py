@@ -102,7 +102,7 @@ def request_agent(
 
 
 def _describe_process() -> dict[str, Any]:
-    """Return what an agent takes over from this process, see `agent.adopt`."""
+    """Return the state of this process that an agent takes over, see `agent.adopt`."""
     mask = os.umask(0o077)
     os.umask(mask)
     return {"environment": dict(os.environ), "folder": str(Path.cwd()), "umask": mask}

@@ -43,6 +43,8 @@ def start_server(device: str, idle: float) -> int:
     """
     words = [sys.executable, "-P", "-m", "moeverify.verification.launch.agent_server"]
     search_path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    with contextlib.suppress(FileExistsError):
+        _name_folder().mkdir(mode=0o700)
     # The process ends as soon as the server, which it forks, accepts launches.
     with tempfile.TemporaryFile() as output:
         done = subprocess.run(
@@ -74,6 +76,8 @@ def is_serving(device: str) -> bool:
 def stop_servers() -> int:
     """Ask all servers of this user to end after their launches. Return their number."""
     count = 0
+    if not _name_folder().exists():
+        return count
     for place in _find_folder().glob("*.socket"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
             try:
@@ -102,14 +106,19 @@ def _find_socket(device: str) -> Path:
 
 
 def _find_folder() -> Path:
-    """Return the folder of this user's sockets. Raises: MachineError when others can enter it."""
-    folder = Path(tempfile.gettempdir()) / f"moeverify-serve-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
+    """Return the folder of this user's sockets.
+
+    Raises: FileNotFoundError when no server was started yet; MachineError when others can enter it.
+    """
+    folder = _name_folder()
     state = folder.lstat()
     if state.st_uid != os.getuid() or state.st_mode & 0o7077 or folder.is_symlink():
         raise MachineError(f"{folder} is not a folder of mode 700 of this user; remove it, or set TMPDIR")
     return folder
+
+
+def _name_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"moeverify-serve-{os.getuid()}"
 
 
 def _make_key(device: str) -> str:

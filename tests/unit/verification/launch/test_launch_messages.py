@@ -22,7 +22,7 @@ class Silent(Exception):
 
 @pytest.fixture
 def reporter(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(failure_reporter, "leave_traces", lambda *_: None)
+    monkeypatch.setattr(failure_reporter, "leave_traces", lambda *_, **__: None)
     return failure_reporter.FailureReporter(Path(), 1, CollectiveTrace(), False)
 
 
