@@ -112,22 +112,23 @@ READS_ENVIRONMENT = (
 # Modules that read files directly: those that only this project writes, and the readers of each format. All others
 # use `input_file`, `json_file` and `case.document`, which have the limits on files of users.
 READS_FILES = (
-    "bench",
-    "collectives",
-    "faults",
-    "guard",
-    "launch",
-    "pytest_plugin",
-    "worker",
-    "capture.command",
-    "controller.finished",
-    "controller.machine",
     "explain.packed",
+    "faults",
     "json_file",
-    "placement.trace_file",
+    "pytest_plugin",
     "report.formats.trace",
     "report.page",
-    "weights.dcp",
+    "scripts.guard",
+    "scripts.record.command",
+    "scripts.record.draw",  # a module that is being imported
+    "tools.bench",
+    "tools.placement.trace_file",
+    "tools.weights.dcp",
+    "verification.collectives",
+    "verification.controller.finished",
+    "verification.controller.machine",
+    "verification.launch",
+    "verification.worker",
 )
 
 BAD_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

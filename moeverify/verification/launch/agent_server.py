@@ -20,7 +20,7 @@ from pathlib import Path
 
 from moeverify.verification.launch.agent import adopt, prepare, run_agent
 from moeverify.verification.launch.die_with_parent import die_with
-from moeverify.verification.launch.forked_agents import STOP
+from moeverify.verification.launch.forked_agents import STOP, short_path
 from moeverify.verification.launch.plan import Plan
 
 ENTRY = "moeverify.verification.worker.main"
@@ -50,7 +50,8 @@ def _listen(place: Path, idle: float) -> _Server:
     """Return a server on a socket file. Only this user can connect: the folder has mode 700."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     place.unlink(missing_ok=True)  # of a server that was killed
-    listener.bind(str(place))
+    with short_path(place) as path:
+        listener.bind(path)
     listener.listen()
     return _Server(set(), listener, place, idle)
 

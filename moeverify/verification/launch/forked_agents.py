@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -24,6 +25,16 @@ STOP = b"stop"
 _LONGEST = 1 << 10
 _POLL = 0.5
 _KILLED = -signal.SIGKILL
+
+
+@contextmanager
+def short_path(place: Path) -> Iterator[str]:
+    """Yield a path of a socket that is short wherever its folder is: the kernel takes 107 bytes at most."""
+    folder = os.open(place.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{place.name}"
+    finally:
+        os.close(folder)
 
 
 class AgentServer(AbstractContextManager["AgentServer"]):

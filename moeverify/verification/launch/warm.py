@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moeverify.errors import MachineError
-from moeverify.verification.launch.forked_agents import STOP, ForkedAgent, request_agent
+from moeverify.verification.launch.forked_agents import STOP, ForkedAgent, request_agent, short_path
 
 _PACKAGE = Path(__file__).parents[2]
 # Variables that an interpreter and libraries read when they start.
@@ -81,7 +81,8 @@ def stop_servers() -> int:
     for place in _find_folder().glob("*.socket"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
             try:
-                requests.connect(str(place))
+                with short_path(place) as path:
+                    requests.connect(path)
                 requests.send(STOP)
                 count += 1
             except OSError:  # its server was killed
@@ -93,7 +94,8 @@ def _connect(device: str) -> socket.socket:
     place = _find_socket(device)
     requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        requests.connect(str(place))
+        with short_path(place) as path:
+            requests.connect(path)
     except OSError:
         requests.close()
         raise
