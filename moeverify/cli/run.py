@@ -98,6 +98,7 @@ def run(
 ) -> None:
     """Verify each case: its layout against its golden."""
     with open_context() as context:
+        outputs.silence(context)
         if watch:
             check_watch()
         if context.is_first:
@@ -259,6 +260,7 @@ def run_and_report(
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
 
+    outputs.silence(context)
     keeper = Keeper(finished or {})
     known = {} if durations is None else durations.read(case.name for case in cases)
     try:
@@ -297,13 +299,14 @@ def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, qui
 
     The files come first, since the reader of the console may close the pipe.
     """
-    from moeverify.report.text import render_run
+    from moeverify.report.next_steps import Kept
 
+    outputs.silence(context)
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict does not depend on the reader
-        render_run(result, context.out, folder=outputs.folder, file=outputs.files.get("json"), quiet=quiet)
+        outputs.render(result, context, Kept(outputs.folder, outputs.files.get("json")), quiet=quiet)
         failures += outputs.publish(result, context)
     for failure in failures:
         context.err.print(f"error: {failure}", soft_wrap=True)
