@@ -37,7 +37,7 @@ def schema(
 
 def make_results_schema() -> dict[str, Any]:
     """Return one schema for the JSON of runs, `bench`, `comm` and `route`, and of `--json-brief`."""
-    from pydantic.json_schema import models_json_schema
+    from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
     from moeverify.results.brief import Brief
     from moeverify.results.collective_run import CollectiveRun
@@ -45,9 +45,18 @@ def make_results_schema() -> dict[str, Any]:
     from moeverify.results.route import RouteReport
     from moeverify.results.run import RunResult
 
+    class WithInfinities(GenerateJsonSchema):
+        """Schemas in which numbers that are not finite are strings, as a `Record` writes them."""
+
+        def float_schema(self, schema: Any) -> dict[str, Any]:
+            """Return the schema of a number."""
+            return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+
     kinds = (RunResult, Brief, BenchRun, CollectiveRun, RouteReport)
     names, whole = models_json_schema(
-        [(kind, "serialization") for kind in kinds], title="Results of moeverify"
+        [(kind, "serialization") for kind in kinds],
+        title="Results of moeverify",
+        schema_generator=WithInfinities,
     )
     *objects, route = (names[kind, "serialization"] for kind in kinds)
     return {**whole, "anyOf": [*objects, {"type": "array", "items": route}]}

@@ -11,7 +11,7 @@ from moeverify.report.stacks import find_reason
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
 from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
 from moeverify.results.culprit import Culprit
-from moeverify.results.run import CaseResult, RunResult
+from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def _make_brief(run: RunResult, kept: Kept, only: Numbered | None, limits: _Limi
         pairs = advise(wanted[0], run.command, kept, own[0] if own else 1)
         steps = [NextStep(command=command, purpose=purpose) for command, purpose in pairs[: limits.items]]
     return Brief(
+        schema_version=SCHEMA_VERSION,
         verdict=run.verdict,
         counts=dict(count_verdicts(run)),
         seconds=round(run.seconds, 1),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from moeverify.results.finding import Verdict
 from moeverify.results.record import Record
-from moeverify.results.run import SCHEMA_VERSION
 
 MOST_BYTES = 4000
 
@@ -59,7 +58,7 @@ class Brief(Record):
     belongs to the first case.
     """
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int
     verdict: Verdict
     counts: dict[str, int]
     seconds: float = 0.0

@@ -14,7 +14,7 @@ from moeverify.results.brief import MOST_BYTES
 from moeverify.results.culprit import CodeLine, Culprit, Operation
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.finding import Finding
-from moeverify.results.run import CaseResult, RankReport, RunResult
+from moeverify.results.run import SCHEMA_VERSION, CaseResult, RankReport, RunResult
 
 
 def make_run(num_cases: int, num_findings: int, length: int) -> RunResult:
@@ -54,6 +54,7 @@ def read(run: RunResult, kept: Kept | None = None, **rest: Any) -> dict[str, Any
     text = format_brief(run, kept or Kept(Path("runs/1")), **rest)
     assert len(text.encode()) < MOST_BYTES
     content: dict[str, Any] = json.loads(text)
+    assert content["schema_version"] == SCHEMA_VERSION
     return content
 
 
@@ -99,3 +100,5 @@ def test_the_schema_describes_the_keys_of_a_run_and_of_the_short_form() -> None:
         assert {f"#/$defs/{name}"} & {each.get("$ref") for each in schema["anyOf"]} or name == "CaseResult"
         assert set(content) <= set(definitions[name]["properties"])
     assert definitions["CheckResult"]["properties"]["blind"]  # the name in JSON
+    bound = run["cases"][1]["findings"][0]["bound"]
+    assert bound in definitions["Finding"]["properties"]["bound"]["anyOf"][1]["enum"]

@@ -7,17 +7,18 @@ writes a `TriedModel` or a `Refused` as JSON.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from moeverify.cases.schema import CustomModel, Data, Optimizer, Recipe
+from moeverify.cases.schema import CustomModel, Data, Precision, Recipe
 from moeverify.cases.shrink import shrink
 from moeverify.errors import CaseError, MoeverifyError, Problem
 from moeverify.parallel.regions.region import Region
@@ -25,7 +26,6 @@ from moeverify.results.factory import POSITIONS, ROWS, Refused, TriedModel
 from moeverify.stacks import configured
 from moeverify.stacks.configured import build_on_meta, find_configuration, find_logits
 from moeverify.train.assemble import assemble_single
-from moeverify.train.forward import cross_entropy
 from moeverify.train.loop import train
 from moeverify.train.target import describe_error, resolve
 
@@ -36,9 +36,9 @@ _MOST_TRIED = 20_000_000
 _SECOND = 1.0
 _FACTORY = "recipe.model.factory"
 _FRAMEWORKS = ("transformers", "torchtitan", "megatron", "lightning", "pytorch_lightning", "deepspeed")
-_EXPERT_DEGREE = re.compile("ep|ep_|expert_(model_)?parallel")
-
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+_OWN_SETTINGS = ("torchtitan", "megatron")
+_EXPERT_DEGREE = re.compile("ep$|ep_|expert_(model_)?parallel")
+_PRECISIONS: tuple[Precision, ...] = ("float64", "float32")
 
 
 def try_model(factory: str, parallelize: str) -> TriedModel:
@@ -49,56 +49,48 @@ def try_model(factory: str, parallelize: str) -> TriedModel:
     trial = Trial(factory)
     framework = find_framework(trial.whole)
     if framework not in ("", "transformers"):
-        message = (
-            f"{type(trial.whole).__name__} is a model of {framework}, which builds it from its own settings"
-        )
-        remedy = (
-            f"write them into a recipe like those of examples/stacks/{framework.removeprefix('pytorch_')}"
-        )
-        raise CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
+        raise _refuse_framework(type(trial.whole).__name__, framework)
     sizes = shrink(trial.configuration.sizes, trial.count, BUDGET)
     left = trial.count(sizes)
-    if left is None or left > _MOST_TRIED:
+    if left is None:
+        raise trial.error
+    if left > _MOST_TRIED:
         message = (
             f"the model has {left} parameters, and no argument or field of a configuration makes it smaller"
         )
         remedy = "name a function whose arguments are the sizes of the model"
-        raise trial.error if left is None else CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
-    changes = {**trial.rates, **sizes}
-    made, arguments = trial.configuration.name(changes)
-    model = CustomModel(
-        factory=made, arguments=arguments, loss=trial.loss or None, vocab_size=trial.vocab_size
-    )
-    precision, seconds = time_step(model)
+        raise CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
     original = {**trial.configuration.sizes, **trial.configuration.rates}
-    divides = find_parallelize(factory, parallelize)
+    model, module = trial.recipe.model, sys.modules[factory.partition(":")[0]]
+    divides = parallelize or find_parallelize(module)
     return TriedModel(
         title=type(trial.whole).__name__,
         framework=framework,
-        factory=made,
-        arguments=arguments,
-        loss=trial.loss,
-        vocab_size=trial.vocab_size,
-        precision=precision,
-        changes={name: (original[name], value) for name, value in changes.items()},
+        factory=model.factory,
+        arguments=model.arguments,
+        loss=model.loss or "",
+        vocab_size=model.vocab_size,
+        precision=trial.recipe.precision,
+        changes={name: (original[name], value) for name, value in {**trial.rates, **sizes}.items()},
         parameters=(count_parameters(trial.whole), left),
-        seconds=seconds,
-        notes=tuple(list_notes(trial.loss, left, seconds)),
+        seconds=trial.seconds,
+        notes=tuple(list_notes(model.loss or "", left, trial.seconds)),
         parallelize=divides,
         expert_degrees=tuple(list_expert_degrees(divides)),
     )
 
 
 class Trial:
-    """Steps of one model under different sizes, and the first loss that works."""
+    """Steps of one model under different sizes; `recipe` is the last one that worked."""
+
+    recipe: Recipe
+    seconds: float
 
     def __init__(self, factory: str) -> None:
         self.configuration = find_configuration(factory)
         self.rates = dict.fromkeys(self.configuration.rates, 0.0)
         self.whole = build_on_meta(lambda: self.configuration.build({}))
-        self.losses = list_losses(factory)
-        self.loss = ""
-        self.vocab_size = 0
+        self.losses = [*list_losses(sys.modules[factory.partition(":")[0]])]
         self.error = CaseError([Problem("no step of the model works", path=_FACTORY)])
 
     def count(self, sizes: Mapping[str, int]) -> int | None:
@@ -106,86 +98,43 @@ class Trial:
 
         Large models are counted and not tried, since they may not fit into memory.
         """
+        changes = {**self.rates, **sizes}
         try:
-            found = count_parameters(build_on_meta(lambda: self._build(sizes)))
+            found = count_parameters(build_on_meta(lambda: self.configuration.build(changes)))
             if found <= _MOST_TRIED:
-                self._step(self._build(sizes))
+                self._step(changes)
         except CaseError as error:
             self.error = error
             return None
         except Exception as error:  # whatever the user's code raises for these sizes
-            self.error = CaseError(
-                [Problem(f"no step of the model works: {describe_error(error)}", path=_FACTORY)]
-            )
+            message = f"no step of the model works: {describe_error(error)}"
+            self.error = CaseError([Problem(message, path=_FACTORY)])
             return None
         return found
 
-    def _build(self, sizes: Mapping[str, int]) -> nn.Module:
-        torch.manual_seed(0)
-        return self.configuration.build({**self.rates, **sizes})
-
-    def _step(self, model: nn.Module) -> None:
-        """Make a forward and a backward pass with the first loss that works, and keep its name.
+    def _step(self, changes: Mapping[str, float]) -> None:
+        """Train a step with the first loss that works, in the widest precision in which it does.
 
         Raises: Exception of the first loss when none works.
         """
-        tokens = (torch.arange(ROWS * POSITIONS) % 2).view(ROWS, POSITIONS)  # valid in any vocabulary
+        factory, arguments = self.configuration.name(changes)
+        vocab_size = find_vocabulary(self.configuration.build(changes))
         first: Exception | None = None
-        for name, loss in self.losses.items():
+        for loss, precision in itertools.product(self.losses, _PRECISIONS):
+            model = CustomModel(factory=factory, arguments=arguments, loss=loss, vocab_size=vocab_size)
+            data = Data(batch=ROWS, seq_len=POSITIONS, min_valid=0.5)
+            recipe = Recipe(name="init", model=model, data=data, precision=precision)
             try:
-                loss(model, tokens, tokens).sum().backward()  # type: ignore[no-untyped-call]
+                program = assemble_single(recipe, torch.device("cpu"))
+                begun = time.perf_counter()
+                train(recipe, program, _Nothing(), num_steps=1)
             except Exception as error:
                 first = first or error
                 continue
-            self.loss, self.vocab_size = name, find_vocabulary(model, tokens)
+            self.recipe, self.seconds, self.losses = recipe, time.perf_counter() - begun, [loss]
             return
         assert first is not None
         raise first
-
-
-def list_losses(factory: str) -> dict[str, Loss]:
-    """Return the losses to try by the name in a recipe: those beside the factory, then those of usual outputs."""
-    module = sys.modules[factory.partition(":")[0]]
-    own = {
-        f"{module.__name__}:{name}": found
-        for name, found in vars(module).items()
-        if "loss" in name and inspect.isfunction(found) and found.__module__ == module.__name__
-        if len(_list_required(found)) == 3
-    }
-    usual = {
-        f"{configured.__name__}:{each.__name__}": each
-        for each in (configured.loss_of_first, configured.loss_with_targets)
-    }
-    return {**own, "": _built_in_loss, **usual}
-
-
-def _built_in_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    output = model(tokens)
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor):
-        message = f"the model returned {type(output).__name__}, which is no tensor and has no `logits`"
-        raise CaseError(
-            [Problem(message, path=_FACTORY, remedy="write a `loss(model, tokens, targets)` beside it")]
-        )
-    return cross_entropy(find_logits(logits, tokens), targets)
-
-
-def find_vocabulary(model: nn.Module, tokens: Tensor) -> int:
-    """Return the number of tokens: the rows of the first embedding, at most the width of the logits."""
-    rows = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)][:1]
-    for call in (lambda: model(tokens), lambda: model(tokens, tokens)):
-        try:
-            output = call()
-            rows.append(find_logits(getattr(output, "logits", output), tokens).shape[-1])
-            break
-        except Exception:  # an own loss may call the model in another way
-            continue
-    if not rows:
-        message = "the size of the vocabulary is not known: no `nn.Embedding`, and no logits"
-        raise CaseError(
-            [Problem(message, path=_FACTORY, remedy="write the recipe by hand, with `vocab_size`")]
-        )
-    return min(rows)
 
 
 class _Nothing:
@@ -198,29 +147,35 @@ class _Nothing:
         """Ignore the start of a step."""
 
 
-def time_step(model: CustomModel) -> tuple[Literal["float64", "float32"], float]:
-    """Return the widest precision in which the model computes, and the seconds of a step there.
+def list_losses(module: ModuleType) -> Iterator[str | None]:
+    """Yield the losses to try: those beside the factory, the built-in one, and those of usual outputs."""
+    for name, found in vars(module).items():
+        if "loss" in name and inspect.isfunction(found) and found.__module__ == module.__name__:
+            parameters = inspect.signature(found).parameters.values()
+            if sum(each.default is each.empty for each in parameters) == 3:
+                yield f"{module.__name__}:{name}"
+    yield None
+    yield from (f"{configured.__name__}:{name}" for name in ("loss_of_first", "loss_with_targets"))
 
-    Raises: CaseError when no step works in float32 either.
+
+def find_vocabulary(model: nn.Module) -> int:
+    """Return the number of tokens: the rows of the first embedding, at most the width of the logits.
+
+    Raises: Exception of the first call when the model has no embedding, and returns no logits.
     """
-    precisions: tuple[Literal["float64", "float32"], ...] = ("float64", "float32")
-    for precision in precisions:
-        recipe = Recipe(
-            name="init",
-            model=model,
-            data=Data(batch=ROWS, seq_len=POSITIONS, min_valid=0.5),
-            optimizer=Optimizer(),
-            precision=precision,
-        )
+    tokens = (torch.arange(ROWS * POSITIONS) % 2).view(ROWS, POSITIONS)  # valid in any vocabulary
+    found = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)][:1]
+    errors: list[Exception] = []
+    for inputs in ((tokens,), (tokens, tokens)):
         try:
-            program = assemble_single(recipe, torch.device("cpu"))
-            begun = time.perf_counter()
-            train(recipe, program, _Nothing(), num_steps=1)
-            return precision, time.perf_counter() - begun
-        except CaseError as error:
-            if precision == "float32" or error.problems[0].path != "recipe.precision":
-                raise
-    raise AssertionError
+            output = model(*inputs)
+            found.append(find_logits(getattr(output, "logits", output), tokens).shape[-1])
+            break
+        except Exception as error:  # a loss of the user's may call the model in another way
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return min(found)
 
 
 def find_framework(model: nn.Module) -> str:
@@ -229,22 +184,21 @@ def find_framework(model: nn.Module) -> str:
     return next((name for name in packages if name in _FRAMEWORKS), "")
 
 
+def _refuse_framework(title: str, framework: str) -> CaseError:
+    remedy = "name the function that makes the plain model inside it"
+    if framework in _OWN_SETTINGS:
+        remedy = f"write its settings into a recipe like those of examples/stacks/{framework}"
+    return CaseError([Problem(f"{title} is a model of {framework}", path=_FACTORY, remedy=remedy)])
+
+
 def count_parameters(model: nn.Module) -> int:
     """Return the number of elements of all parameters."""
     return sum(each.numel() for each in model.parameters())
 
 
-def find_parallelize(factory: str, given: str) -> str:
-    """Return the function that divides the model: the given one, or `parallelize` beside the factory.
-
-    Raises: CaseError when the given one cannot be imported.
-    """
-    if given:
-        resolve(given, "layout.parallelize")
-        return given
-    module = sys.modules[factory.partition(":")[0]]
-    beside = getattr(module, "parallelize", None)
-    return f"{module.__name__}:parallelize" if inspect.isfunction(beside) else ""
+def find_parallelize(module: ModuleType) -> str:
+    """Return the function `parallelize` of a module, or an empty text."""
+    return f"{module.__name__}:parallelize" if inspect.isfunction(vars(module).get("parallelize")) else ""
 
 
 def list_expert_degrees(parallelize: str) -> Iterator[str]:
@@ -256,17 +210,12 @@ def list_expert_degrees(parallelize: str) -> Iterator[str]:
 
 def list_notes(loss: str, parameters: int, seconds: float) -> Iterator[str]:
     """Yield what a reader should know about the trial."""
-    if loss.endswith(configured.loss_of_first.__name__):
+    if loss.endswith("loss_of_first"):
         yield "only the logits are in the loss: for other outputs write a `loss(model, tokens, targets)` beside it"
     if parameters > BUDGET:
         yield f"{parameters} parameters are left: no argument or field of a configuration makes the model smaller"
     if seconds > _SECOND:
         yield f"a step takes {seconds:.1f} s: a factory with sizes as arguments would be made smaller"
-
-
-def _list_required(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [each.name for each in parameters if each.default is each.empty]
 
 
 def main(factory: str, parallelize: str, file: Path) -> None:
