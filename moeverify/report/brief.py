@@ -63,7 +63,7 @@ def _make_brief(run: RunResult, kept: Kept, only: Numbered | None, limits: _Limi
     return Brief(
         schema_version=SCHEMA_VERSION,
         verdict=run.verdict,
-        counts=dict(count_verdicts(run)),
+        counts=count_verdicts(run),
         seconds=round(run.seconds, 1),
         cases=tuple(told),
         omitted=len(open_ones) - len(told) if only is None else 0,

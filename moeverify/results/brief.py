@@ -60,7 +60,7 @@ class Brief(Record):
 
     schema_version: int
     verdict: Verdict
-    counts: dict[str, int]
+    counts: dict[Verdict, int]
     seconds: float = 0.0
     cases: tuple[BriefCase, ...] = ()
     omitted: int = 0

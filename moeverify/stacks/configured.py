@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ def find_configuration(target: str) -> Configuration:
     )
 
 
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(build: Callable[[], Any]) -> nn.Module:
     """Return a model without memory for its tensors if its code allows that, and as it is if not.
 
     Raises: CaseError when the code raises, or does not return a module.
@@ -136,10 +136,10 @@ def _of_object(
         plain = _describe_transformers(config)
 
         def build(changes: Mapping[str, Any]) -> nn.Module:
-            return transformers.make(**plain | changes)
+            return transformers.make(**{**plain, **changes})
 
         return Configuration(
-            sizes, rates, build, lambda changes: (f"{transformers.__name__}:make", plain | changes)
+            sizes, rates, build, lambda changes: (f"{transformers.__name__}:make", {**plain, **changes})
         )
 
     def name(changes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -177,14 +177,13 @@ def _is_config(value: Any) -> bool:
 
 def _list_configs(factory: Callable[..., Any], name: str) -> Iterator[Any]:
     """Yield the objects with default values that fit the argument `name`, the most likely first."""
-    function = factory.__init__ if isinstance(factory, type) else factory
     try:
-        hints = get_type_hints(function)
-    except Exception:  # an annotation that names something that does not exist
-        hints = {}
+        hint = inspect.signature(factory, eval_str=True).parameters[name].annotation
+    except NameError:  # an annotation that names something that does not exist
+        hint = None
     module = sys.modules[factory.__module__]
     beside = [each for each in vars(module).values() if isinstance(each, type) and is_dataclass(each)]
-    for kind in (hints.get(name), getattr(factory, "config_class", None), *beside):
+    for kind in (hint, getattr(factory, "config_class", None), *beside):
         if not isinstance(kind, type):
             continue
         try:

@@ -73,7 +73,7 @@ def _hash(text: str) -> str:
 
 def name_recipe(model: TriedModel) -> str:
     """Return the name of a model's class in the style of files: `qwen3-moe-for-causal-lm`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])|_", "-", model.title).lower()
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z][A-Za-z])|_", "-", model.title).lower()
 
 
 def write_recipe(model: TriedModel) -> str:

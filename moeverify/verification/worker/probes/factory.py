@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from moeverify.cases.schema import CustomModel, Data, Precision, Recipe
+from moeverify.cases.schema import CustomModel, Data, Recipe
 from moeverify.cases.shrink import shrink
 from moeverify.errors import CaseError, MoeverifyError, Problem
 from moeverify.parallel.regions.region import Region
@@ -38,7 +39,8 @@ _FACTORY = "recipe.model.factory"
 _FRAMEWORKS = ("transformers", "torchtitan", "megatron", "lightning", "pytorch_lightning", "deepspeed")
 _OWN_SETTINGS = ("torchtitan", "megatron")
 _EXPERT_DEGREE = re.compile("ep$|ep_|expert_(model_)?parallel")
-_PRECISIONS: tuple[Precision, ...] = ("float64", "float32")
+_Wide = Literal["float64", "float32"]
+_PRECISIONS: tuple[_Wide, ...] = get_args(_Wide)
 
 
 def try_model(factory: str, parallelize: str) -> TriedModel:
@@ -61,7 +63,7 @@ def try_model(factory: str, parallelize: str) -> TriedModel:
         remedy = "name a function whose arguments are the sizes of the model"
         raise CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
     original = {**trial.configuration.sizes, **trial.configuration.rates}
-    model, module = trial.recipe.model, sys.modules[factory.partition(":")[0]]
+    model, module = trial.model, sys.modules[factory.partition(":")[0]]
     divides = parallelize or find_parallelize(module)
     return TriedModel(
         title=type(trial.whole).__name__,
@@ -70,7 +72,7 @@ def try_model(factory: str, parallelize: str) -> TriedModel:
         arguments=model.arguments,
         loss=model.loss or "",
         vocab_size=model.vocab_size,
-        precision=trial.recipe.precision,
+        precision=trial.precision,
         changes={name: (original[name], value) for name, value in {**trial.rates, **sizes}.items()},
         parameters=(count_parameters(trial.whole), left),
         seconds=trial.seconds,
@@ -81,9 +83,10 @@ def try_model(factory: str, parallelize: str) -> TriedModel:
 
 
 class Trial:
-    """Steps of one model under different sizes; `recipe` is the last one that worked."""
+    """Steps of one model under different sizes; `model`, `precision` and `seconds` are of the last that worked."""
 
-    recipe: Recipe
+    model: CustomModel
+    precision: _Wide
     seconds: float
 
     def __init__(self, factory: str) -> None:
@@ -131,7 +134,8 @@ class Trial:
             except Exception as error:
                 first = first or error
                 continue
-            self.recipe, self.seconds, self.losses = recipe, time.perf_counter() - begun, [loss]
+            self.model, self.precision, self.losses = model, precision, [loss]
+            self.seconds = time.perf_counter() - begun
             return
         assert first is not None
         raise first
