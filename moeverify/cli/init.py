@@ -24,14 +24,13 @@ def init(
     ],
     *,
     parallelize: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--parallelize",
             metavar="PKG.MOD:FN",
             help="Your `parallelize(model, mesh)`. Default: the one in the module of the model, if any.",
-            show_default=False,
         ),
-    ] = "",
+    ] = None,
     folder: Annotated[
         Path, typer.Option("--folder", metavar="DIR", help="Where the cases are written.")
     ] = Path("verify"),
@@ -55,7 +54,7 @@ def init(
             raise CaseError([Problem(message, path="--folder", remedy="name a folder such as verify")])
         root = Path.cwd()
         context.err.print(f"trying {factory} on one device", soft_wrap=True)
-        model = try_factory(factory, parallelize, root)
+        model = try_factory(factory, parallelize or "", root)
         _render_model(model, context)
         with open_progress(context.out, quiet=False, durations={}) as progress:
             tried, result = try_layouts(model, root, str(folder), list_candidates(model), progress.on_event)

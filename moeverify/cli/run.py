@@ -128,11 +128,8 @@ def run(
         loaded = selection.load_valid()
         render_refused(loaded, context)
         last = verify(loaded, {})
-        if watch:
-            raise typer.Exit(
-                rerun_on_changes(selection, partial(_read_keys, settings, out), verify, last, context)
-            )
-        raise typer.Exit(last.code)
+        keys = partial(_read_keys, settings, out)
+        raise typer.Exit(rerun_on_changes(selection, keys, verify, last, context) if watch else last.code)
 
 
 def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
 
 @dataclass(frozen=True)
 class _Limits:
-    """How much of a run is told: numbers of items, and characters of a text."""
+    """The most items of a run, and the most characters of a text."""
 
     cases: int
     findings: int

@@ -1,4 +1,4 @@
-"""A run in less than 4 kB, for programs that read it to decide what to do next. No torch."""
+"""A run in less than 4 kB, for programs that choose the next command by it. No torch."""
 
 from __future__ import annotations
 

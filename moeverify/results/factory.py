@@ -1,4 +1,4 @@
-"""What is known of a user's model after it was built and tried on one device. No torch."""
+"""A user's model as it was tried on one device, as data. No torch."""
 
 from __future__ import annotations
 

@@ -119,8 +119,6 @@ def verify(
         "checks": dict(checks or {}),
     }
     verified = _run([build_case(fields)], device, escalates=escalate)
-    if verified.cases[0].verdict == "skipped":
-        raise MachineError(verified.cases[0].reason)
     return Verification(verified.model_copy(update={"allows_undecided": allow_undecided}))
 
 
@@ -133,18 +131,27 @@ def verify_cases(
     """
     if external_world() is not None:
         raise MachineError("verify_cases() starts its own ranks; under torchrun or srun use `moeverify run`")
-    verified = _run(load_cases([Path(path) for path in paths]), device, escalates=True)
+    cases = load_cases([Path(path) for path in paths])
+    verified = _run(cases, device, escalates=True, may_skip=True)
     return {
         case.name: Verification(verified.model_copy(update={"cases": (case,)})) for case in verified.cases
     }
 
 
-def _run(cases: list[Case], device: Literal["auto", "cpu", "cuda"], *, escalates: bool) -> RunResult:
-    """Return the run of cases without recorded goldens."""
+def _run(
+    cases: list[Case], device: Literal["auto", "cpu", "cuda"], *, escalates: bool, may_skip: bool = False
+) -> RunResult:
+    """Return the run of cases without recorded goldens.
+
+    Raises: MachineError when a case is skipped, without `may_skip`.
+    """
     with scratch_folder() as nothing:
         options = RunOptions(device=device, golden_folder=nothing, must_decide=True)
         result = run_cases(cases, options, _ignore)
         assert result is not None
+        skipped = next((case.reason for case in result.cases if case.verdict == "skipped"), None)
+        if skipped is not None and not may_skip:
+            raise MachineError(skipped)
         # The notes only report that no golden is recorded, which is intended here.
         quiet = tuple(case.model_copy(update={"notes": ()}) for case in result.cases)
         result = result.model_copy(update={"cases": quiet})

@@ -46,7 +46,7 @@ class Tried:
 
 
 def try_factory(factory: str, parallelize: str, root: Path) -> TriedModel:
-    """Return what one device says about a model, from a process of its own in the folder `root`.
+    """Return a model that was tried on one device, by a process of its own in the folder `root`.
 
     Raises: CaseError when the model cannot be verified.
     """

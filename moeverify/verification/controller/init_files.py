@@ -169,7 +169,7 @@ def list_files(
 
 
 def write_files(root: Path, files: Iterable[tuple[Path, str]]) -> Iterator[tuple[Path, State]]:
-    """Write each file below `root`, and yield what happened to it.
+    """Write each file below `root`, and yield its path and state.
 
     Raises: OSError when reading or writing fails.
     """

@@ -213,7 +213,7 @@ def list_expert_degrees(parallelize: str) -> Iterator[str]:
 
 
 def list_notes(loss: str, parameters: int, seconds: float) -> Iterator[str]:
-    """Yield what a reader should know about the trial."""
+    """Yield notes on the trial for the reader."""
     if loss.endswith("loss_of_first"):
         yield "only the logits are in the loss: for other outputs write a `loss(model, tokens, targets)` beside it"
     if parameters > BUDGET:
@@ -223,7 +223,7 @@ def list_notes(loss: str, parameters: int, seconds: float) -> Iterator[str]:
 
 
 def main(factory: str, parallelize: str, file: Path) -> None:
-    """Write what was found about a model, or why it is refused."""
+    """Write the result of a trial to a file."""
     found: TriedModel | Refused
     try:
         found = try_model(factory, parallelize)
