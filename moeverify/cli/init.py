@@ -99,6 +99,7 @@ def _finish(
 ) -> int:
     """Write the files of the layouts that apply, print everything, and return the exit code."""
     from moeverify.report.console import print_fact
+    from moeverify.report.sorting import group_texts
     from moeverify.report.text import render_run
     from moeverify.verification.controller.init_files import list_files, write_files
     from moeverify.verification.controller.run import find_overall_verdict
@@ -110,9 +111,9 @@ def _finish(
         verdict = find_overall_verdict(cases)
         render_run(result.model_copy(update={"cases": cases, "verdict": verdict}), out)
         out.print()
-    for each in tried:
-        if each.obstacle:
-            print_fact(out, "left out", f"{each.candidate.name}: {each.obstacle}", indent=0)
+    obstacles = [(each.candidate.name, each.obstacle) for each in tried if each.obstacle]
+    for text, names in group_texts(obstacles):
+        print_fact(out, "left out", f"{', '.join(names)}: {text}", indent=0)
     if not cases:
         context.err.print("error: no layout applies to this model, and no file was written", soft_wrap=True)
         return BAD_INPUT

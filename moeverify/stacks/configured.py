@@ -49,7 +49,7 @@ class Configuration:
 
 
 def make(model: str, fields: Mapping[str, Any], *, spread: float = 0.1) -> nn.Module:
-    """Return a model with some fields of its configuration changed.
+    """Return a model with some fields of its configuration changed, and without dropout.
 
     `model` names a function or class, as `package.module:name`. Constant tensors get random offsets of scale
     `spread`; see `offset_constants`.
@@ -57,8 +57,17 @@ def make(model: str, fields: Mapping[str, Any], *, spread: float = 0.1) -> nn.Mo
     Raises: CaseError when the model has no configuration.
     """
     built = find_configuration(model).build(fields)
+    for each in list_dropouts(built):
+        each.p = 0.0
     offset_constants(built.parameters(), spread)
     return built
+
+
+def list_dropouts(model: nn.Module) -> list[Any]:
+    """Return the dropout modules of a model with a rate above zero."""
+    return [
+        each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0
+    ]
 
 
 def find_configuration(target: str) -> Configuration:

@@ -50,6 +50,12 @@ def by_sizes(vocab=4096, width=512, dropout=0.5):
 def two(vocab, width):
     return Net(Config(vocab, width))
 
+def with_dropout():
+    net = whole()
+    net.drop = nn.Dropout(0.5)
+    del net.config
+    return net
+
 def broken():
     raise ValueError("no data")
 
@@ -129,6 +135,11 @@ def test_a_model_with_logits_only_for_targets_gets_a_loss_and_becomes_small() ->
     assert found.arguments["fields"]["dropout"] == 0.0
     assert found.vocab_size == found.arguments["fields"]["vocab"]
     assert (found.precision, found.notes) == ("float64", ())
+
+
+def test_dropout_that_no_field_switches_off_is_switched_off() -> None:
+    assert make("theirs:with_dropout", {}).drop.p == 0.0
+    assert find_configuration("theirs:with_dropout").build({}).drop.p == 0.5
 
 
 def test_losses_ignore_targets_without_a_token() -> None:

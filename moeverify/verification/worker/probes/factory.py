@@ -25,7 +25,7 @@ from moeverify.errors import CaseError, MoeverifyError, Problem
 from moeverify.parallel.regions.region import Region
 from moeverify.results.factory import POSITIONS, ROWS, Refused, TriedModel
 from moeverify.stacks import configured
-from moeverify.stacks.configured import build_on_meta, find_configuration, find_logits
+from moeverify.stacks.configured import build_on_meta, find_configuration, find_logits, list_dropouts
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.target import describe_error, resolve
@@ -37,6 +37,9 @@ _MOST_TRIED = 20_000_000
 _SECOND = 1.0
 _FACTORY = "recipe.model.factory"
 _FRAMEWORKS = ("transformers", "torchtitan", "megatron", "lightning", "pytorch_lightning", "deepspeed")
+_REMEDY = (
+    "name a function that makes the model on the CPU; it is called with token ids of shape (rows, positions)"
+)
 _OWN_SETTINGS = ("torchtitan", "megatron")
 _EXPERT_DEGREE = re.compile("ep$|ep_|expert_(model_)?parallel")
 _Wide = Literal["float64", "float32"]
@@ -76,7 +79,7 @@ def try_model(factory: str, parallelize: str) -> TriedModel:
         changes={name: (original[name], value) for name, value in {**trial.rates, **sizes}.items()},
         parameters=(count_parameters(trial.whole), left),
         seconds=trial.seconds,
-        notes=tuple(list_notes(model.loss or "", left, trial.seconds)),
+        notes=tuple(list_notes(trial, left)),
         parallelize=divides,
         expert_degrees=tuple(list_expert_degrees(divides)),
     )
@@ -88,8 +91,10 @@ class Trial:
     model: CustomModel
     precision: _Wide
     seconds: float
+    has_dropout: bool
 
     def __init__(self, factory: str) -> None:
+        self.target = factory
         self.configuration = find_configuration(factory)
         self.rates = dict.fromkeys(self.configuration.rates, 0.0)
         self.whole = build_on_meta(lambda: self.configuration.build({}))
@@ -121,7 +126,12 @@ class Trial:
         Raises: Exception of the first loss when none works.
         """
         factory, arguments = self.configuration.name(changes)
-        vocab_size = find_vocabulary(self.configuration.build(changes))
+        built = self.configuration.build(changes)
+        self.has_dropout = bool(list_dropouts(built))
+        if self.has_dropout:  # no argument switches it off
+            factory = f"{configured.__name__}:make"
+            arguments = {"model": self.target, "fields": dict(changes)}
+        vocab_size = find_vocabulary(built)
         first: Exception | None = None
         for loss, precision in itertools.product(self.losses, _PRECISIONS):
             model = CustomModel(factory=factory, arguments=arguments, loss=loss, vocab_size=vocab_size)
@@ -212,14 +222,16 @@ def list_expert_degrees(parallelize: str) -> Iterator[str]:
         yield from (name for name in names if _EXPERT_DEGREE.match(name))
 
 
-def list_notes(loss: str, parameters: int, seconds: float) -> Iterator[str]:
+def list_notes(trial: Trial, parameters: int) -> Iterator[str]:
     """Yield notes on the trial for the reader."""
-    if loss.endswith("loss_of_first"):
+    if trial.has_dropout:
+        yield "the dropout modules of the model are switched off"
+    if (trial.model.loss or "").endswith("loss_of_first"):
         yield "only the logits are in the loss: for other outputs write a `loss(model, tokens, targets)` beside it"
     if parameters > BUDGET:
         yield f"{parameters} parameters are left: no argument or field of a configuration makes the model smaller"
-    if seconds > _SECOND:
-        yield f"a step takes {seconds:.1f} s: a factory with sizes as arguments would be made smaller"
+    if trial.seconds > _SECOND:
+        yield f"a step takes {trial.seconds:.1f} s: a factory with sizes as arguments would be made smaller"
 
 
 def main(factory: str, parallelize: str, file: Path) -> None:
@@ -228,7 +240,8 @@ def main(factory: str, parallelize: str, file: Path) -> None:
     try:
         found = try_model(factory, parallelize)
     except CaseError as error:
-        found = Refused(message=error.problems[0].message, remedy=error.problems[0].remedy)
+        problem = error.problems[0]
+        found = Refused(message=problem.message, remedy=problem.remedy or _REMEDY)
     except MoeverifyError as error:
         found = Refused(message=str(error))
     file.write_text(found.model_dump_json())
