@@ -92,9 +92,9 @@ class Outputs(OptionGroup):
         files = [path for name, path in self.files.items() if name not in of_folders]
         check_writable(files, *folders, self.folder)
 
-    def silence(self, context: CommandContext) -> None:
-        """Print nothing but the short JSON to standard output, if it is asked for."""
-        context.out.quiet = context.out.quiet or self.brief
+    def direct(self, context: CommandContext) -> CommandContext:
+        """Return a context that leaves standard output to the short JSON, if it is asked for."""
+        return replace(context, out=context.err) if self.brief else context
 
     def render(self, run: RunResult, context: CommandContext, kept: Kept, *, quiet: bool) -> None:
         """Print the report, or the short JSON."""

@@ -24,11 +24,11 @@ def report(
 
     The exit code says only whether that worked.
     """
-    with open_context() as context:
+    with open_context() as opened:
         from moeverify.report.formats.json import read_run
         from moeverify.report.next_steps import Kept
 
-        outputs.silence(context)
+        context = outputs.direct(opened)
         result = read_run(run)
         outputs.check()
         failures = outputs.write(result)

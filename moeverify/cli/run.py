@@ -97,8 +97,8 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
-    with open_context() as context:
-        outputs.silence(context)
+    with open_context() as opened:
+        context = outputs.direct(opened)
         if watch:
             check_watch()
         if context.is_first:
@@ -257,7 +257,7 @@ def run_and_report(
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
 
-    outputs.silence(context)
+    context = outputs.direct(context)
     keeper = Keeper(finished or {})
     known = {} if durations is None else durations.read(case.name for case in cases)
     try:
@@ -298,7 +298,7 @@ def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, qui
     """
     from moeverify.report.next_steps import Kept
 
-    outputs.silence(context)
+    context = outputs.direct(context)
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
