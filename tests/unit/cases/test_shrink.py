@@ -42,10 +42,14 @@ def test_a_token_chooses_few_of_the_experts_that_are_left() -> None:
     assert (changes["num_experts"], changes["num_experts_per_tok"], changes["width"]) == (16, 2, 32)
 
 
-def test_a_size_that_must_stay_keeps_the_others_from_nothing() -> None:
-    sizes = {"width": 1024, "kind": 7}
-    changes = shrink(sizes, lambda changes: None if "kind" in changes else changes.get("width", 1024), 100)
-    assert changes == {"width": 64}
+def test_sizes_that_belong_together_become_small_beside_one_that_must_stay() -> None:
+    sizes = {"width": 1024, "inner": 1024, "kind": 7}
+
+    def count(changes: Sizes) -> int | None:
+        width, inner, kind = ({**sizes, **changes}).values()
+        return width if width == inner and kind == 7 else None
+
+    assert shrink(sizes, count, 100) == {"width": 64, "inner": 64}
 
 
 def test_without_anything_to_change_the_model_stays() -> None:

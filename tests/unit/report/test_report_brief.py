@@ -19,7 +19,7 @@ from moeverify.results.run import SCHEMA_VERSION, CaseResult, RankReport, RunRes
 
 def make_run(num_cases: int, num_findings: int, length: int) -> RunResult:
     here = Operation(operator="aten.mm", line=CodeLine(file="model.py", line=7, expression="x @ w"))
-    there = Operation(operator="aten.mm", line=CodeLine(file="model.py", line=9, expression="x @ w.T"))
+    there = Operation(operator="aten.mm", line=CodeLine(file="model.py", line=9, expression="x @ w.T" * length))
     culprit = Culprit(mechanism="operator", proved=True, here=here, there=there, ranks=(0, 1), leads=True)
     findings = [
         Finding(
@@ -59,7 +59,7 @@ def read(run: RunResult, kept: Kept | None = None, **rest: Any) -> dict[str, Any
 
 
 def test_a_run_of_any_size_fits() -> None:
-    for num_cases, num_findings, length in ((1, 1, 5), (3, 8, 40), (100, 30, 300)):
+    for num_cases, num_findings, length in ((1, 1, 5), (3, 8, 40), (100, 30, 300), (1, 1, 900)):
         told = read(make_run(num_cases, num_findings, length))
         assert told["counts"] == {"pass": 1, "mismatch": num_cases}
         assert len(told["cases"]) + told.get("omitted", 0) == num_cases

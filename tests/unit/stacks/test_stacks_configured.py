@@ -39,7 +39,9 @@ class Net(nn.Module):
     def forward(self, tokens, targets=None):
         x = self.embed(tokens)
         logits = self.head(x + self.drop(self.down(self.up(x).relu())))
-        return (logits, None) if targets is not None else (logits[:, -1:], None)
+        if targets is None:
+            return logits[:, -1:], None
+        return logits, self.embed(targets).sum()
 
 def whole():
     return Net(Config(width=1024))
