@@ -17,12 +17,15 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: verify test test-fast lint docs golden samples stacks hooks megablocks try-megablocks clean
+.PHONY: verify verify-bf16 test test-fast lint docs golden samples stacks hooks megablocks try-megablocks clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # each set of packages goes into the same virtual environment
 
 verify: $(VENV)/installed try-megablocks ## Verify all cases
 	$(BIN)/moeverify run $(CASES)
+
+verify-bf16: $(VENV)/installed try-megablocks ## Verify all cases in bfloat16, and print what each one decides
+	$(BIN)/moeverify run $(CASES) --set recipe.precision=bfloat16 --allow-undecided
 
 test: $(VENV)/installed-test try-megablocks ## Run the tests, and the cases as tests
 	$(BIN)/python -m pytest tests cases -n $(WORKERS) --dist loadfile --durations 12

@@ -298,7 +298,7 @@ def floors() -> str:
         path = ROOT / "moeverify" / name.replace(".", "/") / "__init__.py"
         if path.exists() and name != ".":
             [sentence] = re.findall(r'\A"""(.+?)(?:"""|\n\n|$)', path.read_text(), re.DOTALL)[:1]
-            rows.append([str(floor), f"`{name.replace('.', '/')}`", " ".join(sentence.split())])
+            rows.append([str(floor), f"`moeverify/{name.replace('.', '/')}`", " ".join(sentence.split())])
     return table(rows, ["Floor", "Package", "What is there"])
 
 

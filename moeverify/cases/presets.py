@@ -134,6 +134,51 @@ _DEEPSEEK_V3: Fields = {
     },
 }
 
+_GLM_45_AIR: Fields = {
+    "vocab_size": 151552,
+    "hidden": 4096,
+    "num_layers": 46,
+    "num_heads": 96,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "ffn_hidden": 10944,
+    "num_dense_layers": 1,
+    "rope_theta": 1e6,
+    "rotary_dim": 64,
+    "attention_bias": True,
+    "attention_bias_scope": "qkv",
+    "moe": {
+        "num_experts": 128,
+        "top_k": 8,
+        "expert_hidden": 1408,
+        "score": "sigmoid",
+        "shared_hidden": 1408,
+        "selection_bias_rate": 1e-3,
+    },
+}
+
+_MINIMAX_M2: Fields = {
+    "vocab_size": 200064,
+    "hidden": 3072,
+    "num_layers": 62,
+    "num_heads": 48,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "ffn_hidden": 1536,
+    "norm_eps": 1e-6,
+    "rope_theta": 5e6,
+    "rotary_dim": 64,
+    "qk_norm": True,
+    "qk_norm_scope": "all",
+    "moe": {
+        "num_experts": 256,
+        "top_k": 8,
+        "expert_hidden": 1536,
+        "score": "sigmoid",
+        "selection_bias_rate": 1e-3,
+    },
+}
+
 _GPT: Fields = {
     "vocab_size": 50257,
     "hidden": 1024,
@@ -197,6 +242,8 @@ _TRUE: Mapping[str, Fields] = {
         },
     ),
     "deepseek-v3": _DEEPSEEK_V3,
+    "glm-4.5-air": _GLM_45_AIR,
+    "minimax-m2": _MINIMAX_M2,
     "gpt": _GPT,
 }
 
@@ -271,6 +318,18 @@ _TINY: Mapping[str, Fields] = {
         **{**_SMALL_LATENT, "hidden": 56, "mla": _SMALL_MLA},
         yarn={**_TRUE["deepseek-v3"]["yarn"], **_SMALL_LENGTH},
         moe={"num_experts": 16, "top_k": 4, "expert_hidden": 16, "shared_hidden": 16},
+    ),
+    "tiny-glm-4.5-air": _change(
+        _TRUE["glm-4.5-air"],
+        **{**_SMALL, "hidden": 32, "num_heads": 24, "num_kv_heads": 2, "head_dim": 4, "ffn_hidden": 64},
+        rotary_dim=2,
+        moe={"num_experts": 16, "top_k": 3, "expert_hidden": 16, "shared_hidden": 16},
+    ),
+    "tiny-minimax-m2": _change(
+        _TRUE["minimax-m2"],
+        **{**_SMALL, "hidden": 48, "num_heads": 12, "num_kv_heads": 2, "head_dim": 8, "ffn_hidden": 32},
+        rotary_dim=4,
+        moe={"num_experts": 16, "top_k": 3, "expert_hidden": 32},
     ),
     "tiny-gpt": {
         **_GPT,

@@ -134,6 +134,9 @@ class ReferenceModel(Section):
     )
     mlp_bias: bool = Field(default=False, description="whether the projections of MLPs have biases")
     rope_theta: Positive = Field(default=10000.0, description="base of the rotary embedding")
+    rotary_dim: Count | None = Field(
+        default=None, description="channels of a head that the rotary embedding turns, even; by default all"
+    )
     yarn: Yarn | None = Field(default=None, description="the rotary embedding stretched by YaRN")
     tie_embedding: bool = Field(default=False, description="whether embedding and head share one weight")
     init_std: Positive = Field(default=0.02, description="standard deviation of initial weights")

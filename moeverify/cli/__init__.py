@@ -20,7 +20,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Look at a run": ("report", "explain", "operators", "diff", "history"),
     "Training scripts": ("watch", "compare"),
     "Layouts and routing": ("mesh", "place", "comm", "route"),
-    "Tools": ("bench", "convert", "doctor", "faults", "skill"),
+    "Tools": ("bench", "convert", "doctor", "faults", "serve", "skill"),
 }
 """The commands in the order of `--help`. The function or typer app of each has the name of its module."""
 

@@ -95,6 +95,7 @@ def run(
     tracking: Tracking,
     diagnosis: Diagnosis,
     quiet: Quiet = False,
+    timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
     with open_context() as opened:
@@ -116,6 +117,7 @@ def run(
                 outputs.keeping(out),
                 context,
                 quiet=quiet,
+                timings=timings,
                 refused=loaded,
                 # A fault may make a case hang or end early, so its duration is not representative.
                 durations=Durations.of(options) if settings.fault is None else None,
@@ -243,6 +245,7 @@ def run_and_report(
     context: CommandContext,
     *,
     quiet: bool,
+    timings: bool = False,
     refused: Loaded | None = None,
     durations: Durations | None = None,
     finished: Mapping[str, CaseResult] | None = None,
@@ -272,7 +275,7 @@ def run_and_report(
         return 0
     if durations is not None:
         durations.keep(result.cases)
-    return deliver(_add_refused(result, refused), outputs, context, quiet=quiet)
+    return deliver(_add_refused(result, refused), outputs, context, quiet=quiet, timings=timings)
 
 
 def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
@@ -291,18 +294,23 @@ def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
     return result.model_copy(update={"cases": (*result.cases, *skipped)})
 
 
-def deliver(result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool) -> int:
+def deliver(
+    result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool, timings: bool = False
+) -> int:
     """Write the files, then print, and return the exit code.
 
     The files come first, since the reader of the console may close the pipe.
     """
     from moeverify.report.next_steps import Kept
+    from moeverify.report.timings import render_timings
 
     context = outputs.direct(context)
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict does not depend on the reader
+        if timings:
+            render_timings(result, context.out)
         outputs.render(result, context, Kept(outputs.folder, outputs.files.get("json")), quiet=quiet)
         failures += outputs.publish(result, context)
     for failure in failures:

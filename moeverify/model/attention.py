@@ -56,6 +56,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ReferenceModel, factory: Factory) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        self.rotary_dim = spec.rotary_dim or spec.head_dim
         self.rope_theta = spec.rope_theta
         self.yarn = spec.yarn
         self.core: Core = causal_core
@@ -76,7 +77,7 @@ class Attention(nn.Module):
         q = self._split(self.q_proj(x), self.q_norm)
         k = self._split(self.k_proj(x), self.k_norm)
         v = self._split(self.v_proj(x), None)
-        rotation = compute_rotation(positions, self.head_dim, self.rope_theta, self.yarn)
+        rotation = compute_rotation(positions, self.rotary_dim, self.rope_theta, self.yarn)
         heads = self.core(rotate(q, rotation), rotate(k, rotation), v, positions)
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output

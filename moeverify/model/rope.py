@@ -64,11 +64,15 @@ def magnify(yarn: Yarn, mscale: float) -> float:
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x (B, S, N, D) with each pair (d, d + D/2) rotated by its angle, in the dtype of x."""
+    """Return x (B, S, N, D) with each pair (d, d + R/2) of its first R channels rotated, in the dtype of x.
+
+    The rotation has R/2 angles; R is D unless the rotary embedding turns a part of each head.
+    """
     wide = widen(x.dtype)
     cos, sin = (part.to(wide) for part in rotation)
-    first, second = x.to(wide).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    half = cos.shape[-1]
+    first, second, rest = torch.split(x.to(wide), [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
 def rotate_neighbours(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -62,6 +62,16 @@ class Declared(Record):
     because: str = ""
 
 
+class Stage(Record):
+    """A part of the time of a run or a case.
+
+    Units: `seconds` is wall time.
+    """
+
+    name: str
+    seconds: float
+
+
 class CaseResult(Record):
     """The verdict of one case. `seconds` is wall time on the ranks, without the launch.
 
@@ -73,7 +83,7 @@ class CaseResult(Record):
     saved to a folder.
 
     An undecided case has the `reason` in words. `decided_in` is the wider precision whose run decided a pass
-    that the case's own precision leaves undecided.
+    that the case's own precision leaves undecided. `stages` are parts of `seconds` on rank 0.
 
     For a pair of `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is the
     file of the first.
@@ -103,6 +113,7 @@ class CaseResult(Record):
     saver_file: str = ""
     operators: str = ""
     decided_in: str = ""
+    stages: tuple[Stage, ...] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -125,8 +136,8 @@ class GoldenTime(Record):
 class RunResult(Record):
     """A whole run: its options, its environment and its cases.
 
-    `goldens` are the goldens that this run made; others came from the cache. `allows_undecided` means that
-    an undecided case is no failure.
+    `goldens` are the goldens that this run made; others came from the cache. `start_seconds` is the time
+    from each launch to its first job. `allows_undecided` means that an undecided case is no failure.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -136,6 +147,7 @@ class RunResult(Record):
     started: str = ""
     seconds: float = 0.0
     launches: int = 0
+    start_seconds: float = 0.0
     goldens: tuple[GoldenTime, ...] = ()
     allows_undecided: bool = False
     cases: tuple[CaseResult, ...]
@@ -146,6 +158,7 @@ class RunResult(Record):
             update={
                 "cases": cases,
                 "launches": self.launches + answers.launches,
+                "start_seconds": self.start_seconds + answers.start_seconds,
                 "goldens": (*self.goldens, *answers.goldens),
                 "seconds": self.seconds + answers.seconds,
             }

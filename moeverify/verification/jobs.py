@@ -24,6 +24,7 @@ from moeverify.results.observation import Direction, End
 from moeverify.results.probe import Answer
 from moeverify.results.record import Record
 from moeverify.results.route import RouteResult
+from moeverify.results.run import Stage
 from moeverify.results.timeline import Timeline
 
 WORKER = "moeverify.verification.worker.main"
@@ -234,7 +235,7 @@ class VerifyResult(Record):
     `losses`, `gradient_norms` and `learning_rates` hold (golden, layout) pairs for each step; losses are
     total losses. `load` counts the token copies per expert. If something differs, `errors` are the errors
     of all tensors, and `timeline` has the collectives of the first differing step. `operators` is the file
-    with that step's operators, if requested.
+    with that step's operators, if requested. `stages` are the parts of the job's time.
     """
 
     kind: Literal["verify"] = "verify"
@@ -247,6 +248,7 @@ class VerifyResult(Record):
     errors: tuple[ErrorMap, ...] = ()
     timeline: Timeline | None = None
     operators: str = ""
+    stages: tuple[Stage, ...] = ()
 
 
 class GoldenSummary(Record):

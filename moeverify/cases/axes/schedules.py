@@ -23,13 +23,14 @@ class Schedule(Row):
 
     `stages_per_rank` is the default of `virtual_stages`. With `is_v` the stages go down the ranks and up
     again. `takes_list` is False for a class with one stage per rank, which takes the stage itself instead
-    of a list.
+    of a list. With `splits_backward`, gradients of weights have a backward pass of their own.
     """
 
     torch_class: str
     stages_per_rank: int = 1
     takes_list: bool = False
     is_v: bool = False
+    splits_backward: bool = False
 
 
 @reading(*SCHEDULE_FIELDS)
@@ -107,6 +108,7 @@ PIPELINE_SCHEDULE: Table[Schedule] = Table(
             torch_class="ScheduleInterleavedZeroBubble",
             stages_per_rank=2,
             takes_list=True,
+            splits_backward=True,
             rules=(several_stages, whole_rounds),
         ),
         "zbv": Schedule(
@@ -115,6 +117,7 @@ PIPELINE_SCHEDULE: Table[Schedule] = Table(
             stages_per_rank=2,
             takes_list=True,
             is_v=True,
+            splits_backward=True,
             rules=(two_stages,),
         ),
     },

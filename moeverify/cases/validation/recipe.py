@@ -44,6 +44,22 @@ def head_width(case: Case) -> Iterator[Problem]:
         yield blame(f"{_MODEL}.head_dim", f"head_dim {model.head_dim} is odd, and RoPE rotates pairs", remedy)
 
 
+@reading(*(f"{_MODEL}.{name}" for name in ("head_dim", "rotary_dim", "mla")))
+def rotary_width(case: Case) -> Iterator[Problem]:
+    """Require that the rotary embedding turns pairs of channels within a head."""
+    model = reference_model(case)
+    if model is None or model.rotary_dim is None:
+        return
+    path, dim = f"{_MODEL}.rotary_dim", model.rotary_dim
+    if model.mla is not None:
+        yield blame(
+            path, "latent attention has qk_rope channels for the rotary embedding", "remove rotary_dim"
+        )
+    elif dim % 2 or dim > model.head_dim:
+        message = f"rotary_dim {dim} is not an even number up to head_dim {model.head_dim}"
+        yield blame(path, message, f"write {model.head_dim}, or remove it")
+
+
 @reading(*(f"{_MODEL}.{name}" for name in ("mla", "num_heads", "num_kv_heads", "head_dim")))
 def latent_heads(case: Case) -> Iterator[Problem]:
     """Require that latent attention has one kv head per head, and a head dim of qk_nope + qk_rope."""
@@ -200,6 +216,7 @@ RECIPE_RULES = (
     step_of_own_model,
     weights_folder,
     head_width,
+    rotary_width,
     latent_heads,
     query_norms,
     attention_biases,

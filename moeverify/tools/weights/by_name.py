@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,13 +15,13 @@ from moeverify.tools.weights.description import find_kind
 from moeverify.tools.weights.load import Loaded, fill_shards
 from moeverify.tools.weights.safetensors_files import SafetensorsSource
 from moeverify.tools.weights.source import Source
-from moeverify.tools.weights.tensor_mapping import MappedTensor
+from moeverify.tools.weights.tensor_mapping import MappedTensor, TensorMapping
 
 
 def load_by_name(model: nn.Module, folder: Path, rounded_to: torch.dtype | None = None) -> Loaded:
     """Fill the parameters and persistent buffers of a model with the stored tensors of the same name.
 
-    Values are rounded to `rounded_to` first, if given. A tied parameter is read under its first name.
+    Values are rounded to `rounded_to` first, if given. A tied parameter is read under any of its names.
     Integer buffers keep their values. Returns the number of tensors and bytes read.
 
     Raises: FormatError with the file and every tensor that is missing, unexpected or of another shape.
@@ -31,18 +32,27 @@ def load_by_name(model: nn.Module, folder: Path, rounded_to: torch.dtype | None 
     ]
     shapes = {shard.name: shard.region.shape for shard in shards}
     left_out = [name for name in saved if name not in shapes]
-    return fill_shards(shards, _open(folder, shapes, left_out), folder, rounded_to)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    tied: list[TensorMapping] = [
+        {name: (MappedTensor(other, shapes[name]),)}
+        for other in left_out
+        for name in shapes
+        if named.get(other, other) is named.get(name)
+    ]
+    return fill_shards(shards, _open(folder, shapes, left_out, tied), folder, rounded_to)
 
 
 def _is_filled(shard: LocalShard) -> bool:
     return shard.tensor.is_floating_point()
 
 
-def _open(folder: Path, shapes: dict[str, tuple[int, ...]], left_out: list[str]) -> Source:
+def _open(
+    folder: Path, shapes: dict[str, tuple[int, ...]], left_out: list[str], tied: Sequence[TensorMapping]
+) -> Source:
     kind = find_kind(folder)
     if kind == "dcp":
         return DcpSource(folder, shapes, left_out)
     if kind == "megablocks":
         raise FormatError(f"{folder}: a folder for megablocks has no names of a model of your own")
     mapping = {name: (MappedTensor(name, shape),) for name, shape in shapes.items()}
-    return SafetensorsSource(folder, mapping, shapes, left_out)
+    return SafetensorsSource(folder, mapping, shapes, left_out, tied)

@@ -27,8 +27,9 @@ class Family:
     """One family of Hugging Face models.
 
     `fields` maps our dotted field to their key. `constants` are values of our fields that are the same in
-    every model of the family. `defaults` are values of keys that are missing or null. `fixed` are keys with
-    the only value that the reference model supports, which is also written.
+    every model of the family. `defaults` are values of keys that are missing, as in the family's class of
+    transformers. `fixed` are keys with the only value that the reference model supports, which is also
+    written.
     """
 
     model_type: str
@@ -61,15 +62,16 @@ _ALIASES = {"num_experts": "num_local_experts"}
 
 _BIAS = {"attention_bias": "attention_bias"}
 
-_DEEPSEEK_FIELDS = {
-    **_BIAS,
-    **{ours: theirs for ours, theirs in _FIELDS.items() if ours != "head_dim"},
+_NULL: Config = {"q_lora_rank": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}
+"""Meanings of null."""
+
+_SIGMOID: Config = {
+    "moe.score": "sigmoid",
+    # The rate is from DeepSeek's paper. Any rate above 0 gives the model the buffer that the weights fill.
+    "moe.selection_bias_rate": 1e-3,
+}
+_GROUPED = {
     "num_dense_layers": "first_k_dense_replace",
-    "mla.q_lora": "q_lora_rank",
-    "mla.kv_lora": "kv_lora_rank",
-    "mla.qk_nope": "qk_nope_head_dim",
-    "mla.qk_rope": "qk_rope_head_dim",
-    "mla.v_head": "v_head_dim",
     "moe.num_experts": "n_routed_experts",
     "moe.expert_hidden": "moe_intermediate_size",
     "moe.shared_hidden": "n_shared_experts",  # in units of expert_hidden
@@ -77,12 +79,17 @@ _DEEPSEEK_FIELDS = {
     "moe.top_groups": "topk_group",
     "moe.route_scale": "routed_scaling_factor",
 }
-_DEEPSEEK_DEFAULTS: Config = {
-    **_DEFAULTS,
-    "q_lora_rank": 0,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 0,
+_GROUPED_DEFAULTS: Config = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+
+_DEEPSEEK_FIELDS = {
+    **_BIAS,
+    **{ours: theirs for ours, theirs in _FIELDS.items() if ours != "head_dim"},
+    **_GROUPED,
+    "mla.q_lora": "q_lora_rank",
+    "mla.kv_lora": "kv_lora_rank",
+    "mla.qk_nope": "qk_nope_head_dim",
+    "mla.qk_rope": "qk_rope_head_dim",
+    "mla.v_head": "v_head_dim",
 }
 _DEEPSEEK_FIXED: Config = {**_FIXED, "moe_layer_freq": 1, "rope_interleave": True}
 
@@ -94,7 +101,7 @@ FAMILIES: Mapping[str, Family] = {
             "MixtralForCausalLM",
             names.MIXTRAL,
             {**_FIELDS, "moe.num_experts": "num_local_experts", "moe.expert_hidden": "intermediate_size"},
-            defaults=_DEFAULTS,
+            defaults={**_DEFAULTS, "rope_theta": 1e6},
             fixed={**_FIXED, "sliding_window": None},
         ),
         Family(
@@ -149,25 +156,74 @@ FAMILIES: Mapping[str, Family] = {
             names.DEEPSEEK_V2,
             _DEEPSEEK_FIELDS,
             constants={"moe.renormalize": False},
-            defaults=_DEEPSEEK_DEFAULTS,
+            defaults={
+                **_DEFAULTS,
+                **_GROUPED_DEFAULTS,
+                "q_lora_rank": 1536,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 0,
+            },
             fixed={**_DEEPSEEK_FIXED, "scoring_func": "softmax", "norm_topk_prob": False},
         ),
+        *(
+            Family(
+                model_type,
+                "DeepseekV3ForCausalLM",
+                names.DEEPSEEK_V3,
+                {**_DEEPSEEK_FIELDS, "moe.renormalize": "norm_topk_prob"},
+                constants={**_SIGMOID, "moe.group_score": "top2_sum"},
+                defaults={
+                    **_DEFAULTS,
+                    "q_lora_rank": 1536,
+                    "n_shared_experts": 1,
+                    "n_group": 8,
+                    "topk_group": 4,
+                    "norm_topk_prob": True,
+                    "routed_scaling_factor": 2.5,
+                    "first_k_dense_replace": 3,
+                },
+                fixed={**_DEEPSEEK_FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+            )
+            for model_type in ("deepseek_v3", "kimi_k2")  # Kimi K2 has DeepSeek's code under another name
+        ),
         Family(
-            "deepseek_v3",
-            "DeepseekV3ForCausalLM",
-            names.DEEPSEEK_V3,
-            {**_DEEPSEEK_FIELDS, "moe.renormalize": "norm_topk_prob"},
-            # The rate is from the paper. Any rate above 0 gives the model the buffer that the weights fill.
-            constants={
-                "moe.score": "sigmoid",
-                "moe.group_score": "top2_sum",
-                "moe.selection_bias_rate": 1e-3,
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            names.GLM4_MOE,
+            {**_FIELDS, **_BIAS, **_GROUPED, "moe.renormalize": "norm_topk_prob", "qk_norm": "use_qk_norm"},
+            constants={**_SIGMOID, "moe.group_score": "top2_sum", "attention_bias_scope": "qkv"},
+            defaults={
+                **_DEFAULTS,
+                **_GROUPED_DEFAULTS,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "use_qk_norm": False,
+                "first_k_dense_replace": 1,
+                "partial_rotary_factor": 0.5,
             },
-            defaults={**_DEEPSEEK_DEFAULTS, "norm_topk_prob": True},
-            fixed={**_DEEPSEEK_FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+            fixed=_FIXED,
+        ),
+        Family(
+            "minimax_m2",
+            "MiniMaxM2ForCausalLM",
+            names.MINIMAX_M2,
+            {**_FIELDS, "moe.num_experts": "num_local_experts", "moe.expert_hidden": "intermediate_size"},
+            constants={**_SIGMOID, "qk_norm": True, "qk_norm_scope": "all"},
+            defaults={**_DEFAULTS, "head_dim": 128, "rope_theta": 5e6},
+            fixed={**_FIXED, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"},
         ),
     )
 }
+
+
+_OTHERS: Mapping[str, str] = {
+    "deepseek_v32": "sparse attention chosen by an indexer",
+    "gpt_oss": "attention sinks, clamped activations and biases of experts",
+    "llama4": "chunked attention, layers without positions, and weights on the inputs of experts",
+    "qwen3_next": "linear attention",
+    "qwen3_5_moe": "linear attention",
+}
+"""Known families that the reference model does not compute, and why."""
 
 
 def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:
@@ -177,8 +233,9 @@ def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise FormatError(f"{file}: model_type is {config.get('model_type')!r}, and known are {known}")
+        kind, known = str(config.get("model_type")), ", ".join(FAMILIES)
+        why = f", with {_OTHERS[kind]}, which the reference model cannot compute" if kind in _OTHERS else ""
+        raise FormatError(f"{file}: model_type is {kind!r}{why}; known are {known}")
     if config.get("quantization_config"):
         raise FormatError(f"{file}: quantization_config: quantized weights cannot be converted")
     for key, value in family.fixed.items():
@@ -188,7 +245,8 @@ def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:
     for ours, theirs in family.fields.items():
         flat[ours] = _find(config, theirs, family, file)
     _complete(flat, config, family)
-    flat |= read_rotary(config, file, latent="mla.kv_lora" in flat)
+    latent = "mla.kv_lora" in flat
+    flat |= read_rotary(config, file, family.defaults, latent=latent, head_dim=flat.get("head_dim"))
     try:
         return family, ReferenceModel.model_validate(_nest(flat))
     except ValidationError as error:
@@ -200,8 +258,10 @@ def _find(config: Config, key: str, family: Family, file: str) -> Any:
     value = config.get(key)
     if value is None and key in _ALIASES:
         value = config.get(_ALIASES[key])
+    if value is None and key in config:
+        value = _NULL.get(key)
     if value is None:
-        value = family.defaults.get(key)
+        value = family.defaults.get(key, _NULL.get(key))
     if value is None and key == "num_key_value_heads":
         value = config.get("num_attention_heads")
     if value is None and key == "head_dim":
@@ -216,12 +276,19 @@ def _divide(size: Any, parts: Any) -> int | None:
 
 
 def _complete(flat: dict[str, Any], config: Config, family: Family) -> None:
-    """Add the fields of DeepSeek models that do not correspond to a single key."""
-    if "mla.kv_lora" not in flat:
-        return
-    if all(isinstance(flat[name], int) for name in ("mla.qk_nope", "mla.qk_rope", "moe.shared_hidden")):
-        flat["head_dim"] = flat["mla.qk_nope"] + flat["mla.qk_rope"]
+    """Add the fields that do not correspond to a single key."""
+    numbers = {name for name, value in flat.items() if isinstance(value, int)}
+    if (
+        family.fields.get("moe.shared_hidden") == "n_shared_experts"
+        and {
+            "moe.shared_hidden",
+            "moe.expert_hidden",
+        }
+        <= numbers
+    ):
         flat["moe.shared_hidden"] *= flat["moe.expert_hidden"]
+    if {"mla.qk_nope", "mla.qk_rope"} <= numbers:
+        flat["head_dim"] = flat["mla.qk_nope"] + flat["mla.qk_rope"]
     if config.get("topk_method") == "greedy":
         flat |= {"moe.num_groups": 1, "moe.top_groups": 1}
 
@@ -240,9 +307,10 @@ def write_config(family: Family, model: ReferenceModel, dtype: str) -> dict[str,
     for ours, theirs in family.fields.items():
         config[theirs] = _get(model, ours)
     config |= {key: value for key, value in family.fixed.items() if value is not None}
+    if "n_shared_experts" in config and model.moe is not None:
+        config["n_shared_experts"] = model.moe.shared_hidden // model.moe.expert_hidden
     if model.mla is not None and model.moe is not None:
         config["q_lora_rank"] = model.mla.q_lora or None
-        config["n_shared_experts"] = model.moe.shared_hidden // model.moe.expert_hidden
         if family.model_type == "deepseek_v2":
             config["topk_method"] = "greedy" if model.moe.num_groups == 1 else "group_limited_greedy"
     return {**config, **write_rotary(model), "initializer_range": model.init_std, "torch_dtype": dtype}

@@ -102,6 +102,25 @@ QWEN3_MOE: Names = {**_SHELL, **_HEADS, **_HEAD_BIASES, **_OUTPUT_BIAS, **_HEAD_
 
 OLMOE: Names = QWEN3_MOE
 
+_SELECTION_BIAS = _in_blocks({"moe.router.selection_bias": "mlp.gate.e_score_correction_bias"})
+
+GLM4_MOE: Names = {
+    **_SHELL,
+    **_HEADS,
+    **_HEAD_BIASES,
+    **_HEAD_NORMS,
+    **_EXPERTS,
+    **_rename_mlp("mlp", "mlp"),
+    **_rename_mlp("moe.shared", "mlp.shared_experts"),
+    **_SELECTION_BIAS,
+}
+
+MINIMAX_M2: Names = {
+    **MIXTRAL,
+    **_HEAD_NORMS,
+    **_in_blocks({"moe.router.selection_bias": "block_sparse_moe.e_score_correction_bias"}),
+}
+
 DEEPSEEK_V2: Names = {
     **_SHELL,
     **_LATENT_HEADS,
@@ -111,7 +130,4 @@ DEEPSEEK_V2: Names = {
     **_rename_mlp("moe.shared", "mlp.shared_experts"),
 }
 
-DEEPSEEK_V3: Names = {
-    **DEEPSEEK_V2,
-    **_in_blocks({"moe.router.selection_bias": "mlp.gate.e_score_correction_bias"}),
-}
+DEEPSEEK_V3: Names = {**DEEPSEEK_V2, **_SELECTION_BIAS}

@@ -11,24 +11,28 @@ from moeverify.errors import FormatError
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
 _KNOWN = {
     "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "mscale", "mscale_all_dim",
+    "mscale", "mscale_all_dim", "partial_rotary_factor",
 }  # fmt: skip
 
 
-def read_rotary(config: Mapping[str, Any], file: str, *, latent: bool) -> dict[str, Any]:
-    """Return `rope_theta` and, if present, `yarn` as fields of the reference model.
+def read_rotary(
+    config: Mapping[str, Any], file: str, defaults: Mapping[str, Any], *, latent: bool, head_dim: Any
+) -> dict[str, Any]:
+    """Return `rope_theta` and, if present, `rotary_dim` and `yarn` as fields of the reference model.
 
-    `latent` models scale their scores by `mscale_all_dim`; other attention does not.
+    `defaults` are those of the family. `latent` models scale their scores by `mscale_all_dim` and have
+    channels of their own for the rotary embedding; other attention does not.
 
     Raises: FormatError for an embedding that the reference model does not support.
     """
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     rotary: dict[str, Any] = {**(older or {}), **(newer or {})}
-    theta = rotary.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = rotary.get("rope_theta", config.get("rope_theta", defaults.get("rope_theta", 10000.0)))
+    read = {"rope_theta": theta} | ({} if latent else _read_part(config, rotary, defaults, head_dim))
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     where = f"{file}: {'rope_parameters' if newer else 'rope_scaling'}"
     if kind == "default":
-        return {"rope_theta": theta}
+        return read
     if kind != "yarn":
         raise FormatError(f"{where}: the type {kind!r} is neither default nor yarn")
     unknown = sorted(key for key, value in rotary.items() if key not in _KNOWN and value is not None)
@@ -42,7 +46,7 @@ def read_rotary(config: Mapping[str, Any], file: str, *, latent: bool) -> dict[s
         raise FormatError(f"{where}: mscale and mscale_all_dim stand together or not at all")
     both = all(scales)
     return {
-        "rope_theta": theta,
+        **read,
         "yarn": {
             "factor": rotary["factor"],
             "original_length": rotary["original_max_position_embeddings"],
@@ -53,10 +57,25 @@ def read_rotary(config: Mapping[str, Any], file: str, *, latent: bool) -> dict[s
     }
 
 
+def _read_part(
+    config: Mapping[str, Any], rotary: Mapping[str, Any], defaults: Mapping[str, Any], head_dim: Any
+) -> dict[str, Any]:
+    """Return `rotary_dim` where the rotary embedding turns a part of each head."""
+    key = "partial_rotary_factor"
+    factor = rotary.get(key, config.get(key, defaults.get(key, 1.0)))
+    if not isinstance(head_dim, int) or not isinstance(factor, int | float):
+        return {}
+    dim = config.get("rotary_dim", int(head_dim * factor))
+    return {} if dim == head_dim else {"rotary_dim": dim}
+
+
 def write_rotary(model: ReferenceModel) -> dict[str, Any]:
     """Return the keys of config.json, in the form that every version of transformers reads."""
+    keys: dict[str, Any] = {"rope_theta": model.rope_theta}
+    if model.mla is None:
+        keys["partial_rotary_factor"] = (model.rotary_dim or model.head_dim) / model.head_dim
     if model.yarn is None:
-        return {"rope_theta": model.rope_theta}
+        return keys
     yarn = model.yarn
     scaling: dict[str, Any] = {
         "type": "yarn",
@@ -69,4 +88,4 @@ def write_rotary(model: ReferenceModel) -> dict[str, Any]:
     if yarn.mscale_all_dim > 0:
         scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     length = int(yarn.factor * yarn.original_length)
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling, "max_position_embeddings": length}
+    return {**keys, "rope_scaling": scaling, "max_position_embeddings": length}

@@ -31,16 +31,20 @@ class SafetensorsSource:
     """The weights of a model in a folder of safetensors files; a `Source`.
 
     The constructor checks everything but the values. Every tensor must exist with its shape, and there must
-    be no other tensor unless its key matches `drop`.
+    be no other tensor unless its key matches `drop`. `others` are further ways in which tensors may be stored.
 
     Raises: FormatError with the file and the key.
     """
 
     def __init__(
-        self, folder: Path, mapping: TensorMapping, shapes: Mapping[str, Shape], drop: Sequence[str] = ()
+        self,
+        folder: Path,
+        mapping: TensorMapping,
+        shapes: Mapping[str, Shape],
+        drop: Sequence[str] = (),
+        others: Sequence[TensorMapping] = (),
     ) -> None:
-        self._mapping = mapping
-        self._places = read_index(folder, mapping, drop)
+        self._places, self._mapping = read_index(folder, (mapping, *others), drop)
         self.specs: Mapping[str, Spec] = {
             name: Spec(shapes[name], self._find_dtype(name)) for name in mapping
         }

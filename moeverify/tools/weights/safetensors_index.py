@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError, join_problems
 from moeverify.input_file import open_input, parse_json, read_input
-from moeverify.tools.weights.tensor_mapping import Shape, TensorMapping
+from moeverify.tools.weights.tensor_mapping import Shape, TensorMapping, choose_stored
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,18 +31,32 @@ class Place:
     dtype: torch.dtype
 
 
-def read_index(folder: Path, mapping: TensorMapping, drop: Sequence[str]) -> dict[str, Place]:
-    """Return the place of every stored tensor of `mapping`; other tensors must match `drop`.
+def read_index(
+    folder: Path, mappings: Sequence[TensorMapping], drop: Sequence[str]
+) -> tuple[dict[str, Place], TensorMapping]:
+    """Return the place of every stored tensor, and for each of our tensors the mapping that fits.
+
+    Stored tensors of no mapping must match `drop`. Files whose tensors all match it are not opened.
 
     Raises: FormatError with the file and the key.
     """
+    patterns = (*_REDUNDANT, *drop)
+
+    def is_dropped(key: str) -> bool:
+        return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+    files = {
+        path: (_read_headers(path), listed or ())
+        for path, listed in _list_files(folder).items()
+        if listed is None or not all(map(is_dropped, listed))
+    }
+    mapping = choose_stored(mappings, {key for found, _ in files.values() for key in found})
     shapes = {mapped.key: mapped.shape for parts in mapping.values() for mapped in parts}
     places: dict[str, Place] = {}
     problems: list[str] = []
-    for path, listed in _list_files(folder).items():
-        found = _read_headers(path)
-        for key in listed or ():
-            if key not in found:
+    for path, (found, listed) in files.items():
+        for key in listed:
+            if key not in found and (key in shapes or not is_dropped(key)):
                 problems.append(f"{path}: {key} is missing, which {INDEX} says is there")
         for key, place in found.items():
             if key in places:
@@ -51,12 +65,12 @@ def read_index(folder: Path, mapping: TensorMapping, drop: Sequence[str]) -> dic
                 problems.append(f"{path}: {key} has shape {place.shape}, and the model {shapes[key]}")
             if key in shapes:
                 places[key] = place
-            elif not any(fnmatchcase(key, pattern) for pattern in (*_REDUNDANT, *drop)):
+            elif not is_dropped(key):
                 problems.append(f"{path}: {key} is no tensor of this model; --drop leaves tensors out")
     problems += [f"{folder}: {key} is in no file" for key in shapes if key not in places]
     if problems:
         raise FormatError(join_problems(problems))
-    return places
+    return places, mapping
 
 
 def _list_files(folder: Path) -> dict[Path, list[str] | None]:

@@ -6,7 +6,7 @@ Notation: E experts, H hidden, F expert hidden.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from moeverify.tools.weights.names import Names
 
 Shape = tuple[int, ...]
 Ranges = tuple[range, ...]
-Form = Literal["same", "row", "rows", "columns"]
+Form = Literal["same", "row", "rows", "columns", "half"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class MappedTensor:
     - `row`: it is index `number` of dim 0 of our tensor.
     - `rows`: it is our (E, F, H) stored as (E * F, H), with `number` = F.
     - `columns`: it is our (E, H, F), with each expert transposed, stored as (E * F, H), with `number` = F.
+    - `half`: our (E, F, H) is a half of the stored (E, 2 F, H), which begins at row `number` of each expert.
     """
 
     key: str
@@ -81,6 +82,24 @@ def map_names(shapes: Mapping[str, Shape], names: Names, what: str) -> TensorMap
     return mapping
 
 
+def choose_stored(mappings: Sequence[TensorMapping], keys: Collection[str]) -> TensorMapping:
+    """Return for each tensor the first mapping whose stored tensors are all among `keys`.
+
+    A tensor for which no mapping fits keeps its first one. Formats may store the same tensor in several ways.
+    """
+    return {
+        name: next(
+            (
+                each[name]
+                for each in mappings
+                if name in each and all(mapped.key in keys for mapped in each[name])
+            ),
+            mappings[0][name],
+        )
+        for name in mappings[0]
+    }
+
+
 def find_windows(mapping: Sequence[MappedTensor], box: Ranges) -> Iterator[Window]:
     """Yield the windows that together are `box` of our tensor, in the order of its dim 0."""
     form = mapping[0].form
@@ -89,6 +108,9 @@ def find_windows(mapping: Sequence[MappedTensor], box: Ranges) -> Iterator[Windo
     elif form == "row":
         for mapped in mapping[box[0].start : box[0].stop]:
             yield Window(mapped.key, box[1:], (range(mapped.number, mapped.number + 1), *box[1:]))
+    elif form == "half":
+        rows = range(box[1].start + mapping[0].number, box[1].stop + mapping[0].number)
+        yield Window(mapping[0].key, (box[0], rows, box[2]), box)
     else:
         yield from _cut_stack(mapping[0], box)
 

@@ -155,6 +155,8 @@ class CaseRun:
         self._machine = machine
         self._on_event = on_event
         self._num_launches = 0
+        self._start_seconds = 0.0
+        self._launched: float | None = None  # the time of a launch that has begun no job yet
         self._obstacles = {
             name: obstacle
             for name, task in self._tasks.items()
@@ -203,6 +205,7 @@ class CaseRun:
             started=started,
             seconds=seconds,
             launches=self._num_launches,
+            start_seconds=self._start_seconds,
             goldens=tuple(
                 GoldenTime(recipe=state.recipe, seconds=state.seconds)
                 for state in self._states.values()
@@ -311,6 +314,7 @@ class CaseRun:
             timeline=answer.timeline,
             errors=answer.errors,
             operators=answer.operators,
+            stages=answer.stages,
         )
 
     def _make_case_result(
@@ -337,8 +341,12 @@ class CaseRun:
         return result
 
     def _on_launch(self, event: LaunchEvent) -> None:
+        if event.kind == "start" and self._launched is not None:
+            self._start_seconds += time.monotonic() - self._launched
+            self._launched = None
         if event.kind == "launch":
             self._num_launches += 1
+            self._launched = time.monotonic()
             self._emit("launch", num_ranks=event.num_ranks)
         elif event.kind == "up":
             self._emit("up", num_ranks=event.num_ranks)

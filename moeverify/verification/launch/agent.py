@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,17 +38,34 @@ def main() -> None:
     """Run the ranks of the plan in `sys.argv[1]` and write `launch.json` if the launch fails."""
     die_with(int(sys.argv[2]))
     plan_path = Path(sys.argv[1])
-    _set_up(Plan.read(plan_path))
+    plan = Plan.read(plan_path)
+    _set_up(plan.device, plan.search_path)
     run_agent(plan_path)
 
 
-def prepare(plan: Plan) -> None:
-    """Set up this process and import everything that an agent of `plan` and its ranks need."""
-    _set_up(plan)
+def prepare(entry: str, device: str, search_path: Sequence[str] = ()) -> None:
+    """Set up this process and import everything that agents of an entry and a device, and their ranks, need."""
+    _set_up(device, search_path)
     with contextlib.suppress(Exception):  # the launch itself reports the error
         from torch.distributed.launcher import api  # noqa: F401
 
-        _preload(plan.entry)
+        _preload(entry)
+
+
+def adopt(plan: Plan, file: int) -> None:
+    """Take over the controller's environment, folder and search path in a forked agent.
+
+    `file` is a descriptor of the JSON that `forked_agents` writes.
+    """
+    with os.fdopen(file, "rb") as stream:
+        stream.seek(0)
+        state = json.load(stream)
+    os.environ.clear()
+    os.environ.update(state["environment"])
+    os.chdir(state["folder"])
+    os.umask(state["umask"])
+    sys.path[:] = plan.search_path
+    _set_up(plan.device, ())
 
 
 def run_agent(plan_path: Path) -> None:
@@ -61,10 +78,10 @@ def run_agent(plan_path: Path) -> None:
     os._exit(1 if end else 0)
 
 
-def _set_up(plan: Plan) -> None:
-    sys.path.extend(entry for entry in plan.search_path if entry not in sys.path)
+def _set_up(device: str, search_path: Sequence[str]) -> None:
+    sys.path.extend(entry for entry in search_path if entry not in sys.path)
     _set_environment()
-    set_interpreter(plan.device)
+    set_interpreter(device)
     _set_logging()
 
 
@@ -89,7 +106,8 @@ def _set_logging() -> None:
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logger = logging.getLogger(name)
         logger.propagate = False
-        logger.addHandler(logging.StreamHandler())
+        if not logger.handlers:
+            logger.addHandler(logging.StreamHandler())
 
 
 def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:

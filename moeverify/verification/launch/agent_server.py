@@ -1,8 +1,9 @@
 """Server process that forks the agents of many launches, so that they share one import.
 
-`python -m moeverify.verification.launch.agent_server SOCKET PARENT` serves
-`moeverify.verification.launch.forked_agents` on an inherited socket. Each agent leads its
-own session and is killed when the server ends.
+`python -m moeverify.verification.launch.agent_server fd:NUMBER PARENT` serves one controller on an inherited
+socket, see `forked_agents`. `... agent_server SOCKET DEVICE SECONDS` listens on a socket file and serves all
+controllers of this user, see `warm`. Each agent leads its own session and is killed when the server ends or
+its controller closes the agent's socket.
 """
 
 from __future__ import annotations
@@ -14,63 +15,136 @@ import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
-from moeverify.verification.launch.agent import prepare, run_agent
+from moeverify.verification.launch.agent import adopt, prepare, run_agent
 from moeverify.verification.launch.die_with_parent import die_with
+from moeverify.verification.launch.forked_agents import STOP
 from moeverify.verification.launch.plan import Plan
 
+ENTRY = "moeverify.verification.worker.main"
 _POLL = 0.01
 _LONGEST = 1 << 16
 
 
 def main() -> None:
-    """Fork an agent for each request until the controller closes the request socket."""
-    die_with(int(sys.argv[2]))
-    plan = _serve(socket.socket(fileno=int(sys.argv[1])), os.getpid())
-    if plan is not None:  # True only in a forked agent.
+    """Serve on the socket that the arguments name, and run an agent in each forked process."""
+    place = sys.argv[1]
+    if place.startswith("fd:"):
+        die_with(int(sys.argv[2]))
+        server = _Server({socket.socket(fileno=int(place.removeprefix("fd:")))})
+    else:
+        prepare(ENTRY, sys.argv[2])
+        server = _listen(Path(place), float(sys.argv[3]))
+        process = os.fork()
+        if process:
+            os.write(1, f"{process}\n".encode())
+            os._exit(0)
+    plan = server.serve()
+    if plan is not None:  # this process is a forked agent
         run_agent(plan)
 
 
-def _serve(requests: socket.socket, server: int) -> Path | None:
-    """Return the plan path in a forked agent, or None in the server after the controller closes its socket.
+def _listen(place: Path, idle: float) -> _Server:
+    """Return a server on a socket file. Only this user can connect: the folder has mode 700."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    place.unlink(missing_ok=True)  # of a server that was killed
+    listener.bind(str(place))
+    listener.listen()
+    return _Server(set(), listener, place, idle)
 
-    The server reaps an agent only after the controller has closed its end of the agent's socket. Until then
-    the kernel cannot reuse the process id.
+
+class _Server:
+    """The loop of the server: one process for the agents of all `requests`.
+
+    Without a `listener`, the server ends when its request socket is closed. With one, it ends after `idle`
+    seconds without an agent or a request, and removes `place`.
     """
-    agents: dict[socket.socket, int] = {}
-    running: set[socket.socket] = set()
-    is_prepared = False
-    while True:
-        for ready in select.select([requests, *agents], [], [], _POLL)[0]:
-            if ready is not requests:
-                _bury(ready, agents.pop(ready))
-                running.discard(ready)
-                continue
-            data, streams, _, _ = socket.recv_fds(requests, _LONGEST, 2)
-            if not data:
+
+    def __init__(
+        self,
+        requests: set[socket.socket],
+        listener: socket.socket | None = None,
+        place: Path | None = None,
+        idle: float = 0.0,
+    ) -> None:
+        self._requests = requests
+        self._listener = listener
+        self._place = place
+        self._idle = idle
+        self._is_prepared = listener is not None
+        self._agents: dict[socket.socket, int] = {}
+        self._running: set[socket.socket] = set()
+        self._last_used = time.monotonic()
+
+    def serve(self) -> Path | None:
+        """Return the plan path in a forked agent, and None in the server when its work is over.
+
+        The server reaps an agent only after the controller has closed its end of the agent's socket. Until
+        then the kernel cannot reuse the process id.
+        """
+        while True:
+            waited = [*self._requests, *self._agents, *([self._listener] if self._listener else [])]
+            for ready in select.select(waited, [], [], _POLL if self._running else 1.0)[0]:
+                if ready is self._listener:
+                    self._requests.add(ready.accept()[0])
+                elif ready in self._agents:
+                    _bury(ready, self._agents.pop(ready))
+                    self._running.discard(ready)
+                else:
+                    plan_path = self._answer(ready)
+                    if plan_path is not None:
+                        return plan_path
+                self._last_used = time.monotonic()
+            self._report_ends()
+            if self._is_over():
+                if self._place is not None:
+                    self._place.unlink(missing_ok=True)
                 return None
-            plan_path = Path(data.decode())
-            if not is_prepared:
-                prepare(Plan.read(plan_path))
-                is_prepared = True
-            pid = os.fork()
-            if pid == 0:
-                for each in (requests, *agents):
-                    each.close()
-                _become_agent(server, *streams)
-                return plan_path
-            control = socket.socket(fileno=streams[0])
-            os.close(streams[1])
-            agents[control] = pid
-            running.add(control)
-            _tell(control, {"pid": pid})
-        for control in list(running):
-            end = os.waitid(os.P_PID, agents[control], os.WEXITED | os.WNOWAIT | os.WNOHANG)
+
+    def _answer(self, request: socket.socket) -> Path | None:
+        """Read one request and fork its agent. Return the plan path in the forked agent."""
+        data, streams, _, _ = socket.recv_fds(request, _LONGEST, 3)
+        if len(streams) != 3:
+            if data == STOP:
+                self._idle = 0.0
+            self._requests.discard(request)
+            request.close()
+            return None
+        plan_path = Path(data.decode())
+        if not self._is_prepared:
+            plan = Plan.read(plan_path)
+            prepare(plan.entry, plan.device, plan.search_path)
+            self._is_prepared = True
+        server, (control_end, log, environment) = os.getpid(), streams
+        pid = os.fork()
+        if pid == 0:
+            for each in (*self._requests, *self._agents, *([self._listener] if self._listener else [])):
+                each.close()
+            _become_agent(server, control_end, log)
+            adopt(Plan.read(plan_path), environment)
+            return plan_path
+        control = socket.socket(fileno=control_end)
+        for stream in (log, environment):
+            os.close(stream)
+        self._agents[control] = pid
+        self._running.add(control)
+        _send(control, {"pid": pid})
+        return None
+
+    def _report_ends(self) -> None:
+        for control in list(self._running):
+            end = os.waitid(os.P_PID, self._agents[control], os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if end is not None:
                 is_exit = end.si_code == os.CLD_EXITED
-                _tell(control, {"status": end.si_status if is_exit else -end.si_status})
-                running.discard(control)
+                _send(control, {"status": end.si_status if is_exit else -end.si_status})
+                self._running.discard(control)
+
+    def _is_over(self) -> bool:
+        if self._listener is None:
+            return not self._requests
+        return not self._agents and time.monotonic() - self._last_used >= self._idle
 
 
 def _become_agent(server: int, control: int, log: int) -> None:
@@ -91,7 +165,7 @@ def _bury(control: socket.socket, pid: int) -> None:
     control.close()
 
 
-def _tell(control: socket.socket, words: dict[str, int]) -> None:
+def _send(control: socket.socket, words: dict[str, int]) -> None:
     with contextlib.suppress(OSError):  # the controller has closed the agent's socket
         control.send(json.dumps(words).encode())
 

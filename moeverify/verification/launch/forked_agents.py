@@ -8,13 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from moeverify.verification.launch.monitor import START_LIMIT, Agent
+
+STOP = b"stop"
+"""Request that ends a listening server as soon as it has no agent."""
 
 _LONGEST = 1 << 10
 _KILLED = -signal.SIGKILL
@@ -42,10 +46,7 @@ class AgentServer(AbstractContextManager["AgentServer"]):
                 self._close()  # the server has died: this launch gets a new one
                 self._requests = None
             requests = self._requests or self._open()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            socket.send_fds(requests, [str(plan).encode()], [theirs.fileno(), log.fileno()])
-        return ForkedAgent(ours)
+        return request_agent(requests, plan, log)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -67,7 +68,7 @@ class AgentServer(AbstractContextManager["AgentServer"]):
             sys.executable,
             "-m",
             "moeverify.verification.launch.agent_server",
-            str(theirs.fileno()),
+            f"fd:{theirs.fileno()}",
             str(os.getpid()),
         ]
         with theirs:
@@ -80,6 +81,23 @@ class AgentServer(AbstractContextManager["AgentServer"]):
                 start_new_session=True,
             )
         return self._requests
+
+
+def request_agent(requests: socket.socket, plan: Path, log: BinaryIO) -> ForkedAgent:
+    """Request the agent of a plan from a server. Raises: OSError when the server does not answer."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, tempfile.TemporaryFile() as state:
+        state.write(json.dumps(_describe_process()).encode())
+        state.flush()
+        socket.send_fds(requests, [str(plan).encode()], [theirs.fileno(), log.fileno(), state.fileno()])
+    return ForkedAgent(ours)
+
+
+def _describe_process() -> dict[str, Any]:
+    """Return what an agent takes over from this process, see `agent.adopt`."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return {"environment": dict(os.environ), "folder": str(Path.cwd()), "umask": mask}
 
 
 class ForkedAgent:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
-from moeverify.verification.launch.monitor import LaunchMonitor, StartAgent, start_agent
+from moeverify.verification.launch.monitor import Agent, LaunchMonitor, StartAgent, start_agent
 from moeverify.verification.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, Plan
+from moeverify.verification.launch.warm import start_warm_agent
 
 
 def run_jobs(
@@ -19,14 +21,15 @@ def run_jobs(
     device: Device = "cpu",
     backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None] | None = None,
-    start: StartAgent = start_agent,
+    start: StartAgent | None = None,
 ) -> Generator[JobOutcome, None, None]:
     """Run the jobs in order, in as few launches as possible, and yield each outcome as soon as it is known.
 
     `entry` is a module name, or a path that ends in `.py`. As the main module, it must call
     `rank.serve(sys.argv[1], run_job)`. A launch has as many ranks as its largest job needs, at most
     `num_ranks`. All files are written below `folder`, which must not contain another run. `start` starts
-    the agent of each launch; see `AgentServer` for many launches.
+    the agent of each launch; see `AgentServer` for many launches. By default a warm server does, if one
+    serves, and otherwise a new process.
 
     Closing the iterator ends all ranks, as does an exception such as KeyboardInterrupt while it waits. If
     this process is killed, the kernel kills the ranks.
@@ -54,7 +57,7 @@ def run_jobs(
             first=first,
             search_path=tuple(sys.path),
         )
-        monitor = LaunchMonitor(plan, launch, watch, start)
+        monitor = LaunchMonitor(plan, launch, watch, start or _start_quickest(device))
         yield from monitor.follow()
         first += monitor.num_over
         if monitor.num_over:
@@ -68,3 +71,12 @@ def run_jobs(
 
 def _ignore(event: LaunchEvent) -> None:
     """Ignore an event."""
+
+
+def _start_quickest(device: Device) -> StartAgent:
+    """Return a function that asks a warm server for the agent, and starts a process if none serves."""
+
+    def start(plan: Path, log: BinaryIO) -> Agent:
+        return start_warm_agent(plan, device, log) or start_agent(plan, log)
+
+    return start

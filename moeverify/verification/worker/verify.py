@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import Finding
 from moeverify.results.load import ExpertLoad
 from moeverify.results.operation import OwnValues
+from moeverify.results.run import Stage
 from moeverify.results.timeline import Timeline
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.program import Program
@@ -80,6 +82,7 @@ def verify_case(
     sides to. `explain_seconds` limits the search for the first wrong operation, in seconds; 0 disables it.
     Collective: all ranks of the default process group, which has as many ranks as the layout.
     """
+    clock = _Clock()
     with injected(fault):
         # Made once and reused: creating groups is expensive, and they keep no state between runs.
         meshes = build_meshes(case.layout, device.type)
@@ -87,27 +90,49 @@ def verify_case(
         assemble_program = Assembly(case, device, meshes)
         observed = _observe(case, golden, assemble_program, trace)
         judgement = None if observed is None else observed.judgement
+        clock.end("steps and checks")
         if observed is not None and observed.judgement.findings:
-            report(_make_result(observed, observed.judgement.findings))
+            report(_make_result(observed, observed.judgement.findings, clock))
         extend()
         assemble = assemble_program.without_graphs()
         evidence = gather_evidence(case, golden, judgement, assemble, trace)
+        clock.end("second run")
     # The fault is undone at this point, so that the single device computes the right values.
     explained = None
     if observed is not None:
         findings = explain_findings(case, golden, observed.judgement, evidence, device)
-        explained = _Explained(observed, findings, None if evidence is None else evidence.timeline)
+        clock.end("formulas")
+        explained = _Explained(observed, findings, clock, None if evidence is None else evidence.timeline)
         if findings:
             report(explained.make(Found()))  # the other ranks wait meanwhile
     recorded = _record(case, golden, judgement, assemble, fault) if explain_seconds else None
+    clock.end("record of operators")
     if explained is None:
         return None
     proves, tell = not is_named(explained.findings, recorded), explained.tell_by(report)
-    return explained.make(
-        find_culprits(
-            case, golden, recorded, device, explain_seconds, proves=proves, operators=operators, tell=tell
-        )
+    found = find_culprits(
+        case, golden, recorded, device, explain_seconds, proves=proves, operators=operators, tell=tell
     )
+    clock.end("first wrong operation")
+    return explained.make(found)
+
+
+class _Clock:
+    """Wall time of this rank by stage, for those that take at least a hundredth of a second."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._stages: list[Stage] = []
+
+    def end(self, name: str) -> None:
+        """End the stage that began when the previous one ended."""
+        seconds, self._last = time.monotonic() - self._last, time.monotonic()
+        if seconds >= 0.01:
+            self._stages.append(Stage(name=name, seconds=round(seconds, 3)))
+
+    def read(self) -> tuple[Stage, ...]:
+        """Return the stages so far."""
+        return tuple(self._stages)
 
 
 def _record(
@@ -141,7 +166,11 @@ def name_source(finding: Finding) -> Finding:
 
 
 def _make_result(
-    observed: _Observed, findings: Sequence[Finding], timeline: Timeline | None = None, operators: str = ""
+    observed: _Observed,
+    findings: Sequence[Finding],
+    clock: _Clock,
+    timeline: Timeline | None = None,
+    operators: str = "",
 ) -> VerifyResult:
     return VerifyResult(
         checks=observed.judgement.checks,
@@ -153,6 +182,7 @@ def _make_result(
         timeline=timeline,
         errors=observed.errors,
         operators=operators,
+        stages=clock.read(),
     )
 
 
@@ -162,12 +192,13 @@ class _Explained:
 
     observed: _Observed
     findings: Sequence[Finding]
+    clock: _Clock
     timeline: Timeline | None
 
     def make(self, found: Found) -> VerifyResult:
         """Return the result of the case with culprits attached."""
         findings = [name_source(finding) for finding in lead_with(self.findings, found)]
-        return _make_result(self.observed, findings, self.timeline, found.operators)
+        return _make_result(self.observed, findings, self.clock, self.timeline, found.operators)
 
     def tell_by(self, report: Callable[[VerifyResult], None]) -> Callable[[Found], None]:
         """Return a function that reports the result with the culprits found so far."""

@@ -36,6 +36,7 @@ def results(tmp_path_factory):
         cache_folder=tmp_path_factory.mktemp("cache"),
         golden_folder=Path("no", "goldens"),
         require_goldens=False,
+        explain_seconds=0.0,
         case_faults={name: f"fault_programs:{fault}" for name, (fault, _) in CASES.items() if fault},
     )
     try:

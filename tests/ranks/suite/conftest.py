@@ -29,6 +29,7 @@ def run_with_faults() -> Callable[[Any, Mapping[str, str]], dict[str, Any]]:
             golden_folder=project.folder / "golden",
             cache_folder=project.shared,
             case_faults={name: f"suite_faults:{fault}" for name, fault in faults.items()},
+            explain_seconds=0.0,  # these tests are about the checks
         )
         with pytest.MonkeyPatch.context() as patch:
             path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]

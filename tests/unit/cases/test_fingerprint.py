@@ -56,7 +56,8 @@ def other(value: Any, choices: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, dict):
         return {**value, "y": 2}
     is_text = value is None and (str in choices or any(str in get_args(choice) for choice in choices))
-    return "module:function" if is_text else 1.0
+    is_number = value is None and any(int in (choice, *get_args(choice)) for choice in choices)
+    return "module:function" if is_text else 1 if is_number else 1.0
 
 
 @pytest.mark.parametrize("start", [recipe(), foreign()], ids=["reference", "foreign"])

@@ -37,6 +37,8 @@ def test_every_family_has_a_tiny_sibling():
         "deepseek-v2",
         "deepseek-v2-lite",
         "deepseek-v3",
+        "glm-4.5-air",
+        "minimax-m2",
         "gpt",
     }
     rest = set(PRESETS) - set(FAMILIES) - {f"tiny-{name}" for name in FAMILIES}
@@ -51,6 +53,9 @@ def test_tiny_sibling_has_the_structure_of_its_family(name):
         assert getattr(tiny, switch) == getattr(full, switch), switch
     assert tiny.num_heads * full.num_kv_heads == full.num_heads * tiny.num_kv_heads
     assert tiny.head_dim * tiny.num_heads * full.hidden == full.head_dim * full.num_heads * tiny.hidden
+    assert (tiny.rotary_dim or tiny.head_dim) * full.head_dim == (
+        full.rotary_dim or full.head_dim
+    ) * tiny.head_dim
     assert (tiny.moe is None) == (full.moe is None)
     assert bool(tiny.num_dense_layers) == bool(full.num_dense_layers)
     if full.mla is None or full.yarn is None:

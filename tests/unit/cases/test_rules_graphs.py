@@ -90,10 +90,10 @@ BROKEN = [
         "write `dispatch: padded`",
     ),
     (
-        "dp_shard: 2, pp: 2, recompute: selective, micro_batches: 2",
-        "moe: null",
+        "dp_shard: 2, pp: 2, recompute: selective, micro_batches: 2, pipeline_schedule: zbv",
+        "{moe: null, num_layers: 4}",
         "layout.recompute",
-        "selective recomputation together with pp",
+        "selective recomputation does not go with zbv, which splits backward passes",
         "write `recompute: true`",
     ),
     (

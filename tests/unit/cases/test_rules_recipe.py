@@ -16,6 +16,8 @@ BROKEN = [
         "most 7",
     ),
     ("", "head_dim: 5", "recipe.model.head_dim", "head_dim 5 is odd", "such as 6"),
+    ("", "rotary_dim: 3", "recipe.model.rotary_dim", "not an even number up to head_dim", "or remove it"),
+    ("", "rotary_dim: 64", "recipe.model.rotary_dim", "not an even number up to head_dim", "or remove it"),
     (
         "",
         "num_kv_heads: 8, qk_norm: false, mla: {kv_lora: 8, qk_nope: 5, qk_rope: 3, v_head: 4}",

@@ -24,6 +24,8 @@ HF_PRESETS = [
     "tiny-deepseek-v2",
     "tiny-deepseek-v2-lite",
     "tiny-deepseek-v3",
+    "tiny-glm-4.5-air",
+    "tiny-minimax-m2",
 ]
 
 

@@ -58,6 +58,19 @@ _LATENT: dict[str, Any] = {
     },
 }
 
+_GROUPED = {
+    **SIZES,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.7,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {**SIZES, "num_local_experts": 5, "head_dim": 12}),
     "qwen2_moe": (
@@ -76,6 +89,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", _LATENT),
     "deepseek_v3-biased": ("deepseek_v3", {**_LATENT, "attention_bias": True, "norm_topk_prob": False}),
+    "glm4_moe": ("glm4_moe", {**_GROUPED, "attention_bias": True}),
+    "glm4_moe-normed": (
+        "glm4_moe",
+        {
+            **_GROUPED,
+            "use_qk_norm": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "minimax_m2": ("minimax_m2", {**SIZES, "num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}),
     "qwen3_moe-tied": (
         "qwen3_moe",
         {

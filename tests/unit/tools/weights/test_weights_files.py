@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -19,6 +20,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.tools.checkpoint.load import load, read_facts
 from moeverify.tools.checkpoint.manifest import MANIFEST
 from moeverify.tools.checkpoint.save import save
+from moeverify.tools.weights.by_name import load_by_name
 
 FACTS = {"recipe": "abc", "step": 3, "rate": 0.1 + 0.2}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
@@ -233,3 +235,18 @@ def test_a_manifest_that_somebody_made_is_checked(change: dict[str, object], sav
     (saved / MANIFEST).write_text(json.dumps({**content, "digest": _digest(content)}))
     with pytest.raises(FormatError, match="does not hold a manifest"):
         read_facts(saved)
+
+
+def test_a_tied_parameter_of_any_model_is_read_under_either_name(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict(
+        {"first": torch.nn.Linear(2, 2, bias=False), "last": torch.nn.Linear(2, 2, bias=False)}
+    )
+    model["last"].weight = model["first"].weight
+    for name in ("first.weight", "last.weight"):
+        value = torch.rand(2, 2)
+        safetensors.torch.save_file({name: value}, tmp_path / "model.safetensors")
+        load_by_name(model, tmp_path)
+        assert torch.equal(model["first"].weight, value)
+    safetensors.torch.save_file({"other.weight": value}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=r"first\.weight is in no file"):
+        load_by_name(model, tmp_path)

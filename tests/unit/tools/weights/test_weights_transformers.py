@@ -20,9 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeverify.cases.schema import Data
+from moeverify.errors import FormatError
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.regions.local_shard import buffers, parameters
 from moeverify.tools.weights.description import read_description
+from moeverify.tools.weights.families import FAMILIES as TABLES
+from moeverify.tools.weights.families import read_config
 from moeverify.tools.weights.load import load_weights
 from moeverify.train.data import Batch, whole_share
 from moeverify.train.data import make_batch as make_batch_of_ranks
@@ -149,3 +152,21 @@ def test_balancing_loss_is_that_of_transformers_for_one_layer(
         gradient = gradients[each.name]
         assert gradient is not None
         assert measure(each.tensor.detach(), gradient) < WIDENED
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "kimi_k2"])
+def test_the_default_of_a_missing_key_is_that_of_the_family(name: str) -> None:
+    """A config with sizes alone means the same to both."""
+    transformers = pytest.importorskip("transformers")
+    full = transformers.AutoConfig.for_model(name, num_experts_per_tok=2)
+    needed = {key for key in TABLES[name].fields.values() if key not in TABLES[name].defaults}
+    sizes = {key: getattr(full, key, None) for key in needed if key != "head_dim"}
+    sizes["topk_method"] = getattr(full, "topk_method", None)  # tells V2 from its Lite form
+    spec = read_config({"model_type": name, **sizes}, "config.json")[1]
+    written = {key: value for key, value in full.to_dict().items() if key != "sliding_window"}
+    assert spec == read_config(written, "config.json")[1]
+
+
+def test_a_known_family_that_cannot_be_computed_is_refused_with_the_reason() -> None:
+    with pytest.raises(FormatError, match="model_type is 'gpt_oss', with attention sinks"):
+        read_config({"model_type": "gpt_oss"}, "config.json")
