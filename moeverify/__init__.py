@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moeverify.scripts.record.api import watch
-    from moeverify.verification.controller.api import Verification, verify
+    from moeverify.verification.controller.api import Verification, verify, verify_cases
 
-__all__ = ["Verification", "verify", "watch"]
+__all__ = ["Verification", "verify", "verify_cases", "watch"]
 
 
 def __getattr__(name: str) -> Any:

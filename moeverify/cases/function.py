@@ -41,7 +41,8 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
     names = set(_list_names(tree.body))
     if name in names or "*" in names or "__getattr__" in names:
         return None
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+    made = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    functions = [own for own in made if own[0] != "_"]
     return Problem(f"`{module}` ({origin}) has no `{name}`", path=path, remedy=suggest(name, functions))
 
 

@@ -17,11 +17,11 @@ from moeverify.cli.streams import standard_streams
 _FEW_COLLECTIONS = 100_000
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "Verify": ("run", "reshard", "check", "schema", "golden"),
+    "Verify": ("init", "run", "reshard", "check", "schema", "golden"),
     "Look at a run": ("report", "explain", "operators", "diff", "history"),
     "Training scripts": ("watch", "compare"),
     "Layouts and routing": ("mesh", "place", "comm", "route"),
-    "Tools": ("bench", "convert", "doctor", "faults", "serve"),
+    "Tools": ("bench", "convert", "doctor", "faults", "serve", "skill"),
 }
 """The commands in the order of `--help`. The function or typer app of each has the name of its module."""
 

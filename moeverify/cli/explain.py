@@ -1,4 +1,4 @@
-"""`moeverify explain`: the evidence behind a finding of a kept run."""
+"""`moeverify explain`: the evidence behind a finding of a kept run, and the meaning of a code."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ from typing import Annotated
 import typer
 
 from moeverify.cli.context import open_context
+from moeverify.cli.outputs import JsonBrief
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder of --out, or a file of --json.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|CODE", help="A folder of --out, a file of --json, or a code of a cause."),
+    ],
     finding: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[FINDING]", help="A number, or words of its `check: tensor`; all if left out."
         ),
     ] = None,
+    json_brief: JsonBrief = False,
 ) -> None:
     """Show the evidence behind a finding: coefficients, residuals, and every test that was tried.
 
-    Without FINDING, list the findings that follow from no other, with their numbers.
+    Without FINDING, list the findings that follow from no other, with their numbers. A CODE, such as
+    missing-reduction, is the `code` or `mechanism` of a finding in JSON.
     """
     with open_context() as context:
+        from moeverify.report.codes import describe_code
         from moeverify.report.explanation import (
             choose_finding,
             number_findings,
@@ -32,9 +39,25 @@ def explain(
         )
         from moeverify.report.formats.json import read_run
 
-        result = read_run(run)
-        if not finding:
-            render_list(result, context.out, run)
+        page = "" if finding or run.exists() else describe_code(str(run), _list_examples(str(run)))
+        if page:
+            context.out.print(page, soft_wrap=True)
             return
-        item = choose_finding(result, " ".join(finding))
-        render_explanation(item, len(number_findings(result)), context.out)
+        result = read_run(run)
+        item = choose_finding(result, " ".join(finding)) if finding else None
+        if json_brief:
+            from moeverify.report.brief import format_brief
+            from moeverify.report.next_steps import Kept
+
+            typer.echo(format_brief(result, Kept(run) if run.is_dir() else Kept(None, run), item))
+        elif item is None:
+            render_list(result, context.out, run)
+        else:
+            render_explanation(item, len(number_findings(result)), context.out)
+
+
+def _list_examples(code: str) -> list[tuple[str, str]]:
+    """Return the known bugs whose diagnosis has this code, as (number, title)."""
+    from moeverify.faults.catalogue import load_faults
+
+    return [(fault.number, fault.title) for fault in load_faults().values() if code in fault.expected.causes]

@@ -16,23 +16,32 @@ from moeverify.report.formats.registry import FORMATS, write_run
 
 if TYPE_CHECKING:
     from moeverify.cli.context import CommandContext
+    from moeverify.report.next_steps import Kept
     from moeverify.results.run import RunResult
+
+
+JsonBrief = Annotated[
+    bool, typer.Option("--json-brief", help="Print less than 4 kB of JSON instead of the report.")
+]
 
 
 @dataclass(frozen=True)
 class Outputs(OptionGroup):
     """The outputs of a run: one file per requested format, and the folder that keeps everything, if any.
 
-    `github` enables or disables annotations; None enables them in GitHub workflows only.
+    `github` enables or disables annotations; None enables them in GitHub workflows only. With `brief`,
+    the short JSON replaces the report.
     """
 
     files: Mapping[str, Path] = field(default_factory=dict)
     folder: Path | None = None
     github: bool | None = None
+    brief: bool = False
 
     @classmethod
     def list_options(cls) -> Sequence[Parameter]:
-        """Return one option per format, and `--github`; see `OptionGroup`."""
+        """Return one option per format, `--json-brief` and `--github`; see `OptionGroup`."""
+        brief = Parameter("json_brief", Parameter.KEYWORD_ONLY, default=False, annotation=JsonBrief)
         github = Parameter(
             "github",
             Parameter.KEYWORD_ONLY,
@@ -59,13 +68,13 @@ class Outputs(OptionGroup):
             )
             for each in FORMATS
         ]
-        return [*formats, github]
+        return [*formats, brief, github]
 
     @classmethod
     def gather(cls, values: Mapping[str, Any]) -> Self:
         """Return the outputs that the options request; see `OptionGroup`."""
         files = {each.name: values[each.name] for each in FORMATS if values[each.name] is not None}
-        return cls(files, github=values["github"])
+        return cls(files, github=values["github"], brief=values["json_brief"])
 
     def keeping(self, folder: Path | None) -> Outputs:
         """Return the same outputs with the folder that keeps everything."""
@@ -82,6 +91,21 @@ class Outputs(OptionGroup):
         folders = [path for name, path in self.files.items() if name in of_folders]
         files = [path for name, path in self.files.items() if name not in of_folders]
         check_writable(files, *folders, self.folder)
+
+    def direct(self, context: CommandContext) -> CommandContext:
+        """Return a context that leaves standard output to the short JSON, if it is asked for."""
+        return replace(context, out=context.err) if self.brief else context
+
+    def render(self, run: RunResult, context: CommandContext, kept: Kept, *, quiet: bool) -> None:
+        """Print the report, or the short JSON."""
+        from moeverify.report.text import render_run
+
+        if not self.brief:
+            render_run(run, context.out, folder=kept.folder, file=kept.file, quiet=quiet)
+        elif context.is_first:
+            from moeverify.report.brief import format_brief
+
+            typer.echo(format_brief(run, kept))
 
     def write(self, run: RunResult) -> list[str]:
         """Write all requested files, and return the failures with their reasons."""

@@ -24,16 +24,17 @@ def report(
 
     The exit code says only whether that worked.
     """
-    with open_context() as context:
+    with open_context() as opened:
         from moeverify.report.formats.json import read_run
-        from moeverify.report.text import render_run
+        from moeverify.report.next_steps import Kept
 
+        context = outputs.direct(opened)
         result = read_run(run)
         outputs.check()
         with postponed_signals():
             failures = outputs.write(result)
-            folder, file = (run, None) if run.is_dir() else (None, run)
-            render_run(result, context.out, folder=folder, file=file, quiet=quiet)
+            kept = Kept(run, None) if run.is_dir() else Kept(None, run)
+            outputs.render(result, context, kept, quiet=quiet)
             failures += outputs.publish(result, context)
             for failure in failures:
                 context.err.print(f"error: {failure}", soft_wrap=True)

@@ -97,7 +97,8 @@ def run(
     timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
 ) -> None:
     """Verify each case: its layout against its golden."""
-    with open_context() as context:
+    with open_context() as opened:
+        context = outputs.direct(opened)
         if watch:
             check_watch()
         if context.is_first:
@@ -128,11 +129,8 @@ def run(
         loaded = selection.load_valid()
         render_refused(loaded, context)
         last = verify(loaded, {})
-        if watch:
-            raise typer.Exit(
-                rerun_on_changes(selection, partial(_read_keys, settings, out), verify, last, context)
-            )
-        raise typer.Exit(last.code)
+        keys = partial(_read_keys, settings, out)
+        raise typer.Exit(rerun_on_changes(selection, keys, verify, last, context) if watch else last.code)
 
 
 def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -> Mapping[str, str]:
@@ -261,6 +259,7 @@ def run_and_report(
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
 
+    context = outputs.direct(context)
     keeper = Keeper(finished or {})
     known = {} if durations is None else durations.read(case.name for case in cases)
     with ExitStack() as postponed:
@@ -311,16 +310,17 @@ def deliver(
 def _deliver(
     result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool, timings: bool
 ) -> int:
-    from moeverify.report.text import render_run
+    from moeverify.report.next_steps import Kept
     from moeverify.report.timings import render_timings
 
+    context = outputs.direct(context)
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict does not depend on the reader
         if timings:
             render_timings(result, context.out)
-        render_run(result, context.out, folder=outputs.folder, file=outputs.files.get("json"), quiet=quiet)
+        outputs.render(result, context, Kept(outputs.folder, outputs.files.get("json")), quiet=quiet)
         failures += outputs.publish(result, context)
     for failure in failures:
         context.err.print(f"error: {failure}", soft_wrap=True)

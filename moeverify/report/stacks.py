@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeverify.results.run import RankReport
+from moeverify.results.run import CaseResult, RankReport
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _INNERMOST_FIRST = re.compile(r"most recent call first|^ *File \".*\", line \d+ in ", re.MULTILINE)
@@ -70,6 +70,13 @@ def find_problems(reports: Sequence[RankReport]) -> list[str]:
         if marked and report.state == "raised":
             return problems.strip().splitlines()
     return []
+
+
+def find_reason(case: CaseResult) -> str:
+    """Return in one line why a case has no verdict; empty if it has one and states no reason."""
+    folded = [text for group in group_ranks(case.rank_reports) for text, _ in group.summaries]
+    told = [*find_problems(case.rank_reports), case.reason, *folded]
+    return next((text.splitlines()[0] for text in told if text.strip()), "")
 
 
 def cut_stack(stack: str, num_lines: int) -> tuple[str, int]:

@@ -16,5 +16,7 @@ def offset_constants(tensors: Iterable[Tensor], spread: float) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     for tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+        if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() <= 1:
+            continue
+        if bool((tensor == tensor.flatten()[0]).all()):
             tensor.add_(spread * torch.randn(tensor.shape, generator=generator))

@@ -112,6 +112,7 @@ READS_ENVIRONMENT = (
 # Modules that read files directly: those that only this project writes, and the readers of each format. All others
 # use `input_file`, `json_file` and `case.document`, which have the limits on files of users.
 READS_FILES = (
+    "cli.skill",
     "explain.packed",
     "faults",
     "json_file",
@@ -126,6 +127,7 @@ READS_FILES = (
     "tools.weights.dcp",
     "verification.collectives",
     "verification.controller.finished",
+    "verification.controller.init",
     "verification.controller.machine",
     "verification.launch",
     "verification.worker",

@@ -115,6 +115,19 @@ def test_one_finding_tells_every_test(invoke: Any, run: Path, words: tuple[str, 
         assert part in told.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "numbers"), [(("explain",), [1, 2, 3]), (("explain", "2"), [2]), (("report",), [1, 2, 3])]
+)
+def test_the_short_json_is_all_of_standard_output(
+    invoke: Any, run: Path, words: tuple[str, ...], numbers: list[int]
+) -> None:
+    told = invoke(words[0], run, *words[1:], "--json-brief")
+    assert told.exit_code == 0, told.stderr
+    brief = json.loads(told.stdout)
+    assert [finding["number"] for case in brief["cases"] for finding in case["findings"]] == numbers
+    assert brief["next"][0]["command"] == f"moeverify explain {run} {numbers[0]}"
+
+
 OLD = """{"schema_version": 1, "verdict": "mismatch", "environment": {}, "cases": [
   {"name": "a", "file": "cases/a.yaml", "verdict": "mismatch", "ranks": 2, "seconds": 1.0,
    "checks": [{"name": "gradient", "verdict": "mismatch", "tensors": 3}],

@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 REFERENCE = (DOCS / "reference" / "case.md").read_text()
-ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
-PAGES = [*ROOT_PAGES, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("re*/*.md"))]
+ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "AGENTS", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
+SKILL = ROOT / "moeverify" / "cli" / "SKILL.md"
+PAGES = [*ROOT_PAGES, SKILL, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("re*/*.md"))]
 COMMANDS: dict[str, Any] = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
 
 

@@ -167,6 +167,6 @@ def test_inside_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_import_is_light() -> None:
     code = "import sys, moeverify; moeverify.verify; print('torch' in sys.modules, moeverify.__all__)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == "False ['Verification', 'verify', 'watch']\n"
+    assert told.stdout == "False ['Verification', 'verify', 'verify_cases', 'watch']\n"
     with pytest.raises(AttributeError, match="has no attribute 'verfy'"):
         moeverify.verfy  # noqa: B018

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 
 from moeverify.cases.schema import Case, Precision
-from moeverify.cases.validation.load import build_case
+from moeverify.cases.validation.load import build_case, load_cases
 from moeverify.errors import CaseError, MachineError, Problem
 from moeverify.report.console import open_console
 from moeverify.report.text import render_run, summarize_run
@@ -117,23 +118,45 @@ def verify(
         "layout": {**layout, **({"parallelize": named["parallelize"]} if "parallelize" in named else {})},
         "checks": dict(checks or {}),
     }
-    verified = _run(build_case(fields), device, escalates=escalate)
+    verified = _run([build_case(fields)], device, escalates=escalate)
     return Verification(verified.model_copy(update={"allows_undecided": allow_undecided}))
 
 
-def _run(case: Case, device: Literal["auto", "cpu", "cuda"], *, escalates: bool) -> RunResult:
-    """Return the run of a case without a recorded golden."""
+def verify_cases(
+    *paths: str | Path, device: Literal["auto", "cpu", "cuda"] = "auto"
+) -> dict[str, Verification]:
+    """Return the verification of each case of these files and folders, by name; one launch serves all.
+
+    Raises: CaseError when a case is invalid; MachineError when this process is itself one of several ranks.
+    """
+    if external_world() is not None:
+        raise MachineError("verify_cases() starts its own ranks; under torchrun or srun use `moeverify run`")
+    cases = load_cases([Path(path) for path in paths])
+    verified = _run(cases, device, escalates=True, may_skip=True)
+    return {
+        case.name: Verification(verified.model_copy(update={"cases": (case,)})) for case in verified.cases
+    }
+
+
+def _run(
+    cases: list[Case], device: Literal["auto", "cpu", "cuda"], *, escalates: bool, may_skip: bool = False
+) -> RunResult:
+    """Return the run of cases without recorded goldens.
+
+    Raises: MachineError when a case is skipped, without `may_skip`.
+    """
     with scratch_folder() as nothing:
         options = RunOptions(device=device, golden_folder=nothing, must_decide=True)
-        result = run_cases([case], options, _ignore)
+        result = run_cases(cases, options, _ignore)
         assert result is not None
-        if result.cases[0].verdict == "skipped":
-            raise MachineError(result.cases[0].reason)
+        skipped = next((case.reason for case in result.cases if case.verdict == "skipped"), None)
+        if skipped is not None and not may_skip:
+            raise MachineError(skipped)
         # The notes only report that no golden is recorded, which is intended here.
-        quiet = result.cases[0].model_copy(update={"notes": ()})
-        result = result.model_copy(update={"cases": (quiet,)})
+        quiet = tuple(case.model_copy(update={"notes": ()}) for case in result.cases)
+        result = result.model_copy(update={"cases": quiet})
         if escalates:
-            result = ask_wider([case], result, options, _ignore)
+            result = ask_wider(cases, result, options, _ignore)
     return word_run(result)
 
 

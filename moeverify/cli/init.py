@@ -1,0 +1,129 @@
+"""`moeverify init`: cases, a test and a workflow for a model that moeverify has never seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
+
+if TYPE_CHECKING:
+    from moeverify.results.factory import TriedModel
+    from moeverify.results.run import RunResult
+    from moeverify.verification.controller.init import Tried
+
+
+def init(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            metavar="PKG.MOD:NAME", help="A function or class that makes the model.", show_default=False
+        ),
+    ],
+    *,
+    parallelize: Annotated[
+        str | None,
+        typer.Option(
+            "--parallelize",
+            metavar="PKG.MOD:FN",
+            help="Your `parallelize(model, mesh)`. Default: the one in the module of the model, if any.",
+        ),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--folder", metavar="DIR", help="Where the cases are written.")
+    ] = Path("verify"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Try everything, and print the files instead of writing them.")
+    ] = False,
+) -> None:
+    """Write cases, a test and a CI workflow for a model of your own.
+
+    Tries the model on one device, makes it smaller by its own configuration, and runs it under the layouts
+    that fit. Run it again after changes: files that you have edited are left alone.
+    """
+    with open_context() as context:
+        from moeverify.report.progress import open_progress
+        from moeverify.verification.controller.init import combine, list_candidates, try_factory, try_layouts
+
+        if folder.is_absolute() or ".." in folder.parts:
+            from moeverify.errors import CaseError, Problem
+
+            message = f"{folder} is not below the current folder"
+            raise CaseError([Problem(message, path="--folder", remedy="name a folder such as verify")])
+        root = Path.cwd()
+        context.err.print(f"trying {factory} on one device", soft_wrap=True)
+        model = try_factory(factory, parallelize or "", root)
+        _render_model(model, context)
+        with open_progress(context.out, quiet=False, durations={}) as progress:
+            tried, result = try_layouts(model, root, str(folder), list_candidates(model), progress.on_event)
+            if pairs := combine(tried):
+                more, second = try_layouts(model, root, str(folder), pairs, progress.on_event)
+                tried, result = [*tried, *more], result.answered((*result.cases, *second.cases), second)
+        raise typer.Exit(_finish(model, tried, result, root, folder, dry_run, context))
+
+
+def _render_model(model: TriedModel, context: CommandContext) -> None:
+    from moeverify.report.console import print_fact
+
+    before, after = model.parameters
+    print_fact(
+        context.out,
+        "model",
+        f"{model.title}, a step of {after} parameters in {model.seconds:.2g} s",
+        indent=0,
+    )
+    if model.changes:
+        changes = ", ".join(f"{name} {old} to {new}" for name, (old, new) in model.changes.items())
+        print_fact(context.out, "smaller", f"{before} to {after} parameters: {changes}", indent=0)
+    if model.loss:
+        print_fact(context.out, "loss", model.loss, indent=0)
+    if model.precision != "float64":
+        print_fact(
+            context.out, "precision", f"{model.precision}: the model does not compute in float64", indent=0
+        )
+    for note in model.notes:
+        print_fact(context.out, "note", note, indent=0)
+    context.out.print()
+
+
+def _finish(
+    model: TriedModel,
+    tried: list[Tried],
+    result: RunResult,
+    root: Path,
+    folder: Path,
+    dry_run: bool,
+    context: CommandContext,
+) -> int:
+    """Write the files of the layouts that apply, print everything, and return the exit code."""
+    from moeverify.report.console import print_fact
+    from moeverify.report.sorting import group_texts
+    from moeverify.report.text import render_run
+    from moeverify.verification.controller.init_files import list_files, write_files
+    from moeverify.verification.controller.run import find_overall_verdict
+
+    applied = [each for each in tried if not each.obstacle]
+    cases = tuple(each.result for each in applied)
+    out = context.out
+    if cases:
+        verdict = find_overall_verdict(cases)
+        render_run(result.model_copy(update={"cases": cases, "verdict": verdict}), out)
+        out.print()
+    obstacles = [(each.candidate.name, each.obstacle) for each in tried if each.obstacle]
+    for text, names in group_texts(obstacles):
+        print_fact(out, "left out", f"{', '.join(names)}: {text}", indent=0)
+    if not cases:
+        context.err.print("error: no layout applies to this model, and no file was written", soft_wrap=True)
+        return BAD_INPUT
+    files = list(list_files(root, str(folder), model, [each.candidate for each in applied]))
+    if dry_run:
+        for path, text in files:
+            out.print(f"\n--- {path}\n{text}", end="", soft_wrap=True)
+    else:
+        for path, state in write_files(root, files):
+            label, note = ("kept", ": you have edited it") if state == "edited" else (state, "")
+            print_fact(out, label, f"{path}{note}", indent=0)
+        print_fact(out, "next", f"moeverify run {folder}, or pytest tests/test_layouts.py", indent=0)
+    return EXIT_CODES[verdict]

@@ -1,0 +1,122 @@
+"""The short JSON of a run: verdict, cause, lines, evidence and next commands in less than 4 kB."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeverify.report.explanation import Numbered, number_findings
+from moeverify.report.next_steps import Kept, advise
+from moeverify.report.sorting import count_verdicts
+from moeverify.report.stacks import find_reason
+from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
+from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
+from moeverify.results.culprit import Culprit
+from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """The most items of a run, and the most characters of a text."""
+
+    cases: int
+    findings: int
+    items: int
+    characters: int
+
+
+# From much to little: the first that fits is taken.
+_LIMITS = (
+    _Limits(8, 3, 4, 500),
+    _Limits(4, 2, 3, 400),
+    _Limits(3, 1, 3, 300),
+    _Limits(2, 1, 2, 250),
+    _Limits(1, 1, 2, 200),
+)
+
+
+def format_brief(run: RunResult, kept: Kept, only: Numbered | None = None) -> str:
+    """Return a run, or the finding `only`, as JSON of less than 4 kB; `kept` is where the run is stored."""
+    texts = (
+        _make_brief(run, kept, only, limits).model_dump_json(exclude_defaults=True) for limits in _LIMITS
+    )
+    text = next((text for text in texts if len(text.encode()) < MOST_BYTES), "")
+    # Only commands with very long options are left to cut.
+    return (
+        text or _make_brief(run, Kept(), only, _LIMITS[-1]).model_copy(update={"next": ()}).model_dump_json()
+    )
+
+
+def _make_brief(run: RunResult, kept: Kept, only: Numbered | None, limits: _Limits) -> Brief:
+    numbered = [only] if only is not None else number_findings(run)
+    # Cases that failed come before those that did not decide or did not run.
+    open_ones = sorted(
+        (case for case in run.cases if case.verdict != "pass"), key=lambda case: not case.has_failed
+    )
+    wanted = [only.case] if only is not None else open_ones
+    told = [_tell_case(case, numbered, limits) for case in wanted[: limits.cases]]
+    steps: list[NextStep] = []
+    if wanted:
+        own = [item.number for item in numbered if item.case is wanted[0]]
+        pairs = advise(wanted[0], run.command, kept, own[0] if own else 1)
+        steps = [NextStep(command=command, purpose=purpose) for command, purpose in pairs[: limits.items]]
+    return Brief(
+        schema_version=SCHEMA_VERSION,
+        verdict=run.verdict,
+        counts=count_verdicts(run),
+        seconds=round(run.seconds, 1),
+        cases=tuple(told),
+        omitted=len(open_ones) - len(told) if only is None else 0,
+        next=tuple(steps),
+    )
+
+
+def _tell_case(case: CaseResult, numbered: list[Numbered], limits: _Limits) -> BriefCase:
+    own = [item for item in numbered if item.case is case]
+    told = tuple(_tell_finding(item, limits) for item in own[: limits.findings])
+    return BriefCase(
+        name=case.name,
+        file=case.file,
+        verdict=case.verdict,
+        reason=_cut(find_reason(case), limits),
+        layout=_cut(case.layout, limits),
+        findings=told,
+        omitted=len(case.findings) - len(told),
+    )
+
+
+def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
+    finding = item.finding
+    culprit = finding.culprit
+    return BriefFinding(
+        number=item.number,
+        check=finding.check,
+        tensor=finding.tensor,
+        step=finding.step,
+        ranks=finding.ranks[:16],
+        error=finding.error,
+        bound=finding.bound,
+        code=finding.code,
+        mechanism=culprit.mechanism if culprit is not None else "",
+        proved=culprit is not None and culprit.proved,
+        cause=_cut(describe_cause(finding), limits),
+        where=_cut(describe_where(finding), limits),
+        lines=tuple(_cut(line, limits) for line in _list_lines(culprit)[: limits.items]),
+        evidence=tuple(_cut(line, limits) for line in describe_evidence(finding)[: limits.items]),
+    )
+
+
+def _list_lines(culprit: Culprit | None) -> list[str]:
+    """Return `file:line: code` of the first wrong operation, its counterpart, and others with the mistake."""
+    if culprit is None:
+        return []
+    operations = (culprit.here, culprit.made, culprit.there, *culprit.others, *culprit.between)
+    lines = [each.line for each in operations if each is not None and each.line is not None]
+    return list(dict.fromkeys(f"{line.file}:{line.line}: {line.expression}".rstrip(": ") for line in lines))
+
+
+def _cut(text: str, limits: _Limits) -> str:
+    """Return a text with its middle left out if it is too long: its ends name the operation and the proof."""
+    if len(text) <= limits.characters:
+        return text
+    half = (limits.characters - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"

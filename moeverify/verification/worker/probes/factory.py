@@ -1,0 +1,251 @@
+"""Trial of a user's factory for `moeverify init`, in a process of its own.
+
+The controller runs `python -m moeverify.verification.worker.probes.factory FACTORY PARALLELIZE FILE`. It
+writes a `TriedModel` or a `Refused` as JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from moeverify.cases.schema import CustomModel, Data, Recipe
+from moeverify.cases.shrink import shrink
+from moeverify.errors import CaseError, MoeverifyError, Problem
+from moeverify.parallel.regions.region import Region
+from moeverify.results.factory import POSITIONS, ROWS, Refused, TriedModel
+from moeverify.stacks import configured
+from moeverify.stacks.configured import build_on_meta, find_configuration, find_logits, list_dropouts
+from moeverify.train.assemble import assemble_single
+from moeverify.train.loop import train
+from moeverify.train.target import describe_error, resolve
+
+BUDGET = 200_000
+"""The parameters that are left for verification. A step of such a model takes milliseconds."""
+
+_MOST_TRIED = 20_000_000
+_SECOND = 1.0
+_FACTORY = "recipe.model.factory"
+_FRAMEWORKS = ("transformers", "torchtitan", "megatron", "lightning", "pytorch_lightning", "deepspeed")
+_REMEDY = (
+    "name a function that makes the model on the CPU; it is called with token ids of shape (rows, positions)"
+)
+_OWN_SETTINGS = ("torchtitan", "megatron")
+_EXPERT_DEGREE = re.compile("ep$|ep_|expert_(model_)?parallel")
+_Wide = Literal["float64", "float32"]
+_PRECISIONS: tuple[_Wide, ...] = get_args(_Wide)
+
+
+def try_model(factory: str, parallelize: str) -> TriedModel:
+    """Return a model that is small enough to verify, and the names for its recipe.
+
+    Raises: CaseError when no step of the model works on one device.
+    """
+    trial = Trial(factory)
+    framework = find_framework(trial.whole)
+    if framework not in ("", "transformers"):
+        raise _refuse_framework(type(trial.whole).__name__, framework)
+    sizes = shrink(trial.configuration.sizes, trial.count, BUDGET)
+    left = trial.count(sizes)
+    if left is None:
+        raise trial.error
+    if left > _MOST_TRIED:
+        message = (
+            f"the model has {left} parameters, and no argument or field of a configuration makes it smaller"
+        )
+        remedy = "name a function whose arguments are the sizes of the model"
+        raise CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
+    original = {**trial.configuration.sizes, **trial.configuration.rates}
+    model, module = trial.model, sys.modules[factory.partition(":")[0]]
+    divides = parallelize or find_parallelize(module)
+    return TriedModel(
+        title=type(trial.whole).__name__,
+        framework=framework,
+        factory=model.factory,
+        arguments=model.arguments,
+        loss=model.loss or "",
+        vocab_size=model.vocab_size,
+        precision=trial.precision,
+        changes={name: (original[name], value) for name, value in {**trial.rates, **sizes}.items()},
+        parameters=(count_parameters(trial.whole), left),
+        seconds=trial.seconds,
+        notes=tuple(list_notes(trial, left)),
+        parallelize=divides,
+        expert_degrees=tuple(list_expert_degrees(divides)),
+    )
+
+
+class Trial:
+    """Steps of one model under different sizes; `model`, `precision` and `seconds` are of the last that worked."""
+
+    model: CustomModel
+    precision: _Wide
+    seconds: float
+    has_dropout: bool
+
+    def __init__(self, factory: str) -> None:
+        self.target = factory
+        self.configuration = find_configuration(factory)
+        self.rates = dict.fromkeys(self.configuration.rates, 0.0)
+        self.whole = build_on_meta(lambda: self.configuration.build({}))
+        self.losses = [*list_losses(sys.modules[factory.partition(":")[0]])]
+        self.error = CaseError([Problem("no step of the model works", path=_FACTORY)])
+
+    def count(self, sizes: Mapping[str, int]) -> int | None:
+        """Return the number of parameters under changed sizes, or None if no step works.
+
+        Large models are counted and not tried, since they may not fit into memory.
+        """
+        changes = {**self.rates, **sizes}
+        try:
+            found = count_parameters(build_on_meta(lambda: self.configuration.build(changes)))
+            if found <= _MOST_TRIED:
+                self._step(changes)
+        except CaseError as error:
+            self.error = error
+            return None
+        except Exception as error:  # whatever the user's code raises for these sizes
+            message = f"no step of the model works: {describe_error(error)}"
+            self.error = CaseError([Problem(message, path=_FACTORY)])
+            return None
+        return found
+
+    def _step(self, changes: Mapping[str, float]) -> None:
+        """Train a step with the first loss that works, in the widest precision in which it does.
+
+        Raises: Exception of the first loss when none works.
+        """
+        factory, arguments = self.configuration.name(changes)
+        built = self.configuration.build(changes)
+        self.has_dropout = bool(list_dropouts(built))
+        if self.has_dropout:  # no argument switches it off
+            factory = f"{configured.__name__}:make"
+            arguments = {"model": self.target, "fields": dict(changes)}
+        vocab_size = find_vocabulary(built)
+        first: Exception | None = None
+        for loss, precision in itertools.product(self.losses, _PRECISIONS):
+            model = CustomModel(factory=factory, arguments=arguments, loss=loss, vocab_size=vocab_size)
+            data = Data(batch=ROWS, seq_len=POSITIONS, min_valid=0.5)
+            recipe = Recipe(name="init", model=model, data=data, precision=precision)
+            try:
+                program = assemble_single(recipe, torch.device("cpu"))
+                begun = time.perf_counter()
+                train(recipe, program, _Nothing(), num_steps=1)
+            except Exception as error:
+                first = first or error
+                continue
+            self.model, self.precision, self.losses = model, precision, [loss]
+            self.seconds = time.perf_counter() - begun
+            return
+        assert first is not None
+        raise first
+
+
+class _Nothing:
+    """An observer that ignores every tensor."""
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Ignore a tensor."""
+
+    def begin_step(self, step: int) -> None:
+        """Ignore the start of a step."""
+
+
+def list_losses(module: ModuleType) -> Iterator[str | None]:
+    """Yield the losses to try: those beside the factory, the built-in one, and those of usual outputs."""
+    for name, found in vars(module).items():
+        if "loss" in name and inspect.isfunction(found) and found.__module__ == module.__name__:
+            parameters = inspect.signature(found).parameters.values()
+            if sum(each.default is each.empty for each in parameters) == 3:
+                yield f"{module.__name__}:{name}"
+    yield None
+    yield from (f"{configured.__name__}:{name}" for name in ("loss_of_first", "loss_with_targets"))
+
+
+def find_vocabulary(model: nn.Module) -> int:
+    """Return the number of tokens: the rows of the first embedding, at most the width of the logits.
+
+    Raises: Exception of the first call when the model has no embedding, and returns no logits.
+    """
+    tokens = (torch.arange(ROWS * POSITIONS) % 2).view(ROWS, POSITIONS)  # valid in any vocabulary
+    found = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)][:1]
+    errors: list[Exception] = []
+    for inputs in ((tokens,), (tokens, tokens)):
+        try:
+            output = model(*inputs)
+            found.append(find_logits(getattr(output, "logits", output), tokens).shape[-1])
+            break
+        except Exception as error:  # a loss of the user's may call the model in another way
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return min(found)
+
+
+def find_framework(model: nn.Module) -> str:
+    """Return the framework that the class of a model is from, or an empty text."""
+    packages = [kind.__module__.partition(".")[0] for kind in type(model).__mro__]
+    return next((name for name in packages if name in _FRAMEWORKS), "")
+
+
+def _refuse_framework(title: str, framework: str) -> CaseError:
+    remedy = "name the function that makes the plain model inside it"
+    if framework in _OWN_SETTINGS:
+        remedy = f"write its settings into a recipe like those of examples/stacks/{framework}"
+    return CaseError([Problem(f"{title} is a model of {framework}", path=_FACTORY, remedy=remedy)])
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of elements of all parameters."""
+    return sum(each.numel() for each in model.parameters())
+
+
+def find_parallelize(module: ModuleType) -> str:
+    """Return the function `parallelize` of a module, or an empty text."""
+    return f"{module.__name__}:parallelize" if inspect.isfunction(vars(module).get("parallelize")) else ""
+
+
+def list_expert_degrees(parallelize: str) -> Iterator[str]:
+    """Yield the arguments of a user's `parallelize` that are degrees of expert parallelism, by their names."""
+    if parallelize:
+        names = list(inspect.signature(resolve(parallelize, "layout.parallelize")).parameters)[2:]
+        yield from (name for name in names if _EXPERT_DEGREE.match(name))
+
+
+def list_notes(trial: Trial, parameters: int) -> Iterator[str]:
+    """Yield notes on the trial for the reader."""
+    if trial.has_dropout:
+        yield "the dropout modules of the model are switched off"
+    if (trial.model.loss or "").endswith("loss_of_first"):
+        yield "only the logits are in the loss: for other outputs write a `loss(model, tokens, targets)` beside it"
+    if parameters > BUDGET:
+        yield f"{parameters} parameters are left: no argument or field of a configuration makes the model smaller"
+    if trial.seconds > _SECOND:
+        yield f"a step takes {trial.seconds:.1f} s: a factory with sizes as arguments would be made smaller"
+
+
+def main(factory: str, parallelize: str, file: Path) -> None:
+    """Write the result of a trial to a file."""
+    found: TriedModel | Refused
+    try:
+        found = try_model(factory, parallelize)
+    except CaseError as error:
+        problem = error.problems[0]
+        found = Refused(message=problem.message, remedy=problem.remedy or _REMEDY)
+    except MoeverifyError as error:
+        found = Refused(message=str(error))
+    file.write_text(found.model_dump_json())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,89 @@
+"""`moeverify init` on a model that moeverify has never seen, and the commands for agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moeverify
+from moeverify.results.cause import Cause
+from moeverify.results.culprit import MECHANISMS
+
+Invoke = Callable[..., Any]
+
+
+MODEL = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, vocab=4096, width=256):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+"""
+
+
+@pytest.mark.ranks
+def test_a_new_model_gets_cases_that_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    (tmp_path / "theirs.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done = invoke("init", "theirs:Net")
+    assert done.exit_code == 0, done.output
+    assert "2 cases: 2 pass" in done.output
+    files = {
+        str(path.relative_to(tmp_path))
+        for path in tmp_path.rglob("*")
+        if path.suffix in (".yaml", ".yml", ".py")
+    }
+    assert files == {
+        "theirs.py",
+        "verify/net-ddp.yaml",
+        "verify/net-fsdp2.yaml",
+        "verify/recipes/net.yaml",
+        "tests/test_layouts.py",
+        ".github/workflows/moeverify.yml",
+    }
+    assert invoke("check", "verify").exit_code == 0
+
+
+def test_a_refusal_is_one_sentence_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.py").write_text(MODEL)
+    for words in (("theirs:Nett",), ("nowhere:make",), ("theirs:Net", "--folder", "/tmp/elsewhere")):
+        done = invoke("init", *words)
+        assert (done.exit_code, done.stdout) == (2, "")
+        problem, remedy = [line for line in done.stderr.splitlines() if not line.startswith("trying")]
+        assert problem.startswith("error: ")
+        assert remedy.startswith("    ")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.py"]
+
+
+@pytest.mark.parametrize("code", [*Cause, *MECHANISMS])
+def test_each_code_has_a_page(code: str, invoke: Invoke) -> None:
+    done = invoke("explain", code)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"{code}")
+    assert len(done.stdout.split()) > 4
+
+
+def test_an_unknown_code_is_a_missing_run(invoke: Invoke) -> None:
+    assert invoke("explain", "no-such-code").exit_code == 2
+
+
+def test_the_skill_is_printed_as_it_is(invoke: Invoke) -> None:
+    page = Path(moeverify.__file__).parent / "cli" / "SKILL.md"
+    assert invoke("skill").stdout == page.read_text()

@@ -1,0 +1,106 @@
+"""The short JSON: less than 4 kB for any run, its commands whole, and its schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moeverify.cli.schema import make_results_schema
+from moeverify.report.brief import format_brief
+from moeverify.report.explanation import number_findings
+from moeverify.report.next_steps import Kept
+from moeverify.results.brief import MOST_BYTES
+from moeverify.results.culprit import CodeLine, Culprit, Operation
+from moeverify.results.failure import End, RankEnd
+from moeverify.results.finding import Finding
+from moeverify.results.run import SCHEMA_VERSION, CaseResult, RankReport, RunResult
+
+
+def make_run(num_cases: int, num_findings: int, length: int) -> RunResult:
+    here = Operation(operator="aten.mm", line=CodeLine(file="model.py", line=7, expression="x @ w"))
+    there = Operation(
+        operator="aten.mm", line=CodeLine(file="model.py", line=9, expression="x @ w.T" * length)
+    )
+    culprit = Culprit(mechanism="operator", proved=True, here=here, there=there, ranks=(0, 1), leads=True)
+    findings = [
+        Finding(
+            check="gradient",
+            tensor=f"layers.{number}." + "w" * length,
+            step=0,
+            rank=1,
+            ranks=tuple(range(64)),
+            error=1.0,
+            bound=float("inf"),
+            evidence=("seen " * length,) * 9,
+            code="forward",
+            culprit=culprit if number == 0 else None,
+            follows="" if number < 5 else "layers.0",
+        )
+        for number in range(num_findings)
+    ]
+    cases = [
+        CaseResult.model_validate(
+            {"name": f"case-{number}", "file": f"cases/{number}.yaml", "verdict": "mismatch", "ranks": 2}
+            | {"seconds": 1.0, "findings": findings}
+        )
+        for number in range(num_cases)
+    ]
+    passed = CaseResult(name="right", file="cases/right.yaml", verdict="pass", ranks=2, seconds=1.0)
+    return RunResult(
+        verdict="mismatch", environment={}, cases=(passed, *cases), command="moeverify run cases"
+    )
+
+
+def read(run: RunResult, kept: Kept | None = None, **rest: Any) -> dict[str, Any]:
+    text = format_brief(run, kept or Kept(Path("runs/1")), **rest)
+    assert len(text.encode()) < MOST_BYTES
+    content: dict[str, Any] = json.loads(text)
+    assert content["schema_version"] == SCHEMA_VERSION
+    return content
+
+
+def test_a_run_of_any_size_fits() -> None:
+    for num_cases, num_findings, length in ((1, 1, 5), (3, 8, 40), (100, 30, 300), (1, 1, 900)):
+        told = read(make_run(num_cases, num_findings, length))
+        assert told["counts"] == {"pass": 1, "mismatch": num_cases}
+        assert len(told["cases"]) + told.get("omitted", 0) == num_cases
+        first = told["cases"][0]
+        assert len(first["findings"]) + first.get("omitted", 0) == num_findings
+        assert first["findings"][0]["lines"][0] == "model.py:7: x @ w"
+        assert first["findings"][0]["proved"] is True
+        assert told["next"][0]["command"] == "moeverify explain runs/1 1"
+
+
+def test_one_finding_can_be_asked_for() -> None:
+    run = make_run(2, 3, 5)
+    item = number_findings(run)[4]
+    told = read(run, only=item)
+    assert [each["name"] for each in told["cases"]] == ["case-1"]
+    assert [each["number"] for each in told["cases"][0]["findings"]] == [5]
+    assert told["next"][0]["command"] == "moeverify explain runs/1 5"
+
+
+def test_a_case_without_a_verdict_has_its_reason() -> None:
+    report = RankReport.of(
+        0,
+        RankEnd(how=End.RAISED, error="ValueError: no"),
+        summary="ValueError: no",
+        stack="  File x\nValueError: no",
+    )
+    case = CaseResult(name="a", file="a.yaml", verdict="error", ranks=2, seconds=0.0, rank_reports=(report,))
+    told = read(RunResult(verdict="error", environment={}, cases=(case,)), Kept())
+    assert told["cases"][0]["reason"] == "ValueError: no"
+
+
+def test_the_schema_describes_the_keys_of_a_run_and_of_the_short_form() -> None:
+    schema = make_results_schema()
+    definitions = schema["$defs"]
+    run = json.loads(make_run(1, 1, 5).model_dump_json())
+    told = read(make_run(1, 1, 5))
+    for name, content in (("RunResult", run), ("Brief", told), ("CaseResult", run["cases"][0])):
+        assert {f"#/$defs/{name}"} & {each.get("$ref") for each in schema["anyOf"]} or name == "CaseResult"
+        assert set(content) <= set(definitions[name]["properties"])
+    assert definitions["CheckResult"]["properties"]["blind"]  # the name in JSON
+    bound = run["cases"][1]["findings"][0]["bound"]
+    assert bound in definitions["Finding"]["properties"]["bound"]["anyOf"][1]["enum"]

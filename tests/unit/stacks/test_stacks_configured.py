@@ -1,0 +1,154 @@
+"""The configuration of a model is found in arguments, in a class, or in the model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from moeverify.errors import CaseError
+from moeverify.stacks.configured import find_configuration, loss_of_first, loss_with_targets, make
+from moeverify.verification.worker.probes.factory import try_model
+
+MODULE = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class Config:
+    vocab: int = 4096
+    width: int = 512
+    inner: int = 0
+    dropout: float = 0.1
+    def __post_init__(self):
+        self.inner = self.inner or 4 * self.width
+
+class Net(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.width)
+        self.up = nn.Linear(config.width, config.inner)
+        self.down = nn.Linear(config.inner, config.width)
+        self.drop = nn.Dropout(config.dropout)
+        self.head = nn.Linear(config.width, config.vocab)
+    def forward(self, tokens, targets=None):
+        x = self.embed(tokens)
+        logits = self.head(x + self.drop(self.down(self.up(x).relu())))
+        if targets is None:
+            return logits[:, -1:], None
+        return logits, self.embed(targets).sum()
+
+def whole():
+    return Net(Config(width=1024))
+
+def by_sizes(vocab=4096, width=512, dropout=0.5):
+    return Net(Config(vocab=vocab, width=width, dropout=dropout))
+
+def two(vocab, width):
+    return Net(Config(vocab, width))
+
+def with_dropout():
+    net = whole()
+    net.drop = nn.Dropout(0.5)
+    del net.config
+    return net
+
+def broken():
+    raise ValueError("no data")
+
+def fixed():
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("configured")
+    (folder / "theirs.py").write_text(MODULE)
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
+    sys.modules.pop("theirs", None)
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "named"),
+    [
+        ("theirs:by_sizes", {"width": 64}, ("theirs:by_sizes", {"width": 64})),
+        (
+            "theirs:Net",
+            {"width": 64},
+            ("moeverify.stacks.configured:make", {"model": "theirs:Net", "fields": {"width": 64}}),
+        ),
+        ("theirs:whole", {}, ("theirs:whole", {})),
+        (
+            "theirs:whole",
+            {"vocab": 64},
+            ("moeverify.stacks.configured:make", {"model": "theirs:whole", "fields": {"vocab": 64}}),
+        ),
+    ],
+)
+def test_a_recipe_builds_the_model_with_changed_fields(
+    target: str, changes: dict[str, int], named: tuple[str, dict[str, object]]
+) -> None:
+    configuration = find_configuration(target)
+    assert configuration.rates == {"dropout": 0.5 if "by_sizes" in target else 0.1}
+    assert configuration.name(changes) == named
+    built = configuration.build(changes)
+    assert built.embed.weight.shape == (changes.get("vocab", 4096), changes.get("width", 1024))
+
+
+def test_a_class_derives_its_other_fields_again() -> None:
+    assert make("theirs:Net", {"width": 32}).up.weight.shape == (128, 32)
+
+
+def test_constant_tensors_get_offsets() -> None:
+    class_with_norm = nn.LayerNorm(4)
+    assert bool((class_with_norm.weight == 1).all())
+    built = make("theirs:Net", {"width": 8, "vocab": 8})
+    assert built.embed.weight.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("theirs:two", "needs the arguments vocab, width"),
+        ("theirs:broken", "ValueError"),
+        ("theirs:fixed", "no step of the model works"),
+        ("theirs:nothing", "has no `nothing`"),
+    ],
+)
+def test_a_refusal_is_one_problem(target: str, words: str) -> None:
+    with pytest.raises(CaseError) as caught:
+        try_model(target, "")
+    assert len(caught.value.problems) == 1
+    assert words in caught.value.problems[0].message
+
+
+def test_a_model_with_logits_only_for_targets_gets_a_loss_and_becomes_small() -> None:
+    found = try_model("theirs:Net", "")
+    assert found.loss == "moeverify.stacks.configured:loss_with_targets"
+    assert found.parameters[1] <= 200_000 < found.parameters[0]
+    assert found.arguments["fields"]["dropout"] == 0.0
+    assert found.vocab_size == found.arguments["fields"]["vocab"]
+    assert (found.precision, found.notes) == ("float64", ())
+
+
+def test_dropout_that_no_field_switches_off_is_switched_off() -> None:
+    assert make("theirs:with_dropout", {}).drop.p == 0.0
+    assert find_configuration("theirs:with_dropout").build({}).drop.p == 0.5
+
+
+def test_losses_ignore_targets_without_a_token() -> None:
+    model = make("theirs:Net", {"width": 8, "vocab": 8, "dropout": 0.0})
+    tokens = torch.arange(6).view(2, 3)
+    targets = torch.tensor([[1, -100, 2], [-100, 3, 4]])
+    loss = loss_with_targets(model, tokens, targets)
+    assert ((loss == 0) == (targets == -100)).all()
+    with pytest.raises(CaseError, match="no output of the model"):
+        loss_of_first(model, tokens, targets)
