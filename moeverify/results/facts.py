@@ -95,20 +95,29 @@ class ShardingFacts(Record):
 
 
 class Use(StrEnum):
-    """A use of a parameter that has a dtype."""
+    """A use of a parameter that has a dtype, or an output, residual stream or part of a module.
+
+    `NARROW` is a module of one device that computes below float64 in a float64 recipe.
+    """
 
     COMPUTES = "computes"
     REDUCES = "reduces"
     WEIGHT = "weight"
     GRADIENT = "gradient"
     OPTIMIZER_STATE = "optimizer state"
+    OUTPUT = "output"
+    RESIDUAL = "residual"
+    NARROW = "narrow"
 
 
 class DtypeFacts(Record):
-    """Parameters of a module with a dtype other than the one that the recipe specifies.
+    """Parameters of a module with a dtype other than the one of the recipe or of a single device.
 
     `module` is empty for the whole model. `how` names the collectives that reduced, or the optimizer
     moments. `could_declare` means that `layout.in_float32` can declare the dtype as intended.
+
+    For outputs and residual streams, `module` is the first wrong module, and `parameters` are all wrong
+    modules. `site` is the line that made the first wrong tensor, as `file:line in function`.
     """
 
     about: Literal["dtype"] = "dtype"
@@ -120,6 +129,7 @@ class DtypeFacts(Record):
     num_known: int
     how: tuple[str, ...] = ()
     could_declare: bool = False
+    site: str = ""
 
 
 class GatheredFacts(Record):
@@ -406,6 +416,19 @@ class Dtypes(Record):
     first_unseen: str = ""
 
 
+class NarrowParts(Record):
+    """Modules that one device computes below float64 in a float64 recipe; empty is outside of all modules.
+
+    `num_tensors` compared tensors depend on them and have wider bounds, of `num_compared`.
+    """
+
+    about: Literal["narrow parts"] = "narrow parts"
+    dtype: str
+    modules: tuple[str, ...]
+    num_tensors: int = 0
+    num_compared: int = 0
+
+
 class AxisUse(Record):
     """The use of one mesh axis by a user's `parallelize`.
 
@@ -443,4 +466,6 @@ class OwnStep(Record):
     first: str
 
 
-CheckFacts = Annotated[NumCollectives | Dtypes | AxisUses | OwnStep, Field(discriminator="about")]
+CheckFacts = Annotated[
+    NumCollectives | Dtypes | NarrowParts | AxisUses | OwnStep, Field(discriminator="about")
+]

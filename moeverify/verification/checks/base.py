@@ -72,13 +72,14 @@ class RankRun:
 
     `entries` returns the comparisons of its tensors; call it after the run. `train_again(observer,
     num_steps)` trains the first steps of the same layout again and shows them to an observer. It is
-    collective: all ranks must call it.
+    collective: all ranks must call it. `dtypes` are those of one device; see `StoredGolden`.
     """
 
     case: Case
     trace: CollectiveTrace
     entries: Callable[[], Sequence[Entry]]
     train_again: Callable[[Observer, int], None]
+    dtypes: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Shown(Compared):
     - `load`: the load of the experts, if it was counted.
     - `own_results`: (check, kind, name) of each result of a user's own step that already differs from the
       recipe on one device.
+    - `dtypes`: the dtypes of one device; see `StoredGolden`.
     """
 
     case: Case
@@ -133,6 +135,7 @@ class Shown(Compared):
     saved: StoredGolden | None = None
     load: ExpertLoad | None = None
     own_results: frozenset[OwnResult] = frozenset()
+    dtypes: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
 
     def list_own(self, check: CheckName) -> set[tuple[str, str]]:
         """Return the (kind, name) pairs that a check must skip, because the user's own step defines them."""

@@ -6,6 +6,9 @@ tensor is a small sample. It is raised to the median over all tensors of its kin
 For float64 the floor is 1e-10: four to five orders of magnitude above the noise of reordered sums, and four
 below the smallest real bug known to us. For other precisions the floor is a few units of rounding.
 
+A user's model may compute parts below float64 in a float64 case. The effect of their roundings is measured for
+each tensor alone: it raises neither the median nor the bound of a tensor that does not depend on them.
+
 Units: errors and bounds are relative to the golden's Frobenius norm. For the metric `largest` they have the
 unit of the elements.
 """
@@ -20,7 +23,13 @@ from typing import Literal
 
 from moeverify.cases.schema import Precision, Tolerance
 from moeverify.results.checks import Kind
-from moeverify.verification.golden.noise import EPSILON, noise_key, sign_flip_key, update_drift_key
+from moeverify.verification.golden.noise import (
+    EPSILON,
+    narrow_key,
+    noise_key,
+    sign_flip_key,
+    update_drift_key,
+)
 
 # A bfloat16 result is rounded to about one unit, so `mixed` uses the floors of `bfloat16`.
 FLOOR: Mapping[Precision, float] = {
@@ -89,7 +98,8 @@ class Bounds:
         if _is_counter(kind, name):
             return FLOOR["float64"]
         own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
-        measured = max(own, self._typical_noise(step, kind, criterion.metric))
+        narrow = 0.0 if self.forced else self.noise.get(narrow_key(step, kind, name), 0.0)
+        measured = max(own, narrow, self._typical_noise(step, kind, criterion.metric))
         if kind in (Kind.UPDATE, Kind.OPTIMIZER_STATE):
             measured = self._add_gradient_noise(step, name, own, measured)
         if not math.isfinite(measured):
@@ -138,16 +148,22 @@ class Bounds:
         """Return the median noise over the tensors of a kind and step; for `largest`, the maximum.
 
         A tensor's own measurement is the largest of three or four runs, which may agree by chance. The
-        median of its kind estimates the noise of further runs.
+        median of its kind estimates the noise of further runs. Tensors that depend on parts below the
+        precision of the recipe do not count.
         """
-        key = (step, kind)
-        if key not in self._typical:
+        unit = (step, kind)
+        if unit not in self._typical:
             prefix = noise_key(step, kind, "", forced=self.forced)
-            values = [value for name, value in self.noise.items() if name.startswith(prefix)]
+            values = [
+                value
+                for key, value in self.noise.items()
+                if key.startswith(prefix)
+                and narrow_key(step, kind, key.removeprefix(prefix)) not in self.noise
+            ]
             finite = [value for value in values if math.isfinite(value)]
             pool = max if metric == "largest" else statistics.median
-            self._typical[key] = pool(finite) if finite else 0.0
-        return self._typical[key]
+            self._typical[unit] = pool(finite) if finite else 0.0
+        return self._typical[unit]
 
 
 def _is_counter(kind: str, name: str) -> bool:

@@ -31,6 +31,8 @@ _GOLDEN_CODE = (
     "seams.py",
     "tools/weights",
     "train",
+    "verification/checks/dtype_watch.py",
+    "verification/checks/module_dtypes.py",
     "verification/compare",
     "verification/golden",
     "verification/golden_run",

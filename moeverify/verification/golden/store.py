@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -29,13 +29,16 @@ from moeverify.parallel.regions.region import Region
 from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"
-_VERSION = 4
-_FIELDS = {"version", "noise", "summary", "own_results", "files", "checksum"}
+_VERSION = 5
+_FIELDS = {"version", "noise", "summary", "own_results", "dtypes", "files", "checksum"}
 _BLOCK = 1 << 20  # bytes
 
 
 OwnResult = tuple[str, str, str]
 """(check, kind, name) of a result for which a user's own step on one device differs from the recipe."""
+
+Dtypes = Mapping[tuple[str, str, str], str]
+"""Dtypes of one device in the recipe's precision, by (use, parameter or module, further detail)."""
 
 
 def tensor_key(kind: str, name: str) -> str:
@@ -113,7 +116,11 @@ class GoldenWriter:
             narrowed.replace(path)
 
     def finish(
-        self, noise: dict[str, float], summary: dict[str, Any], own_results: Collection[OwnResult] = ()
+        self,
+        noise: dict[str, float],
+        summary: dict[str, Any],
+        own_results: Collection[OwnResult] = (),
+        dtypes: Dtypes | None = None,
     ) -> None:
         """Write the index and rename the folder to its final name, replacing an older golden.
 
@@ -129,6 +136,7 @@ class GoldenWriter:
             "noise": noise,
             "summary": summary,
             "own_results": sorted(own_results),
+            "dtypes": sorted([*key, dtype] for key, dtype in (dtypes or {}).items()),
             "files": files,
         }
         content = json.loads(json.dumps(content))  # normalize the content to the form that a reader gets
@@ -210,11 +218,13 @@ class StoredGolden:
         self.noise: dict[str, float] = {}
         self.summary: dict[str, Any] = {}
         self.own_results: frozenset[OwnResult] = frozenset()
+        self.dtypes: Dtypes = {}
         self._checksums: dict[str, int] = {}
         if finished:
             content = _read_index(folder / _INDEX)
             self.noise, self.summary = content["noise"], content["summary"]
             self.own_results = frozenset((check, kind, name) for check, kind, name in content["own_results"])
+            self.dtypes = {(use, name, how): dtype for use, name, how, dtype in content["dtypes"]}
             self._checksums = content["files"]
 
     def verify(self, steps: Sequence[int]) -> None:

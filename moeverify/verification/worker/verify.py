@@ -220,7 +220,7 @@ def _observe(
         _train(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
 
     program = assemble_program()
-    run = RankRun(case, trace, lambda: entries, train_again)
+    run = RankRun(case, trace, lambda: entries, train_again, golden.dtypes)
     seeing = [check for check in checks if program.run_captured is None or not check.sees_inside]
     watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}
     load = LoadWatch(program)
@@ -241,6 +241,7 @@ def _observe(
         golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
         load=expert_load,
         own_results=golden.own_results,
+        dtypes=golden.dtypes,
     )
     outcomes = _judge_each(checks, shown, [report for _, report, _ in gathered])
     judgement = _conclude(case, outcomes)
