@@ -97,7 +97,8 @@ class ShardingFacts(Record):
 class Use(StrEnum):
     """A use of a parameter that has a dtype, or an output, residual stream or part of a module.
 
-    `NARROW` is a module of one device that computes below float64 in a float64 recipe.
+    `NARROW` is a module of one device that computes below float64 in a float64 recipe, and `UNREPRODUCED` one
+    that does not give the same results when it is called again.
     """
 
     COMPUTES = "computes"
@@ -108,6 +109,7 @@ class Use(StrEnum):
     OUTPUT = "output"
     RESIDUAL = "residual"
     NARROW = "narrow"
+    UNREPRODUCED = "unreproduced"
 
 
 class DtypeFacts(Record):
@@ -429,6 +431,17 @@ class NarrowParts(Record):
     num_compared: int = 0
 
 
+class ReplayedModules(Record):
+    """Modules that one device's module computed again, and those that it could not, by reason.
+
+    An empty reason means that one device does not reproduce the module either.
+    """
+
+    about: Literal["replayed modules"] = "replayed modules"
+    num_replayed: int
+    left_out: dict[str, tuple[str, ...]]
+
+
 class AxisUse(Record):
     """The use of one mesh axis by a user's `parallelize`.
 
@@ -467,5 +480,6 @@ class OwnStep(Record):
 
 
 CheckFacts = Annotated[
-    NumCollectives | Dtypes | NarrowParts | AxisUses | OwnStep, Field(discriminator="about")
+    NumCollectives | Dtypes | NarrowParts | ReplayedModules | AxisUses | OwnStep,
+    Field(discriminator="about"),
 ]

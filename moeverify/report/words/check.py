@@ -33,6 +33,7 @@ from moeverify.results.facts import (
     OwnStep,
     PatternFacts,
     ReboundFacts,
+    ReplayedModules,
     ReplicaFacts,
     RouterFacts,
     RouterGradientFacts,
@@ -75,6 +76,8 @@ def word_check(result: CheckResult) -> CheckResult:
     elif isinstance(result.facts, Dtypes):
         note = f"computes in {result.facts.computes}, reduces and keeps in {result.facts.kept}"
         unseen = _describe_unseen(result.facts)
+    elif isinstance(result.facts, ReplayedModules):
+        unseen = _describe_left_out(result.facts)
     elif isinstance(result.facts, NarrowParts):
         unseen = _describe_narrow_parts(result.facts)
     elif isinstance(result.facts, OwnStep):
@@ -447,6 +450,20 @@ def _describe_issue(issue: Issue) -> str:
     if issue.signature is None:
         return "no further one"
     return f"{issue.signature}, called at {issue.site}"
+
+
+def _describe_left_out(facts: ReplayedModules) -> str:
+    """Return the modules that were not computed again, each reason with an example."""
+    if not facts.left_out:
+        return ""
+    reasons = [
+        f"{names[0]} {reason or 'is not reproduced on one device either'}"
+        + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+        for reason, names in facts.left_out.items()
+    ]
+    num_left_out = sum(map(len, facts.left_out.values()))
+    known = format_count(num_left_out + facts.num_replayed, "module")
+    return f"{num_left_out} of {known} were not computed again: {'; '.join(reasons)}"
 
 
 def _describe_narrow_parts(facts: NarrowParts) -> str:

@@ -33,6 +33,8 @@ _GOLDEN_CODE = (
     "train",
     "verification/checks/dtype_watch.py",
     "verification/checks/module_dtypes.py",
+    "verification/checks/module_replay.py",
+    "verification/checks/modules.py",
     "verification/compare",
     "verification/golden",
     "verification/golden_run",
