@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from moeverify.cases.schema import Case, Recipe
+from moeverify.results.bound import Bound
 from moeverify.results.collective_run import RankValues, Transfer
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.facts import CollectiveFacts
@@ -234,7 +235,7 @@ class VerifyResult(Record):
     `losses`, `gradient_norms` and `learning_rates` hold (golden, layout) pairs for each step; losses are
     total losses. `load` counts the token copies per expert. If something differs, `errors` are the errors
     of all tensors, and `timeline` has the collectives of the first differing step. `operators` is the file
-    with that step's operators, if requested.
+    with that step's operators, if requested. `bounds` has the parts of measured bounds.
     """
 
     kind: Literal["verify"] = "verify"
@@ -247,6 +248,7 @@ class VerifyResult(Record):
     errors: tuple[ErrorMap, ...] = ()
     timeline: Timeline | None = None
     operators: str = ""
+    bounds: tuple[Bound, ...] = ()
 
 
 class GoldenSummary(Record):

@@ -30,7 +30,7 @@ from moeverify.results.facts import OwnStep
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.load import ExpertLoad
 from moeverify.train.program import Program
-from moeverify.verification.checks.bounds import Bounds
+from moeverify.verification.checks.bounds import Bounds, Parts
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.assembled import Assembled, Coordinates, Key
 from moeverify.verification.compare.comparison import Entry
@@ -152,14 +152,16 @@ class Outcome:
     """Verdict and findings of one check.
 
     `limits` holds, for each logical tensor that the check measures by a relative error, the smallest error
-    that it would report. Another check may decide a tensor that this one leaves inconclusive. `vanishing`
-    are names of parameters whose expected gradient is zero but for rounding, in any step.
+    that it would report. Another check may decide a tensor that this one leaves inconclusive. `parts` says
+    where these limits come from. `vanishing` are names of parameters whose expected gradient is zero but for
+    rounding, in any step.
     """
 
     result: CheckResult
     findings: tuple[Finding, ...] = ()
     limits: Mapping[Key, float] = field(default_factory=dict)
     vanishing: frozenset[str] = frozenset()
+    parts: Mapping[Key, Parts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moeverify.cases.schema import Precision, Tolerance
+from moeverify.results.bound import BoundPart
 from moeverify.results.checks import Kind
 from moeverify.verification.golden.noise import (
     EPSILON,
@@ -47,6 +48,9 @@ FLIP_FLOOR: Mapping[Precision, float] = {
 }
 
 Metric = Literal["relative", "largest"]
+
+Parts = Mapping[BoundPart, float]
+"""Errors that each source of rounding allows; the largest one is the bound."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +95,42 @@ class Bounds:
         kind and step together. A difference below the rounding of `kind_norm` is noise, even if the tensor
         itself is smaller. Below float64 this rule applies only to tensors whose own noise was not measured.
         """
+        parts = self.list_parts(step, kind, name, criterion, expected_norm=expected_norm, kind_norm=kind_norm)
+        return max(parts.values())
+
+    def list_parts(
+        self,
+        step: int,
+        kind: str,
+        name: str,
+        criterion: Criterion,
+        *,
+        expected_norm: float,
+        kind_norm: float,
+    ) -> dict[BoundPart, float]:
+        """Return the errors that each source of rounding allows; the largest one is the bound.
+
+        The arguments are those of `bound`.
+        """
         if criterion.exact or self.tolerance.kind == "exact":
-            return 0.0
+            return {"exact": 0.0}
         if self.tolerance.kind == "fixed":
-            return self._fixed(expected_norm)
+            return {"fixed": self._fixed(expected_norm)}
         if _is_counter(kind, name):
-            return FLOOR["float64"]
+            return {"floor": FLOOR["float64"]}
         own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
-        narrow = 0.0 if self.forced else self.noise.get(narrow_key(step, kind, name), 0.0)
-        measured = max(own, narrow, self._typical_noise(step, kind, criterion.metric))
+        measured: dict[BoundPart, float] = {
+            "measured": own,
+            "typical": self._typical_noise(step, kind, criterion.metric),
+            "narrow parts": 0.0 if self.forced else self.noise.get(narrow_key(step, kind, name), 0.0),
+        }
         if kind in (Kind.UPDATE, Kind.OPTIMIZER_STATE):
-            measured = self._add_gradient_noise(step, name, own, measured)
-        if not math.isfinite(measured):
-            measured = 0.0  # An infinite or NaN measurement allows nothing.
+            measured = self._add_gradient_noise(step, name, measured)
+        if not all(map(math.isfinite, measured.values())):
+            measured = {}  # An infinite or NaN measurement allows nothing.
+        parts = {part: self.tolerance.factor * noise for part, noise in measured.items()}
         if criterion.metric == "largest":
-            return max(self.tolerance.factor * measured, FLIP_FLOOR[self.precision])
+            return parts | {"floor": FLIP_FLOOR[self.precision]}
         # One rounding unit of the norm of the whole kind: a tensor far below it is a small difference of
         # large numbers.
         rounding = EPSILON[self.precision] * kind_norm / expected_norm if expected_norm > 0 else 0.0
@@ -113,7 +138,7 @@ class Bounds:
             # The noise was measured. Below float64 one unit of the whole kind would hide errors of small
             # tensors.
             rounding = 0.0
-        return max(self.tolerance.factor * measured, FLOOR[self.precision], rounding)
+        return parts | {"floor": FLOOR[self.precision], "cancellation": rounding}
 
     def _fixed(self, expected_norm: float) -> float:
         """Return the bound of |actual - expected| <= atol + rtol * |expected|, divided by |expected|."""
@@ -122,7 +147,9 @@ class Bounds:
         slack = self.tolerance.atol / expected_norm if expected_norm > 0 else self.tolerance.atol
         return self.tolerance.rtol + slack
 
-    def _add_gradient_noise(self, step: int, name: str, own: float, measured: float) -> float:
+    def _add_gradient_noise(
+        self, step: int, name: str, measured: dict[BoundPart, float]
+    ) -> dict[BoundPart, float]:
         """Return the noise of an update or a moment, including the effect of the noise of the gradients.
 
         A few calibration runs miss most elements whose update may change sign, so the effect of sign flips
@@ -131,14 +158,17 @@ class Bounds:
         over all tensors.
 
         The caller multiplies by the factor k. Drift and flips are the effects of k times the noise, divided
-        by k. `own` is added once, as own / k.
+        by k. The measured noise is added once, divided by k.
         """
         drift = self.noise.get(update_drift_key(step, name, forced=self.forced))
         if drift is None:
             return measured
-        shown = own / self.tolerance.factor
+        shown = measured["measured"] / self.tolerance.factor
         flips = self.noise[sign_flip_key(step, name, forced=self.forced)]
-        return min(max(measured, flips + shown), drift + shown)
+        return {
+            part: min(noise, drift + shown)
+            for part, noise in {**measured, "sign flips": flips + shown}.items()
+        }
 
     def zero_bound(self) -> float:
         """Return the bound for a tensor that should be zero, relative to all tensors of its kind and step."""

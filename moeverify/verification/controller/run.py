@@ -311,6 +311,7 @@ class CaseRun:
             timeline=answer.timeline,
             errors=answer.errors,
             operators=answer.operators,
+            bounds=answer.bounds,
         )
 
     def _make_case_result(

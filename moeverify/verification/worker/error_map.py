@@ -1,4 +1,4 @@
-"""Errors of all compared tensors as fractions of their bounds."""
+"""Errors of all compared tensors as fractions of their bounds, and the parts of these bounds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moeverify.results.bound import Bound
 from moeverify.results.checks import Kind
 from moeverify.results.error_map import ErrorMap
 from moeverify.verification.checks.base import Check, Outcome
@@ -18,6 +19,24 @@ def map_errors(
     """Return an error map for each check that measures relative errors."""
     maps = (_map_outcome(outcome, tensors) for check, outcome in outcomes if check.kinds and outcome.limits)
     return tuple(maps)
+
+
+def list_bounds(
+    outcomes: Sequence[tuple[Check[Any], Outcome]], tensors: Mapping[Key, Assembled], factor: float
+) -> tuple[Bound, ...]:
+    """Return the widest bound of each tensor with its parts, unless all tensors have the floor alone."""
+    widest: dict[tuple[str, str], Bound] = {}
+    for _, outcome in outcomes:
+        for key, parts in outcome.parts.items():
+            name = (outcome.result.name, key[2])
+            kept = widest.get(name)
+            if kept is None or max(parts.values()) > max(kept.parts.values()):
+                error = tensors[key].difference.relative_error
+                rounded = {part: float(f"{value:.3g}") for part, value in parts.items() if value}
+                widest[name] = Bound(
+                    check=name[0], tensor=key[2], step=key[0], error=error, parts=rounded, factor=factor
+                )
+    return tuple(each for each in widest.values() if each.parts.keys() - {"exact", "floor"})
 
 
 def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap:

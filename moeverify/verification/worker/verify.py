@@ -16,6 +16,7 @@ from moeverify.cases.schema import Case
 from moeverify.faults.injection import injected
 from moeverify.parallel.meshes import Meshes, build_meshes
 from moeverify.parallel.regions.observer import INITIAL, Observer
+from moeverify.results.bound import Bound
 from moeverify.results.checks import UNCOMPARED_KINDS, Kind
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.explanation import Explanation
@@ -46,7 +47,7 @@ from moeverify.verification.worker.culprits import (
     lead_with,
     record_origin,
 )
-from moeverify.verification.worker.error_map import map_errors
+from moeverify.verification.worker.error_map import list_bounds, map_errors
 from moeverify.verification.worker.golden_reference import GoldenReference
 from moeverify.verification.worker.investigate import explain_findings, gather_evidence
 from moeverify.verification.worker.load_watch import LoadWatch, sum_load
@@ -152,6 +153,7 @@ def _make_result(
         learning_rates=tuple(observed.learning_rates),
         timeline=timeline,
         errors=observed.errors,
+        bounds=observed.bounds,
         operators=operators,
     )
 
@@ -197,7 +199,8 @@ class _Observed:
     """Results of a case on rank 0.
 
     `losses`, `gradient_norms` and `learning_rates` are (golden, layout) pairs, one for each step. `load` is
-    the load of the experts. `errors` has the errors of all tensors, if something differs.
+    the load of the experts. `errors` has the errors of all tensors, if something differs, and `bounds` the
+    parts of their bounds.
     """
 
     judgement: Judgement
@@ -206,6 +209,7 @@ class _Observed:
     learning_rates: list[tuple[float, float]]
     load: ExpertLoad | None
     errors: tuple[ErrorMap, ...]
+    bounds: tuple[Bound, ...]
 
 
 def _observe(
@@ -252,6 +256,7 @@ def _observe(
         learning_rates=[*zip(list_rates(case.recipe.optimizer, case.recipe.steps), rates, strict=True)],
         load=expert_load,
         errors=map_errors(outcomes, shown.tensors) if judgement.findings else (),
+        bounds=list_bounds(outcomes, shown.tensors, shown.bounds.tolerance.factor),
     )
 
 
