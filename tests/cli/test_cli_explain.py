@@ -139,7 +139,7 @@ def test_a_bound_tells_its_sources_with_their_shares_the_widest_first(invoke: An
     lines = [line.strip() for line in told.stdout.splitlines()]
     first = lines.index("a: gradient: layers.0.norm.weight")
     assert lines[first + 1] == "bound     0.4 in step 1; its error is 0.03"
-    shares = [line.split()[:2] for line in lines[first + 2 : first + 8] if "%" in line]
+    shares = [line.split()[:2] for line in lines[first + 2 : first + 5] if "%" in line]
     assert shares == [["100", "%"], ["50", "%"], ["2", "%"]]
     assert "8 x the median of that error" in lines[first + 2]
     assert "update" not in told.stdout

@@ -64,7 +64,7 @@ class Sighting:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return what was sighted, without its dtype."""
+        """Return use, parameter and further detail, without the dtype."""
         return self.use, self.parameter, self.how
 
 

@@ -136,7 +136,8 @@ def find_line(node: Node | None) -> str:
 
     Empty unless the operation ran under `torch.autograd.set_detect_anomaly`.
     """
-    entries = [] if node is None else node.metadata.get("traceback_", [])
+    metadata: Any = {} if node is None else node.metadata
+    entries = metadata.get("traceback_", [])
     for entry in reversed(entries):
         found = _ENTRY.match(entry)
         if found is not None and not found[1].startswith(_SKIPPED):

@@ -124,7 +124,7 @@ class _Edge(NamedTuple):
 
 
 def _read_back(made: Sequence[Any], edges: Mapping[_Edge, str], found: dict[str, Tensor]) -> None:
-    """Add to `found` what the operations between `made` and the `edges` pass back to these, by slot."""
+    """Add the gradients that operations between `made` and the `edges` pass to these to `found`, by slot."""
     ends = {edge.node for edge in edges}
     open_ones = [node for node in made if node is not None and node not in ends]
     seen = set(open_ones)
@@ -183,7 +183,7 @@ def _copy(value: Any) -> Any:
         return value
     local = value.detach()
     if isinstance(local, DTensor) and all(
-        each.is_replicate() or (each.is_shard() and each.dim == 0) for each in local.placements
+        each.is_replicate() or each.is_shard(0) for each in local.placements
     ):
         local = local.to_local()
     return local.clone()
@@ -194,7 +194,7 @@ class Obstacle(Exception):
 
 
 def choose_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules to replay by FQN: blocks, what a block consists of, and the rest of the root's.
+    """Return the modules to replay by FQN: blocks, the members of each block, and other members of the root.
 
     A container without a forward pass counts for its members.
     """

@@ -67,7 +67,7 @@ class NarrowRoundings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._depending:
-            self._depending[storage._cdata] = StorageWeakRef(storage)
+            self._depending[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def _depends(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._depending
@@ -83,7 +83,7 @@ def _is_rounding(func: Any, result: Tensor, args: tuple[Any, ...]) -> bool:
     return is_new and func.overloadpacket.__name__ not in _COPIES
 
 
-class MovedRoundings(NarrowRoundings):
+class MovedRoundings(NarrowRoundings):  # type: ignore[no-untyped-call]
     """A context in which every such rounding is off by one unit in the last place.
 
     The directions are pseudo-random, drawn from the seed for each operator. Integers stay: they are exact.
@@ -103,7 +103,7 @@ class MovedRoundings(NarrowRoundings):
         return torch.where((rounded == rounded.round()) | ~moved.isfinite(), rounded, moved)
 
 
-class NarrowParts(NarrowRoundings):
+class NarrowParts(NarrowRoundings):  # type: ignore[no-untyped-call]
     """A context that notes the modules in whose forward passes such roundings are, and their dtypes.
 
     `found` maps the FQN of the innermost module, empty outside of all modules, to the narrowest dtype.
