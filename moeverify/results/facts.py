@@ -98,7 +98,7 @@ class Use(StrEnum):
     """A use of a parameter that has a dtype, or an output, residual stream or part of a module.
 
     `NARROW` is a module of one device that computes below float64 in a float64 recipe, and `UNREPRODUCED` one
-    that does not give the same results when it is called again.
+    that cannot be called again with the same results.
     """
 
     COMPUTES = "computes"

@@ -88,19 +88,19 @@ class ModulesWatch(Watch[ModuleReport]):
 
 def list_unreproduced(
     recipe: Recipe, device: torch.device, train: Callable[[Program, Watch[ModuleReport]], object]
-) -> list[str]:
+) -> dict[str, str]:
     """Return the modules whose results one device does not reproduce in the precision of the recipe.
 
-    `train(program, watch)` trains the first step.
+    The value is the obstacle, or empty if the results differ. `train(program, watch)` trains the first step.
     """
     if not applies(recipe):
-        return []
+        return {}
     program = assemble_single(recipe, device)
     watch = ModulesWatch(recipe, program, {})
     train(program, watch)
     report = watch.report()
     wrong = {each.module for each in report.replayed if each.error > _bound_of(recipe, each)}
-    return sorted(wrong | report.left_out.keys())
+    return {**report.left_out, **dict.fromkeys(sorted(wrong), "")}
 
 
 def applies(recipe: Recipe) -> bool:
@@ -125,7 +125,7 @@ class Modules(Check[ModuleReport]):
         is_own = isinstance(program.subject, CustomSubject)
         if not is_own or not applies(run.case.recipe) or layout.compile != "none":
             return None
-        skipped = {name: "" for use, name, _ in run.dtypes if use == Use.UNREPRODUCED}
+        skipped = {name: why for (use, name, _), why in run.dtypes.items() if use == Use.UNREPRODUCED}
         if layout.cp > 1:
             skipped |= dict.fromkeys(choose_modules(program.model), _UNDER_CP)
         return ModulesWatch(run.case.recipe, program, skipped)

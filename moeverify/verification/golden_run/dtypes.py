@@ -36,7 +36,7 @@ def record_dtypes(recipe: Recipe, device: torch.device) -> Dtypes:
     found = {sighting.key: sighting.dtype for sighting in watch.report()}
     found |= {(Use.NARROW, name, ""): name_dtype(dtype) for name, dtype in parts.found.items()}
     left_out = list_unreproduced(recipe, device, partial(_train_watched, recipe))
-    return found | {(Use.UNREPRODUCED, name, ""): "" for name in left_out}
+    return found | {(Use.UNREPRODUCED, name, ""): why for name, why in left_out.items()}
 
 
 def _train_watched(recipe: Recipe, program: Program, watch: Watch[Any]) -> None:
