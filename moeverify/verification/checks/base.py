@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -72,7 +73,8 @@ class RankRun:
 
     `entries` returns the comparisons of its tensors; call it after the run. `train_again(observer,
     num_steps)` trains the first steps of the same layout again and shows them to an observer. It is
-    collective: all ranks must call it. `dtypes` are those of one device; see `StoredGolden`.
+    collective: all ranks must call it. `dtypes` are those of one device; see `StoredGolden`. `alone` is a
+    context in which this rank is the only one of the default process group.
     """
 
     case: Case
@@ -80,6 +82,7 @@ class RankRun:
     entries: Callable[[], Sequence[Entry]]
     train_again: Callable[[Observer, int], None]
     dtypes: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True)

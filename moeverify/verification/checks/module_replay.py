@@ -228,14 +228,21 @@ def replay(
     Raises: Obstacle.
     """
     _require_tokens(visit, tokens)
-    alike = [_run(narrow, visit, nn.Identity())]
-    alike += [_run(narrow, visit, _Nudge(_NUDGE * unit, seed)) for seed in range(_NUDGED_RUNS)]
-    exact = _run(wide, visit, _Widen())
+    try:
+        alike = [_run(narrow, visit, nn.Identity())]
+        alike += [_run(narrow, visit, _Nudge(_NUDGE * unit, seed)) for seed in range(_NUDGED_RUNS)]
+        exact = _run(wide, visit, _Widen())
+    except Obstacle:
+        raise
+    except Exception as error:  # of user code, such as another signature
+        raise Obstacle("does not run on one device with the rank's inputs") from error
     found = []
     for end, of_rank in (("output", visit.outputs), ("gradient of its input", visit.of_inputs)):
         for slot, actual in of_rank.items():
             key = (end, slot)
-            if key not in exact or not _has_tokens(exact[key].shape, tokens):
+            if any(key not in each for each in (exact, *alike)):
+                continue
+            if not _has_tokens(exact[key].shape, tokens) or not exact[key].any():
                 continue
             if isinstance(actual, DTensor) or actual.shape != exact[key].shape:
                 raise Obstacle("is divided inside of its input or output")
@@ -294,11 +301,8 @@ def _run(module: nn.Module, visit: Visit, change: nn.Module) -> Results:
         return change(value).detach().requires_grad_()
 
     args, kwargs = _map(prepare, (tuple(visit.args), dict(visit.kwargs)))
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            outputs = dict(list_floats(module(*args, **kwargs)))
-    except Exception as error:
-        raise Obstacle("does not take the rank's inputs on one device") from error
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        outputs = dict(list_floats(module(*args, **kwargs)))
     found = {("output", slot): each.detach() for slot, each in outputs.items()}
     inputs = {slot: each for slot, each in list_floats((args, kwargs)) if slot in visit.of_inputs}
     back = [(each, visit.of_outputs[slot]) for slot, each in outputs.items() if slot in visit.of_outputs]

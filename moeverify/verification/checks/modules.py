@@ -11,6 +11,7 @@ that is no output. Modules that cannot be replayed under the layout are listed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -42,13 +43,24 @@ class ModuleReport:
 
 
 class ModulesWatch(Watch[ModuleReport]):
-    """Keeps the first call of each module in the first step, and replays it after the run."""
+    """Keeps the first call of each module in the first step, and replays it after the run.
 
-    def __init__(self, recipe: Recipe, program: Program, left_out: Mapping[str, str]) -> None:
+    `left_out` are modules that are not replayed, with reasons. `alone` is the context of the replay: one
+    device's modules must not see the other ranks.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        program: Program,
+        left_out: Mapping[str, str],
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         share = program.share.micro_batches(program.num_micro_batches)[0]
         self._tokens = len(share.rows), len(share.positions)
         self._recipe, self._device = recipe, program.device
         self._left_out = left_out
+        self._alone = alone
         modules = choose_modules(program.model)
         self._visits = Visits({name: each for name, each in modules.items() if name not in left_out})
         self._is_begun = False
@@ -65,6 +77,10 @@ class ModulesWatch(Watch[ModuleReport]):
 
     def report(self) -> ModuleReport:
         """Replay the modules; see `Watch`."""
+        with self._alone():
+            return self._replay()
+
+    def _replay(self) -> ModuleReport:
         narrow = assemble_single(self._recipe, self._device)
         wide = assemble_single(self._recipe, self._device, compute="float64")
         dtype = compute_dtype_of(self._recipe.precision)
@@ -99,7 +115,7 @@ def list_unreproduced(
     watch = ModulesWatch(recipe, program, {})
     train(program, watch)
     report = watch.report()
-    wrong = {each.module for each in report.replayed if each.error > _bound_of(recipe, each)}
+    wrong = {each.module for each in report.replayed if not each.error <= _bound_of(recipe, each)}
     return {**report.left_out, **dict.fromkeys(sorted(wrong), "")}
 
 
@@ -128,7 +144,7 @@ class Modules(Check[ModuleReport]):
         skipped = {name: why for (use, name, _), why in run.dtypes.items() if use == Use.UNREPRODUCED}
         if layout.cp > 1:
             skipped |= dict.fromkeys(choose_modules(program.model), _UNDER_CP)
-        return ModulesWatch(run.case.recipe, program, skipped)
+        return ModulesWatch(run.case.recipe, program, skipped, run.alone)
 
     def judge(self, shown: Shown, reports: Sequence[ModuleReport]) -> Outcome | None:
         """Return the verdict. An error in a module follows an error in one of its members; see `Check`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from moeverify.verification.compare.comparison import Comparison, Entry
 from moeverify.verification.compare.gather import gather_on_first
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.jobs import VerifyResult
+from moeverify.verification.launch.single_rank_world import single_rank_world
 from moeverify.verification.worker.culprits import (
     Found,
     Recorded,
@@ -216,6 +218,7 @@ def _observe(
     case: Case, golden: StoredGolden, assemble_program: Assembly, trace: CollectiveTrace
 ) -> _Observed | None:
     """Train under the layout and compare. Return the judgement on rank 0, None elsewhere."""
+    device = assemble_program.device
     checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
     comparison = Comparison(golden)
     entries: list[Entry] = []
@@ -224,7 +227,9 @@ def _observe(
         _train(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
 
     program = assemble_program()
-    run = RankRun(case, trace, lambda: entries, train_again, golden.dtypes)
+    run = RankRun(
+        case, trace, lambda: entries, train_again, golden.dtypes, partial(single_rank_world, device)
+    )
     seeing = [check for check in checks if program.run_captured is None or not check.sees_inside]
     watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}
     load = LoadWatch(program)
