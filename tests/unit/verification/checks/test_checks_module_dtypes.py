@@ -18,7 +18,7 @@ from moeverify.verification.checks.precision import OneDevice, Precision, Wanted
 
 
 class Block(nn.Module):
-    """A residual block. `way` is where it rounds to bfloat16: in the branch, on the stream, or at its end."""
+    """A residual block; `way` is the place of a cast: in the branch, on the stream, after it, or elsewhere."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -29,6 +29,10 @@ class Block(nn.Module):
         branch = self.linear(x)
         if self.way == "branch":
             return x * 0.5 + branch.bfloat16()
+        if self.way == "widened":
+            return x.double() + branch.double()
+        if self.way == "cast alone":
+            return x.bfloat16()
         if self.way == "stream":
             return x.bfloat16() + branch.bfloat16()
         return (x + branch).bfloat16() if self.way == "after" else torch.tanh(branch).bfloat16()
@@ -59,6 +63,8 @@ def test_outputs_have_their_dtypes() -> None:
     ("way", "expected"),
     [
         ("branch", []),
+        ("widened", []),
+        ("cast alone", []),
         ("other", []),
         ("stream", [("1", "float32", "bfloat16")]),
         ("after", [("1", "float32", "bfloat16")]),

@@ -132,6 +132,21 @@ def test_the_gradient_of_a_shared_input_is_that_of_each_user() -> None:
     assert not torch.allclose(whole, one.of_inputs["0.0"])
 
 
+def test_an_input_that_is_made_of_another_one_keeps_its_gradient_apart() -> None:
+    class Product(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * y
+
+    product = Product()
+    visits = Visits({"product": product})
+    x = torch.randn(ROWS, POSITIONS, WIDTH, requires_grad=True) * 2.0
+    y = 3.0 * x
+    product(x, y).sum().backward()
+    found = visits.found["product"].of_inputs
+    torch.testing.assert_close(found["0.0"], y.detach().double())
+    torch.testing.assert_close(found["0.1"], x.detach().double())
+
+
 def test_modules_that_are_divided_are_left_out_with_a_reason() -> None:
     def halve(block: Block) -> None:
         block.forward = lambda x: x[..., : WIDTH // 2] * 2  # type: ignore[method-assign]
