@@ -24,19 +24,24 @@ def map_errors(
 def list_bounds(
     outcomes: Sequence[tuple[Check[Any], Outcome]], tensors: Mapping[Key, Assembled], factor: float
 ) -> tuple[Bound, ...]:
-    """Return the widest bound of each tensor with its parts, unless all tensors have the floor alone."""
+    """Return the widest bound of each tensor with its parts, for tensors whose bound is not the floor."""
     widest: dict[tuple[str, str], Bound] = {}
     for _, outcome in outcomes:
         for key, parts in outcome.parts.items():
             name = (outcome.result.name, key[2])
             kept = widest.get(name)
-            if kept is None or max(parts.values()) > max(kept.parts.values()):
+            if kept is None or max(parts.values()) > max(kept.parts.values(), default=0.0):
                 error = tensors[key].difference.relative_error
                 rounded = {part: float(f"{value:.3g}") for part, value in parts.items() if value}
                 widest[name] = Bound(
                     check=name[0], tensor=key[2], step=key[0], error=error, parts=rounded, factor=factor
                 )
-    return tuple(each for each in widest.values() if each.parts.keys() - {"exact", "floor"})
+    return tuple(each for each in widest.values() if _is_measured(each))
+
+
+def _is_measured(bound: Bound) -> bool:
+    """Return whether another part than the floor decides a bound that is not exact."""
+    return max(bound.parts.values(), default=0.0) > bound.parts.get("floor", 0.0)
 
 
 def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap:
