@@ -196,7 +196,8 @@ class Obstacle(Exception):
 def choose_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules to replay by FQN: blocks, the members of each block, and other members of the root.
 
-    A container without a forward pass counts for its members.
+    A container without a forward pass counts for its members. Modules without parameters and buffers, such as
+    activations, are left to the module around them.
     """
     found: dict[str, nn.Module] = {}
     for name, module in _list_children(model):
@@ -212,7 +213,7 @@ def _list_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
         is_wrapper = not logical_name(name)
         if is_wrapper or isinstance(child, nn.ModuleList | nn.ModuleDict):
             found += [(f"{name}.{inner}", each) for inner, each in _list_children(child)]
-        elif any(True for _ in child.parameters()):
+        elif any(True for _ in (*child.parameters(), *child.buffers())):
             found.append((name, child))
     return found
 

@@ -121,6 +121,14 @@ def test_watching_changes_no_bit_of_a_gradient() -> None:
     assert all(torch.equal(one.grad, two.grad) for one, two in pairs if one.grad is not None)
 
 
+def test_modules_with_buffers_alone_are_chosen_and_others_without_state_are_not() -> None:
+    rotary = nn.Module()
+    rotary.register_buffer("inv_freq", torch.ones(4), persistent=False)
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU())])
+    model = nn.ModuleDict({"rotary": rotary, "act": nn.ReLU(), "blocks": blocks})
+    assert choose_modules(model).keys() == {"rotary", "blocks.0", "blocks.0.0"}
+
+
 def test_the_gradient_of_a_shared_input_is_that_of_each_user() -> None:
     model = make_model().double()
     visits = Visits(choose_modules(model))
