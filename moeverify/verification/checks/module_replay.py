@@ -30,6 +30,7 @@ _NUDGE = 0.5  # units of rounding by which the inputs of further runs are off
 _NUDGED_RUNS = 2
 _STABLE = 8.0  # times the median error of a row; a row beyond it has made another choice, as of experts
 _LEAST_STABLE = 0.75  # share of the rows
+_MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
 
 
 @dataclass
@@ -325,7 +326,7 @@ def _run(module: nn.Module, visit: Visit, change: nn.Module) -> Results:
 def _compare(
     actual: Tensor, alike: Sequence[Tensor], exact: Tensor, tokens: tuple[int, int]
 ) -> tuple[float, float] | None:
-    """Return the error of the rank and of one device, relative to the norm; None if too few rows are stable.
+    """Return the error of the rank and of one device, relative to the norm; None if choices flip in too many rows.
 
     A row has the values of one token. The rank may make the choice of any run of one device.
     """
@@ -340,4 +341,5 @@ def _compare(
     norm = float(sizes[stable].norm())
     if int(stable.sum()) < _LEAST_STABLE * rows or norm == 0.0:
         return None
-    return float(error[stable].norm()) / norm, float(rounding[stable].norm()) / norm
+    relative = float(rounding[stable].norm()) / norm
+    return None if relative > _MOST_ROUNDING else (float(error[stable].norm()) / norm, relative)

@@ -108,6 +108,7 @@ def test_tokens_whose_choice_rounding_may_flip_do_not_count() -> None:
     assert _compare(actual, (same, nudged), exact, tokens)[0] > 0.1  # type: ignore[index]
     nudged[0] = -exact[0]
     assert _compare(actual, (same, nudged), exact, tokens) is None, "half of the tokens"
+    assert _compare(actual, (same, -exact), exact, tokens) is None, "all of them"
 
 
 def test_watching_changes_no_bit_of_a_gradient() -> None:
