@@ -23,6 +23,12 @@ def explain(
         ),
     ] = None,
     json_brief: JsonBrief = False,
+    bound: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Show where the bounds of tensors come from: words of their `check: tensor`."
+        ),
+    ] = None,
 ) -> None:
     """Show the evidence behind a finding: coefficients, residuals, and every test that was tried.
 
@@ -30,6 +36,7 @@ def explain(
     missing-reduction, is the `code` or `mechanism` of a finding in JSON.
     """
     with open_context() as context:
+        from moeverify.report.bounds import choose_bounds, render_bounds
         from moeverify.report.codes import describe_code
         from moeverify.report.explanation import (
             choose_finding,
@@ -39,11 +46,14 @@ def explain(
         )
         from moeverify.report.formats.json import read_run
 
-        page = "" if finding or run.exists() else describe_code(str(run), _list_examples(str(run)))
+        page = "" if finding or bound or run.exists() else describe_code(str(run), _list_examples(str(run)))
         if page:
             context.out.print(page, soft_wrap=True)
             return
         result = read_run(run)
+        if bound is not None:
+            render_bounds(choose_bounds(result, bound), context.out)
+            return
         item = choose_finding(result, " ".join(finding)) if finding else None
         if json_brief:
             from moeverify.report.brief import format_brief

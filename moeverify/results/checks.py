@@ -78,6 +78,10 @@ class CheckName(StrEnum):
         "the output of every block and the gradient of its input, each on the golden's input and output gradient",
         True,
     )
+    MODULES = (
+        "modules",
+        "below 32 bits, each module of a user's model computed again by one device's from the rank's own inputs",
+    )
     ROUTER = "router", "experts, weights and counts, computed again in float64 from the router's own input"
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
     CROSS_ENTROPY = (
@@ -116,7 +120,10 @@ class CheckName(StrEnum):
     SHARDING = "sharding", "every axis of the layout divides what it is there to divide"
     REPEAT = "repeat", "a second run of the same layout gives the same bits"
     TRACE = "trace", "the ranks of every group issue the same collectives in the same order"
-    PRECISION = "precision", "in mixed precision: computes, reduces and keeps in the dtypes of the recipe"
+    PRECISION = (
+        "precision",
+        "nothing is narrower than on one device; in mixed precision: the dtypes of the recipe",
+    )
     EXPERTS = "experts", "after a load every expert has the values of the expert of its number"
     RESUMED = "resumed", "the steps after a load are those of the run that was not interrupted, bit for bit"
 

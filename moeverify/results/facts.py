@@ -95,20 +95,31 @@ class ShardingFacts(Record):
 
 
 class Use(StrEnum):
-    """A use of a parameter that has a dtype."""
+    """A use of a parameter that has a dtype, or an output, residual stream or part of a module.
+
+    `NARROW` is a module of one device that computes below float64 in a float64 recipe, and `UNREPRODUCED` one
+    that cannot be called again with the same results.
+    """
 
     COMPUTES = "computes"
     REDUCES = "reduces"
     WEIGHT = "weight"
     GRADIENT = "gradient"
     OPTIMIZER_STATE = "optimizer state"
+    OUTPUT = "output"
+    RESIDUAL = "residual"
+    NARROW = "narrow"
+    UNREPRODUCED = "unreproduced"
 
 
 class DtypeFacts(Record):
-    """Parameters of a module with a dtype other than the one that the recipe specifies.
+    """Parameters of a module with a dtype other than the one of the recipe or of a single device.
 
     `module` is empty for the whole model. `how` names the collectives that reduced, or the optimizer
     moments. `could_declare` means that `layout.in_float32` can declare the dtype as intended.
+
+    For outputs and residual streams, `module` is the first wrong module, and `parameters` are all wrong
+    modules. `site` is the line that made the first wrong tensor, as `file:line in function`.
     """
 
     about: Literal["dtype"] = "dtype"
@@ -120,6 +131,7 @@ class DtypeFacts(Record):
     num_known: int
     how: tuple[str, ...] = ()
     could_declare: bool = False
+    site: str = ""
 
 
 class GatheredFacts(Record):
@@ -407,6 +419,30 @@ class Dtypes(Record):
     first_unseen: str = ""
 
 
+class NarrowParts(Record):
+    """Modules that one device computes below float64 in a float64 recipe; empty is outside of all modules.
+
+    `num_tensors` compared tensors depend on them and have wider bounds, of `num_compared`.
+    """
+
+    about: Literal["narrow parts"] = "narrow parts"
+    dtype: str
+    modules: tuple[str, ...]
+    num_tensors: int = 0
+    num_compared: int = 0
+
+
+class ReplayedModules(Record):
+    """Modules that one device's module computed again, and those that it could not, by reason.
+
+    An empty reason means that one device does not reproduce the module either.
+    """
+
+    about: Literal["replayed modules"] = "replayed modules"
+    num_replayed: int
+    left_out: dict[str, tuple[str, ...]]
+
+
 class AxisUse(Record):
     """The use of one mesh axis by a user's `parallelize`.
 
@@ -444,4 +480,7 @@ class OwnStep(Record):
     first: str
 
 
-CheckFacts = Annotated[NumCollectives | Dtypes | AxisUses | OwnStep, Field(discriminator="about")]
+CheckFacts = Annotated[
+    NumCollectives | Dtypes | NarrowParts | ReplayedModules | AxisUses | OwnStep,
+    Field(discriminator="about"),
+]

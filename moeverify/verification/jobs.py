@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from moeverify.cases.schema import Case, Recipe
+from moeverify.results.bound import Bound
 from moeverify.results.collective_run import RankValues, Transfer
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.facts import CollectiveFacts
@@ -235,7 +236,8 @@ class VerifyResult(Record):
     `losses`, `gradient_norms` and `learning_rates` hold (golden, layout) pairs for each step; losses are
     total losses. `load` counts the token copies per expert. If something differs, `errors` are the errors
     of all tensors, and `timeline` has the collectives of the first differing step. `operators` is the file
-    with that step's operators, if requested. `stages` are the parts of the job's time.
+    with that step's operators, if requested. `bounds` has the parts of measured bounds, and `stages` the
+    parts of the job's time.
     """
 
     kind: Literal["verify"] = "verify"
@@ -249,6 +251,7 @@ class VerifyResult(Record):
     timeline: Timeline | None = None
     operators: str = ""
     stages: tuple[Stage, ...] = ()
+    bounds: tuple[Bound, ...] = ()
 
 
 class GoldenSummary(Record):

@@ -47,6 +47,24 @@ EXPLANATION = Explanation(
 
 ISSUED: Any = {"direction": "backward", "op": "all_reduce", "axis": "tp", "group": (0, 1)}
 
+BOUNDS: Any = [
+    {
+        "check": "gradient",
+        "tensor": "layers.0.norm.weight",
+        "step": 1,
+        "error": 0.03,
+        "factor": 8.0,
+        "parts": {"measured": 0.2, "typical": 0.4, "floor": 0.0078125},
+    },
+    {
+        "check": "update",
+        "tensor": "layers.0.norm.weight",
+        "step": 0,
+        "error": 0.0,
+        "parts": {"sign flips": 0.1},
+    },
+]
+
 
 def make_finding(tensor: str, step: int = 0, **fields: Any) -> Finding:
     content = {"check": "gradient", "tensor": tensor, "step": step, "rank": 1, "error": 1.0, "bound": 1e-10}
@@ -72,7 +90,7 @@ def run(tmp_path: Path) -> Path:
     cases = tuple(
         CaseResult.model_validate(
             {"name": name, "file": f"cases/{name}.yaml", "verdict": "mismatch", "ranks": 2, "seconds": 1.0}
-            | {"findings": findings}
+            | {"findings": findings, "bounds": BOUNDS}
         )
         for name, findings in (("a", first), ("b", second))
     )
@@ -126,6 +144,21 @@ def test_the_short_json_is_all_of_standard_output(
     brief = json.loads(told.stdout)
     assert [finding["number"] for case in brief["cases"] for finding in case["findings"]] == numbers
     assert brief["next"][0]["command"] == f"moeverify explain {run} {numbers[0]}"
+
+
+def test_a_bound_tells_its_sources_with_their_shares_the_widest_first(invoke: Any, run: Path) -> None:
+    told = invoke("explain", run, "--bound", "norm gradient")
+    assert told.exit_code == 0, told.stderr
+    lines = [line.strip() for line in told.stdout.splitlines()]
+    first = lines.index("a: gradient: layers.0.norm.weight")
+    assert lines[first + 1] == "bound     0.4 in step 1; its error is 0.03"
+    shares = [line.split()[:2] for line in lines[first + 2 : first + 5] if "%" in line]
+    assert shares == [["100", "%"], ["50", "%"], ["2", "%"]]
+    assert "8 x the median of that error" in lines[first + 2]
+    assert "update" not in told.stdout
+    unknown = invoke("explain", run, "--bound", "embed")
+    assert unknown.exit_code == 2
+    assert "`gradient: layers.0.norm.weight`" in unknown.stderr
 
 
 OLD = """{"schema_version": 1, "verdict": "mismatch", "environment": {}, "cases": [

@@ -27,11 +27,13 @@ from moeverify.results.facts import (
     GatheredFacts,
     GradientSumFacts,
     Issue,
+    NarrowParts,
     NumCollectives,
     ObjectiveFacts,
     OwnStep,
     PatternFacts,
     ReboundFacts,
+    ReplayedModules,
     ReplicaFacts,
     RouterFacts,
     RouterGradientFacts,
@@ -51,6 +53,8 @@ _DTYPE_CAUSES: Mapping[Use, str] = {
     Use.WEIGHT: "the parameters of {module} are kept in {dtype} instead of {wanted}",
     Use.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
     Use.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
+    Use.OUTPUT: "the output of {module} has dtype {dtype}, and on one device {wanted}",
+    Use.RESIDUAL: "{module} casts its residual stream from {wanted} to {dtype}, and one device does not",
 }
 # Checks whose findings have no facts beyond name and kind.
 _EVIDENCE: Mapping[str, str] = {
@@ -72,6 +76,10 @@ def word_check(result: CheckResult) -> CheckResult:
     elif isinstance(result.facts, Dtypes):
         note = f"computes in {result.facts.computes}, reduces and keeps in {result.facts.kept}"
         unseen = _describe_unseen(result.facts)
+    elif isinstance(result.facts, ReplayedModules):
+        unseen = _describe_left_out(result.facts)
+    elif isinstance(result.facts, NarrowParts):
+        unseen = _describe_narrow_parts(result.facts)
     elif isinstance(result.facts, OwnStep):
         unseen = _describe_own_step(result.name, result.facts)
     return result.model_copy(update={"note": note, "unseen": unseen})
@@ -190,7 +198,12 @@ def _(facts: DtypeFacts, finding: Finding) -> Words:
     named = ", ".join(facts.parameters[:_MOST_NAMED])
     left_out = len(facts.parameters) - _MOST_NAMED
     more = f" and {left_out} more" if left_out > 0 else ""
-    evidence = [f"{len(facts.parameters)} of {facts.num_known} parameters: {named}{more}"]
+    what = {Use.OUTPUT: "module outputs", Use.RESIDUAL: "residual streams"}.get(facts.use, "parameters")
+    evidence = [f"{len(facts.parameters)} of {facts.num_known} {what}: {named}{more}"]
+    if facts.use is Use.RESIDUAL:
+        evidence = [f"{facts.dtype} rounds the whole stream, not only what {facts.module} adds to it"]
+    if facts.site:
+        evidence.insert(0, f"at {facts.site}")
     if facts.how:
         evidence.append(f"{'by' if facts.use is Use.REDUCES else 'its'} {', '.join(facts.how)}")
     if facts.could_declare:
@@ -437,6 +450,30 @@ def _describe_issue(issue: Issue) -> str:
     if issue.signature is None:
         return "no further one"
     return f"{issue.signature}, called at {issue.site}"
+
+
+def _describe_left_out(facts: ReplayedModules) -> str:
+    """Return the modules that were not computed again, each reason with an example."""
+    if not facts.left_out:
+        return ""
+    reasons = [
+        f"{names[0]} {reason or 'is not reproduced on one device either'}"
+        + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+        for reason, names in facts.left_out.items()
+    ]
+    num_left_out = sum(map(len, facts.left_out.values()))
+    known = format_count(num_left_out + facts.num_replayed, "module")
+    return f"{num_left_out} of {known} were not computed again: {'; '.join(reasons)}"
+
+
+def _describe_narrow_parts(facts: NarrowParts) -> str:
+    """Return the modules in which one device of a float64 case rounds to a narrower dtype."""
+    named = ", ".join(name or "the loss" for name in facts.modules[:_MOST_NAMED])
+    more = f" and {len(facts.modules) - _MOST_NAMED} more" if len(facts.modules) > _MOST_NAMED else ""
+    return (
+        f"{facts.dtype} in {format_count(len(facts.modules), 'module')}: {named}{more}; "
+        f"the bounds of {facts.num_tensors} of {facts.num_compared} tensors allow its rounding"
+    )
 
 
 def _describe_unseen(facts: Dtypes) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -30,7 +31,7 @@ from moeverify.results.facts import OwnStep
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.load import ExpertLoad
 from moeverify.train.program import Program
-from moeverify.verification.checks.bounds import Bounds
+from moeverify.verification.checks.bounds import Bounds, Parts
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.assembled import Assembled, Coordinates, Key
 from moeverify.verification.compare.comparison import Entry
@@ -72,13 +73,16 @@ class RankRun:
 
     `entries` returns the comparisons of its tensors; call it after the run. `train_again(observer,
     num_steps)` trains the first steps of the same layout again and shows them to an observer. It is
-    collective: all ranks must call it.
+    collective: all ranks must call it. `dtypes` are those of one device; see `StoredGolden`. `alone` is a
+    context in which this rank is the only one of the default process group.
     """
 
     case: Case
     trace: CollectiveTrace
     entries: Callable[[], Sequence[Entry]]
     train_again: Callable[[Observer, int], None]
+    dtypes: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Shown(Compared):
     - `load`: the load of the experts, if it was counted.
     - `own_results`: (check, kind, name) of each result of a user's own step that already differs from the
       recipe on one device.
+    - `dtypes`: the dtypes of one device; see `StoredGolden`.
     """
 
     case: Case
@@ -133,6 +138,7 @@ class Shown(Compared):
     saved: StoredGolden | None = None
     load: ExpertLoad | None = None
     own_results: frozenset[OwnResult] = frozenset()
+    dtypes: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
 
     def list_own(self, check: CheckName) -> set[tuple[str, str]]:
         """Return the (kind, name) pairs that a check must skip, because the user's own step defines them."""
@@ -149,14 +155,16 @@ class Outcome:
     """Verdict and findings of one check.
 
     `limits` holds, for each logical tensor that the check measures by a relative error, the smallest error
-    that it would report. Another check may decide a tensor that this one leaves inconclusive. `vanishing`
-    are names of parameters whose expected gradient is zero but for rounding, in any step.
+    that it would report. Another check may decide a tensor that this one leaves inconclusive. `parts` says
+    where these limits come from. `vanishing` are names of parameters whose expected gradient is zero but for
+    rounding, in any step.
     """
 
     result: CheckResult
     findings: tuple[Finding, ...] = ()
     limits: Mapping[Key, float] = field(default_factory=dict)
     vanishing: frozenset[str] = frozenset()
+    parts: Mapping[Key, Parts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ tensor is a small sample. It is raised to the median over all tensors of its kin
 For float64 the floor is 1e-10: four to five orders of magnitude above the noise of reordered sums, and four
 below the smallest real bug known to us. For other precisions the floor is a few units of rounding.
 
+A user's model may compute parts below float64 in a float64 case. The effect of their roundings is measured for
+each tensor alone: it raises neither the median nor the bound of a tensor that does not depend on them.
+
 Units: errors and bounds are relative to the golden's Frobenius norm. For the metric `largest` they have the
 unit of the elements.
 """
@@ -19,8 +22,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moeverify.cases.schema import Precision, Tolerance
+from moeverify.results.bound import BoundPart
 from moeverify.results.checks import Kind
-from moeverify.verification.golden.noise import EPSILON, noise_key, sign_flip_key, update_drift_key
+from moeverify.verification.golden.noise import (
+    EPSILON,
+    narrow_key,
+    noise_key,
+    sign_flip_key,
+    update_drift_key,
+)
 
 # A bfloat16 result is rounded to about one unit, so `mixed` uses the floors of `bfloat16`.
 FLOOR: Mapping[Precision, float] = {
@@ -38,6 +48,9 @@ FLIP_FLOOR: Mapping[Precision, float] = {
 }
 
 Metric = Literal["relative", "largest"]
+
+Parts = Mapping[BoundPart, float]
+"""Errors that each source of rounding allows; the largest one is the bound."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +95,42 @@ class Bounds:
         kind and step together. A difference below the rounding of `kind_norm` is noise, even if the tensor
         itself is smaller. Below float64 this rule applies only to tensors whose own noise was not measured.
         """
+        parts = self.list_parts(step, kind, name, criterion, expected_norm=expected_norm, kind_norm=kind_norm)
+        return max(parts.values())
+
+    def list_parts(
+        self,
+        step: int,
+        kind: str,
+        name: str,
+        criterion: Criterion,
+        *,
+        expected_norm: float,
+        kind_norm: float,
+    ) -> dict[BoundPart, float]:
+        """Return the errors that each source of rounding allows; the largest one is the bound.
+
+        The arguments are those of `bound`.
+        """
         if criterion.exact or self.tolerance.kind == "exact":
-            return 0.0
+            return {"exact": 0.0}
         if self.tolerance.kind == "fixed":
-            return self._fixed(expected_norm)
+            return {"fixed": self._fixed(expected_norm)}
         if _is_counter(kind, name):
-            return FLOOR["float64"]
+            return {"floor": FLOOR["float64"]}
         own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
-        measured = max(own, self._typical_noise(step, kind, criterion.metric))
+        measured: dict[BoundPart, float] = {
+            "measured": own,
+            "typical": self._typical_noise(step, kind, criterion.metric),
+            "narrow parts": 0.0 if self.forced else self.noise.get(narrow_key(step, kind, name), 0.0),
+        }
         if kind in (Kind.UPDATE, Kind.OPTIMIZER_STATE):
-            measured = self._add_gradient_noise(step, name, own, measured)
-        if not math.isfinite(measured):
-            measured = 0.0  # An infinite or NaN measurement allows nothing.
+            measured = self._add_gradient_noise(step, name, measured)
+        if not all(map(math.isfinite, measured.values())):
+            measured = {}  # An infinite or NaN measurement allows nothing.
+        parts = {part: self.tolerance.factor * noise for part, noise in measured.items()}
         if criterion.metric == "largest":
-            return max(self.tolerance.factor * measured, FLIP_FLOOR[self.precision])
+            return parts | {"floor": FLIP_FLOOR[self.precision]}
         # One rounding unit of the norm of the whole kind: a tensor far below it is a small difference of
         # large numbers.
         rounding = EPSILON[self.precision] * kind_norm / expected_norm if expected_norm > 0 else 0.0
@@ -103,7 +138,7 @@ class Bounds:
             # The noise was measured. Below float64 one unit of the whole kind would hide errors of small
             # tensors.
             rounding = 0.0
-        return max(self.tolerance.factor * measured, FLOOR[self.precision], rounding)
+        return parts | {"floor": FLOOR[self.precision], "cancellation": rounding}
 
     def _fixed(self, expected_norm: float) -> float:
         """Return the bound of |actual - expected| <= atol + rtol * |expected|, divided by |expected|."""
@@ -112,7 +147,9 @@ class Bounds:
         slack = self.tolerance.atol / expected_norm if expected_norm > 0 else self.tolerance.atol
         return self.tolerance.rtol + slack
 
-    def _add_gradient_noise(self, step: int, name: str, own: float, measured: float) -> float:
+    def _add_gradient_noise(
+        self, step: int, name: str, measured: dict[BoundPart, float]
+    ) -> dict[BoundPart, float]:
         """Return the noise of an update or a moment, including the effect of the noise of the gradients.
 
         A few calibration runs miss most elements whose update may change sign, so the effect of sign flips
@@ -121,14 +158,17 @@ class Bounds:
         over all tensors.
 
         The caller multiplies by the factor k. Drift and flips are the effects of k times the noise, divided
-        by k. `own` is added once, as own / k.
+        by k. The measured noise is added once, divided by k.
         """
         drift = self.noise.get(update_drift_key(step, name, forced=self.forced))
         if drift is None:
             return measured
-        shown = own / self.tolerance.factor
+        shown = measured["measured"] / self.tolerance.factor
         flips = self.noise[sign_flip_key(step, name, forced=self.forced)]
-        return min(max(measured, flips + shown), drift + shown)
+        return {
+            part: min(noise, drift + shown)
+            for part, noise in {**measured, "sign flips": flips + shown}.items()
+        }
 
     def zero_bound(self) -> float:
         """Return the bound for a tensor that should be zero, relative to all tensors of its kind and step."""
@@ -138,16 +178,22 @@ class Bounds:
         """Return the median noise over the tensors of a kind and step; for `largest`, the maximum.
 
         A tensor's own measurement is the largest of three or four runs, which may agree by chance. The
-        median of its kind estimates the noise of further runs.
+        median of its kind estimates the noise of further runs. Tensors that depend on parts below the
+        precision of the recipe do not count.
         """
-        key = (step, kind)
-        if key not in self._typical:
+        unit = (step, kind)
+        if unit not in self._typical:
             prefix = noise_key(step, kind, "", forced=self.forced)
-            values = [value for name, value in self.noise.items() if name.startswith(prefix)]
+            values = [
+                value
+                for key, value in self.noise.items()
+                if key.startswith(prefix)
+                and narrow_key(step, kind, key.removeprefix(prefix)) not in self.noise
+            ]
             finite = [value for value in values if math.isfinite(value)]
             pool = max if metric == "largest" else statistics.median
-            self._typical[key] = pool(finite) if finite else 0.0
-        return self._typical[key]
+            self._typical[unit] = pool(finite) if finite else 0.0
+        return self._typical[unit]
 
 
 def _is_counter(kind: str, name: str) -> bool:

@@ -1,5 +1,8 @@
 """Dtypes in which the first step of a run computes, reduces and stores, as observed on this rank.
 
+The outputs of modules and their residual streams are included (`module_dtypes`). If one of them is wrong, the
+second step shows the line that makes it.
+
 The compute dtype of a parameter is its dtype when the forward pass of its module begins: FSDP has gathered
 it then. If that dtype is wide, the module or autocast may still narrow it in the forward pass, so casts are
 watched too. Compiled code is not watched, because watching would change the compiled code.
@@ -12,11 +15,12 @@ reported for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -28,12 +32,15 @@ from moeverify.results.checks import Kind
 from moeverify.results.facts import Use
 from moeverify.results.trace import CollectiveRecord
 from moeverify.verification.checks.base import Watch
+from moeverify.verification.checks.module_dtypes import ModuleDtypes, find_line
+from moeverify.verification.checks.narrower import dtype_called, is_narrower, name_dtype
 
 _KEPT: Mapping[str, Use] = {
     Kind.WEIGHT: Use.WEIGHT,
     Kind.GRADIENT: Use.GRADIENT,
     Kind.OPTIMIZER_STATE: Use.OPTIMIZER_STATE,
 }
+_OF_MODULES = (Use.OUTPUT, Use.RESIDUAL)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)  # their own forward pass is never called
 
 Issued = Callable[[int], Sequence[CollectiveRecord]]
@@ -42,12 +49,23 @@ Issued = Callable[[int], Sequence[CollectiveRecord]]
 
 @dataclass(frozen=True)
 class Sighting:
-    """The dtype in which a rank used a parameter. `how` names the collective or the moment, or is empty."""
+    """The dtype in which a rank used a parameter. `how` names the collective or the moment, or is empty.
+
+    For the output of a module, `parameter` is the FQN of the module and `how` the place in the output. For
+    its residual stream, `dtype` is the dtype of the output and `how` the wider dtype that a cast ended.
+    `site` is the line that made the tensor, if known.
+    """
 
     use: Use
     parameter: str
     dtype: str
     how: str = ""
+    site: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Return use, parameter and further detail, without the dtype."""
+        return self.use, self.parameter, self.how
 
 
 @dataclass(frozen=True)
@@ -63,15 +81,24 @@ class Slot:
 class DtypeWatch(Watch[list[Sighting]]):
     """Watches the dtypes of the first step, and reports each use of a parameter by collective or moment.
 
-    `compute` is the intended compute dtype. A parameter that already has it is not watched for casts.
+    `compute` is the intended compute dtype. A parameter that already has it is not watched for casts. If
+    `is_wrong` holds for an output or a residual stream, the second step finds its line.
     """
 
-    def __init__(self, model: nn.Module, compute: torch.dtype, issued: Issued) -> None:
-        self._model: nn.Module | None = (
-            model  # dropped once the hooks are set, so that the watch does not keep the model alive
-        )
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: torch.dtype,
+        issued: Issued,
+        is_wrong: Callable[[Sighting], bool] = lambda sighting: False,
+    ) -> None:
+        # Dropped once the hooks are set for the last time, so that the watch does not keep the model alive.
+        self._model: nn.Module | None = model
         self._compute = compute
         self._issued = issued
+        self._is_wrong = is_wrong
+        self._modules: ModuleDtypes | None = None
+        self._traces = False
         self._number = 0
         self._issued_last: Sequence[CollectiveRecord] = ()
         self._sightings: dict[tuple[Use, str, str], Sighting] = {}
@@ -91,17 +118,42 @@ class DtypeWatch(Watch[list[Sighting]]):
             self._note(use, parameter, local.dtype, key)
 
     def begin_step(self, step: int) -> None:
-        """Watch the first step only; see `Watch`."""
+        """Watch the first step, and the second one for lines; see `Watch`."""
+        model = self._model
         self.close()
-        if self._model is not None:
-            self._open(self._model)
-            self._model = None
+        if model is None:
+            return
+        if not self._sightings:
+            self._model = model
+            self._open(model)
+            self._modules = ModuleDtypes(model, self._note_module)
+        elif any(each.use in _OF_MODULES and self._is_wrong(each) for each in self._sightings.values()):
+            self._traces = not torch.is_anomaly_enabled()
+            torch.autograd.set_detect_anomaly(True, check_nan=False)
+            self._modules = ModuleDtypes(model, self._add_line)
 
     def close(self) -> None:
-        """Stop watching; see `Watch`."""
+        """Stop watching and release the model; see `Watch`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._modules is not None:
+            self._modules.close()
+        if self._traces:
+            torch.autograd.set_detect_anomaly(False)
+        self._modules, self._model, self._traces = None, None, False
+
+    def _note_module(self, use: Use, name: str, dtype: torch.dtype, how: str, node: Node | None) -> None:
+        """Keep the narrowest dtype of each output: a module may run more than once."""
+        known = self._sightings.get((use, name, how))
+        if known is None or is_narrower(dtype, dtype_called(known.dtype)):
+            self._note(use, name, dtype, how)
+
+    def _add_line(self, use: Use, name: str, dtype: torch.dtype, how: str, node: Node | None) -> None:
+        """Add the line of a tensor to the sighting of the first step."""
+        known = self._sightings.get((use, name, how))
+        if known is not None and not known.site and known.dtype == name_dtype(dtype):
+            self._sightings[use, name, how] = replace(known, site=find_line(node))
 
     def _open(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():

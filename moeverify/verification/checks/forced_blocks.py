@@ -114,7 +114,7 @@ class ForcedBlocks(GoldenTensors):
         outcome = super().judge(shown, reports)
         if outcome is None:
             return None
-        return replace(outcome, findings=tuple(map(_place, sorted(outcome.findings, key=_order))))
+        return replace(outcome, findings=tuple(map(place_finding, sorted(outcome.findings, key=_order))))
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -123,8 +123,8 @@ def _split(name: str) -> tuple[str, str]:
     return block, end
 
 
-def _place(finding: Finding) -> Finding:
-    """Return the finding with the block that caused it."""
+def place_finding(finding: Finding) -> Finding:
+    """Return a finding about an end of a block or module with the place that caused it."""
     block, end = _split(finding.tensor)
     is_forward = end == OUTPUT
     place = Place(module=block, ranks=finding.ranks, stage=Stage.FORWARD if is_forward else Stage.BACKWARD)

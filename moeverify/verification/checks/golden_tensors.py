@@ -14,7 +14,7 @@ from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Wors
 from moeverify.results.initial_values import InitialSource
 from moeverify.train.initial_weights import find_source
 from moeverify.verification.checks.base import Check, Compared, Outcome, Shown
-from moeverify.verification.checks.bounds import Bounds, Criterion, Metric
+from moeverify.verification.checks.bounds import Bounds, Criterion, Metric, Parts
 from moeverify.verification.compare.assembled import Assembled, Key
 
 Unit = tuple[int, str, str]  # step, kind, moment of the optimizer
@@ -59,7 +59,16 @@ class GoldenTensors(Check[Any]):
             inconclusive=sum(is_relative and bound > MAX_CONCLUSIVE for _, _, bound in measured),
         )
         limits = {tensor.key: bound for tensor, _, bound in measured} if is_relative else {}
-        return Outcome(result, findings, limits, _find_vanishing(tensors, norms))
+        parts = {
+            tensor.key: self._list_parts(tensor, shown.bounds, norms[find_unit(tensor.key)])
+            for tensor in tensors
+            if is_relative
+        }
+        return Outcome(result, findings, limits, _find_vanishing(tensors, norms), parts)
+
+    def _list_parts(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> Parts:
+        norm = math.sqrt(tensor.difference.sum_expected2)
+        return bounds.list_parts(*tensor.key, self.criterion, expected_norm=norm, kind_norm=kind_norm)
 
     def _measure(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> tuple[float, float]:
         """Return (error, bound) in the unit of the criterion's metric."""

@@ -13,6 +13,16 @@ from moeverify.parallel.regions.region import Region
 from moeverify.verification.checks.base import Check, Training, Watch
 
 
+class Unseen:
+    """An observer that ignores everything, because the watches before it see all tensors."""
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Do nothing."""
+
+
 class _Together:
     """An observer that forwards everything to several others, in order."""
 

@@ -316,6 +316,7 @@ class CaseRun:
             errors=answer.errors,
             operators=answer.operators,
             stages=answer.stages,
+            bounds=answer.bounds,
         )
 
     def _make_case_result(

@@ -28,6 +28,11 @@ def noise_key(step: int, kind: str, name: str, *, forced: bool = False) -> str:
     return f"{'forced/' if forced and step > 0 else ''}{step}/{kind}/{name}"
 
 
+def narrow_key(step: int, kind: str, name: str) -> str:
+    """Return the key of the noise that parts below float64 cause in a float64 run; see `narrow_rounding`."""
+    return f"narrow/{noise_key(step, kind, name)}"
+
+
 def update_drift_key(step: int, name: str, *, forced: bool = False) -> str:
     """Return the key of the error of an update or Adam moment that gradient noise causes below float64."""
     return noise_key(step, "update drift", name, forced=forced)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,12 +28,15 @@ from moeverify.parallel.regions.region import Region
 from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"
-_VERSION = 5
-_FIELDS = {"version", "noise", "summary", "own_results", "files"}
+_VERSION = 6
+_FIELDS = {"version", "noise", "summary", "own_results", "dtypes", "files"}
 
 
 OwnResult = tuple[str, str, str]
 """(check, kind, name) of a result for which a user's own step on one device differs from the recipe."""
+
+Dtypes = Mapping[tuple[str, str, str], str]
+"""Dtypes of one device in the recipe's precision, by (use, parameter or module, further detail)."""
 
 
 def tensor_key(kind: str, name: str) -> str:
@@ -111,7 +114,11 @@ class GoldenWriter:
             narrowed.replace(path)
 
     def finish(
-        self, noise: dict[str, float], summary: dict[str, Any], own_results: Collection[OwnResult] = ()
+        self,
+        noise: dict[str, float],
+        summary: dict[str, Any],
+        own_results: Collection[OwnResult] = (),
+        dtypes: Dtypes | None = None,
     ) -> None:
         """Write the index and rename the folder to its final name, replacing an older golden.
 
@@ -127,6 +134,7 @@ class GoldenWriter:
             "noise": noise,
             "summary": summary,
             "own_results": sorted(own_results),
+            "dtypes": sorted([*key, dtype] for key, dtype in (dtypes or {}).items()),
             "files": files,
         }
         (self._partial / _INDEX).write_text(seal(json.dumps(content, sort_keys=True)))
@@ -190,11 +198,13 @@ class StoredGolden:
         self.noise: dict[str, float] = {}
         self.summary: dict[str, Any] = {}
         self.own_results: frozenset[OwnResult] = frozenset()
+        self.dtypes: Dtypes = {}
         self._checksums: dict[str, int] = {}
         if finished:
             content = _read_index(folder / _INDEX)
             self.noise, self.summary = content["noise"], content["summary"]
             self.own_results = frozenset((check, kind, name) for check, kind, name in content["own_results"])
+            self.dtypes = {(use, name, how): dtype for use, name, how, dtype in content["dtypes"]}
             self._checksums = content["files"]
 
     def verify(self, steps: Sequence[int]) -> None:

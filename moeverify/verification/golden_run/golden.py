@@ -11,6 +11,7 @@ import torch
 from moeverify.cases.schema import Recipe
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.results.checks import Kind
+from moeverify.results.facts import Use
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.verification.checks.base import Check, Training
@@ -19,6 +20,7 @@ from moeverify.verification.checks.registry import choose_checks
 from moeverify.verification.golden.fingerprint import Fingerprints
 from moeverify.verification.golden.proximity import Fingerprint
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
+from moeverify.verification.golden_run.dtypes import record_dtypes
 from moeverify.verification.golden_run.noise import calibrate
 from moeverify.verification.golden_run.own_step import list_own_results
 from moeverify.verification.golden_run.soundness import check_soundness
@@ -48,8 +50,10 @@ def make_golden(recipe: Recipe, folder: Path, device: torch.device, *, also: Col
         if recipe.precision in COARSE:
             writer.narrow()
             reference = StoredGolden(writer.flush(), finished=False)
-        noise = calibrate(recipe, reference, checks, device)
-        writer.finish(noise, summary, list_own_results(recipe, checks, device))
+        dtypes = record_dtypes(recipe, device)
+        has_narrow_parts = any(use == Use.NARROW for use, _, _ in dtypes)
+        noise = calibrate(recipe, reference, checks, device, has_narrow_parts=has_narrow_parts)
+        writer.finish(noise, summary, list_own_results(recipe, checks, device), dtypes)
 
 
 def _record(recipe: Recipe, writer: GoldenWriter, checks: Sequence[Check[Any]], device: torch.device) -> None:

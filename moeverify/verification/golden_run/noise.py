@@ -14,7 +14,7 @@ from moeverify.cases.schema import Recipe
 from moeverify.hashing import hash_counter, in_chunks, key_of
 from moeverify.model.float8_scaling import FLOAT8
 from moeverify.parallel.regions.observer import INITIAL
-from moeverify.results.checks import ZERO_KINDS
+from moeverify.results.checks import ZERO_KINDS, Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
 from moeverify.train.loop import train
@@ -24,16 +24,32 @@ from moeverify.verification.checks.base import Check, Training
 from moeverify.verification.checks.observers import open_observers
 from moeverify.verification.compare.comparison import Comparison
 from moeverify.verification.compare.difference import Difference
-from moeverify.verification.golden.noise import EPSILON, noise_key
+from moeverify.verification.golden.noise import EPSILON, narrow_key, noise_key, sign_flip_key
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.narrow_rounding import MovedFloat8, MovedRoundings
 from moeverify.verification.golden_run.update_noise import GradientNoise, is_adaptive, propagate
 
+_NARROW_FLOOR = 1e-12
+"""The least error that moved roundings of float32 can cause; below it a tensor does not depend on them."""
+
+_OF_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE)
+
+_MOVED_RUNS = 3
+"""Runs with moved roundings. Their errors are added: one run may change a single number by almost nothing."""
+
 
 def calibrate(
-    recipe: Recipe, reference: StoredGolden, checks: Sequence[Check[Any]], device: torch.device
+    recipe: Recipe,
+    reference: StoredGolden,
+    checks: Sequence[Check[Any]],
+    device: torch.device,
+    *,
+    has_narrow_parts: bool = False,
 ) -> dict[str, float]:
     """Return the largest noise of each logical tensor over all perturbed programs, by `noise_key`.
+
+    `has_narrow_parts` says that a user's model computes below float64 in a float64 recipe. The noise of
+    these parts is separate, by `narrow_key`: a tensor that does not depend on them has none.
 
     Below float64, the noise of forced steps is measured separately. Rounding errors grow from step to step,
     and the error of a free run is not noise of a step that starts from the golden's state. For adaptive
@@ -43,14 +59,43 @@ def calibrate(
     noise: dict[str, float] = {}
     kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
     for forced in kinds:
-        gradients = GradientNoise(reference) if is_adaptive(recipe) else None
+        is_pushed = recipe.precision != "float64" and is_adaptive(recipe)
+        gradients = GradientNoise(reference) if is_pushed else None
         for program in perturbed_programs(recipe, device):
             measured = measure_noise(recipe, program, reference, checks, forced=forced, gradients=gradients)
             for key, error in measured.items():
                 noise[key] = max(noise.get(key, 0.0), error)
         if gradients is not None:
             noise |= propagate(recipe, reference, gradients, device, forced=forced)
-    return noise
+    return noise | (_measure_narrow(recipe, reference, checks, device) if has_narrow_parts else {})
+
+
+def _measure_narrow(
+    recipe: Recipe, reference: StoredGolden, checks: Sequence[Check[Any]], device: torch.device
+) -> dict[str, float]:
+    """Return the effect of moved roundings on each logical tensor that they change, by `narrow_key`.
+
+    An adaptive optimizer turns a small error of a gradient into a step in the other direction. Few runs show
+    that, so updates also get the flips that the measured errors of the gradients allow.
+    """
+    noise: dict[str, float] = {}
+    gradients = GradientNoise(reference) if is_adaptive(recipe) else None
+    for number in range(_MOVED_RUNS):
+        program = assemble_single(recipe, device)
+        tensors = [shard.tensor for shard in program.shards]
+        program.loss_context = partial(MovedRoundings, recipe.seed + number, tensors)
+        for key, error in measure_noise(recipe, program, reference, checks, gradients=gradients).items():
+            noise[key] = noise.get(key, 0.0) + error
+    flips: dict[str, float] = {}
+    if gradients is not None:
+        flips = propagate(recipe, reference, gradients, device, forced=False)
+    found: dict[str, float] = {}
+    for key, error in noise.items():
+        step, kind, name = key.split("/", 2)
+        flipped = flips.get(sign_flip_key(int(step), name), 0.0) if kind in _OF_STEP else 0.0
+        if error > _NARROW_FLOOR:
+            found[narrow_key(int(step), kind, name)] = max(error, flipped)
+    return found
 
 
 def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program]:
@@ -62,7 +107,6 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
     - rows in another order
     - rows in other micro-batches, if the answer does not depend on them
     - initial weights off by one unit in the last place
-    - other roundings to narrower dtypes, for a user's model in float64, which may use them inside
     - the programs of `perturbed_scales`
 
     Layouts change the same properties: the order of sums, the share of the batch in one product, and the
@@ -81,10 +125,6 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
     nudged = assemble_single(recipe, device)
     _nudge(nudged, EPSILON[recipe.precision], recipe.seed)
     yield nudged
-    if recipe.precision == "float64" and recipe.functions:
-        moved = assemble_single(recipe, device)
-        moved.loss_context = partial(MovedRoundings, recipe.seed)
-        yield moved
     yield from perturbed_scales(recipe, device)
 
 

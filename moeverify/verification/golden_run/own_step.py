@@ -12,17 +12,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from moeverify.cases.schema import Case, Recipe, Tolerance
 from moeverify.parallel.regions.observer import Observer
-from moeverify.parallel.regions.region import Region
 from moeverify.results.facts import names_operation
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.verification.checks.base import ALONE, Check, RankRun, Shown, Training, Watch
 from moeverify.verification.checks.bounds import Bounds
-from moeverify.verification.checks.observers import open_observers
+from moeverify.verification.checks.observers import Unseen, open_observers
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.golden.store import OwnResult
 
@@ -43,7 +41,7 @@ def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch
         watch = check.watch(run, program) if check.recomputes_step else None
         if watch is not None:
             watches[check] = watch
-    with open_observers(Training(recipe, program), _Unseen(), (), list(watches.values())) as observer:
+    with open_observers(Training(recipe, program), Unseen(), (), list(watches.values())) as observer:
         train(recipe, program, observer)
     shown = Shown(
         case=case,
@@ -57,16 +55,6 @@ def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch
     return sorted(
         {(each.check, each.kind, each.tensor) for each in findings if not names_operation(each.facts)}
     )
-
-
-class _Unseen:
-    """An observer that ignores everything, because the watches before it see all tensors."""
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
-        """Do nothing."""
 
 
 def _train_no_more(observer: Observer, num_steps: int) -> NoReturn:

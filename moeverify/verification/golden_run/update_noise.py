@@ -55,8 +55,8 @@ any expected number (Poisson; worst at 8).
 
 
 def is_adaptive(recipe: Recipe) -> bool:
-    """Return whether the optimizer rescales rounded gradients, so that their noise may change a sign."""
-    return recipe.precision != "float64" and recipe.optimizer.name in ("adam", "adamw")
+    """Return whether the optimizer rescales gradients, so that their noise may change the sign of a step."""
+    return recipe.optimizer.name in ("adam", "adamw")
 
 
 class GradientNoise(Watch[None]):

@@ -1,4 +1,4 @@
-"""Errors of all compared tensors as fractions of their bounds."""
+"""Errors of all compared tensors as fractions of their bounds, and the parts of these bounds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moeverify.results.bound import Bound
 from moeverify.results.checks import Kind
 from moeverify.results.error_map import ErrorMap
 from moeverify.verification.checks.base import Check, Outcome
@@ -18,6 +19,29 @@ def map_errors(
     """Return an error map for each check that measures relative errors."""
     maps = (_map_outcome(outcome, tensors) for check, outcome in outcomes if check.kinds and outcome.limits)
     return tuple(maps)
+
+
+def list_bounds(
+    outcomes: Sequence[tuple[Check[Any], Outcome]], tensors: Mapping[Key, Assembled], factor: float
+) -> tuple[Bound, ...]:
+    """Return the widest bound of each tensor with its parts, for tensors whose bound is not the floor."""
+    widest: dict[tuple[str, str], Bound] = {}
+    for _, outcome in outcomes:
+        for key, parts in outcome.parts.items():
+            name = (outcome.result.name, key[2])
+            kept = widest.get(name)
+            if kept is None or max(parts.values()) > max(kept.parts.values(), default=0.0):
+                error = tensors[key].difference.relative_error
+                rounded = {part: float(f"{value:.3g}") for part, value in parts.items() if value}
+                widest[name] = Bound(
+                    check=name[0], tensor=key[2], step=key[0], error=error, parts=rounded, factor=factor
+                )
+    return tuple(each for each in widest.values() if _is_measured(each))
+
+
+def _is_measured(bound: Bound) -> bool:
+    """Return whether another part than the floor decides a bound that is not exact."""
+    return max(bound.parts.values(), default=0.0) > bound.parts.get("floor", 0.0)
 
 
 def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap:

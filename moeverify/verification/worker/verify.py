@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moeverify.cases.schema import Case
 from moeverify.faults.injection import injected
 from moeverify.parallel.meshes import Meshes, build_meshes
 from moeverify.parallel.regions.observer import INITIAL, Observer
+from moeverify.results.bound import Bound
 from moeverify.results.checks import UNCOMPARED_KINDS, Kind
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.explanation import Explanation
@@ -39,6 +41,7 @@ from moeverify.verification.compare.comparison import Comparison, Entry
 from moeverify.verification.compare.gather import gather_on_first
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.jobs import VerifyResult
+from moeverify.verification.launch.single_rank_world import single_rank_world
 from moeverify.verification.worker.culprits import (
     Found,
     Recorded,
@@ -48,7 +51,7 @@ from moeverify.verification.worker.culprits import (
     lead_with,
     record_origin,
 )
-from moeverify.verification.worker.error_map import map_errors
+from moeverify.verification.worker.error_map import list_bounds, map_errors
 from moeverify.verification.worker.golden_reference import GoldenReference
 from moeverify.verification.worker.investigate import explain_findings, gather_evidence
 from moeverify.verification.worker.load_watch import LoadWatch, sum_load
@@ -181,6 +184,7 @@ def _make_result(
         learning_rates=tuple(observed.learning_rates),
         timeline=timeline,
         errors=observed.errors,
+        bounds=observed.bounds,
         operators=operators,
         stages=clock.read(),
     )
@@ -228,7 +232,8 @@ class _Observed:
     """Results of a case on rank 0.
 
     `losses`, `gradient_norms` and `learning_rates` are (golden, layout) pairs, one for each step. `load` is
-    the load of the experts. `errors` has the errors of all tensors, if something differs.
+    the load of the experts. `errors` has the errors of all tensors, if something differs, and `bounds` the
+    parts of their bounds.
     """
 
     judgement: Judgement
@@ -237,12 +242,14 @@ class _Observed:
     learning_rates: list[tuple[float, float]]
     load: ExpertLoad | None
     errors: tuple[ErrorMap, ...]
+    bounds: tuple[Bound, ...]
 
 
 def _observe(
     case: Case, golden: StoredGolden, assemble_program: Assembly, trace: CollectiveTrace
 ) -> _Observed | None:
     """Train under the layout and compare. Return the judgement on rank 0, None elsewhere."""
+    device = assemble_program.device
     checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
     comparison = Comparison(golden)
     entries: list[Entry] = []
@@ -251,7 +258,9 @@ def _observe(
         _train(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
 
     program = assemble_program()
-    run = RankRun(case, trace, lambda: entries, train_again)
+    run = RankRun(
+        case, trace, lambda: entries, train_again, golden.dtypes, partial(single_rank_world, device)
+    )
     seeing = [check for check in checks if program.run_captured is None or not check.sees_inside]
     watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}
     load = LoadWatch(program)
@@ -272,6 +281,7 @@ def _observe(
         golden_names=list_names(case, golden, range(INITIAL, case.recipe.steps)),
         load=expert_load,
         own_results=golden.own_results,
+        dtypes=golden.dtypes,
     )
     outcomes = _judge_each(checks, shown, [report for _, report, _ in gathered])
     judgement = _conclude(case, outcomes)
@@ -282,6 +292,7 @@ def _observe(
         learning_rates=[*zip(list_rates(case.recipe.optimizer, case.recipe.steps), rates, strict=True)],
         load=expert_load,
         errors=map_errors(outcomes, shown.tensors) if judgement.findings else (),
+        bounds=list_bounds(outcomes, shown.tensors, shown.bounds.tolerance.factor),
     )
 
 

@@ -59,6 +59,28 @@ def test_a_forced_step_has_bounds_of_its_own_from_the_second_on() -> None:
     assert bound(forced, 1, "gradient", "a") == pytest.approx(0.16)
 
 
+def test_narrow_parts_widen_the_bounds_of_the_tensors_that_depend_on_them_alone() -> None:
+    noise = {f"0/gradient/{name}": 1e-6 for name in "abc"} | {"0/gradient/d": 1e-16}
+    noise |= {f"narrow/0/gradient/{name}": size for name, size in (("a", 1e-6), ("b", 5e-6), ("c", 1e-6))}
+    bounds = Bounds(Tolerance(factor=8.0), "float64", noise)
+    assert bound(bounds, 0, "gradient", "a") == pytest.approx(8e-6), "not the 5e-6 of another tensor"
+    assert bound(bounds, 0, "gradient", "b") == pytest.approx(40e-6)
+    assert bound(bounds, 0, "gradient", "d") == 1e-10
+
+
+def test_the_parts_of_a_bound_name_their_sources() -> None:
+    noise = {"0/gradient/a": 1e-3, "0/gradient/b": 5e-3, "0/gradient/c": 5e-3}
+    bounds = Bounds(Tolerance(factor=8.0), "bfloat16", noise)
+    norms = {"expected_norm": 1.0, "kind_norm": 1.0}
+    parts = bounds.list_parts(0, "gradient", "a", Criterion(), **norms)
+    assert {part: size for part, size in parts.items() if size} == pytest.approx(
+        {"measured": 8e-3, "typical": 40e-3, "floor": 2.0**-7}
+    )
+    assert max(parts.values()) == bound(bounds, 0, "gradient", "a")
+    parts = Bounds(Tolerance(), "float64", {}).list_parts(0, "gradient", "a", Criterion(), **norms)
+    assert max(parts, key=parts.__getitem__) == "floor"
+
+
 def test_the_bound_of_an_update_holds_what_sign_flips_do_and_no_more_than_all_noise_does() -> None:
     noise = {f"0/update/{name}": 0.08 for name in "abcd"}
     noise |= {"0/update/small": 0.001, "forced/1/update/small": 0.001, "1/update/small": 0.001}

@@ -4,36 +4,73 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from moeverify.verification.golden_run.narrow_rounding import MovedFloat8, MovedRoundings, move_nearest
+from moeverify.verification.golden_run.narrow_rounding import (
+    MovedFloat8,
+    MovedRoundings,
+    NarrowParts,
+    move_nearest,
+)
 
 
 def test_a_conversion_comes_out_one_unit_off_in_both_directions() -> None:
-    values = torch.linspace(0.5, 1.5, 64, dtype=torch.float64)
+    values = torch.linspace(0.5, 1.5, 63, dtype=torch.float64)
     rounded = values.float()
-    with MovedRoundings(seed=0) as moved:
+    with MovedRoundings(0, [values]) as moved:
         found = values.float()
     steps = (found - rounded) / (torch.nextafter(rounded, torch.full_like(rounded, 9.0)) - rounded)
-    assert set(steps.round(decimals=1).tolist()) == {-1.0, 1.0} | ({-0.5} & set(steps.tolist()))
-    assert moved.num_conversions == 1
+    assert {float(step.sign()) for step in steps} == {-1.0, 1.0} | ({0.0} if 1.0 in rounded else set())
+    assert steps.abs().max() <= 1.0
+    assert moved.num_found == 1
 
 
-def test_what_is_not_float64_stays() -> None:
-    angles = torch.linspace(0.0, 1.0, 8)  # RoPE's angles are float32 on every rank alike
-    with MovedRoundings(seed=0) as moved:
-        assert torch.equal(angles.double().float() * 0 + angles, angles)
-        assert torch.equal(angles.to(torch.bfloat16), angles.bfloat16())
-        assert torch.equal((angles.double() + 1).double(), angles.double() + 1)
-    assert moved.num_conversions == 1
+def test_values_without_a_parameter_and_exact_ones_stay() -> None:
+    weight = torch.rand(8, dtype=torch.float64)
+    places = torch.arange(8, dtype=torch.float64)
+    with MovedRoundings(0, [weight]) as moved:
+        assert torch.equal((places * 0.1).float().cos(), (places * 0.1).float().cos()), "RoPE's angles"
+        assert torch.equal((weight + 1).double(), weight + 1)
+        assert moved.num_found == 0
+        assert torch.equal((weight * 0 + 3).float(), torch.full((8,), 3.0)), "a count is exact"
+        found = weight.float()
+        copied = torch.cat([found, found])
+        assert torch.equal(copied[:8], found)
+    assert moved.num_found == 2
+
+
+def test_operators_in_a_narrow_dtype_round_too() -> None:
+    weight = torch.rand(8, dtype=torch.float64).float()
+    with MovedRoundings(0, [weight]) as moved:
+        found = weight * 1.1
+    assert not torch.equal(found, weight * 1.1)
+    assert torch.allclose(found, weight * 1.1, rtol=3e-7)
+    assert moved.num_found == 1
 
 
 def test_the_backward_pass_of_a_conversion_is_reached() -> None:
     values = torch.linspace(0.5, 1.5, 64, dtype=torch.float64, requires_grad=True)
     (plain,) = torch.autograd.grad((values.float().double() ** 2).sum(), values)
-    with MovedRoundings(seed=0) as moved:
+    with MovedRoundings(0, [values]) as moved:
         (found,) = torch.autograd.grad((values.float().double() ** 2).sum(), values)
     assert 1e-9 < (found - plain).norm() / plain.norm() < 1e-6
-    assert moved.num_conversions == 2  # float64 gradients are converted to float32 on the way back
+    assert moved.num_found == 2  # float64 gradients are converted to float32 on the way back
+
+
+def test_narrow_parts_are_named_by_their_innermost_module() -> None:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = x.float()
+            return (wide * wide.square().mean(-1, keepdim=True).rsqrt()).to(x.dtype)
+
+    model = nn.Sequential(nn.Linear(4, 4), Norm(), nn.Linear(4, 4)).double()
+    parts = NarrowParts(model, model.parameters())
+    with parts.noting():
+        model(torch.rand(2, 4, dtype=torch.float64)).sum().backward()
+    assert parts.found == {"1": torch.float32}
+    with parts.noting():
+        model(torch.rand(2, 4, dtype=torch.float64)).bfloat16().sum().backward()
+    assert parts.found == {"1": torch.float32, "": torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -270,4 +270,3 @@ def test_without_noise_the_optimizer_alone_makes_the_goldens_updates(tmp_path: P
 def test_only_rounding_through_an_optimizer_that_rescales_is_propagated() -> None:
     assert is_adaptive(make_recipe())
     assert not is_adaptive(make_recipe(name="sgd"))
-    assert not is_adaptive(make_recipe().model_copy(update={"precision": "float64"}))

@@ -1,0 +1,345 @@
+"""Replay of a user's modules: one device's module on the inputs and output gradients that a rank had.
+
+The rank's module, one device's module in the same precision and one device's module in float64 get the same
+inputs. Only the rounding of one module is left between them, and the two modules of one device measure it.
+
+A module is replayed if its input has the rank's rows and positions. Then a mesh axis may divide the batch, or
+the inside of the module, but neither its input nor its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.parallel.regions.local_shard import logical_name
+from moeverify.parallel.regions.passes import is_in_backward
+from moeverify.parallel.regions.unseen import unseen
+from moeverify.train.module_taps import list_floats
+
+MOST_ELEMENTS = 1 << 26
+"""Maximum number of elements that are kept of a step: 128 MiB in bfloat16."""
+
+_NUDGE = 0.5  # units of rounding by which the inputs of further runs are off
+_NUDGED_RUNS = 2
+_STABLE = 8.0  # times the median error of a row; a row beyond it has made another choice, as of experts
+_LEAST_STABLE = 0.75  # share of the rows
+_MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
+
+
+@dataclass
+class Visit:
+    """The first call of a module on this rank: inputs, outputs, and the gradients that came back.
+
+    `outputs` and `of_outputs` are keyed by slot (`list_floats`), and `of_inputs` by the slot of the input.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    of_outputs: dict[str, Tensor] = field(default_factory=dict)
+    of_inputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One tensor of a rank beside the replayed ones.
+
+    `end` is `output` or `gradient of its input`. `error` and `rounding` are relative to the norm of the
+    float64 result, without the rows that made another choice. `rounding` is the error of one device's module.
+    """
+
+    module: str
+    end: str
+    error: float
+    rounding: float
+
+
+class Visits:
+    """Hooks that keep the first call of each chosen module, with gradients.
+
+    The part of an input's gradient that comes from the module is read from the operations of the module that
+    take the input. Nothing is added to the graph: another order of sums would be another rounding.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.found: dict[str, Visit] = {}
+        self._room = MOST_ELEMENTS
+        self._entered: dict[str, dict[_Edge, str]] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, module in modules.items():
+            enter = unseen(self._make_pre_hook(name))
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(unseen(self._make_hook(name))))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._entered.clear()
+
+    def _make_pre_hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            is_training = torch.is_grad_enabled() and not is_in_backward()
+            if torch.compiler.is_compiling() or not is_training or name in self.found:
+                return
+            size = sum(each.numel() for each in _list_tensors((args, kwargs)))
+            if size > self._room:
+                return
+            self._room -= size
+            taken = (tuple(args), dict(kwargs))
+            floats = [(slot, each) for slot, each in list_floats(taken) if each.grad_fn is not None]
+            edges = {_Edge(each.grad_fn, each.output_nr): slot for slot, each in floats}
+            # If one tensor is several inputs, the parts of its gradient cannot be separated.
+            self._entered[name] = edges if len(edges) == len(floats) else {}
+            self.found[name] = Visit(*_map(_copy, taken))
+
+        return hook
+
+    def _make_hook(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            visit, edges = self.found.get(name), self._entered.pop(name, None)
+            if visit is None or edges is None or torch.compiler.is_compiling():
+                return
+            for slot, tensor in list_floats(output):
+                visit.outputs[slot] = _copy(tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(_keep(visit.of_outputs, slot))  # type: ignore[no-untyped-call]
+            _read_back([tensor.grad_fn for _, tensor in list_floats(output)], edges, visit.of_inputs)
+
+        return hook
+
+
+class _Edge(NamedTuple):
+    """A tensor in the graph: the operation that made it, and which of its results it is."""
+
+    node: Any
+    number: int
+
+
+def _read_back(made: Sequence[Any], edges: Mapping[_Edge, str], found: dict[str, Tensor]) -> None:
+    """Add the gradients that operations between `made` and the `edges` pass to these to `found`, by slot."""
+    ends = {edge.node for edge in edges}
+    open_ones = [node for node in made if node is not None and node not in ends]
+    seen = set(open_ones)
+    while open_ones:
+        node = open_ones.pop()
+        taken = [edges.get(_Edge(*each)) for each in node.next_functions]
+        if any(slot is not None for slot in taken):
+            node.register_hook(_adds(found, taken))
+        for before, _ in node.next_functions:
+            if before is not None and before not in ends and before not in seen:
+                seen.add(before)
+                open_ones.append(before)
+
+
+def _adds(found: dict[str, Tensor], slots: Sequence[str | None]) -> Callable[..., None]:
+    def add(of_inputs: Sequence[Tensor | None], of_results: Sequence[Tensor | None]) -> None:
+        for slot, gradient in zip(slots, of_inputs, strict=False):
+            if slot is None or gradient is None:
+                continue
+            part = _copy(gradient)
+            if not isinstance(part, DTensor):
+                part = part.to(torch.float64)
+            known = found.get(slot)
+            found[slot] = part if known is None else known + part
+
+    return add
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return the value with its members changed. Objects of a user's classes stay, as their identity counts."""
+    if type(value) in (tuple, list):
+        return type(value)(_map(change, each) for each in value)
+    if type(value) is dict:
+        return {key: _map(change, each) for key, each in value.items()}
+    return change(value)
+
+
+def _list_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _list_tensors(each)
+
+
+def _keep(found: dict[str, Tensor], slot: str) -> Callable[[Tensor], None]:
+    def keep(gradient: Tensor) -> None:
+        found[slot] = _copy(gradient)
+
+    return keep
+
+
+def _copy(value: Any) -> Any:
+    """Return the values of a tensor as a plain tensor; a tensor divided by features or summed in parts stays."""
+    if not isinstance(value, Tensor):
+        return value
+    local = value.detach()
+    if isinstance(local, DTensor) and all(
+        each.is_replicate() or each.is_shard(0) for each in local.placements
+    ):
+        local = local.to_local()
+    return local.clone()
+
+
+class Obstacle(Exception):
+    """Why a module cannot be replayed; the text is a reason after its name."""
+
+
+def choose_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules to replay by FQN: blocks, the members of each block, and other members of the root.
+
+    A container without a forward pass counts for its members. Modules without parameters and buffers, such as
+    activations, are left to the module around them.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in _list_children(model):
+        found[logical_name(name)] = module
+        if logical_name(name).rpartition(".")[2].isdecimal():
+            found |= {logical_name(f"{name}.{inner}"): each for inner, each in _list_children(module)}
+    return {name: module for name, module in found.items() if name}
+
+
+def _list_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        is_wrapper = not logical_name(name)
+        if is_wrapper or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += [(f"{name}.{inner}", each) for inner, each in _list_children(child)]
+        elif any(True for _ in (*child.parameters(), *child.buffers())):
+            found.append((name, child))
+    return found
+
+
+def replay(
+    name: str, visit: Visit, narrow: nn.Module, wide: nn.Module, tokens: tuple[int, int], unit: float
+) -> list[Replayed]:
+    """Return the outputs of a visit and the gradients of its inputs, beside those of one device.
+
+    `narrow` and `wide` are one device's module in the rank's precision and in float64. `tokens` are the rows
+    and positions of the rank's micro-batch. `unit` is the distance from 1.0 to the next number.
+
+    Raises: Obstacle.
+    """
+    _require_tokens(visit, tokens)
+    try:
+        alike = [_run(narrow, visit, nn.Identity())]
+        alike += [_run(narrow, visit, _Nudge(_NUDGE * unit, seed)) for seed in range(_NUDGED_RUNS)]
+        exact = _run(wide, visit, _Widen())
+    except Obstacle:
+        raise
+    except Exception as error:  # of user code, such as another signature
+        raise Obstacle("does not run on one device with the rank's inputs") from error
+    found = []
+    for end, of_rank in (("output", visit.outputs), ("gradient of its input", visit.of_inputs)):
+        for slot, actual in of_rank.items():
+            key = (end, slot)
+            if any(key not in each for each in (exact, *alike)):
+                continue
+            if not _has_tokens(exact[key].shape, tokens) or not exact[key].any():
+                continue
+            if isinstance(actual, DTensor) or actual.shape != exact[key].shape:
+                raise Obstacle("is divided inside of its input or output")
+            compared = _compare(actual, [each[key] for each in alike], exact[key], tokens)
+            if compared is None:
+                raise Obstacle("makes choices that rounding flips")
+            found.append(Replayed(name, end, *compared))
+    if not found:
+        raise Obstacle("returns nothing with the rank's rows and positions")
+    return found
+
+
+def _require_tokens(visit: Visit, tokens: tuple[int, int]) -> None:
+    tensors = list(_list_tensors((visit.args, visit.kwargs)))
+    if any(isinstance(each, DTensor) for each in tensors):
+        raise Obstacle("is divided inside of its input or output")
+    if not tensors or not _has_tokens(tensors[0].shape, tokens):
+        raise Obstacle("has an input without the rank's rows and positions")
+    if not visit.outputs:
+        raise Obstacle("was not seen to end")
+
+
+def _has_tokens(shape: Sequence[int], tokens: tuple[int, int]) -> bool:
+    """Return whether a tensor is (rows, positions, ...) or (tokens, n)."""
+    is_flat = len(shape) == 2 and shape[0] == tokens[0] * tokens[1]
+    return is_flat or tuple(shape[:2]) == tokens
+
+
+class _Nudge(nn.Module):
+    """Multiplies the elements of float tensors by a number near 1, drawn for each of them."""
+
+    def __init__(self, size: float, seed: int) -> None:
+        super().__init__()
+        self._size = size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, value: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, value.shape, generator=self._generator).to(value.device) * 2.0 - 1.0
+        return (value.to(torch.float64) * (1.0 + self._size * signs)).to(value.dtype)
+
+
+class _Widen(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return value.to(torch.float64)
+
+
+Results = dict[tuple[str, str], Tensor]  # by end and slot
+
+
+def _run(module: nn.Module, visit: Visit, change: nn.Module) -> Results:
+    """Return the outputs and input gradients of one device's module on changed inputs, detached."""
+
+    def prepare(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return change(value).detach().requires_grad_()
+
+    args, kwargs = _map(prepare, (tuple(visit.args), dict(visit.kwargs)))
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        outputs = dict(list_floats(module(*args, **kwargs)))
+    found = {("output", slot): each.detach() for slot, each in outputs.items()}
+    inputs = {slot: each for slot, each in list_floats((args, kwargs)) if slot in visit.of_inputs}
+    back = [(each, visit.of_outputs[slot]) for slot, each in outputs.items() if slot in visit.of_outputs]
+    if any(isinstance(gradient, DTensor) or gradient.shape != each.shape for each, gradient in back):
+        raise Obstacle("is divided inside of its input or output")
+    if inputs and back:
+        gradients = torch.autograd.grad(
+            [each for each, _ in back],
+            list(inputs.values()),
+            [gradient.to(each.dtype) for each, gradient in back],
+            allow_unused=True,
+        )
+        for slot, gradient in zip(inputs, gradients, strict=True):
+            if gradient is not None:
+                found["gradient of its input", slot] = gradient.detach()
+    return found
+
+
+def _compare(
+    actual: Tensor, alike: Sequence[Tensor], exact: Tensor, tokens: tuple[int, int]
+) -> tuple[float, float] | None:
+    """Return the error of the rank and of one device, relative to the norm; None if choices flip in too many rows.
+
+    A row has the values of one token. The rank may make the choice of any run of one device.
+    """
+    rows = tokens[0] * tokens[1]
+    wide = exact.reshape(rows, -1)
+    near = [each.to(torch.float64).reshape(rows, -1) for each in alike]
+    own = actual.to(torch.float64).reshape(rows, -1)
+    rounding = torch.stack([(each - wide).norm(dim=1) for each in near]).amax(dim=0)
+    error = torch.stack([(own - each).norm(dim=1) for each in (wide, *near)]).amin(dim=0)
+    sizes = wide.norm(dim=1)
+    stable = rounding <= _STABLE * rounding.median()
+    norm = float(sizes[stable].norm())
+    if int(stable.sum()) < _LEAST_STABLE * rows or norm == 0.0:
+        return None
+    relative = float(rounding[stable].norm()) / norm
+    return None if relative > _MOST_ROUNDING else (float(error[stable].norm()) / norm, relative)
