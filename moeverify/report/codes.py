@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moeverify.report.words.mechanism import MECHANISMS
 from moeverify.results.cause import Cause
-from moeverify.results.culprit import MECHANISMS
 
 _MOST_EXAMPLES = 5
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import moeverify
+from moeverify.report.words.mechanism import MECHANISMS
 from moeverify.results.cause import Cause
-from moeverify.results.culprit import MECHANISMS
 
 Invoke = Callable[..., Any]
 

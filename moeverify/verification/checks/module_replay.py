@@ -87,8 +87,11 @@ class Visits:
 
     def _make_pre_hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            is_training = torch.is_grad_enabled() and not is_in_backward()
-            if torch.compiler.is_compiling() or not is_training or name in self.found:
+            # `is_compiling` comes first: the compiler cannot trace the other calls.
+            is_training = (
+                not torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_in_backward()
+            )
+            if not is_training or name in self.found:
                 return
             size = sum(each.numel() for each in _list_tensors((args, kwargs)))
             if size > self._room:

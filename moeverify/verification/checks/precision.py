@@ -155,7 +155,7 @@ def judge_dtypes(shown: Shown, by_rank: Sequence[Sequence[Sighting]], wanted: Wa
     findings = [
         _make_finding(shown, _Wrong(*how, members), module, len(places[how[0]]), wanted)
         for how, by_name in sorted(wrong.items(), key=lambda item: _ORDER.index(item[0][0]))
-        for module, members in _join(how[0], by_name, computing if how[0] is Use.COMPUTES else known).items()
+        for module, members in _join(how[0], by_name, known).items()
     ]
     followers = _OF_MODULES if wanted.is_stated else _ORDER
     findings = [_follow(finding, findings, followers) for finding in findings]

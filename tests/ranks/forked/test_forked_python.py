@@ -22,7 +22,7 @@ print(json.dumps({
     "name": __name__, "words": sys.argv, "folder": os.getcwd(), "first": sys.path[:2], "told": os.environ.get("TOLD"),
     "temporary": tempfile.gettempdir(), "command": open("/proc/self/cmdline").read().strip("\\0").split("\\0"),
     "leads": os.getsid(0) == os.getpid(), "is_parent": os.getppid() == int(os.environ["PARENT"]),
-    "torch": "torch" in sys.modules, "server": any("forked" in name for name in sys.modules),
+    "torch": "torch" in sys.modules, "server": any(name.startswith("forked") for name in sys.modules),
 }))
 """
 WAIT = "import time\nprint('waits', flush=True)\ntime.sleep(100)\n"

@@ -33,6 +33,7 @@ def test_compiled_parts_compute_the_same_and_all_layers_share_their_graphs(
     # Traced and differentiated graphs are equal for every backend; the default one takes minutes on a CPU.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of other tests in this process
     model = make_model(make_spec(num_layers=3, num_dense_layers=0))
     tokens = torch.arange(12).view(2, 6) % 7
     expected = run(model, tokens)

@@ -20,6 +20,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding, FollowUp
 from moeverify.results.observation import (
+    AmbiguousCount,
     DiagnosisFailed,
     Distance,
     FirstDivergence,
@@ -158,6 +159,12 @@ LINES = [
     (
         HiddenByRounding(precision="bfloat16"),
         "rounding of bfloat16 hides causes: --set recipe.precision=float64 names them",
+    ),
+    (
+        AmbiguousCount(num_ranks=2, num_micro_batches=2, script="train.py"),
+        "ranks and micro-batches are both 2: record RUN_B again with another number of micro-batches (`moeverify "
+        "watch --steps 0 --out RUN_C -- torchrun --nproc-per-node 2 train.py` with the option of the script), and "
+        "compare; a factor that stays comes from the ranks",
     ),
     (
         DiagnosisFailed(error="ValueError", message="no", site="moeverify/explain/fitting/fit.py:57"),

@@ -11,7 +11,7 @@ from moeverify.report.words.factor import describe_factor, format_factor, name_p
 from moeverify.report.words.part import name_part
 from moeverify.results.factor import Factor, Product
 from moeverify.results.part import WHOLE, Block, Part, Tokens
-from moeverify.scripts.compare import explain as captured
+from moeverify.scripts.compare.counts import MICRO_BATCHES, RANKS
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_mesh_axis_alone_is_called_an_axis() -> None:
         make_case("placed", dp_replicate=3, dp_shard=2, cp=2, tp=2, ep=4, etp=2, micro_batches=2),
         make_case("stages", pp=2, dp_shard=2, ep=2, micro_batches=4, stage_layers=(2, 1)),
     ]
-    names = {captured.RANKS, captured.MICRO_BATCHES}
+    names = {RANKS, MICRO_BATCHES}
     for case in cases:
         names |= {*list_degrees(case), *list_groups(case), *list_loss_counts(case)}
     axes = names & set(AXIS_OF)

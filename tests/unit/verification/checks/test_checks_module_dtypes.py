@@ -122,8 +122,8 @@ def test_narrow_outputs_follow_from_narrow_weights(shown: Shown) -> None:
     one = {each.key: "float64" for each in sightings}
     found = judge(shown, one, *sightings)
     assert [(tensor, follows) for tensor, _, follows in found] == [
-        ("the model", ""),
-        ("norm", "the model"),
+        ("norm", ""),
+        ("norm", "norm"),
         ("head", ""),
     ]
 
