@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import os
 import resource
@@ -153,18 +152,6 @@ def fork(value):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def fork_in_c(value):
-    """Fork as an extension does, without Python's functions for forks."""
-    Tra(header="before the fork in C")
-    child = ctypes.PyDLL(None).fork()
-    if child == 0:
-        try:
-            os._exit(inner(value))
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def execute(value):
     """Execute another program in a child process that has stopped."""
     child = os.fork()
@@ -271,7 +258,6 @@ OPS = {
     "looked_at": lambda: looked_at(7),
     "managed": lambda: managed(8),
     "fork": lambda: fork(9),
-    "fork_in_c": lambda: fork_in_c(9),
     "execute": lambda: execute(10),
     "close": lambda: close_descriptors(11),
     "replace": lambda: replace_descriptors(12),
