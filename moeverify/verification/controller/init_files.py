@@ -145,7 +145,6 @@ jobs:
       - uses: actions/checkout@v4
       - uses: actions/setup-python@v5
         with: {{python-version: "3.12"}}
-      - run: pip install torch --index-url https://download.pytorch.org/whl/cpu
       - run: pip install moeverify{requirements}
       - run: moeverify run {folder} --no-require-goldens --out moeverify-run --html moeverify-run/report.html
       - if: always()
