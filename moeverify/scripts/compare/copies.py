@@ -7,11 +7,11 @@ from itertools import combinations
 
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.results.finding import Finding
-from moeverify.results.script import CopyFacts, ScriptCheck
+from moeverify.results.script import CopyFacts
 from moeverify.scripts.compare.places import Places
 from moeverify.scripts.record.lines import Values
 from moeverify.scripts.record.read import RankRecord, RecordedRun
-from moeverify.scripts.record.siblings import Parts, find_siblings, repeats_siblings
+from moeverify.scripts.record.siblings import Parts, find_siblings, make_finding, repeats_siblings
 
 _Lines = dict[str, Values]
 
@@ -37,13 +37,13 @@ def find_copies(expected: RecordedRun, actual: RecordedRun, places: Places) -> I
     for one, two in pairs_of_ranks:
         names = _find_equal_shards((one, by_rank[one]), (two, by_rank[two]), places)
         if names:
-            yield _make_finding((one, two), CopyFacts(kind="shards", names=names))
+            yield make_finding(INITIAL, (one, two), CopyFacts(kind="shards", names=names))
             return
         mine, theirs = (_make_parts(by_rank[rank]) for rank in (one, two))
         pairs = {} if repeats else find_siblings(mine, theirs, is_apart=False)
         if pairs:
             facts = CopyFacts(kind="siblings", names=tuple(pairs), others=tuple(pairs.values()))
-            yield _make_finding((one, two), facts)
+            yield make_finding(INITIAL, (one, two), facts)
             return
 
 
@@ -72,16 +72,3 @@ def _find_equal_shards(one: tuple[int, _Lines], two: tuple[int, _Lines], places:
             is_equal[name] = mine[name].own == theirs[name].own
     names = tuple(name for name in mine if is_equal.get(name))
     return names if 2 * len(names) >= len(is_equal) else ()
-
-
-def _make_finding(ranks: tuple[int, int], facts: CopyFacts) -> Finding:
-    return Finding(
-        check=ScriptCheck.COPIES,
-        tensor=facts.names[0],
-        step=INITIAL,
-        rank=ranks[-1],
-        ranks=ranks,
-        error=1.0,
-        bound=0.0,
-        facts=facts,
-    )

@@ -5,25 +5,24 @@ from __future__ import annotations
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
-from moeverify.results.place import CallSite
 from moeverify.results.script import ScriptCheck
 from moeverify.scripts.compare.calls import calls_of
 from moeverify.scripts.record.read import RankRecord, RecordedRun
+from moeverify.scripts.record.sites import BACKWARD, CLIP, DATA, STEP, USED, list_sites
 
-_USED, _BACKWARD, _STEP, _CLIP, _DATA = "module called", "backward", "optimizer step", "clip", "batch drawn"
 _CHOSEN: dict[str, tuple[str, ...]] = {
-    ScriptCheck.BATCH: (_DATA,),
-    ScriptCheck.PARAMETERS: (_STEP, _USED),
-    ScriptCheck.OPTIONS: (_STEP,),
-    ScriptCheck.COPIES: (_USED,),
-    CheckName.COVERAGE: (_USED,),
-    CheckName.INITIAL_STATE: (_USED,),
-    CheckName.ACTIVATIONS: (_USED,),
-    CheckName.GRADIENT: (_BACKWARD, _USED),
-    CheckName.GRADIENT_NORM: (_CLIP, _STEP),
-    CheckName.UPDATE: (_STEP, _USED),
-    CheckName.OPTIMIZER_STATE: (_STEP, _USED),
-    CheckName.REPLICAS: (_STEP, _USED),
+    ScriptCheck.BATCH: (DATA,),
+    ScriptCheck.PARAMETERS: (STEP, USED),
+    ScriptCheck.OPTIONS: (STEP,),
+    ScriptCheck.COPIES: (USED,),
+    CheckName.COVERAGE: (USED,),
+    CheckName.INITIAL_STATE: (USED,),
+    CheckName.ACTIVATIONS: (USED,),
+    CheckName.GRADIENT: (BACKWARD, USED),
+    CheckName.GRADIENT_NORM: (CLIP, STEP),
+    CheckName.UPDATE: (STEP, USED),
+    CheckName.OPTIMIZER_STATE: (STEP, USED),
+    CheckName.REPLICAS: (STEP, USED),
 }
 
 
@@ -35,18 +34,10 @@ def add_sites(run: RecordedRun, finding: Finding) -> Finding:
     rank = next((each for each in run.ranks if each.rank == finding.rank), None)
     if rank is None or finding.follows:
         return finding
-    calls = {call.name: call.site for call in calls_of(rank, max(finding.step, 0)) if call.site}
-    rows = (row.site for row in rank.rows if row.step == finding.step and row.site)
-    known = {
-        _DATA: next(rows, ""),
-        _BACKWARD: calls.get("backward", ""),
-        _STEP: calls.get("optimizer step", ""),
-        _CLIP: next((site for name, site in calls.items() if name.startswith("clip_grad")), ""),
-        _USED: _find_use(rank, finding.tensor),
-    }
-    chosen = _CHOSEN.get(finding.check, ())
-    sites = tuple(CallSite(name=name, site=known[name]) for name in chosen if known[name])
-    return finding.model_copy(update={"sites": sites})
+    calls = calls_of(rank, max(finding.step, 0))
+    drawn = next((row.site for row in rank.rows if row.step == finding.step and row.site), "")
+    chosen, used = _CHOSEN.get(finding.check, ()), _find_use(rank, finding.tensor)
+    return finding.model_copy(update={"sites": list_sites(chosen, calls, data=drawn, used=used)})
 
 
 def _find_use(rank: RankRecord, tensor: str) -> str:

@@ -8,9 +8,9 @@ from itertools import combinations
 from pathlib import Path
 
 from moeverify.results.finding import Finding
-from moeverify.results.script import CopyFacts, ScriptCheck
+from moeverify.results.script import CopyFacts
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, SumLine, TensorLine
-from moeverify.scripts.record.siblings import Parts, find_siblings, repeats_siblings
+from moeverify.scripts.record.siblings import Parts, find_siblings, make_finding, repeats_siblings
 
 _TIMES = 2  # sampled steps in a row with equal sums
 
@@ -40,7 +40,7 @@ class CopyRule:
         found = found or list(self._find_sums(records))
         self._is_done = bool(found)
         step = next(iter(records.values())).step
-        return [_make_finding(step, ranks, facts) for ranks, facts in found]
+        return [make_finding(step, ranks, facts) for ranks, facts in found]
 
     def _list_varied(self, rank: int) -> Iterator[tuple[TensorLine, int]]:
         tensors = self.headers[rank].tensors
@@ -130,16 +130,3 @@ def _list_equal(lines: Sequence[Sequence[SumLine]]) -> set[tuple[int, str]]:
         for place, same in enumerate(zip(*lines, strict=True))
         if same[0].hash and len({(line.site, line.hash) for line in same}) == 1
     }
-
-
-def _make_finding(step: int, ranks: tuple[int, ...], facts: CopyFacts) -> Finding:
-    return Finding(
-        check=ScriptCheck.COPIES,
-        tensor=facts.names[0],
-        step=step,
-        rank=ranks[-1],
-        ranks=ranks,
-        error=1.0,
-        bound=0.0,
-        facts=facts,
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from moeverify.results.cause import Cause
 from moeverify.results.comparable import comparable
@@ -121,18 +122,8 @@ class Judge:
         if names and "forgotten" not in self._done:
             self._done.add("forgotten")
             ranks = tuple(rank for rank, record in records.items() if record.forgotten)
-            yield Finding(
-                check=ScriptCheck.PARAMETERS,
-                tensor=names[0],
-                step=records[ranks[0]].step,
-                rank=ranks[0],
-                ranks=ranks,
-                error=float(len(names)),
-                bound=0.0,
-                facts=MemberFacts(
-                    which="replaced" if records[ranks[0]].is_idle else "missing", others=tuple(names[1:])
-                ),
-            )
+            first = records[ranks[0]]
+            yield _make_member_finding(first.step, ranks, names, "replaced" if first.is_idle else "missing")
 
     def _find_idle(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         """Yield a finding if no optimizer of torch has got a gradient in the first sampled steps."""
@@ -145,16 +136,7 @@ class Judge:
             return  # the rule for calls names the zero_grad
         self._done.add("forgotten")
         names = [line.name for line in self._inbox.headers[ranks[0]].tensors]
-        yield Finding(
-            check=ScriptCheck.PARAMETERS,
-            tensor=names[0],
-            step=records[ranks[0]].step,
-            rank=ranks[0],
-            ranks=ranks,
-            error=float(len(names)),
-            bound=0.0,
-            facts=MemberFacts(which="idle", others=tuple(names[1:])),
-        )
+        yield _make_member_finding(records[ranks[0]].step, ranks, names, "idle")
 
     def _find_bad(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         bad = {rank: record.nonfinite for rank, record in records.items() if record.nonfinite is not None}
@@ -218,6 +200,21 @@ class Judge:
                 ),
             )
             return
+
+
+def _make_member_finding(
+    step: int, ranks: tuple[int, ...], names: Sequence[str], which: Literal["missing", "replaced", "idle"]
+) -> Finding:
+    return Finding(
+        check=ScriptCheck.PARAMETERS,
+        tensor=names[0],
+        step=step,
+        rank=ranks[0],
+        ranks=ranks,
+        error=float(len(names)),
+        bound=0.0,
+        facts=MemberFacts(which=which, others=tuple(names[1:])),
+    )
 
 
 def _has_backward(record: StepRecord) -> bool:

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, NonfiniteFacts
-from moeverify.results.place import CallSite
 from moeverify.results.script import ScriptCheck
 from moeverify.scripts.guard.lines import RankHeader, StepRecord
-
-_USED, _BACKWARD, _STEP, _CLIP, _DATA = "module called", "backward", "optimizer step", "clip", "batch drawn"
+from moeverify.scripts.record.sites import BACKWARD, CLIP, DATA, STEP, USED, list_sites
 
 
 def add_sites(
@@ -21,33 +19,25 @@ def add_sites(
     record = records.get(finding.rank)
     if record is None or finding.sites:
         return finding
-    calls = {call.name: call.site for call in record.calls if call.site}
-    clip = next((site for name, site in calls.items() if name.startswith("clip_grad")), "")
-    known = {
-        _BACKWARD: calls.get("backward", ""),
-        _STEP: calls.get("optimizer step", ""),
-        _CLIP: clip,
-        _DATA: record.data_site,
-        _USED: _find_use(finding, headers.get(finding.rank)),
-    }
-    sites = [CallSite(name=name, site=known[name]) for name in _choose(finding) if known[name]]
-    return finding.model_copy(update={"sites": tuple(sites)})
+    used = _find_use(finding, headers.get(finding.rank))
+    sites = list_sites(_choose(finding), record.calls, data=record.data_site, used=used)
+    return finding.model_copy(update={"sites": sites})
 
 
 def _choose(finding: Finding) -> tuple[str, ...]:
     if isinstance(finding.facts, NonfiniteFacts) and finding.facts.what == "output":
-        return _USED, _DATA
+        return USED, DATA
     chosen: Mapping[str, tuple[str, ...]] = {
-        GuardCheck.REPLICAS: (_STEP, _BACKWARD, _USED),
-        GuardCheck.EXPERTS: (_USED,),
-        ScriptCheck.COPIES: (_USED,),
-        GuardCheck.TOKENS: (_DATA,),
-        GuardCheck.SAME_WORK: (_DATA,),
-        GuardCheck.NORM: (_CLIP, _STEP) if _is_of_torch(finding) else (_STEP,),
-        GuardCheck.UPDATE: (_STEP, _USED),
-        GuardCheck.FINITE: (_BACKWARD, _USED),
-        ScriptCheck.PARAMETERS: (_STEP, _USED),
-        CheckName.GRADIENT: (_BACKWARD, _USED),
+        GuardCheck.REPLICAS: (STEP, BACKWARD, USED),
+        GuardCheck.EXPERTS: (USED,),
+        ScriptCheck.COPIES: (USED,),
+        GuardCheck.TOKENS: (DATA,),
+        GuardCheck.SAME_WORK: (DATA,),
+        GuardCheck.NORM: (CLIP, STEP) if _is_of_torch(finding) else (STEP,),
+        GuardCheck.UPDATE: (STEP, USED),
+        GuardCheck.FINITE: (BACKWARD, USED),
+        ScriptCheck.PARAMETERS: (STEP, USED),
+        CheckName.GRADIENT: (BACKWARD, USED),
     }
     return chosen.get(finding.check, ())
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from moeverify.results.finding import Finding
+from moeverify.results.script import CopyFacts, ScriptCheck
+
 Parts = Mapping[str, tuple[tuple[int, ...], int]]
 """The plain parameters of a rank with random initial values: name -> (shape, hash of the values)."""
 
@@ -37,6 +40,20 @@ def repeats_siblings(parts: Parts) -> bool:
     """Return whether a rank has equal parameters itself, as in a model that copies one layer on purpose."""
     keys = [(_skeleton(name), shape, bits) for name, (shape, bits) in parts.items()]
     return len(set(keys)) < len(keys)
+
+
+def make_finding(step: int, ranks: tuple[int, ...], facts: CopyFacts) -> Finding:
+    """Return the finding that ranks hold copies in place of different parts."""
+    return Finding(
+        check=ScriptCheck.COPIES,
+        tensor=facts.names[0],
+        step=step,
+        rank=ranks[-1],
+        ranks=ranks,
+        error=1.0,
+        bound=0.0,
+        facts=facts,
+    )
 
 
 def _skeleton(name: str) -> str:
