@@ -12,7 +12,7 @@ from typing import BinaryIO
 MOST_BYTES = 1 << 28
 """Maximum size in bytes; results of runs with thousands of cases are a tenth of it."""
 
-_LONGEST_NAME = 255  # bytes, on all usual file systems
+LONGEST_NAME = 255  # bytes, on all usual file systems
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -54,7 +54,7 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
 
 def is_file_name(name: str) -> bool:
     """Return whether a text names a file in the same folder, and nothing outside of it."""
-    return Path(name).name == name and "\0" not in name and len(os.fsencode(name)) <= _LONGEST_NAME
+    return Path(name).name == name and "\0" not in name and len(os.fsencode(name)) <= LONGEST_NAME
 
 
 def read_sources(folder: Path) -> Iterator[tuple[Path, bytes]]:

@@ -10,9 +10,11 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from moeverify.input_file import LONGEST_NAME
+
 _MOST_NUMBER = 1e12  # seconds, bytes or factors; products of two of them are finite
 _MOST_INTEGER = (1 << 63) - 1
-_LONGEST_NAME, _LONGEST_PATH, _LONGEST_TEXT = 255, 4095, 1 << 17  # bytes, on Linux
+_LONGEST_PATH, _LONGEST_TEXT = 4095, 1 << 17  # bytes, on Linux
 
 
 class BoundedCommand(TyperCommand):
@@ -55,7 +57,7 @@ def _find_problem_of_text(value: str | Path) -> str:
         return f"a path of {size} bytes, and at most {_LONGEST_PATH} are possible"
     longest = max((len(os.fsencode(part)) for part in value.parts), default=0)
     return (
-        f"a name of {longest} bytes, and at most {_LONGEST_NAME} are possible"
-        if longest > _LONGEST_NAME
+        f"a name of {longest} bytes, and at most {LONGEST_NAME} are possible"
+        if longest > LONGEST_NAME
         else ""
     )

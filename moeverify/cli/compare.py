@@ -39,12 +39,12 @@ def compare(
 
     First the values that must be equal (data, initial weights, optimizer options), then the first difference.
     """
-    with open_context() as context:
+    with open_context() as opened:
         from moeverify.results.run import RunResult
         from moeverify.scripts.compare.compare import compare_runs
         from moeverify.scripts.record.read import RecordedRun
 
-        outputs = outputs.keeping(out)
+        context, outputs = outputs.direct(opened), outputs.keeping(out)
         outputs.check()
         started, begun = datetime.now(UTC), time.monotonic()
         runs = [RecordedRun.read(folder) for folder in (expected, actual)]

@@ -46,7 +46,7 @@ def explain(
         )
         from moeverify.report.formats.json import read_run
 
-        page = "" if finding or bound or run.exists() else describe_code(str(run), _list_examples(str(run)))
+        page = "" if finding or bound or run.exists() else describe_code(str(run), _list_examples)
         if page:
             context.out.print(page, soft_wrap=True)
             return
@@ -59,7 +59,7 @@ def explain(
             from moeverify.report.brief import format_brief
             from moeverify.report.next_steps import Kept
 
-            typer.echo(format_brief(result, Kept(run) if run.is_dir() else Kept(None, run), item))
+            typer.echo(format_brief(result, Kept.at(run), item))
         elif item is None:
             render_list(result, context.out, run)
         else:

@@ -33,8 +33,7 @@ def report(
         outputs.check()
         with postponed_signals():
             failures = outputs.write(result)
-            kept = Kept(run, None) if run.is_dir() else Kept(None, run)
-            outputs.render(result, context, kept, quiet=quiet)
+            outputs.render(result, context, Kept.at(run), quiet=quiet)
             failures += outputs.publish(result, context)
             for failure in failures:
                 context.err.print(f"error: {failure}", soft_wrap=True)

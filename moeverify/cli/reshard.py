@@ -35,8 +35,8 @@ def reshard(
     All ordered pairs of the cases that share a recipe, a single device included. The section `checkpoint` of a
     case says after which step it saves, and whether in the background.
     """
-    with open_context() as context:
-        outputs = outputs.keeping(out)
+    with open_context() as opened:
+        context, outputs = outputs.direct(opened), outputs.keeping(out)
         if context.is_first:
             outputs.check()
         cases = selection.load()

@@ -259,7 +259,6 @@ def run_and_report(
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
 
-    context = outputs.direct(context)
     keeper = Keeper(finished or {})
     known = {} if durations is None else durations.read(case.name for case in cases)
     with ExitStack() as postponed:
@@ -311,14 +310,14 @@ def _deliver(
     result: RunResult, outputs: Outputs, context: CommandContext, *, quiet: bool, timings: bool
 ) -> int:
     from moeverify.report.next_steps import Kept
-    from moeverify.report.timings import render_timings
 
-    context = outputs.direct(context)
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
     failures = outputs.write(result)
     with suppress(BrokenPipeError):  # the verdict does not depend on the reader
         if timings:
+            from moeverify.report.timings import render_timings
+
             render_timings(result, context.out)
         outputs.render(result, context, Kept(outputs.folder, outputs.files.get("json")), quiet=quiet)
         failures += outputs.publish(result, context)

@@ -54,7 +54,7 @@ from moeverify.explain.program import (
 from moeverify.explain.sites import find_sites, is_direct
 from moeverify.explain.waits import Waits
 from moeverify.parallel.regions.local_shard import logical_name
-from moeverify.parallel.regions.passes import is_trial_pass
+from moeverify.parallel.regions.passes import is_in_backward, is_trial_pass
 from moeverify.parallel.regions.placement import local_part
 from moeverify.parallel.regions.region import Region
 from moeverify.train.module_taps import list_floats
@@ -331,7 +331,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         op = Op(len(self.program.ops), name, tuple(args), named, written=written, sites=find_sites(4))
         op.step = self._step
         op.module = self._modules[-1] if self._modules else ""
-        if torch._C._current_graph_task_id() >= 0:
+        if is_in_backward():
             op.phase = "backward"
             node = torch._C._current_autograd_node()
             sequence = node._sequence_nr() if node is not None else _NO_NODE

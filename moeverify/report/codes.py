@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moeverify.report.words.mechanism import MECHANISMS
 from moeverify.results.cause import Cause
@@ -10,7 +10,7 @@ from moeverify.results.cause import Cause
 _MOST_EXAMPLES = 5
 
 
-def describe_code(code: str, examples: Sequence[tuple[str, str]]) -> str:
+def describe_code(code: str, list_examples: Callable[[str], Sequence[tuple[str, str]]]) -> str:
     """Return the page of a code, with known bugs as (number, title); empty if it is no code."""
     lines = []
     if code in set(Cause):
@@ -18,7 +18,8 @@ def describe_code(code: str, examples: Sequence[tuple[str, str]]) -> str:
     for mechanism, meaning in MECHANISMS.items():
         if code == mechanism:
             lines.append(f"{code}, of the first wrong operation: {meaning}.")
-    if lines and examples:
+    examples = list_examples(code) if lines else ()  # only a code is worth the import of all bugs
+    if examples:
         lines += ["", "Known bugs that have it:"]
         lines += [f"  {number}  {title}" for number, title in examples[:_MOST_EXAMPLES]]
         lines += ["", f"next: moeverify faults run {examples[0][0]} injects the first"]

@@ -20,6 +20,11 @@ class Kept:
     folder: Path | None = None
     file: Path | None = None
 
+    @classmethod
+    def at(cls, run: Path) -> Kept:
+        """Return the place of a run that was read from there."""
+        return cls(folder=run) if run.is_dir() else cls(file=run)
+
     @property
     def run(self) -> Path | None:
         """Return the path to pass as RUN to later commands."""

@@ -262,7 +262,7 @@ def _find(config: Config, key: str, family: Family, file: str) -> Any:
     if value is None and key in config:
         value = _NULL.get(key)
     if value is None:
-        value = family.defaults.get(key, _NULL.get(key))
+        value = family.defaults.get(key)
     if value is None and key == "num_key_value_heads":
         value = config.get("num_attention_heads")
     if value is None and key == "head_dim":

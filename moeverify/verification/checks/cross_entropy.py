@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from moeverify.cases.schema import Case
 from moeverify.model.precision import widen
 from moeverify.parallel.regions.local_shard import logical_name
+from moeverify.parallel.regions.passes import is_in_backward
 from moeverify.parallel.regions.region import Region
 from moeverify.parallel.regions.unseen import unseen
 from moeverify.results.cause import Cause
@@ -129,8 +130,7 @@ class CrossEntropyWatch(Watch[list[Row]]):
 
     @torch.no_grad()
     def _see(self, module: nn.Module, inputs: Any, logits: Any) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        if self._step < 0 or is_recomputed or torch.compiler.is_compiling():
+        if self._step < 0 or torch.compiler.is_compiling() or is_in_backward():
             return
         cut = self._expected.cut(self._rank, self._num_passes)
         self._num_passes += 1

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from moeverify.hashing import hash_counter, key_of
 from moeverify.model.float8 import FORMATS
 from moeverify.parallel.regions.local_shard import logical_name
+from moeverify.parallel.regions.passes import is_in_backward
 
 _COPIES = frozenset(
     {"cat", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_fill", "max"}
@@ -129,7 +130,7 @@ class NarrowParts(NarrowRoundings):  # type: ignore[no-untyped-call]
 
     def handle(self, rounded: Tensor) -> Tensor:
         """Note the module, unless autograd runs the operator."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             name = self._inside[-1] if self._inside else ""
             known = self.found.get(name, rounded.dtype)
             self.found[name] = min(known, rounded.dtype, key=lambda dtype: dtype.itemsize)

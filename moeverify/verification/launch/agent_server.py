@@ -18,12 +18,12 @@ import sys
 import time
 from pathlib import Path
 
+from moeverify.verification.jobs import WORKER
 from moeverify.verification.launch.agent import adopt, prepare, run_agent
 from moeverify.verification.launch.die_with_parent import die_with
 from moeverify.verification.launch.forked_agents import STOP, short_path
 from moeverify.verification.launch.plan import Plan
 
-ENTRY = "moeverify.verification.worker.main"
 _POLL = 0.01
 _LONGEST = 1 << 16
 
@@ -35,7 +35,7 @@ def main() -> None:
         die_with(int(sys.argv[2]))
         server = _Server({socket.socket(fileno=int(place.removeprefix("fd:")))})
     else:
-        prepare(ENTRY, sys.argv[2])
+        prepare(WORKER, sys.argv[2])
         server = _listen(Path(place), float(sys.argv[3]))
         process = os.fork()
         if process:

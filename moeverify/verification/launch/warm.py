@@ -125,10 +125,8 @@ def _name_folder() -> Path:
 
 def _make_key(device: str) -> str:
     """Return 16 hex digits that change with everything that the imports of a rank depend on."""
-    package = Path(__file__).parents[2]
-    files = sorted(
-        path for root in (package, package.parent / "multiprocessing_pdb") for path in root.rglob("*.py")
-    )
+    roots = (_PACKAGE, _PACKAGE.parent / "multiprocessing_pdb")
+    files = sorted(path for root in roots for path in root.rglob("*.py"))
     facts = [
         device,
         sys.executable,
