@@ -89,7 +89,7 @@ class ModulesWatch(Watch[ModuleReport]):
         narrow_modules, wide_modules = choose_modules(narrow.model), choose_modules(wide.model)
         left_out = dict(self._left_out)
         found: list[Replayed] = []
-        for name, visit in self._visits.found.items():
+        for name, (visit, *_) in self._visits.found.items():
             if name not in wide_modules:
                 left_out[name] = "is on no single device"
                 continue
