@@ -31,7 +31,7 @@ _NUDGE = 0.5  # units of rounding by which the inputs of further runs are off
 _NUDGED_RUNS = 2
 _STABLE = 8.0  # times the median error of a row; a row beyond it has made another choice, as of experts
 _LEAST_STABLE = 0.75  # share of the rows
-_MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
+MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Visits:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.found: dict[str, list[Visit]] = {}
+        self.incomplete: set[str] = set()  # modules with calls that were not kept
         self._room = MOST_ELEMENTS
         self._entered: dict[str, _Entered] = {}
         self._recording: RecordedSelections | None = None
@@ -84,8 +85,9 @@ class Visits:
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def take(self) -> dict[str, list[Visit]]:
-        """Return the calls so far by module, and forget them."""
-        found, self.found = self.found, {}
+        """Return the calls so far of modules whose calls were all kept, and forget them."""
+        found = {name: visits for name, visits in self.found.items() if name not in self.incomplete}
+        self.found, self.incomplete = {}, set()
         return found
 
     def close(self) -> None:
@@ -107,10 +109,11 @@ class Visits:
             is_training = (
                 not torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_in_backward()
             )
-            if not is_training or name in self._entered:
+            if not is_training:
                 return
             size = sum(each.numel() for each in _list_tensors((args, kwargs)))
-            if size > self._room:
+            if size > self._room or name in self._entered:
+                self.incomplete.add(name)
                 return
             self._room -= size
             taken = (tuple(args), dict(kwargs))
@@ -384,9 +387,9 @@ def _leave_out_inner(back: Back) -> Back:
     later: Back = []
     # torch numbers operations in the order of their calls; an input that is returned has no operation
     for output, gradient in sorted(back, key=lambda each: -_number(each[0])):
-        gradient = gradient.to(output.dtype)
+        total = gradient.to(output.dtype)
         inner = _differentiate(later, [output], retain_graph=True)[0] if later else None
-        later.append((output, gradient if inner is None else gradient - inner))
+        later.append((output, total if inner is None else total - inner))
     return later
 
 
@@ -421,4 +424,4 @@ def _compare(
     if int(stable.sum()) < _LEAST_STABLE * rows or norm == 0.0:
         return None
     relative = float(rounding[stable].norm()) / norm
-    return None if relative > _MOST_ROUNDING else (float(error[stable].norm()) / norm, relative)
+    return None if relative > MOST_ROUNDING else (float(error[stable].norm()) / norm, relative)
