@@ -100,7 +100,7 @@ class Visits:
 
     def _end_recording(self) -> None:
         if self._recording is not None and not self._entered:
-            self._recording.__exit__(None, None, None)
+            self._recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._recording = None
 
     def _make_pre_hook(self, name: str) -> Any:
@@ -123,7 +123,7 @@ class Visits:
             edges = edges if len(edges) == len(floats) else {}
             if self._recording is None:
                 self._recording = RecordedSelections()
-                self._recording.__enter__()
+                self._recording.__enter__()  # type: ignore[no-untyped-call]
             visit = Visit(*_map(_copy, taken))
             self._entered[name] = _Entered(visit, edges, len(self._recording.made))
             self.found.setdefault(name, []).append(visit)
