@@ -8,6 +8,7 @@ parts of the batch is the gradient, whichever ranks hold it and whichever collec
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ from moeverify.verification.checks.module_replay import Obstacle, Visit, Widen, 
 
 MOST_SAMPLED = 1 << 11
 """Maximum number of elements of a parameter that are summed again."""
+
+
+_MOST_OFF = 0.05  # of a scale; the next simple one is much further away for a few ranks
 
 
 def find_stride(numel: int) -> int:
@@ -58,10 +62,12 @@ class StepSums:
     """One rank's part of a step.
 
     `added` is by parameter and module; `held` is by parameter. `owners` has the innermost modules that have a
-    parameter, and `share` identifies the rank's part of the batch.
+    parameter, and `share` identifies the rank's part of the batch. A user's own step may scale all gradients by
+    the number of ranks of some axes (`is_scaled`); their norm decides whether the scale is right.
     """
 
     share: str
+    is_scaled: bool = False
     added: dict[str, dict[str, Sums]] = field(default_factory=dict)
     held: dict[str, list[Held]] = field(default_factory=dict)
     owners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -182,25 +188,44 @@ def _choose(owners: set[str], known: Collection[str]) -> set[str]:
 
 def compare_sums(of_ranks: Sequence[StepSums]) -> dict[str, Summed]:
     """Return each gradient of a step that the ranks together can sum again, beside its sum."""
-    found: dict[str, Summed] = {}
-    for name in dict.fromkeys(name for each in of_ranks for name in each.held):
-        sums = _sum_up(of_ranks, name)
-        norm = 0.0 if sums is None else float(sums.wide.norm())
-        if sums is None or norm == 0.0:
-            continue
-        errors = [_measure(each.held.get(name, ()), sums.wide) for each in of_ranks]
-        count = torch.zeros_like(sums.wide)
-        total = torch.zeros_like(sums.wide)
-        for each in of_ranks:
-            for held in each.held.get(name, ()):
-                count[held.places] += 1.0
-                total[held.places] += (held.values - sums.wide[held.places]).square()
-        error = float((total / count.clamp(min=1.0)).sum().sqrt()) / norm
-        rounding = float((sums.narrow - sums.wide).norm()) / norm
-        worst = max(range(len(errors)), key=errors.__getitem__)
-        ranks = tuple(rank for rank, own in enumerate(errors) if own > 0.0)
-        found[name] = Summed(error, rounding, worst, ranks)
-    return found
+    names = dict.fromkeys(name for each in of_ranks for name in each.held)
+    sums = {name: each for name in names if (each := _sum_up(of_ranks, name)) is not None}
+    if any(each.is_scaled for each in of_ranks):
+        scale = _fit_scale(of_ranks, sums)
+        sums = {name: each.divide(scale) for name, each in sums.items()}
+    return {name: _compare(of_ranks, name, each) for name, each in sums.items() if bool(each.wide.any())}
+
+
+def _fit_scale(of_ranks: Sequence[StepSums], sums: Mapping[str, Sums]) -> float:
+    """Return the number, or its inverse, by which most gradients are smaller than their sums; else 1."""
+    ratios = []
+    for name, each in sums.items():
+        for held in (part for of_rank in of_ranks for part in of_rank.held.get(name, ())):
+            wide = each.wide[held.places]
+            if bool(wide.any()):
+                ratios.append(float(held.values @ wide / (wide @ wide)))
+    middle = statistics.median(ratios) if ratios else 1.0
+    for number in range(1, len(of_ranks) + 1):
+        for scale in (float(number), 1.0 / number):
+            if abs(middle * scale - 1.0) <= _MOST_OFF:
+                return scale
+    return 1.0
+
+
+def _compare(of_ranks: Sequence[StepSums], name: str, sums: Sums) -> Summed:
+    """Return a gradient beside its sum, which is not zero."""
+    norm = float(sums.wide.norm())
+    errors = [_measure(each.held.get(name, ()), sums.wide) for each in of_ranks]
+    count, total = torch.zeros_like(sums.wide), torch.zeros_like(sums.wide)
+    for held in (part for each in of_ranks for part in each.held.get(name, ())):
+        count[held.places] += 1.0
+        total[held.places] += (held.values - sums.wide[held.places]).square()
+    return Summed(
+        error=float((total / count.clamp(min=1.0)).sum().sqrt()) / norm,
+        rounding=float((sums.narrow - sums.wide).norm()) / norm,
+        rank=max(range(len(errors)), key=errors.__getitem__),
+        ranks=tuple(rank for rank, own in enumerate(errors) if own > 0.0),
+    )
 
 
 def _measure(held: Sequence[Held], expected: Tensor) -> float:

@@ -30,6 +30,7 @@ MOST_ELEMENTS = 1 << 26
 _NUDGE = 0.5  # units of rounding by which the inputs of further runs are off
 _NUDGED_RUNS = 2
 _STABLE = 8.0  # times the median error of a row; a row beyond it has made another choice, as of experts
+_MOST_UNMIXED = 4.0  # units of rounding, relative to the largest number
 _LEAST_STABLE = 0.75  # share of the rows
 MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
 
@@ -295,6 +296,37 @@ def replay(
     if not found:
         raise Obstacle("returns nothing with the rank's rows and positions")
     return found
+
+
+def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], unit: float) -> bool:
+    """Return whether the outputs of one device's module at a position depend on other positions.
+
+    Each half of the positions is run alone. A module that does not run so, or returns something else than
+    tokens, counts as one that mixes them.
+    """
+    positions = tokens[1]
+    middle = positions // 2
+    for part in (slice(0, middle), slice(middle, positions)):
+
+        def cut(value: Any, part: slice = part) -> Any:
+            if not isinstance(value, Tensor) or not _has_tokens(value.shape, tokens):
+                return value
+            is_flat = value.shape[:2] != tokens
+            return value.unflatten(0, tokens)[:, part].flatten(0, 1) if is_flat else value[:, part]
+
+        half = Visit(*_map(cut, (tuple(visit.args), dict(visit.kwargs))))
+        try:
+            found, _ = run(module, half, nn.Identity(), unit)
+        except Exception:  # of user code, such as another number of positions
+            return True
+        for slot, whole in visit.outputs.items():
+            expected, actual = cut(whole), found.get(("output", slot))
+            if expected is whole or actual is None or expected.shape != actual.shape:
+                return True
+            size = float(whole.abs().max())
+            if not float((actual - expected).abs().max()) <= _MOST_UNMIXED * unit * size:
+                return True
+    return False
 
 
 def require_tokens(visit: Visit, tokens: tuple[int, int]) -> None:

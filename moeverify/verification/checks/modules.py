@@ -45,6 +45,7 @@ from moeverify.verification.checks.module_replay import (
     Visit,
     Visits,
     choose_modules,
+    mixes_positions,
     replay,
 )
 from moeverify.verification.compare.assembled import Key
@@ -97,8 +98,8 @@ class ModulesWatch(Watch[ModuleReport]):
         self._alone = alone
         modules = choose_modules(program.model)
         self._visits = Visits({name: each for name, each in modules.items() if name not in left_out})
-        # A user's own step may scale its gradients in any way.
-        self._sums = program.custom_step is None
+        self._is_scaled = program.custom_step is not None
+        self._normed: set[int] = set()  # steps that show their gradient norm
         size = sum(torch.Size(shard.region.shape).numel() for shard in program.live_shards())
         self._num_kept = recipe.steps if size * recipe.steps <= MOST_STATE else 1
         self._steps: list[dict[str, list[Visit]]] = []
@@ -110,7 +111,7 @@ class ModulesWatch(Watch[ModuleReport]):
         self._end_step()
         self._held.append({})
         self._states.append([])
-        if len(self._held) > (self._num_kept if self._sums else 1):
+        if len(self._held) > self._num_kept:
             self._visits.close()
 
     def _end_step(self) -> None:
@@ -119,10 +120,12 @@ class ModulesWatch(Watch[ModuleReport]):
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Keep the state after a step, and the sampled elements of a gradient; see `Watch`."""
-        if not self._sums or local is None or not 0 <= step < self._num_kept:
+        if local is None or not 0 <= step < self._num_kept:
             return
         if kind == Kind.GRADIENT and name not in self._unsummed:
             self._held[-1].setdefault(name, []).append(hold(local, region))
+        elif kind == Kind.GRADIENT_NORM:
+            self._normed.add(step)
         elif kind in (Kind.WEIGHT, Kind.BUFFER) and step < self._num_kept - 1:
             self._states[-1].append((name, local.detach().to("cpu", copy=True), region))
 
@@ -130,6 +133,20 @@ class ModulesWatch(Watch[ModuleReport]):
         """Release the model; see `Watch`."""
         self._end_step()
         self._visits.close()
+
+    def list_mixing(self) -> list[str]:
+        """Return the modules that mix positions, on one device after its run."""
+        one = assemble_single(self._recipe, self._device)
+        dtype = compute_dtype_of(self._recipe.precision)
+        for parameter in one.model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        modules, unit = choose_modules(one.model), torch.finfo(dtype).eps
+        with one.subject.surround():
+            return [
+                name
+                for name, (visit, *_) in self._steps[0].items()
+                if mixes_positions(visit, modules[name], self._tokens, unit)
+            ]
 
     def report(self) -> ModuleReport:
         """Replay the modules; see `Watch`."""
@@ -163,7 +180,7 @@ class ModulesWatch(Watch[ModuleReport]):
                     found += replay(name, visits[0], *modules[name], self._tokens, unit)
                 except Obstacle as obstacle:
                     left_out[name] = str(obstacle)
-            for step in range(min(self._num_kept, len(self._steps)) if self._sums else 0):
+            for step in range(min(self._num_kept, len(self._steps))):
                 if step > 0:
                     for program in (narrow, wide):
                         _load_state(program, [each for of_rank in states for each in of_rank[step - 1]])
@@ -180,7 +197,9 @@ class ModulesWatch(Watch[ModuleReport]):
     ) -> StepSums:
         """Return this rank's part of the gradients of a step, from one device's modules with its weights."""
         names = {id(each): name for name, each in narrow.model.named_parameters() if name in owners}
-        sums = StepSums(self._share, held=self._held[step], owners=owners)
+        sums = StepSums(self._share, self._is_scaled, held=self._held[step], owners=owners)
+        if self._is_scaled and step not in self._normed:
+            return StepSums(self._share)
         for module, visits in self._steps[step].items():
             if module not in modules:
                 continue
@@ -216,16 +235,18 @@ def list_unreproduced(
     """Return what one device does not reproduce in the precision of the recipe.
 
     The keys are (module, "") and, for the gradient of a parameter, (parameter, "gradient"). The value is the
-    obstacle, or empty if the results differ. `train(program, watch)` trains the first steps.
+    obstacle, or empty if the results differ. The keys (module, "positions") are of modules that mix positions,
+    which ranks of context parallelism cannot replay. `train(program, watch)` trains the first steps.
     """
     if not applies(recipe):
         return {}
     program = assemble_single(recipe, device)
     watch = ModulesWatch(recipe, program, {})
     train(program, watch)
+    found = {(name, "positions"): "" for name in watch.list_mixing()}
     report = watch.report()
     wrong = {each.module for each in report.replayed if not each.error <= _bound_of(recipe, each)}
-    found = {(name, ""): why for name, why in report.left_out.items()}
+    found |= {(name, ""): why for name, why in report.left_out.items()}
     found |= dict.fromkeys(((name, "") for name in sorted(wrong)), "")
     for step in report.sums:
         compared = compare_sums([step])
@@ -261,9 +282,9 @@ class Modules(Check[ModuleReport]):
             (name, what): why for (use, name, what), why in run.dtypes.items() if use == Use.UNREPRODUCED
         }
         skipped = {name: why for (name, what), why in unreproduced.items() if not what}
-        unsummed = [name for name, what in unreproduced if what]
+        unsummed = [name for name, what in unreproduced if what == "gradient"]
         if layout.cp > 1:
-            skipped |= dict.fromkeys(choose_modules(program.model), _UNDER_CP)
+            skipped |= {name: _UNDER_CP for name, what in unreproduced if what == "positions"}
         return ModulesWatch(run.case.recipe, program, skipped, run.alone, unsummed)
 
     def judge(self, shown: Shown, reports: Sequence[ModuleReport]) -> Outcome | None:
