@@ -17,7 +17,7 @@ from moeverify.verification.checks.module_gradients import (
     hold,
     sum_calls,
 )
-from moeverify.verification.checks.module_replay import Visits, choose_modules
+from moeverify.verification.checks.module_replay import Visits, choose_modules, mixes_positions
 from moeverify.verification.checks.selections import HeldSelections, RecordedSelections, Selection
 
 WIDTH, ROWS, POSITIONS = 8, 4, 6
@@ -152,3 +152,43 @@ def test_a_part_of_the_batch_counts_once_and_all_parts_must_be_known() -> None:
     for each in of_ranks:  # a member that could not be replayed stands back for the module around it
         each.added["blocks.0.gate.weight"].pop("blocks.0.gate")
     assert compare(of_ranks, whole)["blocks.0.gate.weight"] is False
+
+
+def test_a_users_own_scale_is_a_number_of_ranks() -> None:
+    of_ranks, whole = train_ranks()
+    for each in whole.parameters():
+        each.grad = None if each.grad is None else each.grad / 2.0
+    scaled = [replace(each, is_scaled=True) for each in of_ranks]
+    assert all(compare(of_ranks, whole).values())
+    assert not any(compare(scaled, whole).values())
+    whole.blocks[0].experts.grad *= 1.2  # type: ignore[operator]
+    assert [name for name, differs in compare(scaled, whole).items() if differs] == ["blocks.0.experts"]
+
+
+class Before(nn.Module):
+    """Adds the position before, as causal attention depends on it."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift, self.weight = shift, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + nn.functional.pad(x, (0, 0, self.shift, -self.shift))
+
+
+@pytest.mark.parametrize(
+    ("module", "is_flat", "mixes"),
+    [
+        (nn.Linear(WIDTH, WIDTH), False, False),
+        (nn.Linear(WIDTH, WIDTH), True, False),
+        (Before(1), False, True),
+        (Before(-1), False, True),
+    ],
+)
+def test_modules_that_mix_positions_are_known(module: nn.Module, is_flat: bool, mixes: bool) -> None:
+    module = module.bfloat16()
+    visits = Visits({"one": module})
+    x = torch.randn(ROWS, POSITIONS, WIDTH).bfloat16()
+    module(x.flatten(0, 1) if is_flat else x)
+    visits.close()
+    assert mixes_positions(visits.found["one"][0], module, (ROWS, POSITIONS), UNIT) is mixes
