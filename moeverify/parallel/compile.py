@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _COMPILERS = ("g++", "clang++", "c++")
 
 
-@reading(
-    *(f"layout.{name}" for name in ("compile", "tp", "cp", "pp", "parallelize")), "recipe.model"
-)
+@reading(*(f"layout.{name}" for name in ("compile", "tp", "cp", "pp", "parallelize")), "recipe.model")
 def plain_parts(case: Case) -> Iterator[Problem]:
     """Compiled parts contain no DTensors and no collectives."""
     layout, path = case.layout, "layout.compile"

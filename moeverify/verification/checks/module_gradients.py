@@ -1,7 +1,7 @@
-"""Gradients of parameters, summed again from what one device's modules add for the calls of all ranks.
+"""Gradients of parameters, summed again from the contributions of all ranks' calls of modules.
 
-Each rank replays its calls of a module with one device's module (`module_replay`) and keeps a sample of what they
-add to the gradients of the module's parameters, in the precision of the recipe and in float64. The sum over the
+Each rank replays its calls of a module with one device's module (`module_replay`) and keeps a sample of their
+contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The sum over the
 parts of the batch is the gradient, whichever ranks hold it and whichever collectives sum it.
 """
 
@@ -32,7 +32,7 @@ def find_stride(numel: int) -> int:
 
 @dataclass
 class Sums:
-    """Samples of what the calls of one module add to a gradient; shapes (sampled elements), float64.
+    """Samples of the contribution of one module's calls to a gradient; shapes (sampled elements), float64.
 
     `narrow` is in the precision of the recipe, and `wide` in float64.
     """
@@ -122,7 +122,7 @@ def sum_calls(
     tokens: tuple[int, int],
     unit: float,
 ) -> dict[str, Sums]:
-    """Return what the calls of a module add to the gradients of its parameters, by their names in the model.
+    """Return the contributions of a module's calls to gradients, by parameter names of the model.
 
     `names` maps the names in the module to those in the model. The other arguments are those of `replay`.
 

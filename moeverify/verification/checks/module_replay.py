@@ -312,7 +312,7 @@ def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], un
             if not isinstance(value, Tensor) or not _has_tokens(value.shape, tokens):
                 return value
             is_flat = value.shape[:2] != tokens
-            return value.unflatten(0, tokens)[:, part].flatten(0, 1) if is_flat else value[:, part]
+            return value.reshape(*tokens, -1)[:, part].flatten(0, 1) if is_flat else value[:, part]
 
         half = Visit(*_map(cut, (tuple(visit.args), dict(visit.kwargs))))
         try:
@@ -373,7 +373,7 @@ Results = dict[tuple[str, str], Tensor]  # by end and slot
 def run(
     module: nn.Module, visit: Visit, change: nn.Module, unit: float, *, of_parameters: bool = False
 ) -> tuple[Results, dict[str, Tensor]]:
-    """Return what one device's module computes on changed inputs, detached, with the rank's choices.
+    """Return the detached results of one device's module on changed inputs, with the rank's choices.
 
     The second value has the gradients of the parameters by their names in the module, on request. `unit` is
     the distance from 1.0 to the next number of the rank's precision.
@@ -407,14 +407,14 @@ def run(
     return found, {name: gradient for name, gradient in own if gradient is not None}
 
 
-Back = list[tuple[Tensor, Tensor]]  # outputs, and what comes back to them
+Back = list[tuple[Tensor, Tensor]]  # outputs, and their gradients
 
 
 def _leave_out_inner(back: Back) -> Back:
     """Return the gradients that come from outside of the module.
 
     An output may be a value that the module computes with, such as the scores of its choices. The gradient of
-    such an output includes what comes back from the later ones, which the replay computes itself.
+    such an output includes contributions of the later outputs, which the replay computes itself.
     """
     later: Back = []
     # torch numbers operations in the order of their calls; an input that is returned has no operation

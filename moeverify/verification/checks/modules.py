@@ -232,7 +232,7 @@ def _load_state(program: Program, shown: State) -> None:
 def list_unreproduced(
     recipe: Recipe, device: torch.device, train: Callable[[Program, Watch[ModuleReport]], object]
 ) -> dict[tuple[str, str], str]:
-    """Return what one device does not reproduce in the precision of the recipe.
+    """Return modules and gradients that one device does not reproduce in the precision of the recipe.
 
     The keys are (module, "") and, for the gradient of a parameter, (parameter, "gradient"). The value is the
     obstacle, or empty if the results differ. The keys (module, "positions") are of modules that mix positions,

@@ -17,7 +17,7 @@ from moeverify.verification.checks.module_gradients import (
     hold,
     sum_calls,
 )
-from moeverify.verification.checks.module_replay import Visits, choose_modules, mixes_positions
+from moeverify.verification.checks.module_replay import Visit, Visits, choose_modules, mixes_positions, run
 from moeverify.verification.checks.selections import HeldSelections, RecordedSelections, Selection
 
 WIDTH, ROWS, POSITIONS = 8, 4, 6
@@ -79,6 +79,20 @@ class Mixture(nn.Module):
         scores = self.gate(x)
         weight, chosen = scores.softmax(-1).max(dim=-1, keepdim=True)
         return x + weight * torch.einsum("bsi,bsij->bsj", x, self.experts[chosen[..., 0]]), scores
+
+
+def test_one_devices_module_takes_the_choices_of_the_rank() -> None:
+    mixture = Mixture()
+    with torch.no_grad():
+        mixture.gate.weight[1], mixture.gate.bias[1] = mixture.gate.weight[0], mixture.gate.bias[0]  # a tie
+    x = torch.randn(ROWS, POSITIONS, WIDTH)
+    chosen = mixture.gate(x).argmax(-1, keepdim=True)
+    assert (chosen == 0).any()
+    visit = Visit((x,), {}, selections=(Selection("max", -1, torch.where(chosen == 0, 1, chosen)),))
+    results, _ = run(mixture, visit, nn.Identity(), UNIT)
+    with torch.no_grad():
+        mixture.experts[0] = mixture.experts[1]
+    torch.testing.assert_close(results["output", "0"], mixture(x)[0])
 
 
 class Model(nn.Module):
