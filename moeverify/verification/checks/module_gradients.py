@@ -1,8 +1,8 @@
 """Gradients of parameters, summed again from the contributions of all ranks' calls of modules.
 
 Each rank replays its calls of a module with one device's module (`module_replay`) and keeps a sample of their
-contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The sum over the
-parts of the batch is the gradient, whichever ranks hold it and whichever collectives sum it.
+contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The sum
+over the parts of the batch is the gradient, whichever ranks hold it and whichever collectives sum it.
 """
 
 from __future__ import annotations
