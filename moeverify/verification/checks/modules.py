@@ -78,7 +78,9 @@ class ModulesWatch(Watch[ModuleReport]):
     """Keeps the calls of modules, and replays them after the run.
 
     `left_out` are modules that are not replayed, with reasons, and `unsummed` are parameters whose gradients are
-    not summed again. `alone` is the context of the replay: one device's modules must not see the other ranks.
+    not summed again. `calls` has the number of calls in a micro-batch of modules that are not called once. A
+    module with another number of calls is not summed: a pipeline may call it to infer shapes, which adds nothing
+    to gradients. `alone` is the context of the replay: one device's modules must not see the other ranks.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class ModulesWatch(Watch[ModuleReport]):
         left_out: Mapping[str, str],
         alone: Callable[[], AbstractContextManager[None]] = nullcontext,
         unsummed: Collection[str] = (),
+        calls: Mapping[str, int] | None = None,
+        *,
+        counts_calls: bool = True,
     ) -> None:
         share = program.share.micro_batches(program.num_micro_batches)[0]
         self._tokens = len(share.rows), len(share.positions)
@@ -95,6 +100,8 @@ class ModulesWatch(Watch[ModuleReport]):
         self._scale = program.scale
         self._recipe, self._device = recipe, program.device
         self._left_out, self._unsummed = left_out, unsummed
+        self._counts_calls = counts_calls
+        self._calls, self._num_micro_batches = calls or {}, program.num_micro_batches
         self._alone = alone
         modules = choose_modules(program.model)
         self._visits = Visits({name: each for name, each in modules.items() if name not in left_out})
@@ -133,6 +140,11 @@ class ModulesWatch(Watch[ModuleReport]):
         """Release the model; see `Watch`."""
         self._end_step()
         self._visits.close()
+
+    def count_calls(self) -> dict[str, int]:
+        """Return the number of calls in a micro-batch, of modules that are not called once."""
+        counts = {name: len(visits) // self._num_micro_batches for name, visits in self._steps[0].items()}
+        return {name: count for name, count in counts.items() if count != 1}
 
     def list_mixing(self) -> list[str]:
         """Return the modules that mix positions, on one device after its run."""
@@ -201,7 +213,8 @@ class ModulesWatch(Watch[ModuleReport]):
         if self._is_scaled and step not in self._normed:
             return StepSums(self._share)
         for module, visits in self._steps[step].items():
-            if module not in modules:
+            num_calls = self._calls.get(module, 1) * self._num_micro_batches
+            if module not in modules or (self._counts_calls and len(visits) != num_calls):
                 continue
             inner = {
                 name: names[id(each)]
@@ -236,14 +249,16 @@ def list_unreproduced(
 
     The keys are (module, "") and, for the gradient of a parameter, (parameter, "gradient"). The value is the
     obstacle, or empty if the results differ. The keys (module, "positions") are of modules that mix positions,
-    which ranks of context parallelism cannot replay. `train(program, watch)` trains the first steps.
+    which ranks of context parallelism cannot replay; (module, "calls") has the number of calls in a micro-batch if
+    that is not one. `train(program, watch)` trains the first steps.
     """
     if not applies(recipe):
         return {}
     program = assemble_single(recipe, device)
-    watch = ModulesWatch(recipe, program, {})
+    watch = ModulesWatch(recipe, program, {}, counts_calls=False)
     train(program, watch)
     found = {(name, "positions"): "" for name in watch.list_mixing()}
+    found |= {(name, "calls"): str(count) for name, count in watch.count_calls().items()}
     report = watch.report()
     wrong = {each.module for each in report.replayed if not each.error <= _bound_of(recipe, each)}
     found |= {(name, ""): why for name, why in report.left_out.items()}
@@ -282,10 +297,11 @@ class Modules(Check[ModuleReport]):
             (name, what): why for (use, name, what), why in run.dtypes.items() if use == Use.UNREPRODUCED
         }
         skipped = {name: why for (name, what), why in unreproduced.items() if not what}
+        calls = {name: int(why) for (name, what), why in unreproduced.items() if what == "calls"}
         unsummed = [name for name, what in unreproduced if what == "gradient"]
         if layout.cp > 1:
             skipped |= {name: _UNDER_CP for name, what in unreproduced if what == "positions"}
-        return ModulesWatch(run.case.recipe, program, skipped, run.alone, unsummed)
+        return ModulesWatch(run.case.recipe, program, skipped, run.alone, unsummed, calls)
 
     def judge(self, shown: Shown, reports: Sequence[ModuleReport]) -> Outcome | None:
         """Return the verdict. An error in a module follows an error in one of its members; see `Check`."""
