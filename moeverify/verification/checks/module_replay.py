@@ -77,13 +77,16 @@ class Visits:
         self.incomplete: set[str] = set()  # modules with calls that were not kept
         self._room = MOST_ELEMENTS
         self._entered: dict[str, _Entered] = {}
-        self._recording: RecordedSelections | None = None
+        # One context for all calls: torch compiles functions again under another one.
+        self._recording = RecordedSelections()
+        self._is_recording = False
         self._handles: list[RemovableHandle] = []
         for name, module in modules.items():
             enter = unseen(self._make_pre_hook(name))
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             leave = unseen(self._make_hook(name))
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
+            # Without `always_call`: with it torch compiles a compiled module again for each call.
+            self._handles.append(module.register_forward_hook(leave))
 
     def take(self) -> dict[str, list[Visit]]:
         """Return the calls so far of modules whose calls were all kept, and forget them."""
@@ -100,9 +103,10 @@ class Visits:
         self._end_recording()
 
     def _end_recording(self) -> None:
-        if self._recording is not None and not self._entered:
+        if self._is_recording and not self._entered:
             self._recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._recording = None
+            self._is_recording = False
+            self._recording.made.clear()
 
     def _make_pre_hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -122,8 +126,8 @@ class Visits:
             edges = {_Edge(each.grad_fn, each.output_nr): slot for slot, each in floats}
             # If one tensor is several inputs, the parts of its gradient cannot be separated.
             edges = edges if len(edges) == len(floats) else {}
-            if self._recording is None:
-                self._recording = RecordedSelections()
+            if not self._is_recording:
+                self._is_recording = True
                 self._recording.__enter__()  # type: ignore[no-untyped-call]
             visit = Visit(*_map(_copy, taken))
             self._entered[name] = _Entered(visit, edges, len(self._recording.made))
@@ -137,8 +141,7 @@ class Visits:
             if entered is None:
                 return
             visit, edges = entered.visit, entered.edges
-            if self._recording is not None:
-                visit.selections = tuple(self._recording.made[entered.num_selections :])
+            visit.selections = tuple(self._recording.made[entered.num_selections :])
             self._end_recording()
             for slot, tensor in list_floats(output):
                 visit.outputs[slot] = _copy(tensor)
