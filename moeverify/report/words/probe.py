@@ -168,7 +168,7 @@ def word_host(environment: Mapping[str, str], cores: int, limit: RankLimit) -> l
     """Return rows about this machine that need no rank."""
     torch = environment["torch"]
     if torch == "not installed":
-        meaning, status = "nothing can run; install torch 2.11 or later", "fail"
+        meaning, status = "nothing can run; pip install 'torch>=2.11'", "fail"
     else:
         meaning, status = "goldens are made anew for each version of torch", "ok"
     slow = "more ranks than cores take turns: slow, but right"
