@@ -42,7 +42,9 @@ Cases = Annotated[
 ]
 Examples = Annotated[
     bool,
-    typer.Option("--examples", help="Take cases of moeverify itself: one of each parallelism, or those of -k."),
+    typer.Option(
+        "--examples", help="Take cases of moeverify itself: one of each parallelism, or those of -k."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -154,7 +156,9 @@ class CaseSelection(OptionGroup):
         from moeverify.cases.validation.sweep import load_sweep
 
         with own_sections():
-            return load_sweep(self.list_paths(), sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+            return load_sweep(
+                self.list_paths(), sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern
+            )
 
     def load_valid(self) -> Loaded:
         """Return the valid cases; an invalid file in a folder does not prevent the others from running.
@@ -164,7 +168,9 @@ class CaseSelection(OptionGroup):
         from moeverify.cases.validation.load import load_valid_cases
 
         with own_sections():
-            return load_valid_cases(self.list_paths(), overrides=tuple(self.overrides or ()), pattern=self.pattern)
+            return load_valid_cases(
+                self.list_paths(), overrides=tuple(self.overrides or ()), pattern=self.pattern
+            )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ from pathlib import Path
 from moeverify.results.probe import ProbeRow, Status
 
 _PACKAGES = {
-    "transformers": ("models of transformers, and comparison with them", "pip install transformers accelerate"),
+    "transformers": (
+        "models of transformers, and comparison with them",
+        "pip install transformers accelerate",
+    ),
     "torchao": ("recipes with float8", "pip install 'moeverify[float8]'"),
     "watchfiles": ("run --watch", "pip install 'moeverify[watch]'"),
     "py-spy": ("`stacks` of the debugger for ranks that are not stopped", "pip install 'moeverify[stacks]'"),
@@ -60,12 +63,12 @@ def _find_compiler() -> ProbeRow:
 
 def _find_shared_memory() -> ProbeRow:
     folder = Path("/dev/shm")
-    if not folder.is_dir():
-        value, status = "none", "warn"
-    else:
-        free = shutil.disk_usage(folder).free
-        value, status = f"{free / 2**20:.0f} MiB free", "ok" if free > _LEAST_SHARED else "warn"
-    return _limited("/dev/shm", value, status, "NCCL between GPUs, and workers of data loaders", "--shm-size=8g")
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    value = f"{free / 2**20:.0f} MiB free"
+    status: Status = "ok" if free > _LEAST_SHARED else "warn"
+    return _limited(
+        "/dev/shm", value, status, "NCCL between GPUs, and workers of data loaders", "--shm-size=8g"
+    )
 
 
 def _find_open_files() -> ProbeRow:
