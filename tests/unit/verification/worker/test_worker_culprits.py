@@ -17,9 +17,10 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.culprit import CodeLine, Culprit, Operation
 from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Factor
 from moeverify.results.finding import Finding
-from moeverify.results.observation import DiagnosisFailed
-from moeverify.results.operation import Misplaced, OwnValues
+from moeverify.results.observation import DiagnosisFailed, ReplicaSum
+from moeverify.results.operation import Misplaced, OwnValues, Unreduced
 from moeverify.verification.worker import culprits
 from moeverify.verification.worker.culprits import Found, Recorded, agree_on_step, find_culprits, lead_with
 
@@ -88,6 +89,27 @@ def test_the_operation_that_did_not_write_before_the_first_step_leads_replicas_t
     assert (told[0].tensor, told[0].code) == ("v", Cause.REPLICAS)
     assert told[0].culprit is not None
     assert told[0].culprit.leads
+
+
+@pytest.mark.parametrize(("module", "is_refuted"), [("", True), ("layers.0.mlp", False)])
+def test_an_operation_outside_all_modules_refutes_a_cause_in_the_backward_pass(
+    module: str, is_refuted: bool
+) -> None:
+    explanation = EXPLANATION.model_copy(
+        update={
+            "subject": Subject(quantity=Quantity.MODULE_GRADIENT, module="layers.0.mlp.gate"),
+            "operation": Unreduced(axes=(), num_replicas=2, factor=Factor(value=1.0)),
+        }
+    )
+    seen = ReplicaSum(axis="tp", num_replicas=2, factor=1.0, residual=1e-16)
+    finding = find("w", explanation=explanation, code="missing-reduction", observations=(seen,))
+    culprit = blame("gradient/w", proved=False, here=HERE.model_copy(update={"module": module}))
+    (told,) = lead([finding], (culprit, [W]))
+    assert told.culprit is not None
+    assert told.culprit.leads is is_refuted
+    assert (told.code, told.observations) == (
+        (Cause.FORWARD, ()) if is_refuted else ("missing-reduction", (seen,))
+    )
 
 
 @pytest.mark.parametrize("code", ["", Cause.NORM])
