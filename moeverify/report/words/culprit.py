@@ -244,6 +244,9 @@ def _describe_moved(culprit: Culprit) -> list[Row]:
     names, source = ", ".join(culprit.results), _name_source(culprit.taken)
     if all(name.startswith(_NUMBERS) for name in culprit.results):
         return [(_CAUSE, f"{names} is {source}")]
+    if culprit.moves_there:
+        later = ", then ".join(map(_name_operation, culprit.moves_there))
+        return [(_CAUSE, f"{names} is {source}"), (_THERE, f"followed by {later}")]
     return [(_CAUSE, f"{names} has the values of {source}, up to their places")]
 
 

@@ -142,7 +142,7 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
 
     If a check or hypothesis already names the operation, its finding leads and the culprit is added to its
     evidence. Otherwise the culprit leads, and findings that its repair fixes follow it. A race always
-    leads. A culprit that made replicas differ before the first step leads the finding of these replicas.
+    leads. A culprit before the first step leads a finding that only says that replicas differ.
     """
     if found.failure is not None:
         return note_failure(findings, found.failure)
@@ -182,8 +182,8 @@ def _without_refuted(finding: Finding, culprit: Culprit) -> Finding:
 
 
 def _is_of_start(culprit: Culprit) -> bool:
-    """Return whether a culprit is a proved missing write before the first step."""
-    return culprit.proved and culprit.mechanism == "written"
+    """Return whether a culprit acts before the first step, so that it made the first values."""
+    return culprit.here.step < 0
 
 
 def is_named(findings: Sequence[Finding], recorded: Recorded | None) -> bool:

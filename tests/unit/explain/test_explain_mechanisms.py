@@ -357,3 +357,17 @@ def test_an_edit_that_makes_only_the_next_module_right_is_no_cause() -> None:
     found = explain(record(is_late=False), record(is_late=True))
     assert all(culprit.mechanism != "operator" for culprit in found)
     assert all("weights" in expression_of(culprit) for culprit in found)
+
+
+def test_a_value_to_which_one_device_does_more_is_told_with_what_follows() -> None:
+    def make_weight(*, is_whole: bool) -> Callable[..., Tensor]:
+        def run(x: Tensor, y: Tensor) -> Tensor:
+            drawn = x.sin()
+            return drawn * y if is_whole else drawn
+
+        return run
+
+    inputs = {"x": make(4, 5), "y": make(4, 5, seed=1)}
+    (culprit,) = explain_call(make_weight(is_whole=False), make_weight(is_whole=True), **inputs)
+    assert culprit.mechanism == "moved"
+    assert [each.line.expression for each in culprit.moves_there if each.line] == ["drawn * y"]

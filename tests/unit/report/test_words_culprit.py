@@ -161,6 +161,15 @@ def test_a_mechanism_is_told_with_its_line(mechanism: Mechanism) -> None:
     assert not text.endswith(".")
 
 
+def test_a_value_to_which_one_device_does_more_is_named_with_what_follows() -> None:
+    culprit = make("moved", results=("weight/w",), taken=WEIGHT, moves_there=(THERE, OTHER))
+    rows = [
+        ("cause", "weight/w is head.weight"),
+        ("reference", f"followed by {X_B}, then `a @ w` (mm), mine/ffn.py:9"),
+    ]
+    assert list_culprit(culprit)[:2] == rows
+
+
 def test_every_mechanism_has_words() -> None:
     assert set(CASES) == set(get_args(Mechanism))
 

@@ -72,7 +72,7 @@ def test_a_named_cause_leads_and_the_culprit_is_evidence_for_it() -> None:
 
 
 def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
-    culprit = blame("gradient/w")
+    culprit = blame("gradient/w", here=HERE.model_copy(update={"step": 1}))
     apart = EXPLANATION.model_copy(
         update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))}
     )
@@ -80,11 +80,12 @@ def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
     assert (told[0].tensor, told[0].culprit, told[0].code) == ("v", culprit, Cause.REPLICAS)
 
 
-def test_the_operation_that_did_not_write_before_the_first_step_leads_replicas_that_differ() -> None:
+@pytest.mark.parametrize("mechanism", ["written", "place"])
+def test_an_operation_before_the_first_step_leads_replicas_that_differ(mechanism: str) -> None:
     apart = EXPLANATION.model_copy(
         update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))}
     )
-    culprit = blame("gradient/w", mechanism="written")
+    culprit = blame("gradient/w", proved=mechanism != "place", mechanism=mechanism)
     told = lead([find("v", code=Cause.REPLICAS, explanation=apart), find("w")], (culprit, [W]))
     assert (told[0].tensor, told[0].code) == ("v", Cause.REPLICAS)
     assert told[0].culprit is not None
