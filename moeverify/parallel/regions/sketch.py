@@ -161,7 +161,12 @@ def _measure(values: Tensor, member: Tensor, weights: Tensor, lead: Tensor) -> T
     """Return the contribution of each row to its blocks. Shape: (rows, blocks across, WIDTH)."""
     finite = values.isfinite()
     wide = torch.where(finite, values, 0).to(torch.float64)
-    moments = [(~finite).to(torch.float64) @ member, wide @ member, wide.abs() @ member, wide.square() @ member]
+    moments = [
+        (~finite).to(torch.float64) @ member,
+        wide @ member,
+        wide.abs() @ member,
+        wide.square() @ member,
+    ]
     projected = (wide @ weights).view(len(wide), -1, NUM_PROJECTIONS)
     signs = _draw_signs(_ROW_KEY, lead)
     return torch.cat([torch.stack(moments, dim=-1), projected * signs[:, None, :]], dim=-1)

@@ -60,7 +60,9 @@ def measure_squares(expected: Tensor, actual: Tensor) -> Tensor:
     """Return the estimated squared error of each block: exactly zero if both have a hash and it is equal."""
     squares = estimate_squares(expected[:, :WIDTH], actual[:, :WIDTH])
     if expected.shape[1] > WIDTH and actual.shape[1] > WIDTH:
-        same = expected[:, WIDTH].contiguous().view(torch.int64) == actual[:, WIDTH].contiguous().view(torch.int64)
+        same = expected[:, WIDTH].contiguous().view(torch.int64) == actual[:, WIDTH].contiguous().view(
+            torch.int64
+        )
         least = expected[:, MOMENTS.index("square")].clamp(min=torch.finfo(torch.float64).tiny) * 2.0**-104
         squares = torch.where(same, 0.0, torch.maximum(squares, least))
     return squares

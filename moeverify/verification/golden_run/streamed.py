@@ -13,6 +13,7 @@ grows with the square of the number of steps.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,10 +23,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moeverify.cases.schema import Recipe
+from moeverify.cases.schema import Precision, Recipe
+from moeverify.errors import CaseError, Problem
 from moeverify.model.transformer import ModelOutput
 from moeverify.parallel.regions.observer import INITIAL, Observer
-from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.train.clipping import clip_coefficient
 from moeverify.train.data import Batch, Share
@@ -37,7 +38,8 @@ from moeverify.train.routing import observe_routing, replay
 from moeverify.train.subjects import subject_of
 from moeverify.verification.checks.observers import Unseen
 from moeverify.verification.golden.mapped import MappedFile
-from moeverify.verification.golden.sketched import SketchRecorder
+from moeverify.verification.golden.sketched import SketchRecorder, summarize_sketches
+from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.golden_run.streamed_unit import ENDS, Numerics, Unit
 
 _SEEN = "seen/"
@@ -118,7 +120,9 @@ class StreamedRun:
             self.on_visit(visit, time.monotonic() - began)
 
     def _restore(self, file: MappedFile) -> None:
-        seen = {key.removeprefix(_SEEN): file.whole(key).clone() for key in file.keys() if key.startswith(_SEEN)}
+        seen = {
+            key.removeprefix(_SEEN): file.whole(key).clone() for key in file.keys() if key.startswith(_SEEN)
+        }
         shapes = {
             key.removeprefix(_SHAPE).partition("/")[2]: tuple(file.whole(key).tolist())
             for key in file.keys()
@@ -177,7 +181,9 @@ class StreamedRun:
 
     def _counts(self, visit: Visit) -> list[Tensor]:
         """Return the counts (E) of the router of a layer in a step; empty without a router."""
-        has_router = visit.layer != ENDS and self._moe is not None and visit.layer >= self._spec.num_dense_layers
+        has_router = (
+            visit.layer != ENDS and self._moe is not None and visit.layer >= self._spec.num_dense_layers
+        )
         return [self._read(Visit(visit.step, "forward", visit.layer), "counts")] if has_router else []
 
     def _pass(self, unit: Unit, batch: Batch, x: Tensor, step: int) -> ModelOutput:
@@ -189,7 +195,9 @@ class StreamedRun:
     def _embed(self, visit: Visit) -> Results:
         module = self._unit(visit).embedding()
         with torch.no_grad():
-            return {"x": torch.cat([module(batch.tokens).logits.cpu() for batch in self._batches(visit.step)])}
+            return {
+                "x": torch.cat([module(batch.tokens).logits.cpu() for batch in self._batches(visit.step)])
+            }
 
     def _forward(self, visit: Visit) -> Results:
         unit = self._unit(visit)
@@ -269,16 +277,61 @@ class StreamedRun:
         layers = [Visit(step, "backward", layer) for layer in range(self._spec.num_layers)]
         squares = [self._read(each, "squares").cpu() for each in (Visit(step, "ends"), *layers)]
         lm = self._read(Visit(step, "head"), "lm").cpu()
-        balance, z = (torch.stack([self._read(each, key).cpu() for each in layers]).sum() for key in ("balance", "z"))
+        balance, z = (
+            torch.stack([self._read(each, key).cpu() for each in layers]).sum() for key in ("balance", "z")
+        )
         for name, value in Losses(lm, balance, z).named().items():
             self.recorder.observe(step, Kind.LOSS, name, value, SCALAR)
         norm = torch.stack(squares).sum().sqrt()
         self.recorder.observe(step, Kind.GRADIENT_NORM, "total", norm, SCALAR)
         if self.recipe.optimizer.clip_norm is not None:
             coefficient = clip_coefficient(norm, self.recipe.optimizer.clip_norm)
-            self.recorder.observe(step, Kind.GRADIENT_NORM, "clip_coefficient", coefficient, Region.whole(()))
+            self.recorder.observe(step, Kind.GRADIENT_NORM, "clip_coefficient", coefficient, SCALAR)
         return {"norm": norm}
 
     def _update(self, visit: Visit) -> Results:
         self._unit(visit)
         return {"done": torch.ones(())}
+
+
+def make_sketched_golden(
+    recipe: Recipe,
+    folder: Path,
+    device: torch.device,
+    *,
+    compute: Precision = "float64",
+    on_visit: Callable[[Visit, float], None] = lambda visit, seconds: None,
+) -> None:
+    """Write the golden of a recipe as sketches, without noise, in a reference precision.
+
+    The visits are in `FOLDER.visits` until the golden is written. A golden that was interrupted goes on there.
+
+    Raises: CaseError when the recipe is for a whole model on one device.
+    """
+    check_streamable(recipe)
+    visits = folder.with_name(f"{folder.name}.visits")
+    run = StreamedRun(recipe, Numerics(compute), device, visits, on_visit=on_visit)
+    run.run()
+    with GoldenWriter(folder) as writer:
+        run.recorder.write(writer)
+        reference = StoredGolden(writer.flush(), finished=False)
+        summary = summarize_sketches(reference, range(recipe.steps))
+        writer.finish({}, summary, sketches=run.recorder.shapes)
+    shutil.rmtree(visits)
+
+
+def check_streamable(recipe: Recipe) -> None:
+    """Check that a recipe can be computed layer by layer.
+
+    Raises: CaseError for a user's model or step, and for float8.
+    """
+    if recipe.model.reference is None:
+        message, path = "a user's model cannot be computed layer by layer", "recipe.model.factory"
+    elif recipe.float8 != "none":
+        message, path = (
+            "float8 scales depend on the whole batch, and rows are computed one by one",
+            "recipe.float8",
+        )
+    else:
+        return
+    raise CaseError([Problem(message, path=path, remedy="use a golden of whole tensors")])

@@ -173,8 +173,9 @@ def chunked_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     if size >= length:
         return attend(q, k, v, positions, positions)
     parts: list[Any] = [
-        checkpoint(attend, q[:, at : at + size], k, v, positions[:, at : at + size], positions, use_reentrant=False)
+        checkpoint(
+            attend, q[:, at : at + size], k, v, positions[:, at : at + size], positions, use_reentrant=False
+        )
         for at in range(0, length, size)
     ]
     return torch.cat(parts, dim=1)
-
