@@ -120,14 +120,11 @@ class StreamedRun:
             self.on_visit(visit, time.monotonic() - began)
 
     def _restore(self, file: MappedFile) -> None:
-        seen = {
-            key.removeprefix(_SEEN): file.whole(key).clone() for key in file.keys() if key.startswith(_SEEN)
-        }
-        shapes = {
-            key.removeprefix(_SHAPE).partition("/")[2]: tuple(file.whole(key).tolist())
-            for key in file.keys()
-            if key.startswith(_SHAPE)
-        }
+        keys = file.keys()
+        found = {key: file.whole(key).clone() for key in keys}
+        seen = {key.removeprefix(_SEEN): each for key, each in found.items() if key.startswith(_SEEN)}
+        sizes = {key.removeprefix(_SHAPE): each for key, each in found.items() if key.startswith(_SHAPE)}
+        shapes = {key.partition("/")[2]: tuple(each.tolist()) for key, each in sizes.items()}
         self.recorder.restore(seen, shapes)
 
     def _read(self, visit: Visit, key: str, row: int | None = None) -> Tensor:
@@ -224,7 +221,7 @@ class StreamedRun:
             x = self._read(self._input(visit), "x", number).requires_grad_()
             token_loss = cross_entropy(unit.head()(x).logits, batch.targets)
             loss = token_loss.sum() / normalizers.num_valid
-            loss.backward()
+            torch.autograd.backward(loss)
             assert x.grad is not None
             rows.append(x.grad.cpu())
             total += loss.detach().to(torch.float64).cpu()
@@ -251,7 +248,7 @@ class StreamedRun:
             output = self._pass(unit, batch, x, visit.step)
             tensors, gradients = [output.logits], [self._read(self._output(visit), "dx", number)]
             if output.routers and self._moe is not None:
-                whole = Sums(over_batch=lambda local: counts[0].view_as(local))
+                whole = Sums(over_batch=counts[0].view_as)
                 losses = router_losses(self._moe, output.routers, batch, normalizers, whole)
                 tensors.append(sum(losses, torch.zeros_like(losses[0])))
                 gradients.append(torch.ones_like(tensors[1]))
@@ -266,7 +263,7 @@ class StreamedRun:
         for number, batch in enumerate(self._batches(visit.step)):
             x = self._read(self._input(visit), "x", number)
             loss = cross_entropy(unit.head()(x).logits, batch.targets).sum() / normalizers.num_valid
-            loss.backward()
+            torch.autograd.backward(loss)
             embedded = unit.embedding()(batch.tokens).logits
             embedded.backward(self._read(self._output(visit), "dx", number))
         return {}
