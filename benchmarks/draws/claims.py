@@ -224,7 +224,7 @@ def _read_kind_of_culprit(
         is_rate = mechanism == "scale" and here["phase"] == "step"
         return "optimizer" if is_rate else _KIND_OF_MECHANISM[mechanism]
     if here["step"] < 0:
-        return "elsewhere" if mechanism == "moved" else "state"
+        return "elsewhere" if mechanism == "moved" and not culprit["moves_there"] else "state"
     if taken and right and (taken["step"] != right["step"] or taken["label"] == right["label"] != ""):
         return "state"
     if taken and right and taken["label"] and right["label"] and taken["label"] != right["label"]:

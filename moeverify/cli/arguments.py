@@ -37,8 +37,14 @@ class Backend(StrEnum):
 
 
 Cases = Annotated[
-    list[Path],
-    typer.Argument(metavar="CASE", help="Case files; a folder means all *.yaml in it.", show_default=False),
+    list[Path] | None,
+    typer.Argument(metavar="[CASE]", help="Case files; a folder means all *.yaml in it.", show_default=False),
+]
+Examples = Annotated[
+    bool,
+    typer.Option(
+        "--examples", help="Take cases of moeverify itself: one of each parallelism, or those of -k."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -113,15 +119,24 @@ EscalateAll = Annotated[
 ]
 
 DEFAULT_GOLDENS = Path("golden")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+_FIRST_EXAMPLES = ("ddp", "fsdp2", "tp", "cp-ring", "ep2", "pp")
 
 
 @dataclass(frozen=True)
 class CaseSelection(OptionGroup):
     """The selected cases, and overrides of their fields."""
 
-    cases: Cases
+    cases: Cases = None
+    examples: Examples = False
     overrides: Overrides = None
     pattern: Pattern = None
+
+    def list_paths(self) -> list[Path]:
+        """Return the paths of the command line, and those of `--examples`."""
+        first = [EXAMPLES / f"{name}.yaml" for name in _FIRST_EXAMPLES]
+        examples = first if self.pattern is None else [EXAMPLES]
+        return [*(self.cases or ()), *(examples if self.examples else ())]
 
     def load(self) -> list[Case]:
         """Return the selected cases.
@@ -131,7 +146,7 @@ class CaseSelection(OptionGroup):
         from moeverify.cases.validation.load import load_cases
 
         with own_sections():
-            return load_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+            return load_cases(self.list_paths(), overrides=tuple(self.overrides or ()), pattern=self.pattern)
 
     def load_sweep(self, sweeps: Sequence[str]) -> list[Combination]:
         """Return the cases for each combination of `--sweep` values; unchanged without a sweep.
@@ -141,7 +156,9 @@ class CaseSelection(OptionGroup):
         from moeverify.cases.validation.sweep import load_sweep
 
         with own_sections():
-            return load_sweep(self.cases, sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+            return load_sweep(
+                self.list_paths(), sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern
+            )
 
     def load_valid(self) -> Loaded:
         """Return the valid cases; an invalid file in a folder does not prevent the others from running.
@@ -151,7 +168,9 @@ class CaseSelection(OptionGroup):
         from moeverify.cases.validation.load import load_valid_cases
 
         with own_sections():
-            return load_valid_cases(self.cases, overrides=tuple(self.overrides or ()), pattern=self.pattern)
+            return load_valid_cases(
+                self.list_paths(), overrides=tuple(self.overrides or ()), pattern=self.pattern
+            )
 
 
 @dataclass(frozen=True)
@@ -176,13 +195,14 @@ class RunSettings(OptionGroup):
 
         _check_fault(cases, self.fault)
         must_have = is_continuous_integration() if self.require_goldens is None else self.require_goldens
+        are_examples = bool(cases) and all(Path(case.file).parent == EXAMPLES for case in cases)
         return RunOptions(
             device=self.device.value,
             backend=self.backend.value,
             num_ranks=self.ranks,
             folder=folder,
-            require_goldens=must_have,
-            golden_folder=self.goldens,
+            require_goldens=must_have and not are_examples,
+            golden_folder=None if are_examples else self.goldens,
             cache_folder=self.cache,
             timeout=self.timeout,
             fault=self.fault,

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from moeverify.cli.context import BAD_INPUT, open_context
 
 
-def doctor() -> None:
+def doctor(
+    *,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
+    ] = None,
+) -> None:
     """Probe this machine, and explain the results.
 
-    Looks at torch, backends and their known faults, GPUs and optional packages. Ctrl-C keeps the results so far.
+    Looks at torch, backends and their known faults, GPUs, optional packages and limits, with remedies. Ctrl-C
+    keeps the results so far.
     """
     with open_context() as context:
+        from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.probes import ProbeProgress, render_probes
+        from moeverify.results.probe import Diagnostics
         from moeverify.verification.controller.doctor import Examination
 
+        check_writable([json] if json is not None else [], None)
         examination = Examination()
         num_known, num_rows = len(examination.rows), len(examination.names)
         try:
@@ -23,5 +35,8 @@ def doctor() -> None:
                 examination.run(progress.on_event)
         finally:
             render_probes(examination.rows, context.out, missing=examination.missing)
+            if json is not None:
+                found = Diagnostics(rows=tuple(examination.rows), missing=tuple(examination.missing))
+                write_atomically(json, found.model_dump_json(indent=2) + "\n")
         failed = any(row.status == "fail" for row in examination.rows)
         raise typer.Exit(BAD_INPUT if failed else 0)

@@ -373,5 +373,4 @@ def _conclude(verdicts: Sequence[str]) -> int:
 def _options(device: Device, cache: Path | None) -> RunOptions:
     from moeverify.verification.controller.options import RunOptions
 
-    nowhere = Path("golden", "of-faults")  # no goldens are recorded for these cases
-    return RunOptions(device=device.value, cache_folder=cache, golden_folder=nowhere)
+    return RunOptions(device=device.value, cache_folder=cache, golden_folder=None)

@@ -36,12 +36,13 @@ def schema(
 
 
 def make_results_schema() -> dict[str, Any]:
-    """Return one schema for the JSON of runs, `bench`, `comm` and `route`, and of `--json-brief`."""
+    """Return one schema for the JSON of runs, `bench`, `comm`, `doctor` and `route`, and of `--json-brief`."""
     from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
     from moeverify.results.brief import Brief
     from moeverify.results.collective_run import CollectiveRun
     from moeverify.results.measurement import BenchRun
+    from moeverify.results.probe import Diagnostics
     from moeverify.results.route import RouteReport
     from moeverify.results.run import RunResult
 
@@ -52,7 +53,7 @@ def make_results_schema() -> dict[str, Any]:
             """Return the schema of a number."""
             return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 
-    kinds = (RunResult, Brief, BenchRun, CollectiveRun, RouteReport)
+    kinds = (RunResult, Brief, BenchRun, CollectiveRun, Diagnostics, RouteReport)
     names, whole = models_json_schema(
         [(kind, "serialization") for kind in kinds],
         title="Results of moeverify",

@@ -50,6 +50,14 @@ Weights = Annotated[
     Path | None,
     typer.Option("--weights", metavar="RUN", help="Begin with the initial weights of this recorded run."),
 ]
+Replay = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay",
+        metavar="RUN",
+        help="One device gets the batches that the ranks of this recorded run drew.",
+    ),
+]
 Nudge = Annotated[
     int | None,
     typer.Option(
@@ -105,6 +113,7 @@ def watch(
     steps: Steps = "0-3",
     limit: Limit = 64.0,
     weights: Weights = None,
+    replay: Replay = None,
     seed: Seed = None,
     nudge: Nudge = None,
     nudge_dtype: NudgeDtypeOption = None,
@@ -139,6 +148,7 @@ def watch(
                 limit,
                 weights,
                 seed,
+                replay=replay,
                 nudge=nudge,
                 nudge_dtype=nudge_dtype,
                 outputs=outputs,
@@ -177,6 +187,7 @@ def _make_settings(
     weights: Path | None,
     seed: int | None,
     *,
+    replay: Path | None,
     nudge: int | None,
     nudge_dtype: NudgeDtype | None,
     outputs: bool,
@@ -197,6 +208,7 @@ def _make_settings(
         last=last,
         limit=int(limit * _MEBIBYTE),
         weights=weights,
+        replay=replay,
         seed=seed,
         nudge=nudge,
         nudge_dtype=None if nudge_dtype is None else nudge_dtype.value,
@@ -214,7 +226,12 @@ def _make_settings(
     if problems or out is None:
         raise CaseError(problems)
     check_writable([], out)
-    resolved = {"out": out.resolve(), "weights": None if weights is None else weights.resolve()}
+    resolved = {"out": out.resolve()}
+    resolved |= {
+        name: folder.resolve()
+        for name, folder in (("weights", weights), ("replay", replay))
+        if folder is not None
+    }
     return settings.model_copy(update=resolved)
 
 
@@ -223,7 +240,7 @@ def _find_problems(settings: Settings, out: Path | None) -> Iterator[Problem]:
     from moeverify.errors import Problem
     from moeverify.scripts.record.settings import RANK_FILE
 
-    step, weights = settings.operators, settings.weights
+    step = settings.operators
     if out is not None and any(out.glob(RANK_FILE.format(rank="*"))):
         yield Problem(f"{out} holds a recorded run", path="--out", remedy="name another folder, or remove it")
     if step is not None and not settings.includes(step) and settings.first <= settings.last:
@@ -237,12 +254,13 @@ def _find_problems(settings: Settings, out: Path | None) -> Iterator[Problem]:
         yield Problem(
             "nothing is nudged", path="--nudge-dtype", remedy="give --nudge SEED too, such as --nudge 1"
         )
-    if weights is not None and not any(weights.glob(RANK_FILE.format(rank="*"))):
-        yield Problem(
-            f"{weights} holds no recorded run",
-            path="--weights",
-            remedy="name a folder that `moeverify watch --out` made",
-        )
+    for option, folder in (("--weights", settings.weights), ("--replay", settings.replay)):
+        if folder is not None and not any(folder.glob(RANK_FILE.format(rank="*"))):
+            yield Problem(
+                f"{folder} holds no recorded run",
+                path=option,
+                remedy="name a folder that `moeverify watch --out` made",
+            )
 
 
 def _read_range(steps: str) -> tuple[int, int]:

@@ -101,6 +101,8 @@ class Culprits:
             found["axes"] = self._name_factor(cause.factor, cause.ops[0])
         elif found["taken"] is not None:
             found["axes"] = found["taken"].over
+            if cause.known == "moved" and not found["taken"].others:
+                found["moves_there"] = self._origins.list_later(at, target.mark)
         return found
 
     def _find_usual_writer(self, first: At) -> Operation | None:

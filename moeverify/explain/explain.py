@@ -25,6 +25,7 @@ from moeverify.explain.edits import (
     Edit,
     list_chain_numbers,
     list_edits,
+    list_skipped_writes,
 )
 from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
@@ -44,6 +45,7 @@ _SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
 """Kinds of edits that insert single-device values."""
 
 _MOST_SUSPECTS = 12
+_MOST_SKIPPED = 8
 _MOST_ROUNDS = 40
 _LONGEST_CHAIN = 8
 _LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
@@ -231,10 +233,16 @@ class Explainer:
             self._on_place = None
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
-        found = self._search(target, state, stretch, end, _LONGEST_CHAIN) if self._proves else None
-        if found is None or (place and place[0].known and found[0][0].repairs[0].kind in _VAGUE):
+        found = None
+        if self._proves:
+            skipped = itertools.islice(list_skipped_writes(stretch.alignment, stretch.unknown), _MOST_SKIPPED)
+            found = self._try(skipped, target, stretch.unknown, state, end)
+            found = found or self._search(target, state, stretch, end, _LONGEST_CHAIN)
+        if found is None:
             return place, state
-        return found
+        kind, known = found[0][0].repairs[0].kind, place[0].known if place else ""
+        says_less = bool(known) and kind in _VAGUE and (known, kind) != ("moved", "removed")
+        return (place, state) if says_less else found
 
     def _open(self, alignment: Alignment, target: Target) -> _Stretch:
         """Return the operators from right values to the target, or to the first wrong module ends before."""

@@ -79,28 +79,38 @@ class Proof:
             return after
         # If the target cannot be computed again, the next results that can be computed decide.
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
-        if marks and is_open:
-            return after if self._goes_on(marks, after) else None
-        return after if self._advances(edit, done, state) else None
+        if marks and not self._goes_on(marks, after):
+            return None
+        return after if (marks and is_open) or self._advances(edit, done, state) else None
 
     def _goes_on(self, marks: Sequence[At], after: Execution) -> bool:
-        """Return whether a module end beyond `marks` is right, or none precedes the first changed integer.
+        """Return whether something beyond `marks` is right too: a module end, or else any value.
 
-        One right end is enough: layouts have ends that are parts of sums.
+        One is enough: layouts have ends that are parts of sums. If nothing beyond them changed that precedes
+        the first changed integer, the marks alone decide.
         """
-        joint, alignment = self._joint, self._alignment.under(after)
+        joint, alignment, landmarks = self._joint, self._alignment.under(after), self._landmarks
         choice = after.first_choice()
+        named = {landmarks.by_rank[at[0]][at[1]] for at in marks}  # in other micro-batches too
+        last = max(joint.place(joint.maker(at)) for at in marks)
         later = [
             at
             for at in after.changed()
-            if self._landmarks.is_end(at)
-            and at not in marks
-            and at not in after.tainted
-            and self._landmarks.list_right(at)
+            if at not in after.tainted
             and alignment.tells(at)
             and (choice is None or joint.place(joint.maker(at)) < joint.place(choice))
         ]
-        return not later or any(self._landmarks.is_right(at, alignment) for at in later)
+        ends = [
+            at
+            for at in later
+            if landmarks.is_end(at)
+            and landmarks.by_rank[at[0]][at[1]] not in named
+            and landmarks.list_right(at)
+        ]
+        if ends:
+            return any(landmarks.is_right(at, alignment) for at in ends)
+        beyond = [at for at in later if joint.place(joint.maker(at)) > last]
+        return not beyond or any(alignment.find(at) is not None for at in beyond)
 
     def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
         """Return whether a result has another shape after an edit, so that recorded sizes may not fit."""

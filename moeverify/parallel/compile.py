@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 _COMPILERS = ("g++", "clang++", "c++")
 
 
-@reading(
-    *(f"layout.{name}" for name in ("compile", "tp", "cp", "pp", "recompute", "parallelize")), "recipe.model"
-)
+@reading(*(f"layout.{name}" for name in ("compile", "tp", "cp", "pp", "parallelize")), "recipe.model")
 def plain_parts(case: Case) -> Iterator[Problem]:
-    """Compiled parts contain no DTensors and no collectives, and run once forward and once backward."""
+    """Compiled parts contain no DTensors and no collectives."""
     layout, path = case.layout, "layout.compile"
     if layout.parallelize is not None or case.recipe.model.reference is None:
         yield blame(path, "`compile` is for the built-in parallelism of the reference model", "remove it")
-    for name in ("tp", "cp", "pp", "recompute"):
+    for name in ("tp", "cp", "pp"):
         if is_asked(layout, name):
             yield blame(path, f"compiled parts together with {name} are not supported", f"remove {name}")
 

@@ -84,6 +84,10 @@ class ProbeProgress(AbstractContextManager["ProbeProgress"]):
         return Group(*cut)
 
 
+def _join(probe: ProbeRow) -> str:
+    return clean("; ".join(filter(None, (probe.meaning, probe.remedy))))
+
+
 def render_probes(probes: Sequence[ProbeRow], console: Console, *, missing: Sequence[str] = ()) -> None:
     """Print a table of the probes and a last line with the counts.
 
@@ -98,7 +102,7 @@ def render_probes(probes: Sequence[ProbeRow], console: Console, *, missing: Sequ
     table.add_column("meaning", overflow="fold", ratio=3)
     for probe in probes:
         status = Text(probe.status, style=_STYLES[probe.status])
-        table.add_row(Text(clean(probe.name)), status, Text(clean(probe.value)), Text(clean(probe.meaning)))
+        table.add_row(Text(clean(probe.name)), status, Text(clean(probe.value)), Text(_join(probe)))
     print_table(table, console)
     console.print()
     failed = sum(probe.status == "fail" for probe in probes)

@@ -73,6 +73,14 @@ class ProbeRow(Record):
     value: str
     meaning: str
     status: Status = "ok"
+    remedy: str = ""
+
+
+class Diagnostics(Record):
+    """The results of `moeverify doctor`; `missing` names probes without a result."""
+
+    rows: tuple[ProbeRow, ...]
+    missing: tuple[str, ...] = ()
 
 
 class ProbeEvent(Record):

@@ -83,7 +83,8 @@ def norm_of_one_mesh(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """
     if all(gradient.dtype == dtype for gradient in gradients):
         return get_total_norm(gradients)
-    norms: tuple[Tensor, ...] = torch._foreach_norm(list(gradients), 2.0, dtype=dtype)
+    # DTensor refuses torch._foreach_norm with a dtype in torch 2.14.
+    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 

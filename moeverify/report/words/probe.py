@@ -12,7 +12,10 @@ from moeverify.results.probe import Answer, Outcome, Probe, ProbeRow, Status
 _ENOUGH_RANKS = 8
 _MOST_CHARACTERS = 160
 _OWN = "moeverify's own collectives check for contiguity; "
-_NO_MEGABLOCKS = "cases with experts: megablocks are skipped; `make megablocks` installs what they need"
+_NO_MEGABLOCKS = (
+    "cases with experts: megablocks are skipped; "
+    "pip install --no-deps --no-build-isolation stanford-stk==0.7.1 megablocks==0.10.0"
+)
 _NO_TRITON = "megablocks needs it, and so does the comparison beside a training on GPUs"
 
 
@@ -168,7 +171,7 @@ def word_host(environment: Mapping[str, str], cores: int, limit: RankLimit) -> l
     """Return rows about this machine that need no rank."""
     torch = environment["torch"]
     if torch == "not installed":
-        meaning, status = "nothing can run; install torch 2.11 or later", "fail"
+        meaning, status = "nothing can run; pip install 'torch>=2.11'", "fail"
     else:
         meaning, status = "goldens are made anew for each version of torch", "ok"
     slow = "more ranks than cores take turns: slow, but right"

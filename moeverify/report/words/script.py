@@ -18,6 +18,7 @@ from moeverify.results.script import (
     MemberFacts,
     NormFacts,
     OptionFacts,
+    ScriptCheck,
 )
 
 _MOST_NAMED = 3
@@ -164,7 +165,9 @@ def _(facts: NormFacts, finding: Finding) -> Words:
 
 
 def describe_note(about: str, run: str, text: str, rank: int) -> str:
-    """Return a note about one run itself: `dropout`, `bypass`, a second `model`, or a stop."""
+    """Return a note about one run itself: `dropout`, `bypass`, `replay`, a second `model`, or a stop."""
+    if about == "replay":
+        return f"{run} replayed the batches that {text}"
     if about == "model":
         return f"{run} trains several models: {text}, and the names of its tensors begin so"
     if about == "dropout":
@@ -179,11 +182,25 @@ def describe_note(about: str, run: str, text: str, rank: int) -> str:
     return f"{run}: recording stopped on rank {rank} ({text}); what was complete before is compared"
 
 
-def describe_other_start(findings: Sequence[Finding]) -> tuple[str, ...]:
-    """Return how to begin both runs with the same weights, if their initial weights differ."""
-    if not any(finding.check == CheckName.INITIAL_STATE for finding in findings):
-        return ()
-    return ("initial weights differ: record RUN_B with `--weights RUN_A` to compare the rest",)
+def describe_mixed_passes() -> str:
+    """Return that a replay could not restore the states of generators."""
+    return (
+        "the replay did not restore generators: its forward passes have the rows of several passes of the ranks; "
+        "give it the same rows per pass to compare dropout and noise"
+    )
+
+
+def describe_remedies(findings: Sequence[Finding], num_expected_ranks: int) -> tuple[str, ...]:
+    """Return how to begin both runs with the same weights, or to give them the same rows, if they differ."""
+    checks = {finding.check for finding in findings}
+    remedies = []
+    if ScriptCheck.BATCH in checks and num_expected_ranks == 1:
+        remedies.append(
+            "rows differ: record RUN_A with `--replay RUN_B` to give it the rows of RUN_B's ranks"
+        )
+    if CheckName.INITIAL_STATE in checks:
+        remedies.append("initial weights differ: record RUN_B with `--weights RUN_A` to compare the rest")
+    return tuple(remedies)
 
 
 def describe_unequal_start(ranks: Sequence[int]) -> str:
@@ -329,8 +346,8 @@ __all__ = [
     "describe_inner_differences",
     "describe_layout",
     "describe_note",
-    "describe_other_start",
     "describe_recorded",
+    "describe_remedies",
     "describe_scope",
     "describe_steps",
     "describe_uncompared",

@@ -13,8 +13,9 @@ from moeverify.report.words.script import (
     describe_bounds,
     describe_early_end,
     describe_layout,
+    describe_mixed_passes,
     describe_note,
-    describe_other_start,
+    describe_remedies,
     describe_scope,
     describe_steps,
     describe_uncompared,
@@ -111,7 +112,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
         notes=(
             *describe_undecided(undecided),
             *_list_notes(expected, actual, num_compared, _count_tensors(places, steps)),
-            *describe_other_start(findings),
+            *describe_remedies(findings, expected.world_size),
             *describe_bounds(precision, is_given=noise is not None, is_measured=measured is not None),
         ),
     )
@@ -301,12 +302,17 @@ def _list_notes(
     """Return notes for the reader of the verdict."""
     has_outputs = [any(rank.outputs for rank in run.ranks) for run in (expected, actual)]
     notes = [describe_scope(has_outputs)]
+    found = {note.about for run in (expected, actual) for rank in run.ranks for note in rank.notes}
+    has_states = "replay" in found and "mixed" not in found
     for name, run in (("RUN_A", expected), ("RUN_B", actual)):
         last = run.ranks[0].header.last
         if run.steps[-1] < last:
             notes.append(describe_early_end(name, run.steps[-1], last))
-        for about in ("model", "dropout", "stopped", "bypass"):
+        for about in ("model", "dropout", "stopped", "bypass", "replay"):
+            if about == "dropout" and has_states:
+                continue
             texts = {note.text: rank.rank for rank in run.ranks for note in rank.notes if note.about == about}
             notes += [describe_note(about, name, text, rank) for text, rank in texts.items()]
+    notes += [describe_mixed_passes()] if "mixed" in found else []
     notes += [] if num_compared >= num_tensors else [describe_uncompared(num_tensors - num_compared)]
     return tuple(notes)

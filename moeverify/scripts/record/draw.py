@@ -1,4 +1,4 @@
-"""The line of a script that drew the batch of a forward pass."""
+"""The line of a script that drew the batch of a forward pass, and the tensors of the batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from moeverify.scripts.record.model import find_inputs
 from moeverify.train.calls.listener import is_inner_file
 
 _MOST_FRAMES = 32
+_INPUT = "input "
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -23,19 +25,71 @@ def find_draw(frame: FrameType | None, tensor: Tensor) -> str:
     `frame` is a frame below the script's call of the model. A batch that functions pass on as an argument is
     found in the outermost of them.
     """
+    frames, name = _find_frames(frame, tensor)
+    line = _find_binding(frames[-1], name) if name else 0
+    return f"{Path(frames[-1].f_code.co_filename).name}:{line}" if line else ""
+
+
+def list_batch(frame: FrameType | None) -> dict[str, Tensor]:
+    """Return the tensors of the batch of a forward pass, each once, by a name that other runs have too.
+
+    These are the inputs of the model, and the integers with as many rows as the first of them (such as
+    labels) in variables of the functions between the draw of the batch and the call of the model. Excluded
+    are activations of other ranks, which need gradients.
+    """
+    given = [(f"{_INPUT}{name}", each) for name, each in find_inputs(frame) if _is_drawn(each)]
+    if not given:
+        return {}
+    first = given[0][1]
+    frames, _ = _find_frames(frame, first)
+    for each in frames:
+        found = [(f"{each.f_code.co_name}.{name}", value) for name, value in each.f_locals.items()]
+        # Variables come first: the place of a micro-batch in a list depends on the number of micro-batches.
+        found += [(f"{name}.{key}", part) for name, value in found for key, part in _list_parts(value)]
+        given += [(name, part) for name, part in found if _is_drawn(part) and _is_beside(part, first)]
+    once = {id(tensor): name for name, tensor in reversed(given)}
+    return {name: tensor for name, tensor in given if once[id(tensor)] == name}
+
+
+def is_input(name: str) -> bool:
+    """Return whether a name of `list_batch` is that of an input of the model."""
+    return name.startswith(_INPUT)
+
+
+def _is_drawn(value: object) -> bool:
+    return type(value) is Tensor and value.ndim > 0 and value.is_leaf and not value.requires_grad
+
+
+def _is_beside(tensor: Tensor, first: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return False
+    return len(tensor) == len(first) or (tensor.ndim == 1 and tensor.numel() == first.numel())
+
+
+def _find_frames(frame: FrameType | None, tensor: Tensor) -> tuple[list[FrameType], str]:
+    """Return the script's frames up to the outermost with a variable in the memory of `tensor`, and its name.
+
+    The innermost frame of the script is returned alone, without a name, if no frame has such a variable.
+    """
     storage = _find_memory(tensor)
-    found: tuple[FrameType, str] | None = None
+    frames: list[FrameType] = []
+    found, num_found = "", 1
     for _ in range(_MOST_FRAMES):
         if frame is None or not storage:
             break
         if not is_inner_file(frame.f_code.co_filename):
+            frames.append(frame)
             name = _find_name(frame.f_locals, storage)
-            found = (frame, name) if name else found
+            found, num_found = (name, len(frames)) if name else (found, num_found)
         frame = frame.f_back
-    if found is None:
-        return ""
-    line = _find_binding(found[0], found[1])
-    return f"{Path(found[0].f_code.co_filename).name}:{line}" if line else ""
+    return frames[:num_found], found
+
+
+def _list_parts(value: Any) -> list[tuple[object, object]]:
+    """Return the elements of a container with their keys."""
+    if type(value) is dict:
+        return list(value.items())
+    return list(enumerate(value)) if type(value) in (list, tuple) else []
 
 
 def _find_memory(value: object) -> int:
@@ -49,8 +103,7 @@ def _find_name(variables: Mapping[str, Any], storage: int) -> str:
     """Return the variable with the largest tensor in this memory, also as an element of a container."""
     best, size = "", 0
     for name, value in variables.items():
-        parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-        for part in parts:
+        for _, part in (("", value), *_list_parts(value)):
             if isinstance(part, Tensor) and part.numel() > size and _find_memory(part) == storage:
                 best, size = name, part.numel()
     return best

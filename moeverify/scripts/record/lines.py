@@ -106,6 +106,23 @@ class Rows(Record):
     site: str = ""
 
 
+class Drawn(Record):
+    """A tensor of the batch of a forward pass, or the state of a generator before it (`generator cpu`).
+
+    `model` is the number of the model among those of the script.
+    """
+
+    line: Literal["drawn"] = "drawn"
+    step: int
+    forward: int
+    model: int = 0
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    bits: int
+
+
 class Output(Record):
     """The input (`is_input`) or output of a module in its n-th `call` within a forward pass.
 
@@ -128,7 +145,7 @@ class Output(Record):
 
 
 class Note(Record):
-    """A fact for the comparison, such as `dropout`, `dtype` or `stopped`, with a text.
+    """A fact for the comparison, such as `dropout`, `dtype`, `replay` or `stopped`, with a text.
 
     `bypass` names a class whose `forward` was called directly for the first time in `step`.
     """
@@ -146,5 +163,7 @@ class End(Record):
     num_steps: int
 
 
-Line = Annotated[Header | Call | Values | Options | Rows | Output | Note | End, Field(discriminator="line")]
+Line = Annotated[
+    Header | Call | Values | Options | Rows | Drawn | Output | Note | End, Field(discriminator="line")
+]
 LINES: TypeAdapter[Line] = TypeAdapter(Line)

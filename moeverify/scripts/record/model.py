@@ -190,7 +190,12 @@ def sum_rows(tensor: Tensor) -> Tensor:
 
 
 def find_rows(frame: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the integer inputs (rows, ...) of the module call around a hook.
+    """Yield (name, tensor) of the integer inputs (rows, ...) of the module call around a hook."""
+    yield from ((name, each) for name, each in find_inputs(frame) if _is_rows(each))
+
+
+def find_inputs(frame: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all tensors that the module call around a hook gets.
 
     torch's global hooks do not receive keyword arguments, which models often use. They are read from the
     frame in which torch holds them while it calls its hooks.
@@ -201,15 +206,13 @@ def find_rows(frame: Any) -> Iterator[tuple[str, Tensor]]:
         values, named = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
         if isinstance(values, tuple) and isinstance(named, dict):
             inputs = [*((str(n), each) for n, each in enumerate(values)), *named.items()]
-            yield from ((name, each) for name, each in inputs if _is_rows(each))
+            yield from ((name, each) for name, each in inputs if isinstance(each, Tensor))
             return
         frame = frame.f_back
 
 
-def _is_rows(value: object) -> bool:
-    if not isinstance(value, Tensor) or value.ndim < 2:
-        return False
-    return not value.is_floating_point() and not value.is_complex()
+def _is_rows(value: Tensor) -> bool:
+    return value.ndim > 1 and not value.is_floating_point() and not value.is_complex()
 
 
 def find_dropout(module: nn.Module) -> Iterator[str]:

@@ -23,6 +23,7 @@ from moeverify.report.numbers import format_range
 from moeverify.scripts.record.lines import (
     LINES,
     VERSION,
+    Drawn,
     End,
     Header,
     Line,
@@ -54,6 +55,7 @@ class RankRecord:
     values: dict[Key, Values] = field(default_factory=dict)
     options: list[Options] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     end: End | None = None
@@ -87,7 +89,14 @@ class RankRecord:
         rows, positions, *rest = make_region(line.where).local_shape
         return self._load(line, line.offset, (rows, -(-positions // line.stride), *rest))
 
-    def _load(self, line: Values | Output, offset: int, shape: tuple[int, ...]) -> Tensor:
+    def read_drawn(self, line: Drawn) -> Tensor:
+        """Return a tensor of a batch, or the state of a generator.
+
+        Raises: FormatError when the values do not match their hash.
+        """
+        return self._load(line, line.offset, line.shape)
+
+    def _load(self, line: Values | Output | Drawn, offset: int, shape: tuple[int, ...]) -> Tensor:
         dtype, numel = getattr(torch, line.dtype), math.prod(shape)
         if not numel:
             local = torch.zeros(shape, dtype=dtype)
@@ -102,7 +111,7 @@ class RankRecord:
             self._verified.add(id(line))
         return local
 
-    def _explain_damage(self, line: Values | Output, what: str) -> FormatError:
+    def _explain_damage(self, line: Values | Output | Drawn, what: str) -> FormatError:
         file = self.folder / DATA_FILE.format(rank=self.rank)
         kind = line.kind if isinstance(line, Values) else line.line
         return FormatError(f"{file}: damaged at {kind} {line.name}: {what}", _AGAIN)
@@ -240,13 +249,13 @@ def _build_line(path: Path, number: int, content: Any) -> Line:
         where, message = read_problem(error)
         wrong = f"{name_path(where)}: {message}"
     else:
-        wrong = _find_problem(line) if isinstance(line, Values | Output) else ""
+        wrong = _find_problem(line) if isinstance(line, Values | Output | Drawn) else ""
         if not wrong:
             return line
     raise FormatError(f"{path}:{number}: no line of a recorded run ({wrong})", _AGAIN)
 
 
-def _find_problem(line: Values | Output) -> str:
+def _find_problem(line: Values | Output | Drawn) -> str:
     """Return the problem of a line with an impossible type, region or offset, or an empty string."""
     if line.offset is not None and not isinstance(getattr(torch, line.dtype, None), torch.dtype):
         return f"dtype: {line.dtype!r} is none of torch"
@@ -256,6 +265,8 @@ def _find_problem(line: Values | Output) -> str:
         return "offset: the line has neither values nor a sketch"
     if isinstance(line, Output) and (line.stride < 1 or len(line.where.dims) < 2):
         return f"stride: {line.stride}" if line.stride < 1 else "where.dims: fewer than 2"
+    if isinstance(line, Drawn):
+        return "" if line.shape and min(line.shape) >= 0 else f"shape: {list(line.shape)}"
     return _find_problem_of_region(line.where)
 
 
@@ -277,7 +288,7 @@ def _find_problem_of_region(where: Where) -> str:
     return ""
 
 
-def _add(record: RankRecord, line: Call | Values | Options | Rows | Output | Note | End) -> None:
+def _add(record: RankRecord, line: Call | Values | Options | Rows | Drawn | Output | Note | End) -> None:
     if isinstance(line, Values):
         record.values[line.step, line.kind, line.name] = line
     elif isinstance(line, End):
@@ -286,6 +297,8 @@ def _add(record: RankRecord, line: Call | Values | Options | Rows | Output | Not
         record.calls.append(line)
     elif isinstance(line, Options):
         record.options.append(line)
+    elif isinstance(line, Drawn):
+        record.drawn.append(line)
     elif isinstance(line, Output):
         record.outputs.append(line)
     elif isinstance(line, Rows):

@@ -6,7 +6,7 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moeverify.errors import FormatError
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.placement import local_part
 from moeverify.results.checks import Kind
-from moeverify.scripts.record.draw import find_draw
+from moeverify.scripts.record.draw import find_draw, list_batch
 from moeverify.scripts.record.lines import End, Header, Note, Options, Rows
 from moeverify.scripts.record.listener import ModelListener, identify
 from moeverify.scripts.record.model import compute_dtype, find_dropout, find_rows, hash_rows, is_number
 from moeverify.scripts.record.outputs import ModuleOutputs
 from moeverify.scripts.record.rank_file import RankFile
+from moeverify.scripts.record.replay import Pass, Replay, keep_batch
 from moeverify.scripts.record.settings import Settings
 from moeverify.scripts.record.tensors import hash_random, keep_tensor
 from moeverify.train.calls.call import Call
@@ -54,6 +56,7 @@ class Recorder(ModelListener):
         self._target = 0
         self._forwards = (0, 0)  # step, and number of its training forward passes
         self._outputs = ModuleOutputs(self._open, settings.limit, self.fail) if settings.outputs else None
+        self._replay: Replay | None = None
         self._operators: StepOperators | None = None
         if settings.operators is not None:
             from moeverify.scripts.record.operators import StepOperators
@@ -195,6 +198,7 @@ class Recorder(ModelListener):
         self._add_call("forward")
         number = self._forwards[1] if self._forwards[0] == self.step else 0
         self._forwards = self.step, number + 1
+        self._take_batch(module, number, list_batch(frame))
         sizes = None
         for name, tensor in find_rows(frame):
             rows = tuple(hash_rows(tensor)[:_MOST_ROWS].tolist())
@@ -208,6 +212,22 @@ class Recorder(ModelListener):
             self._outputs.begin(self.step, number, sizes)
         if self._operators is not None:
             self._operators.begin(self.step, module, self.model.name_shards(module))
+
+    def _take_batch(self, module: nn.Module, number: int, batch: Mapping[str, Tensor]) -> None:
+        """Record the batch of a forward pass, and replace it first if batches are replayed."""
+        model = next((place for place, root in enumerate(self.model.roots) if root is module), 0)
+        place = Pass(self.step, number, model)
+        if self.settings.replay is not None:
+            if self._replay is None:
+                self._replay = Replay(self.settings.replay)
+                if self.find_rank()[1] > 1:
+                    raise FormatError("batches were not replayed", "run the script on one device")
+                self._open().add(Note(about="replay", text=self._replay.describe()))
+            had_mixed = self._replay.has_mixed_passes
+            self._replay.replace(place, batch)
+            if self._replay.has_mixed_passes and not had_mixed:
+                self._open().add(Note(about="mixed", step=self.step))
+        keep_batch(self._open(), self.settings.limit, place, batch)
 
     def take_model(self, module: nn.Module) -> None:
         """Register a model, and prepare it if it is new."""

@@ -21,6 +21,7 @@ class Settings(Record):
     - `first`, `last`: range of recorded steps, inclusive.
     - `limit`: a local tensor with more bytes is stored as a sketch.
     - `weights`: folder of a run whose initial weights are loaded into the model.
+    - `replay`: folder of a run whose batches and generator states one device gets in place of its own.
     - `seed`: seed of the generators of torch, NumPy and Python.
     - `nudge`: seed of signs by which every initial weight moves by one unit of rounding. A second run of
       one device then shows the effect of rounding alone. The unit is that of `nudge_dtype`, the dtype that
@@ -34,6 +35,7 @@ class Settings(Record):
     last: int = 3
     limit: int = 64 * 2**20
     weights: Path | None = None
+    replay: Path | None = None
     seed: int | None = None
     nudge: int | None = None
     nudge_dtype: Literal["bfloat16", "float16"] | None = None

@@ -32,8 +32,9 @@ def _complete(
     if not outcome.limits:
         return outcome.result
     own = outcome.limits
-    (_, _, worst_name), worst = max(own.items(), key=lambda item: item[1])
-    limits = DetectionLimits(median=statistics.median(own.values()), worst=worst, tensor=worst_name)
+    known = {key: best[key] for key in own}
+    (_, _, worst_name), worst = max(known.items(), key=lambda item: item[1])
+    limits = DetectionLimits(median=statistics.median(known.values()), worst=worst, tensor=worst_name)
     changes: dict[str, object] = {"limits": limits}
     if check.name in DECIDED_KINDS:
         counted = [best[key] for key in own if best[key] <= DECIDED_LIMIT or key[2] not in vanishing]

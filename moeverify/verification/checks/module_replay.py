@@ -22,6 +22,7 @@ from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward
 from moeverify.parallel.regions.unseen import unseen
 from moeverify.train.module_taps import list_floats
+from moeverify.verification.checks.selections import HeldSelections, RecordedSelections, Selection
 
 MOST_ELEMENTS = 1 << 26
 """Maximum number of elements that are kept of a step: 128 MiB in bfloat16."""
@@ -29,15 +30,17 @@ MOST_ELEMENTS = 1 << 26
 _NUDGE = 0.5  # units of rounding by which the inputs of further runs are off
 _NUDGED_RUNS = 2
 _STABLE = 8.0  # times the median error of a row; a row beyond it has made another choice, as of experts
+_MOST_UNMIXED = 4.0  # units of rounding, relative to the largest number
 _LEAST_STABLE = 0.75  # share of the rows
-_MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
+MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
 
 
 @dataclass
 class Visit:
-    """The first call of a module on this rank: inputs, outputs, and the gradients that came back.
+    """A call of a module on this rank: inputs, outputs, and the gradients that came back.
 
     `outputs` and `of_outputs` are keyed by slot (`list_floats`), and `of_inputs` by the slot of the input.
+    `selections` are the choices that the module made.
     """
 
     args: Sequence[Any]
@@ -45,6 +48,7 @@ class Visit:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     of_outputs: dict[str, Tensor] = field(default_factory=dict)
     of_inputs: dict[str, Tensor] = field(default_factory=dict)
+    selections: Sequence[Selection] = ()
 
 
 @dataclass(frozen=True)
@@ -62,21 +66,33 @@ class Replayed:
 
 
 class Visits:
-    """Hooks that keep the first call of each chosen module, with gradients.
+    """Hooks that keep the calls of each chosen module since `take`, with gradients, as many as fit.
 
     The part of an input's gradient that comes from the module is read from the operations of the module that
     take the input. Nothing is added to the graph: another order of sums would be another rounding.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.found: dict[str, Visit] = {}
+        self.found: dict[str, list[Visit]] = {}
+        self.incomplete: set[str] = set()  # modules with calls that were not kept
         self._room = MOST_ELEMENTS
-        self._entered: dict[str, dict[_Edge, str]] = {}
+        self._entered: dict[str, _Entered] = {}
+        # One context for all calls: torch compiles functions again under another one.
+        self._recording = RecordedSelections()
+        self._is_recording = False
         self._handles: list[RemovableHandle] = []
         for name, module in modules.items():
             enter = unseen(self._make_pre_hook(name))
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(unseen(self._make_hook(name))))
+            leave = unseen(self._make_hook(name))
+            # Without `always_call`: with it torch compiles a compiled module again for each call.
+            self._handles.append(module.register_forward_hook(leave))
+
+    def take(self) -> dict[str, list[Visit]]:
+        """Return the calls so far of modules whose calls were all kept, and forget them."""
+        found = {name: visits for name, visits in self.found.items() if name not in self.incomplete}
+        self.found, self.incomplete = {}, set()
+        return found
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -84,6 +100,13 @@ class Visits:
             handle.remove()
         self._handles = []
         self._entered.clear()
+        self._end_recording()
+
+    def _end_recording(self) -> None:
+        if self._is_recording and not self._entered:
+            self._recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_recording = False
+            self._recording.made.clear()
 
     def _make_pre_hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -91,26 +114,35 @@ class Visits:
             is_training = (
                 not torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_in_backward()
             )
-            if not is_training or name in self.found:
+            if not is_training:
                 return
             size = sum(each.numel() for each in _list_tensors((args, kwargs)))
-            if size > self._room:
+            if size > self._room or name in self._entered:
+                self.incomplete.add(name)
                 return
             self._room -= size
             taken = (tuple(args), dict(kwargs))
             floats = [(slot, each) for slot, each in list_floats(taken) if each.grad_fn is not None]
             edges = {_Edge(each.grad_fn, each.output_nr): slot for slot, each in floats}
             # If one tensor is several inputs, the parts of its gradient cannot be separated.
-            self._entered[name] = edges if len(edges) == len(floats) else {}
-            self.found[name] = Visit(*_map(_copy, taken))
+            edges = edges if len(edges) == len(floats) else {}
+            if not self._is_recording:
+                self._is_recording = True
+                self._recording.__enter__()  # type: ignore[no-untyped-call]
+            visit = Visit(*_map(_copy, taken))
+            self._entered[name] = _Entered(visit, edges, len(self._recording.made))
+            self.found.setdefault(name, []).append(visit)
 
         return hook
 
     def _make_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            visit, edges = self.found.get(name), self._entered.pop(name, None)
-            if visit is None or edges is None or torch.compiler.is_compiling():
+            entered = None if torch.compiler.is_compiling() else self._entered.pop(name, None)
+            if entered is None:
                 return
+            visit, edges = entered.visit, entered.edges
+            visit.selections = tuple(self._recording.made[entered.num_selections :])
+            self._end_recording()
             for slot, tensor in list_floats(output):
                 visit.outputs[slot] = _copy(tensor)
                 if tensor.requires_grad:
@@ -118,6 +150,15 @@ class Visits:
             _read_back([tensor.grad_fn for _, tensor in list_floats(output)], edges, visit.of_inputs)
 
         return hook
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """A call that has not returned: its input's edges, and the number of choices before it."""
+
+    visit: Visit
+    edges: Mapping[_Edge, str]
+    num_selections: int
 
 
 class _Edge(NamedTuple):
@@ -232,11 +273,11 @@ def replay(
 
     Raises: Obstacle.
     """
-    _require_tokens(visit, tokens)
+    require_tokens(visit, tokens)
     try:
-        alike = [_run(narrow, visit, nn.Identity())]
-        alike += [_run(narrow, visit, _Nudge(_NUDGE * unit, seed)) for seed in range(_NUDGED_RUNS)]
-        exact = _run(wide, visit, _Widen())
+        alike = [run(narrow, visit, nn.Identity(), unit)[0]]
+        alike += [run(narrow, visit, _Nudge(_NUDGE * unit, seed), unit)[0] for seed in range(_NUDGED_RUNS)]
+        exact = run(wide, visit, Widen(), unit)[0]
     except Obstacle:
         raise
     except Exception as error:  # of user code, such as another signature
@@ -260,7 +301,39 @@ def replay(
     return found
 
 
-def _require_tokens(visit: Visit, tokens: tuple[int, int]) -> None:
+def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], unit: float) -> bool:
+    """Return whether the outputs of one device's module at a position depend on other positions.
+
+    Each half of the positions is run alone. A module that does not run so, or returns something else than
+    tokens, counts as one that mixes them.
+    """
+    positions = tokens[1]
+    middle = positions // 2
+    for part in (slice(0, middle), slice(middle, positions)):
+
+        def cut(value: Any, part: slice = part) -> Any:
+            if not isinstance(value, Tensor) or not _has_tokens(value.shape, tokens):
+                return value
+            is_flat = value.shape[:2] != tokens
+            return value.reshape(*tokens, -1)[:, part].flatten(0, 1) if is_flat else value[:, part]
+
+        half = Visit(*_map(cut, (tuple(visit.args), dict(visit.kwargs))))
+        try:
+            found, _ = run(module, half, nn.Identity(), unit)
+        except Exception:  # of user code, such as another number of positions
+            return True
+        for slot, whole in visit.outputs.items():
+            expected, actual = cut(whole), found.get(("output", slot))
+            if expected is whole or actual is None or expected.shape != actual.shape:
+                return True
+            size = float(whole.abs().max())
+            if not float((actual - expected).abs().max()) <= _MOST_UNMIXED * unit * size:
+                return True
+    return False
+
+
+def require_tokens(visit: Visit, tokens: tuple[int, int]) -> None:
+    """Refuse a call whose input is divided, or has no rows and positions. Raises: Obstacle."""
     tensors = list(_list_tensors((visit.args, visit.kwargs)))
     if any(isinstance(each, DTensor) for each in tensors):
         raise Obstacle("is divided inside of its input or output")
@@ -289,16 +362,27 @@ class _Nudge(nn.Module):
         return (value.to(torch.float64) * (1.0 + self._size * signs)).to(value.dtype)
 
 
-class _Widen(nn.Module):
+class Widen(nn.Module):
+    """Converts float tensors to float64."""
+
     def forward(self, value: Tensor) -> Tensor:
+        """Return the value in float64."""
         return value.to(torch.float64)
 
 
 Results = dict[tuple[str, str], Tensor]  # by end and slot
 
 
-def _run(module: nn.Module, visit: Visit, change: nn.Module) -> Results:
-    """Return the outputs and input gradients of one device's module on changed inputs, detached."""
+def run(
+    module: nn.Module, visit: Visit, change: nn.Module, unit: float, *, of_parameters: bool = False
+) -> tuple[Results, dict[str, Tensor]]:
+    """Return the detached results of one device's module on changed inputs, with the rank's choices.
+
+    The second value has the gradients of the parameters by their names in the module, on request. `unit` is
+    the distance from 1.0 to the next number of the rank's precision.
+
+    Raises: Obstacle.
+    """
 
     def prepare(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -306,23 +390,53 @@ def _run(module: nn.Module, visit: Visit, change: nn.Module) -> Results:
         return change(value).detach().requires_grad_()
 
     args, kwargs = _map(prepare, (tuple(visit.args), dict(visit.kwargs)))
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    held = HeldSelections(visit.selections, unit)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), held:
         outputs = dict(list_floats(module(*args, **kwargs)))
     found = {("output", slot): each.detach() for slot, each in outputs.items()}
     inputs = {slot: each for slot, each in list_floats((args, kwargs)) if slot in visit.of_inputs}
     back = [(each, visit.of_outputs[slot]) for slot, each in outputs.items() if slot in visit.of_outputs]
     if any(isinstance(gradient, DTensor) or gradient.shape != each.shape for each, gradient in back):
         raise Obstacle("is divided inside of its input or output")
-    if inputs and back:
-        gradients = torch.autograd.grad(
-            [each for each, _ in back],
-            list(inputs.values()),
-            [gradient.to(each.dtype) for each, gradient in back],
-            allow_unused=True,
-        )
-        for slot, gradient in zip(inputs, gradients, strict=True):
-            if gradient is not None:
-                found["gradient of its input", slot] = gradient.detach()
+    named = {name: each for name, each in module.named_parameters() if of_parameters and each.requires_grad}
+    if not back or not (inputs or named):
+        return found, {}
+    back = _leave_out_inner(back)
+    gradients = _differentiate(back, [*inputs.values(), *named.values()])
+    for slot, gradient in zip(inputs, gradients, strict=False):
+        if gradient is not None:
+            found["gradient of its input", slot] = gradient.detach()
+    own = zip(named, gradients[len(inputs) :], strict=True)
+    return found, {name: gradient for name, gradient in own if gradient is not None}
+
+
+Back = list[tuple[Tensor, Tensor]]  # outputs, and their gradients
+
+
+def _leave_out_inner(back: Back) -> Back:
+    """Return the gradients that come from outside of the module.
+
+    An output may be a value that the module computes with, such as the scores of its choices. The gradient of
+    such an output includes contributions of the later outputs, which the replay computes itself.
+    """
+    later: Back = []
+    # torch numbers operations in the order of their calls; an input that is returned has no operation
+    for output, gradient in sorted(back, key=lambda each: -_number(each[0])):
+        total = gradient.to(output.dtype)
+        inner = _differentiate(later, [output], retain_graph=True)[0] if later else None
+        later.append((output, total if inner is None else total - inner))
+    return later
+
+
+def _number(output: Tensor) -> int:
+    return -1 if output.grad_fn is None else int(output.grad_fn._sequence_nr())
+
+
+def _differentiate(back: Back, sources: Sequence[Tensor], **options: bool) -> Sequence[Tensor | None]:
+    outputs, gradients = zip(*back, strict=True)
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        outputs, sources, gradients, allow_unused=True, **options
+    )
     return found
 
 
@@ -345,4 +459,4 @@ def _compare(
     if int(stable.sum()) < _LEAST_STABLE * rows or norm == 0.0:
         return None
     relative = float(rounding[stable].norm()) / norm
-    return None if relative > _MOST_ROUNDING else (float(error[stable].norm()) / norm, relative)
+    return None if relative > MOST_ROUNDING else (float(error[stable].norm()) / norm, relative)

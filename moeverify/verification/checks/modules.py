@@ -10,43 +10,77 @@ that is no output. Modules that cannot be replayed under the layout are listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor, nn
 
 from moeverify.cases.schema import Recipe
-from moeverify.results.checks import CheckName
+from moeverify.parallel.regions.region import Region
+from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import ReplayedModules, Use
 from moeverify.results.finding import CheckResult, Finding, Worst
+from moeverify.results.place import Place, Stage
 from moeverify.train.assemble import assemble_single
 from moeverify.train.custom_subject import CustomSubject
 from moeverify.train.program import Program, compute_dtype_of
 from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.verification.checks.bounds import FLOOR
 from moeverify.verification.checks.forced_blocks import place_finding
-from moeverify.verification.checks.module_replay import Obstacle, Replayed, Visits, choose_modules, replay
+from moeverify.verification.checks.module_gradients import (
+    Held,
+    StepSums,
+    Summed,
+    compare_sums,
+    find_owners,
+    hold,
+    sum_calls,
+)
+from moeverify.verification.checks.module_replay import (
+    MOST_ROUNDING,
+    Obstacle,
+    Replayed,
+    Visit,
+    Visits,
+    choose_modules,
+    mixes_positions,
+    replay,
+)
 from moeverify.verification.compare.assembled import Key
+from moeverify.verification.compare.gather import gather_on_all
 
 PRECISIONS = ("bfloat16", "mixed")
+
+MOST_STATE = 1 << 24
+"""Maximum number of elements of weights that are kept for all steps together."""
 
 _UNDER_CP = "has positions of other ranks"
 
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """Replayed modules of one rank, and the reasons why others were not replayed, by module."""
+    """Replayed modules of one rank, the reasons why others were not replayed, and its part of gradients.
+
+    `left_out` is by module. `sums` has one entry for each step whose weights are known.
+    """
 
     replayed: tuple[Replayed, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    sums: tuple[StepSums, ...] = ()
+
+
+State = list[tuple[str, Tensor, Region]]
 
 
 class ModulesWatch(Watch[ModuleReport]):
-    """Keeps the first call of each module in the first step, and replays it after the run.
+    """Keeps the calls of modules, and replays them after the run.
 
-    `left_out` are modules that are not replayed, with reasons. `alone` is the context of the replay: one
-    device's modules must not see the other ranks.
+    `left_out` are modules that are not replayed, with reasons, and `unsummed` are parameters whose gradients are
+    not summed again. `calls` has the number of calls in a micro-batch of modules that are not called once. A
+    module with another number of calls is not summed: a pipeline may call it to infer shapes, which adds nothing
+    to gradients. `alone` is the context of the replay: one device's modules must not see the other ranks.
     """
 
     def __init__(
@@ -55,68 +89,186 @@ class ModulesWatch(Watch[ModuleReport]):
         program: Program,
         left_out: Mapping[str, str],
         alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+        unsummed: Collection[str] = (),
+        calls: Mapping[str, int] | None = None,
+        *,
+        counts_calls: bool = True,
     ) -> None:
         share = program.share.micro_batches(program.num_micro_batches)[0]
         self._tokens = len(share.rows), len(share.positions)
+        self._share = repr(program.share)
+        self._scale = program.scale
         self._recipe, self._device = recipe, program.device
-        self._left_out = left_out
+        self._left_out, self._unsummed = left_out, unsummed
+        self._counts_calls = counts_calls
+        self._calls, self._num_micro_batches = calls or {}, program.num_micro_batches
         self._alone = alone
         modules = choose_modules(program.model)
         self._visits = Visits({name: each for name, each in modules.items() if name not in left_out})
-        self._is_begun = False
+        self._is_scaled = program.custom_step is not None
+        self._normed: set[int] = set()  # steps that show their gradient norm
+        size = sum(torch.Size(shard.region.shape).numel() for shard in program.live_shards())
+        self._num_kept = recipe.steps if size * recipe.steps <= MOST_STATE else 1
+        self._steps: list[dict[str, list[Visit]]] = []
+        self._held: list[dict[str, list[Held]]] = []
+        self._states: list[State] = []  # after each step but the last one
 
     def begin_step(self, step: int) -> None:
-        """Watch the first step only; see `Watch`."""
-        if self._is_begun:
+        """Begin the calls of the next step; see `Watch`."""
+        self._end_step()
+        self._held.append({})
+        self._states.append([])
+        if len(self._held) > self._num_kept:
             self._visits.close()
-        self._is_begun = True
+
+    def _end_step(self) -> None:
+        if len(self._steps) < len(self._held):
+            self._steps.append(self._visits.take())
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Keep the state after a step, and the sampled elements of a gradient; see `Watch`."""
+        if local is None or not 0 <= step < self._num_kept:
+            return
+        if kind == Kind.GRADIENT and name not in self._unsummed:
+            self._held[-1].setdefault(name, []).append(hold(local, region))
+        elif kind == Kind.GRADIENT_NORM:
+            self._normed.add(step)
+        elif kind in (Kind.WEIGHT, Kind.BUFFER) and step < self._num_kept - 1:
+            self._states[-1].append((name, local.detach().to("cpu", copy=True), region))
 
     def close(self) -> None:
         """Release the model; see `Watch`."""
+        self._end_step()
         self._visits.close()
+
+    def count_calls(self) -> dict[str, int]:
+        """Return the number of calls in a micro-batch, of modules that are not called once."""
+        counts = {name: len(visits) // self._num_micro_batches for name, visits in self._steps[0].items()}
+        return {name: count for name, count in counts.items() if count != 1}
+
+    def list_mixing(self) -> list[str]:
+        """Return the modules that mix positions, on one device after its run."""
+        one = assemble_single(self._recipe, self._device)
+        dtype = compute_dtype_of(self._recipe.precision)
+        for parameter in one.model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        modules, unit = choose_modules(one.model), torch.finfo(dtype).eps
+        with one.subject.surround():
+            return [
+                name
+                for name, (visit, *_) in self._steps[0].items()
+                if mixes_positions(visit, modules[name], self._tokens, unit)
+            ]
 
     def report(self) -> ModuleReport:
         """Replay the modules; see `Watch`."""
+        states = gather_on_all(self._states)
         with self._alone():
-            return self._replay()
+            return self._replay(states)
 
-    def _replay(self) -> ModuleReport:
+    def _replay(self, states: Sequence[Sequence[State]]) -> ModuleReport:
         narrow = assemble_single(self._recipe, self._device)
         wide = assemble_single(self._recipe, self._device, compute="float64")
         dtype = compute_dtype_of(self._recipe.precision)
         for parameter in narrow.model.parameters():
             parameter.data = parameter.data.to(dtype)
-        narrow_modules, wide_modules = choose_modules(narrow.model), choose_modules(wide.model)
-        left_out = dict(self._left_out)
+        modules = {
+            name: (each, wide_each)
+            for (name, each), wide_each in zip(
+                choose_modules(narrow.model).items(), choose_modules(wide.model).values(), strict=True
+            )
+        }
+        left_out, unit = dict(self._left_out), torch.finfo(dtype).eps
         found: list[Replayed] = []
-        for name, visit in self._visits.found.items():
-            if name not in wide_modules:
-                left_out[name] = "is on no single device"
+        sums: list[StepSums] = []
+        owners = find_owners(narrow.model, {name: each for name, (each, _) in modules.items()})
+        owners = {name: each for name, each in owners.items() if name not in self._unsummed}
+        with narrow.subject.surround():
+            for name, visits in (self._steps[0] if self._steps else {}).items():
+                if name not in modules:
+                    left_out[name] = "is on no single device"
+                    continue
+                try:
+                    found += replay(name, visits[0], *modules[name], self._tokens, unit)
+                except Obstacle as obstacle:
+                    left_out[name] = str(obstacle)
+            for step in range(min(self._num_kept, len(self._steps))):
+                if step > 0:
+                    for program in (narrow, wide):
+                        _load_state(program, [each for of_rank in states for each in of_rank[step - 1]])
+                sums.append(self._sum_step(step, narrow, modules, owners, unit))
+        return ModuleReport(tuple(found), left_out, tuple(sums))
+
+    def _sum_step(
+        self,
+        step: int,
+        narrow: Program,
+        modules: Mapping[str, tuple[nn.Module, nn.Module]],
+        owners: Mapping[str, tuple[str, ...]],
+        unit: float,
+    ) -> StepSums:
+        """Return this rank's part of the gradients of a step, from one device's modules with its weights."""
+        names = {id(each): name for name, each in narrow.model.named_parameters() if name in owners}
+        sums = StepSums(self._share, self._is_scaled, held=self._held[step], owners=owners)
+        if self._is_scaled and step not in self._normed:
+            return StepSums(self._share)
+        for module, visits in self._steps[step].items():
+            num_calls = self._calls.get(module, 1) * self._num_micro_batches
+            if module not in modules or (self._counts_calls and len(visits) != num_calls):
                 continue
+            inner = {
+                name: names[id(each)]
+                for name, each in modules[module][0].named_parameters()
+                if id(each) in names
+            }
             try:
-                with narrow.subject.surround():
-                    unit = torch.finfo(dtype).eps
-                    found += replay(name, visit, narrow_modules[name], wide_modules[name], self._tokens, unit)
-            except Obstacle as obstacle:
-                left_out[name] = str(obstacle)
-        return ModuleReport(tuple(found), left_out)
+                added = sum_calls(visits, *modules[module], inner, self._tokens, unit) if inner else {}
+            except Obstacle:
+                continue
+            for name, each in added.items():
+                sums.added.setdefault(name, {})[module] = each.divide(self._scale)
+        return sums
+
+
+@torch.no_grad()
+def _load_state(program: Program, shown: State) -> None:
+    """Overwrite the weights and buffers of one device with those of all ranks together."""
+    known = {shard.name: shard for shard in (*program.shards, *program.buffers)}
+    for name, local, region in shown:
+        if name in known:
+            target = known[name].local()
+            whole = target.to("cpu", copy=True)
+            region.put(whole, local.to(whole.dtype).reshape(region.local_shape))
+            target.copy_(whole)
 
 
 def list_unreproduced(
     recipe: Recipe, device: torch.device, train: Callable[[Program, Watch[ModuleReport]], object]
-) -> dict[str, str]:
-    """Return the modules whose results one device does not reproduce in the precision of the recipe.
+) -> dict[tuple[str, str], str]:
+    """Return modules and gradients that one device does not reproduce in the precision of the recipe.
 
-    The value is the obstacle, or empty if the results differ. `train(program, watch)` trains the first step.
+    The keys are (module, "") and, for the gradient of a parameter, (parameter, "gradient"). The value is the
+    obstacle, or empty if the results differ. The keys (module, "positions") are of modules that mix positions,
+    which ranks of context parallelism cannot replay; (module, "calls") has the number of calls in a micro-batch if
+    that is not one. `train(program, watch)` trains the first steps.
     """
     if not applies(recipe):
         return {}
     program = assemble_single(recipe, device)
-    watch = ModulesWatch(recipe, program, {})
+    watch = ModulesWatch(recipe, program, {}, counts_calls=False)
     train(program, watch)
+    found = {(name, "positions"): "" for name in watch.list_mixing()}
+    found |= {(name, "calls"): str(count) for name, count in watch.count_calls().items()}
     report = watch.report()
     wrong = {each.module for each in report.replayed if not each.error <= _bound_of(recipe, each)}
-    return {**report.left_out, **dict.fromkeys(sorted(wrong), "")}
+    found |= {(name, ""): why for name, why in report.left_out.items()}
+    found |= dict.fromkeys(((name, "") for name in sorted(wrong)), "")
+    for step in report.sums:
+        compared = compare_sums([step])
+        for name in step.held:
+            if name not in compared or not compared[name].error <= _bound_of(recipe, compared[name], 2.0):
+                found[name, "gradient"] = ""
+    return found
 
 
 def applies(recipe: Recipe) -> bool:
@@ -124,7 +276,7 @@ def applies(recipe: Recipe) -> bool:
     return recipe.model.reference is None and recipe.precision in PRECISIONS and recipe.float8 == "none"
 
 
-def _bound_of(recipe: Recipe, replayed: Replayed, factor: float = 1.0) -> float:
+def _bound_of(recipe: Recipe, replayed: Replayed | Summed, factor: float = 1.0) -> float:
     return max(factor * replayed.rounding, FLOOR[recipe.precision])
 
 
@@ -141,10 +293,15 @@ class Modules(Check[ModuleReport]):
         is_own = isinstance(program.subject, CustomSubject)
         if not is_own or not applies(run.case.recipe) or layout.compile != "none":
             return None
-        skipped = {name: why for (use, name, _), why in run.dtypes.items() if use == Use.UNREPRODUCED}
+        unreproduced = {
+            (name, what): why for (use, name, what), why in run.dtypes.items() if use == Use.UNREPRODUCED
+        }
+        skipped = {name: why for (name, what), why in unreproduced.items() if not what}
+        calls = {name: int(why) for (name, what), why in unreproduced.items() if what == "calls"}
+        unsummed = [name for name, what in unreproduced if what == "gradient"]
         if layout.cp > 1:
-            skipped |= dict.fromkeys(choose_modules(program.model), _UNDER_CP)
-        return ModulesWatch(run.case.recipe, program, skipped, run.alone)
+            skipped |= {name: _UNDER_CP for name, what in unreproduced if what == "positions"}
+        return ModulesWatch(run.case.recipe, program, skipped, run.alone, unsummed, calls)
 
     def judge(self, shown: Shown, reports: Sequence[ModuleReport]) -> Outcome | None:
         """Return the verdict. An error in a module follows an error in one of its members; see `Check`."""
@@ -173,10 +330,20 @@ class Modules(Check[ModuleReport]):
                     other for (other, _), ratio in zip(found, ratios, strict=True) if not ratio <= 1.0
                 )
                 findings.append(_make_finding(shown, tensor, wrong, rank, each.error, bounds[at]))
+        for key, summed in _compare_steps(reports):
+            bound = _bound_of(recipe, summed, factor)
+            if summed.rounding > MOST_ROUNDING:
+                continue
+            limits[key] = bound
+            ratio = rate_error(summed.error) / bound
+            if worst is None or ratio > worst[0]:
+                worst = ratio, Worst(tensor=key[2], error=summed.error, bound=bound, step=key[0])
+            if not ratio <= 1.0:
+                findings.append(_make_gradient_finding(shown, key, summed, bound))
         result = CheckResult(
             name=CheckName.MODULES,
             verdict="mismatch" if findings else "pass",
-            tensors=len(rows),
+            tensors=len(limits),
             worst=worst[1] if worst else None,
             facts=_describe(reports, {module for module, _ in rows}),
         )
@@ -198,6 +365,28 @@ def _make_finding(
             error=rate_error(error),
             bound=bound,
         )
+    )
+
+
+def _compare_steps(reports: Sequence[ModuleReport]) -> Iterator[tuple[Key, Summed]]:
+    for step in range(min(len(report.sums) for report in reports)):
+        compared = compare_sums([report.sums[step] for report in reports])
+        yield from (((step, Kind.GRADIENT, name), summed) for name, summed in compared.items())
+
+
+def _make_gradient_finding(shown: Shown, key: Key, summed: Summed, bound: float) -> Finding:
+    step, kind, name = key
+    return Finding(
+        check=CheckName.MODULES,
+        kind=kind,
+        tensor=name,
+        step=step,
+        rank=summed.rank,
+        ranks=summed.ranks,
+        coordinates=shown.place(summed.rank),
+        error=rate_error(summed.error),
+        bound=bound,
+        place=Place(module=name.rpartition(".")[0], ranks=summed.ranks, stage=Stage.BACKWARD),
     )
 
 

@@ -23,6 +23,18 @@ def gather_on_first(value: T) -> list[T] | None:
     return gathered
 
 
+def gather_on_all(value: T) -> list[T]:
+    """Return the values of all ranks, in rank order; the own one alone without a process group.
+
+    This is a collective: all ranks of the default process group must call it. The value must be picklable.
+    """
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Disable Python's cyclic garbage collector while many objects without reference cycles are created.

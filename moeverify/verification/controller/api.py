@@ -22,7 +22,6 @@ from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.verification.controller.escalation import escalate as ask_wider
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.run import run_cases
-from moeverify.verification.controller.scratch import scratch_folder
 from moeverify.verification.launch.world import external_world
 
 Function = str | Callable[..., Any]
@@ -145,18 +144,14 @@ def _run(
 
     Raises: MachineError when a case is skipped, without `may_skip`.
     """
-    with scratch_folder() as nothing:
-        options = RunOptions(device=device, golden_folder=nothing, must_decide=True)
-        result = run_cases(cases, options, _ignore)
-        assert result is not None
-        skipped = next((case.reason for case in result.cases if case.verdict == "skipped"), None)
-        if skipped is not None and not may_skip:
-            raise MachineError(skipped)
-        # The notes only report that no golden is recorded, which is intended here.
-        quiet = tuple(case.model_copy(update={"notes": ()}) for case in result.cases)
-        result = result.model_copy(update={"cases": quiet})
-        if escalates:
-            result = ask_wider(cases, result, options, _ignore)
+    options = RunOptions(device=device, golden_folder=None, must_decide=True)
+    result = run_cases(cases, options, _ignore)
+    assert result is not None
+    skipped = next((case.reason for case in result.cases if case.verdict == "skipped"), None)
+    if skipped is not None and not may_skip:
+        raise MachineError(skipped)
+    if escalates:
+        result = ask_wider(cases, result, options, _ignore)
     return word_run(result)
 
 

@@ -17,6 +17,7 @@ from moeverify.errors import MoeverifyError
 from moeverify.report.words.failure import describe_failure
 from moeverify.report.words.probe import word_answer, word_gpus, word_host, word_obstacle
 from moeverify.results.probe import Answer, Outcome, Probe, ProbeEvent, ProbeRow
+from moeverify.verification.controller.installed import find_installed
 from moeverify.verification.controller.machine import (
     count_cores,
     count_gpus,
@@ -80,7 +81,7 @@ class Examination:
         num_gpus = count_gpus()
         self._tries: Mapping[Device, Sequence[Try]] = {"cpu": CPU_TRIES, "cuda": list_gpu_tries(num_gpus)}
         self._at_once: Mapping[Device, int] = {"cpu": min(cores, _MOST_AT_ONCE), "cuda": _AT_ONCE_ON_GPUS}
-        host = word_host(describe_environment("cpu"), cores, find_limit("cpu"))
+        host = [*word_host(describe_environment("cpu"), cores, find_limit("cpu")), *find_installed()]
         gpus = word_gpus(num_gpus)
         self._found = {row.name: row for row in (*host, gpus)}
         on_cpu, on_gpus = ([each.name for each in self._tries[device]] for device in ("cpu", "cuda"))

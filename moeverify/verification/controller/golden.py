@@ -85,11 +85,13 @@ def _settle(
     return GoldenRow(name=state.path, status="recorded" if is_missing else "refreshed", state=state)
 
 
-def find_unused(cases: Sequence[Case], folder: Path) -> list[GoldenRow]:
+def find_unused(cases: Sequence[Case], folder: Path | None) -> list[GoldenRow]:
     """Return a row for each golden in `folder` that no case uses.
 
     The cases are `cases` and all cases below the parent of `folder`.
     """
+    if folder is None:
+        return []
     unknown = {path: _find_recipe(path) for path in sorted(folder.glob("*.json"))}
     for used in itertools.chain((case.recipe.name for case in cases), _find_recipes(folder.resolve().parent)):
         unknown = {path: recipe for path, recipe in unknown.items() if recipe != used}

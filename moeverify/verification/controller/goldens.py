@@ -101,27 +101,30 @@ class GoldenSet:
     def examine(self, folder: Path, answer: GoldenSummary | Refusal, device_class: str) -> GoldenState:
         """Return the state of the golden in git compared to the computed result."""
         recipe = self.orders[folder].recipe
-        path = golden_path(self.options.golden_folder, recipe.name, device_class)
+        root = self.options.golden_folder
+        path = None if root is None else golden_path(root, recipe.name, device_class)
         state = GoldenState(
             status="recorded",
             recipe=recipe.name,
-            path=str(path),
+            path=str(path or ""),
             device_class=device_class,
             case_file=self.cases[folder].file,
             current=recipe.fingerprint(),
         )
         if isinstance(answer, Refusal):
             return state.model_copy(update={"status": "failed", "error": answer.error})
-        own = _examine_own(
-            state.model_copy(update={"damage": answer.damage, "seconds": answer.seconds}), path, answer
-        )
+        state = state.model_copy(update={"damage": answer.damage, "seconds": answer.seconds})
+        if root is None or path is None:
+            return state
+        own = _examine_own(state, path, answer)
         if device_class == CPU or own.status not in ("recorded", "missing"):
             return own
-        return self._examine_across(own, recipe, answer)
+        return self._examine_across(own, recipe, answer, golden_path(root, recipe.name, CPU))
 
-    def _examine_across(self, own: GoldenState, recipe: Recipe, answer: GoldenSummary) -> GoldenState:
-        """Return the state of a GPU's golden, extended by the comparison to the golden of a CPU."""
-        path = golden_path(self.options.golden_folder, recipe.name, CPU)
+    def _examine_across(
+        self, own: GoldenState, recipe: Recipe, answer: GoldenSummary, path: Path
+    ) -> GoldenState:
+        """Return the state of a GPU's golden, extended by the comparison to the golden of a CPU at `path`."""
         try:
             recorded = read_golden(path)
         except FormatError:

@@ -134,9 +134,7 @@ def try_layouts(
         for path, text in list_files(root, folder, model, candidates):
             write_atomically(scratch / path, text)
         cases = load_cases([scratch / folder])
-        options = RunOptions(
-            golden_folder=scratch / "goldens", explain_seconds=_EXPLAIN_SECONDS, must_decide=True
-        )
+        options = RunOptions(golden_folder=None, explain_seconds=_EXPLAIN_SECONDS, must_decide=True)
         result = run_cases(cases, options, on_event)
     if result is None:
         raise MachineError("`moeverify init` starts its own ranks; run it without torchrun or srun")

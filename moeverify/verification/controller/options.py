@@ -29,7 +29,7 @@ class RunOptions:
     num_ranks: int | None = None
     folder: Path | None = None
     require_goldens: bool = False
-    golden_folder: Path = Path("golden")
+    golden_folder: Path | None = Path("golden")
     cache_folder: Path | None = None
     timeout: float | None = None
     fault: str | None = None

@@ -35,10 +35,12 @@ def record_dtypes(recipe: Recipe, device: torch.device) -> Dtypes:
     _train_watched(recipe, program, watch)
     found = {sighting.key: sighting.dtype for sighting in watch.report()}
     found |= {(Use.NARROW, name, ""): name_dtype(dtype) for name, dtype in parts.found.items()}
-    left_out = list_unreproduced(recipe, device, partial(_train_watched, recipe))
-    return found | {(Use.UNREPRODUCED, name, ""): why for name, why in left_out.items()}
+    left_out = list_unreproduced(
+        recipe, device, partial(_train_watched, recipe, num_steps=min(2, recipe.steps))
+    )
+    return found | {(Use.UNREPRODUCED, name, what): why for (name, what), why in left_out.items()}
 
 
-def _train_watched(recipe: Recipe, program: Program, watch: Watch[Any]) -> None:
+def _train_watched(recipe: Recipe, program: Program, watch: Watch[Any], num_steps: int = 1) -> None:
     with open_observers(Training(recipe, program), Unseen(), (), [watch]) as observer:
-        train(recipe, program, observer, num_steps=1)
+        train(recipe, program, observer, num_steps=num_steps)

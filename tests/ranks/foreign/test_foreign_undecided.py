@@ -23,7 +23,9 @@ def test_a_case_that_decides_too_little_passes_only_if_float32_decides_it(tmp_pa
     assert alone is not None
     (case,) = alone.cases
     assert (alone.verdict, case.verdict, case.findings) == ("undecided", "undecided", ())
-    assert "gradient" in {check.name for check in find_undecided(case.checks)}
+    # Replayed modules decide the gradients. Updates smaller than a rounding of their bfloat16 weights stay
+    # undecided.
+    assert {check.name for check in find_undecided(case.checks)} == {"update"}
     assert "may not have been seen" in case.reason
     told = escalate(cases, alone, options, lambda event: None)
     (case,) = told.cases

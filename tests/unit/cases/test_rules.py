@@ -258,13 +258,6 @@ BROKEN = [
         "for the built-in FSDP2 of the reference model",
         "remove it",
     ),
-    (
-        "recompute: true, compile: parts",
-        "",
-        "layout.compile",
-        "together with recompute are",
-        "remove recompute",
-    ),
     ("tp: 2, compile: parts", "", "layout.compile", "together with tp are not supported", "remove tp"),
     (
         "parallelize: 'mine:divide', dp_shard: 2, compile: parts",

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moeverify.cases.schema import Recompute
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.compile import compile_parts
+from moeverify.parallel.recompute import apply_recompute
 
 
 def run(model: nn.Module, tokens: Tensor) -> list[Tensor]:
@@ -25,10 +27,14 @@ def run(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 # torch reads `.grad` of the tensors that it traces.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_parts_compute_the_same_and_all_layers_share_their_graphs(
-    make_spec: Callable[..., Any], make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
+    make_spec: Callable[..., Any],
+    make_model: Callable[..., Transformer],
+    monkeypatch: pytest.MonkeyPatch,
+    recompute: Recompute,
 ) -> None:
     # Traced and differentiated graphs are equal for every backend; the default one takes minutes on a CPU.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -38,6 +44,8 @@ def test_compiled_parts_compute_the_same_and_all_layers_share_their_graphs(
     tokens = torch.arange(12).view(2, 6) % 7
     expected = run(model, tokens)
     compile_parts(model)
+    if recompute != "none":
+        apply_recompute(model, recompute)
     graphs = torch._dynamo.utils.counters["stats"]
     actual = run(model, tokens)
     assert graphs["unique_graphs"] == 2  # attention with its norms, the router

@@ -41,6 +41,8 @@ def read_all(folder: Path) -> None:
     for rank in RecordedRun.read(folder).ranks:
         for line in rank.values.values():
             rank.read(line)
+        for drawn in rank.drawn:
+            rank.read_drawn(drawn)
         for output in rank.outputs:
             rank.read_output(output)
 

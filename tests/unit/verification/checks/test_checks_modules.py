@@ -70,7 +70,7 @@ def run_rank(change: Callable[[Block], object] = lambda block: None) -> list[Rep
     visits.close()
     wide = copy.deepcopy(one).bfloat16().double()
     unit = torch.finfo(torch.bfloat16).eps
-    return replay("1", visits.found["1"], one.bfloat16()[1], wide[1], (ROWS, POSITIONS), unit)
+    return replay("1", visits.found["1"][0], one.bfloat16()[1], wide[1], (ROWS, POSITIONS), unit)
 
 
 def errors(found: list[Replayed]) -> dict[str, bool]:
@@ -134,10 +134,10 @@ def test_the_gradient_of_a_shared_input_is_that_of_each_user() -> None:
     model = make_model().double()
     visits = Visits(choose_modules(model))
     model(torch.randn(ROWS, POSITIONS, WIDTH).double()).sum().backward()
-    one = visits.found["1.one"]
+    one = visits.found["1.one"][0]
     expected = one.of_outputs["0"] @ model[1].one.weight
     torch.testing.assert_close(one.of_inputs["0.0"], expected.detach())
-    whole = visits.found["1"].of_inputs["0.0"]
+    whole = visits.found["1"][0].of_inputs["0.0"]
     assert not torch.allclose(whole, one.of_inputs["0.0"])
 
 
@@ -151,7 +151,7 @@ def test_an_input_that_is_made_of_another_one_keeps_its_gradient_apart() -> None
     x = torch.randn(ROWS, POSITIONS, WIDTH, requires_grad=True) * 2.0
     y = 3.0 * x
     product(x, y).sum().backward()
-    found = visits.found["product"].of_inputs
+    found = visits.found["product"][0].of_inputs
     torch.testing.assert_close(found["0.0"], y.detach().double())
     torch.testing.assert_close(found["0.1"], x.detach().double())
 

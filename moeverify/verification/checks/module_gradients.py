@@ -1,0 +1,233 @@
+"""Gradients of parameters, summed again from the contributions of all ranks' calls of modules.
+
+Each rank replays its calls of a module with one device's module (`module_replay`) and keeps a sample of their
+contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The sum
+over the parts of the batch is the gradient, whichever ranks hold it and whichever collectives sum it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from moeverify.parallel.regions.region import Region
+from moeverify.verification.checks.module_replay import Obstacle, Visit, Widen, require_tokens, run
+
+MOST_SAMPLED = 1 << 11
+"""Maximum number of elements of a parameter that are summed again."""
+
+
+_MOST_OFF = 0.05  # of a scale; the next simple one is much further away for a few ranks
+
+
+def find_stride(numel: int) -> int:
+    """Return the distance of the sampled elements: odd, so that they are in all columns of even widths."""
+    return -(-numel // MOST_SAMPLED) | 1
+
+
+@dataclass
+class Sums:
+    """Samples of the contribution of one module's calls to a gradient; shapes (sampled elements), float64.
+
+    `narrow` is in the precision of the recipe, and `wide` in float64.
+    """
+
+    narrow: Tensor
+    wide: Tensor
+
+    def add(self, other: Sums) -> Sums:
+        """Return the sums of both."""
+        return Sums(self.narrow + other.narrow, self.wide + other.wide)
+
+    def divide(self, number: float) -> Sums:
+        """Return the sums divided by a number."""
+        return Sums(self.narrow / number, self.wide / number)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Sampled elements of a complete gradient that a rank holds; shapes (elements)."""
+
+    places: Tensor
+    values: Tensor
+
+
+@dataclass
+class StepSums:
+    """One rank's part of a step.
+
+    `added` is by parameter and module; `held` is by parameter. `owners` has the innermost modules that have a
+    parameter, and `share` identifies the rank's part of the batch. A user's own step may scale all gradients by
+    the number of ranks of some axes (`is_scaled`); their norm decides whether the scale is right.
+    """
+
+    share: str
+    is_scaled: bool = False
+    added: dict[str, dict[str, Sums]] = field(default_factory=dict)
+    held: dict[str, list[Held]] = field(default_factory=dict)
+    owners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A gradient beside its sum: relative errors of the ranks and of one device, and the worst holder."""
+
+    error: float
+    rounding: float
+    rank: int
+    ranks: tuple[int, ...]
+
+
+def hold(local: Tensor, region: Region) -> Held:
+    """Return the sampled elements of a rank's shard of a gradient."""
+    stride = find_stride(torch.Size(region.shape).numel())
+    index = region.flat_index(device=local.device).reshape(-1)
+    chosen = index % stride == 0
+    values = local.detach().reshape(-1)[chosen]
+    return Held((index[chosen] // stride).cpu(), values.to("cpu", torch.float64))
+
+
+def find_owners(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Return the innermost of these modules that have each parameter, by its first name in the model.
+
+    A parameter that something else in the model has too has no entry.
+    """
+    within: dict[int, set[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters():
+            within.setdefault(id(parameter), set()).add(name)
+    found: dict[str, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters():
+        holders = within.get(id(parameter), set())
+        innermost = [
+            each for each in holders if not any(other.startswith(f"{each}.") for other in holders - {each})
+        ]
+        places = [path for path, each in model.named_parameters(remove_duplicate=False) if each is parameter]
+        is_covered = all(any(path.startswith(f"{each}.") for each in innermost) for path in places)
+        if innermost and is_covered:
+            found[name] = tuple(sorted(innermost))
+    return found
+
+
+def sum_calls(
+    visits: Sequence[Visit],
+    narrow: nn.Module,
+    wide: nn.Module,
+    names: Mapping[str, str],
+    tokens: tuple[int, int],
+    unit: float,
+) -> dict[str, Sums]:
+    """Return the contributions of a module's calls to gradients, by parameter names of the model.
+
+    `names` maps the names in the module to those in the model. The other arguments are those of `replay`.
+
+    Raises: Obstacle.
+    """
+    found: dict[str, Sums] = {}
+    for visit in visits:
+        require_tokens(visit, tokens)
+        try:
+            _, near = run(narrow, visit, nn.Identity(), unit, of_parameters=True)
+            _, exact = run(wide, visit, Widen(), unit, of_parameters=True)
+        except Obstacle:
+            raise
+        except Exception as error:  # of user code, such as another signature
+            raise Obstacle("does not run on one device with the rank's inputs") from error
+        for inner in near.keys() & exact.keys() & names.keys():
+            added = Sums(_sample(near[inner]), _sample(exact[inner]))
+            known = found.get(names[inner])
+            found[names[inner]] = added if known is None else known.add(added)
+    return found
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    flat = gradient.detach().reshape(-1)
+    return flat[:: find_stride(flat.numel())].to("cpu", torch.float64)
+
+
+def _sum_up(of_ranks: Sequence[StepSums], name: str) -> Sums | None:
+    """Return the sum over the parts of the batch and over the modules that use a parameter, if all are known.
+
+    Ranks with the same part of the batch have the same calls, or calls of different modules. A module that a
+    rank could not replay stands back for the module around it.
+    """
+    owners = set(next((each.owners[name] for each in of_ranks if name in each.owners), ()))
+    shares = {each.share for each in of_ranks}
+    by_share: dict[str, dict[str, Sums]] = {share: {} for share in shares}
+    for each in of_ranks:
+        for module, sums in each.added.get(name, {}).items():
+            by_share[each.share].setdefault(module, sums)
+    known = set.intersection(*(set(found) for found in by_share.values()))
+    chosen = _choose(owners, known)
+    if not chosen:
+        return None
+    total: Sums | None = None
+    for found in by_share.values():
+        for module in chosen:
+            total = found[module] if total is None else total.add(found[module])
+    return total
+
+
+def _choose(owners: set[str], known: Collection[str]) -> set[str]:
+    """Return the owners, each replaced by the nearest known module around it; empty if there is none."""
+    chosen: set[str] = set()
+    for owner in owners:
+        around = owner
+        while around and around not in known:
+            around = around.rpartition(".")[0]
+        if not around:
+            return set()
+        chosen.add(around)
+    return {each for each in chosen if not any(each.startswith(f"{other}.") for other in chosen)}
+
+
+def compare_sums(of_ranks: Sequence[StepSums]) -> dict[str, Summed]:
+    """Return each gradient of a step that the ranks together can sum again, beside its sum."""
+    names = dict.fromkeys(name for each in of_ranks for name in each.held)
+    sums = {name: each for name in names if (each := _sum_up(of_ranks, name)) is not None}
+    if any(each.is_scaled for each in of_ranks):
+        scale = _fit_scale(of_ranks, sums)
+        sums = {name: each.divide(scale) for name, each in sums.items()}
+    return {name: _compare(of_ranks, name, each) for name, each in sums.items() if bool(each.wide.any())}
+
+
+def _fit_scale(of_ranks: Sequence[StepSums], sums: Mapping[str, Sums]) -> float:
+    """Return the number, or its inverse, by which most gradients are smaller than their sums; else 1."""
+    ratios = []
+    for name, each in sums.items():
+        for held in (part for of_rank in of_ranks for part in of_rank.held.get(name, ())):
+            wide = each.wide[held.places]
+            if bool(wide.any()):
+                ratios.append(float(held.values @ wide / (wide @ wide)))
+    middle = statistics.median(ratios) if ratios else 1.0
+    for number in range(1, len(of_ranks) + 1):
+        for scale in (float(number), 1.0 / number):
+            if abs(middle * scale - 1.0) <= _MOST_OFF:
+                return scale
+    return 1.0
+
+
+def _compare(of_ranks: Sequence[StepSums], name: str, sums: Sums) -> Summed:
+    """Return a gradient beside its sum, which is not zero."""
+    norm = float(sums.wide.norm())
+    errors = [_measure(each.held.get(name, ()), sums.wide) for each in of_ranks]
+    count, total = torch.zeros_like(sums.wide), torch.zeros_like(sums.wide)
+    for held in (part for each in of_ranks for part in each.held.get(name, ())):
+        count[held.places] += 1.0
+        total[held.places] += (held.values - sums.wide[held.places]).square()
+    return Summed(
+        error=float((total / count.clamp(min=1.0)).sum().sqrt()) / norm,
+        rounding=float((sums.narrow - sums.wide).norm()) / norm,
+        rank=max(range(len(errors)), key=errors.__getitem__),
+        ranks=tuple(rank for rank, own in enumerate(errors) if own > 0.0),
+    )
+
+
+def _measure(held: Sequence[Held], expected: Tensor) -> float:
+    squares = sum(float((each.values - expected[each.places]).square().sum()) for each in held)
+    return math.inf if math.isnan(squares) else squares

@@ -1,0 +1,126 @@
+"""Choices that a module makes among its numbers, recorded on a rank and held in one device's module.
+
+An operator such as `topk` returns indices of a float tensor. Rounding changes the indices at a near tie, and with
+them everything that follows. One device's module therefore takes the indices that a rank has chosen, if they are
+those of its own numbers up to rounding. A choice beyond rounding is not held, so its effect is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+_PLACE_OF_DIM = {"topk": 2, "kthvalue": 2} | dict.fromkeys(
+    ("sort", "argsort", "argmax", "argmin", "max", "min", "median"), 1
+)
+"""Operators that choose elements of their first argument, with the position of the argument `dim`."""
+
+_ROUNDINGS = 4.0
+"""Units of rounding, relative to the largest number of a row, by which a chosen number may fall behind."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Indices that an operator chose, with its name and the dim that they refer to; None for all elements."""
+
+    operator: str
+    dim: int | None
+    indices: Tensor
+
+
+def _read(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Selection | None:
+    """Return the choice of an operator that was called; None if it makes none among floats."""
+    name = getattr(func, "__name__", "")
+    values = args[0] if args else kwargs.get("input")
+    if name not in _PLACE_OF_DIM or not isinstance(values, Tensor) or isinstance(values, DTensor):
+        return None
+    indices = result[1] if isinstance(result, tuple) else result
+    if not values.is_floating_point() or not isinstance(indices, Tensor) or indices.dtype != torch.int64:
+        return None
+    place = _PLACE_OF_DIM[name]
+    given = args[place] if len(args) > place and not isinstance(args[place], bool) else None
+    default = None if name in ("argmax", "argmin") else -1
+    dim = kwargs.get("dim", given if given is not None else default)
+    return Selection(name, dim, indices)
+
+
+class RecordedSelections(TorchFunctionMode):
+    """A context that records the choices in it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Selection] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the operator and record its choice."""
+        result = func(*args, **(kwargs or {}))
+        if not torch.compiler.is_compiling():
+            made = _read(func, args, kwargs or {}, result)
+            if made is not None:
+                self.made.append(Selection(made.operator, made.dim, made.indices.detach().clone()))
+        return result
+
+
+class HeldSelections(TorchFunctionMode):
+    """A context in which operators make the given choices, in order, where rounding allows them.
+
+    `unit` is the distance from 1.0 to the next number of the precision. A choice of another operator, or of
+    another number of elements, ends the replay: later choices are free.
+    """
+
+    def __init__(self, selections: Sequence[Selection], unit: float) -> None:
+        super().__init__()
+        self._left = list(reversed(selections))
+        self._unit = unit
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the operator, and replace its choice."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        own = _read(func, args, kwargs, result)
+        if own is None or not self._left:
+            return result
+        held = self._left.pop()
+        if (held.operator, held.dim, held.indices.shape) != (own.operator, own.dim, own.indices.shape):
+            self._left = []
+            return result
+        values = args[0] if args else kwargs["input"]
+        indices = _admit(values, own, held.indices.to(own.indices.device), _ROUNDINGS * self._unit)
+        if not isinstance(result, tuple):
+            return indices
+        return type(result)((_take(values, indices, own.dim), indices))
+
+
+def _take(values: Tensor, indices: Tensor, dim: int | None) -> Tensor:
+    """Return the elements at indices along a dim, which the indices may lack."""
+    if dim is None:
+        return values.reshape(-1)[indices.reshape(-1)].reshape(indices.shape)
+    if indices.ndim == values.ndim:
+        return values.gather(dim, indices)
+    return values.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
+
+
+@torch.no_grad()
+def _admit(values: Tensor, own: Selection, held: Tensor, slack: float) -> Tensor:
+    """Return the held indices of the rows in which they choose the operator's own numbers up to `slack`."""
+    wide = values.detach().to(torch.float64)
+    behind = (_take(wide, own.indices, own.dim) - _take(wide, held, own.dim)).abs().nan_to_num(torch.inf)
+    sizes = wide.abs().masked_fill(~wide.isfinite(), 0.0)
+    if own.dim is None:
+        return held if bool((behind <= slack * sizes.max()).all()) else own.indices
+    scale = sizes.amax(dim=own.dim, keepdim=True)
+    if behind.ndim < wide.ndim:
+        scale = scale.squeeze(own.dim)
+        return torch.where(behind <= slack * scale, held, own.indices)
+    is_near = (behind <= slack * scale).all(dim=own.dim, keepdim=True)
+    return torch.where(is_near, held, own.indices)
