@@ -67,9 +67,14 @@ class Diagnosis(OptionGroup):
         ),
     ] = False
 
-    def complete(self, options: RunOptions) -> RunOptions:
-        """Return the run options with the settings of the diagnosis."""
-        return replace(options, explain_seconds=self.explain_seconds, must_decide=True)
+    def complete(self, options: RunOptions, *, sketch: bool) -> RunOptions:
+        """Return the run options with the settings of the diagnosis, and with the kind of the goldens."""
+        return replace(
+            options,
+            explain_seconds=self.explain_seconds,
+            must_decide=True,
+            sketch="always" if sketch else "found",
+        )
 
 
 @with_groups
@@ -87,6 +92,13 @@ def run(
             "--keep", metavar="FILE", help="Keep each verdict there, and run only what is not in it yet."
         ),
     ] = None,
+    sketch: Annotated[
+        bool,
+        typer.Option(
+            "--sketch",
+            help="Judge by a golden of sketches even if whole tensors are stored; see docs/sketches.md.",
+        ),
+    ] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay, and run again what a changed file touches.")
     ] = False,
@@ -105,10 +117,13 @@ def run(
             outputs.keeping(out).check()
             tracking.check()
 
+        def make_options(cases: Sequence[Case]) -> RunOptions:
+            return diagnosis.complete(settings.make_options(list(cases), out), sketch=sketch)
+
         def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
             from moeverify.verification.controller.durations import Durations
 
-            options = diagnosis.complete(settings.make_options(loaded.cases, out))
+            options = make_options(loaded.cases)
             verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
             code = run_and_report(
                 verification.run,
@@ -129,15 +144,17 @@ def run(
         loaded = selection.load_valid()
         render_refused(loaded, context)
         last = verify(loaded, {})
-        keys = partial(_read_keys, settings, out)
+        keys = partial(_read_keys, make_options)
         raise typer.Exit(rerun_on_changes(selection, keys, verify, last, context) if watch else last.code)
 
 
-def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -> Mapping[str, str]:
+def _read_keys(
+    make_options: Callable[[Sequence[Case]], RunOptions], cases: Sequence[Case]
+) -> Mapping[str, str]:
     """Return the key of each case, which changes with anything that decides its verdict."""
     from moeverify.verification.controller.finished import make_key
 
-    options = settings.make_options(list(cases), out)
+    options = make_options(cases)
     return {case.name: make_key(case, options) for case in cases}
 
 

@@ -43,12 +43,14 @@ class GoldenOrder(Record):
 
     `folder` is where it is stored, without the device class, which only a rank knows. `fresh` recomputes an
     existing one. `timeout` is in seconds for this golden alone; None leaves it to the limit of the job.
+    `sketch` asks for sketches; see `moeverify.verification.golden.sketched`.
     """
 
     recipe: Recipe
     also: tuple[str, ...] = ()
     folder: Path
     fresh: bool = False
+    sketch: bool = False
     timeout: float | None = None
     search_path: tuple[str, ...] = ()
 
@@ -63,6 +65,8 @@ class GoldenJob(Record):
 class CaseFields(Record):
     """The fields of every job that runs a case on the ranks of its layout; `golden` is its golden's folder.
 
+    `sketch` says that the golden has sketches.
+
     If `operators` is set, the operators of both sides in the first differing step are written to this file.
     The hypotheses named in `without` are not tested. `explain_seconds` limits the search for the first
     wrong operation, in seconds; 0 disables it.
@@ -70,6 +74,7 @@ class CaseFields(Record):
 
     case: Case
     golden: Path
+    sketch: bool = False
     fault: str | None = None
     search_path: tuple[str, ...] = ()
     explain_seconds: float = 60.0

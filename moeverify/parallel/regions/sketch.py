@@ -13,7 +13,8 @@ sums over elements: the sketches of disjoint shards add up to that of the tensor
 have the projections of their total.
 
 The mean square of a difference of projections estimates the square of the norm of the difference. Elements
-whose errors cancel in all projections of a block are invisible; `CONFIDENT` says how far an estimate may be off.
+whose errors cancel in all projections of a block are invisible. `CONFIDENT` and `OVER` say how far an estimate
+may be off.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ MOST_BLOCKS = 128
 MOMENTS = ("nonfinite", "sum", "absolute", "square")
 WIDTH = len(MOMENTS) + NUM_PROJECTIONS
 CONFIDENT = 5.0
-"""The factor by which the error of one block may be larger than its estimate in one of about 300 cases.
+"""The factor by which the error of one block may be larger than its estimate in one of about 100 cases.
 
 That is the worst case, an error of rank one in a single block; over many blocks the estimate is far closer.
 """
+
+OVER = 2.0
+"""The factor by which the error of one block may be smaller than its estimate in one of about 1000 cases."""
 
 _BANDS = 4
 _ROW_KEY, _COLUMN_KEY = key_of("sketch", "rows"), key_of("sketch", "columns")

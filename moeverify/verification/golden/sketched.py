@@ -16,12 +16,12 @@ from torch import Tensor
 from moeverify.parallel.regions.region import Region
 from moeverify.parallel.regions.sketch import MOMENTS, WIDTH, estimate_squares, hash_blocks, sketch
 from moeverify.results.checks import Kind
-from moeverify.verification.golden.store import GoldenWriter, StoredGolden, tensor_key
+from moeverify.verification.golden.store import GoldenWriter, tensor_key
 
 MOST_WHOLE = 1024
 """The largest number of elements of a tensor that is stored whole."""
 
-_KEPT_WHOLE = frozenset({Kind.ROUTER_IDS, Kind.ROUTER_MARGIN})
+_KEPT_WHOLE = frozenset({Kind.ROUTER_IDS, Kind.ROUTER_MARGIN, Kind.TOKEN_LOSS})
 _EXACT = frozenset({Kind.INITIAL_WEIGHT, Kind.INITIAL_BUFFER})
 _UNUSED = frozenset({Kind.WEIGHT})  # only forced steps read them
 
@@ -46,13 +46,15 @@ def make_sketch(kind: str, local: Tensor, region: Region) -> Tensor:
     return numbers.cpu()
 
 
-def add_sketches(one: Tensor, two: Tensor) -> Tensor:
-    """Return the sketch of two disjoint regions together. Hashes are sums of integers."""
-    total = one + two
+def add_sketches(one: Tensor, two: Tensor, times: int = 1) -> Tensor:
+    """Return the sketch of one region and `times` another one. Hashes are sums of integers.
+
+    With `times` -1, the second region is taken out of the first.
+    """
+    total = one + times * two
     if one.shape[1] > WIDTH:
-        total[:, WIDTH] = (one[:, WIDTH].view(torch.int64) + two[:, WIDTH].view(torch.int64)).view(
-            torch.float64
-        )
+        hashes = [each[:, WIDTH].contiguous().view(torch.int64) for each in (one, two)]
+        total[:, WIDTH] = (hashes[0] + times * hashes[1]).view(torch.float64)
     return total
 
 
@@ -135,12 +137,11 @@ class SketchRecorder:
         return found
 
 
-def summarize_sketches(golden: StoredGolden, steps: range) -> dict[str, dict[str, float]]:
-    """Return the losses and gradient norms of every step, for the file in git."""
-    losses = {
-        f"{step}/{key}": float(f"{golden.whole(step, key).item():.13g}")
-        for step in steps
-        for key in golden.keys(step)
-        if key.partition("/")[0] in (Kind.LOSS, Kind.GRADIENT_NORM)
-    }
-    return {"losses": losses, "tensors": {}}
+def fingerprint(stored: Tensor) -> list[float]:
+    """Return [norm, projection, projection] of a sketch, rounded to 13 digits, for the file in git.
+
+    The signs of the projections are others than those of `moeverify.verification.golden.fingerprint`.
+    """
+    total = stored[:, :WIDTH].sum(dim=0)
+    numbers = [total[MOMENTS.index("square")].sqrt(), *total[len(MOMENTS) : len(MOMENTS) + 2]]
+    return [float(f"{number.item():.13g}") for number in numbers]

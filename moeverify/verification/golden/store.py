@@ -8,6 +8,7 @@ checksums of every file and of itself (`moeverify.checksum`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ from moeverify.checksum import checksum_file, seal
 from moeverify.errors import FormatError
 from moeverify.json_file import JsonFile
 from moeverify.parallel.regions.region import Region
+from moeverify.parallel.regions.sketch import MOMENTS
 from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"
@@ -128,7 +130,8 @@ class GoldenWriter:
     ) -> None:
         """Write the index and rename the folder to its final name, replacing an older golden.
 
-        `sketches` has the logical shape of each tensor of which the files have the sketch, by `tensor_key`.
+        `sketches` has the logical shape of each tensor of which the files have the sketch, by `tensor_key`;
+        None in a golden of whole tensors.
         If another process has finished the same golden in the meantime, its folder remains, because that
         process reads it.
 
@@ -143,7 +146,7 @@ class GoldenWriter:
             "own_results": sorted(own_results),
             "dtypes": sorted([*key, dtype] for key, dtype in (dtypes or {}).items()),
             "files": files,
-            "sketches": {key: list(shape) for key, shape in sorted((sketches or {}).items())},
+            "sketches": None if sketches is None else {key: list(sketches[key]) for key in sorted(sketches)},
         }
         (self._partial / _INDEX).write_text(seal(json.dumps(content, sort_keys=True)))
         release(self._partial)
@@ -206,6 +209,7 @@ class StoredGolden:
         self.summary: dict[str, Any] = {}
         self.own_results: frozenset[OwnResult] = frozenset()
         self.dtypes: Dtypes = {}
+        self.is_sketched = False
         self.sketches: dict[str, tuple[int, ...]] = {}
         self._checksums: dict[str, int] = {}
         if finished:
@@ -214,7 +218,8 @@ class StoredGolden:
             self.own_results = frozenset((check, kind, name) for check, kind, name in content["own_results"])
             self.dtypes = {(use, name, how): dtype for use, name, how, dtype in content["dtypes"]}
             self._checksums = content["files"]
-            self.sketches = {key: tuple(shape) for key, shape in content["sketches"].items()}
+            self.is_sketched = content["sketches"] is not None
+            self.sketches = {key: tuple(shape) for key, shape in (content["sketches"] or {}).items()}
 
     def verify(self, steps: Sequence[int]) -> None:
         """Compare the checksum of every file of these steps.
@@ -246,6 +251,13 @@ class StoredGolden:
         if region.flat is None and all(isinstance(indices, range) for indices in region.dims):
             return file.box(key, cast(tuple[range, ...], region.dims))
         return region.take(file.whole(key))
+
+    def norm(self, step: int, key: str) -> float:
+        """Return the Frobenius norm of a logical tensor by its key."""
+        stored = self.whole(step, key).to(torch.float64)
+        if key in self.sketches:
+            return math.sqrt(stored[:, MOMENTS.index("square")].sum().item())
+        return stored.norm().item()
 
     def sketch(self, step: int, kind: str, name: str) -> Tensor | None:
         """Return the sketch of a logical tensor, or None; see `moeverify.verification.golden.sketched`."""

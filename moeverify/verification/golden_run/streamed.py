@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moeverify.cases.schema import Precision, Recipe
-from moeverify.errors import CaseError, Problem
 from moeverify.model.transformer import ModelOutput
 from moeverify.parallel.regions.observer import INITIAL, Observer
 from moeverify.results.checks import Kind
@@ -38,9 +37,10 @@ from moeverify.train.routing import observe_routing, replay
 from moeverify.train.subjects import subject_of
 from moeverify.verification.checks.observers import Unseen
 from moeverify.verification.golden.mapped import MappedFile
-from moeverify.verification.golden.sketched import SketchRecorder, summarize_sketches
+from moeverify.verification.golden.sketched import SketchRecorder
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.golden_run.streamed_unit import ENDS, Numerics, Unit
+from moeverify.verification.golden_run.summary import summarize
 
 _SEEN = "seen/"
 _SHAPE = "shape/"
@@ -302,33 +302,14 @@ def make_sketched_golden(
     """Write the golden of a recipe as sketches, without noise, in a reference precision.
 
     The visits are in `FOLDER.visits` until the golden is written. A golden that was interrupted goes on there.
-
-    Raises: CaseError when the recipe is for a whole model on one device.
+    `moeverify.cases.validation.sketch` has the recipes for which this is possible.
     """
-    check_streamable(recipe)
     visits = folder.with_name(f"{folder.name}.visits")
     run = StreamedRun(recipe, Numerics(compute), device, visits, on_visit=on_visit)
     run.run()
     with GoldenWriter(folder) as writer:
         run.recorder.write(writer)
         reference = StoredGolden(writer.flush(), finished=False)
-        summary = summarize_sketches(reference, range(recipe.steps))
-        writer.finish({}, summary, sketches=run.recorder.shapes)
+        reference.sketches = run.recorder.shapes
+        writer.finish({}, summarize(recipe, reference), sketches=run.recorder.shapes)
     shutil.rmtree(visits)
-
-
-def check_streamable(recipe: Recipe) -> None:
-    """Check that a recipe can be computed layer by layer.
-
-    Raises: CaseError for a user's model or step, and for float8.
-    """
-    if recipe.model.reference is None:
-        message, path = "a user's model cannot be computed layer by layer", "recipe.model.factory"
-    elif recipe.float8 != "none":
-        message, path = (
-            "float8 scales depend on the whole batch, and rows are computed one by one",
-            "recipe.float8",
-        )
-    else:
-        return
-    raise CaseError([Problem(message, path=path, remedy="use a golden of whole tensors")])

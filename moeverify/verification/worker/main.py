@@ -148,7 +148,8 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
         is_remote = context.local_rank == 0 and context.rank != 0
         if is_remote and (not is_stored(folder) or find_damage(job.case.recipe, folder)):
             with single_rank_world(context.device):
-                make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
+                also = job.case.checks.also
+                make_golden(job.case.recipe, folder, context.device, also=also, sketch=job.sketch)
         for target, path in _list_targets(job):
             resolve(target, path)
         if job.fault is not None:
