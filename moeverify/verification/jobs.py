@@ -19,6 +19,7 @@ from moeverify.results.collective_run import RankValues, Transfer
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import CheckResult, Finding
+from moeverify.results.golden import GoldenPlan
 from moeverify.results.load import ExpertLoad
 from moeverify.results.measurement import Measurement
 from moeverify.results.observation import Direction, End
@@ -60,6 +61,13 @@ class GoldenJob(Record):
 
     kind: Literal["goldens"] = "goldens"
     orders: tuple[GoldenOrder, ...]
+
+
+class PlanJob(Record):
+    """Predict the cost of the goldens of sketches of these recipes; rank 0 does it."""
+
+    kind: Literal["plan"] = "plan"
+    recipes: tuple[Recipe, ...]
 
 
 class CaseFields(Record):
@@ -216,6 +224,7 @@ class RouteJob(Record):
 RankJob = Annotated[
     VerifyJob
     | GoldenJob
+    | PlanJob
     | SaveJob
     | LoadJob
     | CoverageJob
@@ -280,6 +289,13 @@ class GoldenResult(Record):
     goldens: tuple[GoldenSummary | Refusal, ...]
 
 
+class PlanResult(Record):
+    """The predicted costs of goldens in the order of the job."""
+
+    kind: Literal["plans"] = "plans"
+    plans: tuple[GoldenPlan, ...]
+
+
 class BenchResult(Record):
     """The cost of a step of the case."""
 
@@ -318,6 +334,7 @@ class RouteAnswer(Record):
 RankResult = Annotated[
     VerifyResult
     | GoldenResult
+    | PlanResult
     | BenchResult
     | DebugResult
     | ProbeResult

@@ -6,8 +6,8 @@ Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from moeverify.cases.schema import Case

@@ -257,7 +257,7 @@ class StoredGolden:
         stored = self.whole(step, key).to(torch.float64)
         if key in self.sketches:
             return math.sqrt(stored[:, MOMENTS.index("square")].sum().item())
-        return stored.norm().item()
+        return float(stored.norm())
 
     def sketch(self, step: int, kind: str, name: str) -> Tensor | None:
         """Return the sketch of a logical tensor, or None; see `moeverify.verification.golden.sketched`."""

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 
 from moeverify.cases.schema import Recipe
-from moeverify.parallel.regions.observer import INITIAL
-from moeverify.results.checks import Kind
 from moeverify.results.facts import Use
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.verification.checks.base import Check, Training
 from moeverify.verification.checks.observers import open_observers
 from moeverify.verification.checks.registry import choose_checks
-from moeverify.verification.golden.fingerprint import Fingerprints
-from moeverify.verification.golden.proximity import Fingerprint
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.golden_run.dtypes import record_dtypes
 from moeverify.verification.golden_run.noise import calibrate

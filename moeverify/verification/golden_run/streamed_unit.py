@@ -39,7 +39,7 @@ from moeverify.train.subjects import subject_of
 ENDS = -1
 """The number of the unit with the embedding, the last norm and the head."""
 
-_MOST_SCORES = 1 << 27
+MOST_SCORES = 1 << 27
 """Attention scores that are kept at a time. Longer rows are computed in chunks of their queries."""
 
 
@@ -169,7 +169,7 @@ def _nudge(flat: Tensor, nudge: float, key: int) -> None:
 def chunked_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Return `causal_core` with a bounded number of scores in memory: chunks of queries are recomputed."""
     rows, length, heads = q.shape[:3]
-    size = max(1, _MOST_SCORES // (rows * heads * k.shape[1]))
+    size = max(1, MOST_SCORES // (rows * heads * k.shape[1]))
     if size >= length:
         return attend(q, k, v, positions, positions)
     parts: list[Any] = [

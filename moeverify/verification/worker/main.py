@@ -20,6 +20,7 @@ from moeverify.tools.bench.measure import measure_case
 from moeverify.train.target import import_path, resolve
 from moeverify.verification.golden.store import StoredGolden, is_stored
 from moeverify.verification.golden_run.golden import make_golden
+from moeverify.verification.golden_run.plan import plan_golden
 from moeverify.verification.jobs import (
     BenchJob,
     BenchResult,
@@ -28,6 +29,8 @@ from moeverify.verification.jobs import (
     DebugJob,
     GoldenJob,
     LoadJob,
+    PlanJob,
+    PlanResult,
     RankResult,
     Refusal,
     RouteAnswer,
@@ -58,6 +61,9 @@ def _run(context: RankContext, job: Job) -> RankResult | None:
     asked = read_job(job.payload)
     if isinstance(asked, GoldenJob):
         return make_goldens(context, asked)
+    if isinstance(asked, PlanJob):
+        plans = tuple(plan_golden(recipe, context.device) for recipe in asked.recipes)
+        return PlanResult(plans=plans) if context.rank == 0 else None
     if isinstance(asked, BenchJob):
         return _measure(context, asked)
     if isinstance(asked, RouteJob):

@@ -23,8 +23,9 @@ from moeverify.results.checks import UNCOMPARED_KINDS, Kind
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.explanation import Explanation
 from moeverify.results.facts import ComparedFacts
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, note_failure
 from moeverify.results.load import ExpertLoad
+from moeverify.results.observation import NoValues
 from moeverify.results.operation import OwnValues
 from moeverify.results.run import Stage
 from moeverify.results.timeline import Timeline
@@ -112,6 +113,7 @@ def verify_case(
     explained = None
     if observed is not None:
         findings = explain_findings(case, golden, observed.judgement, evidence, device)
+        findings = findings if is_known else note_failure(findings, NoValues())
         clock.end("formulas")
         explained = _Explained(observed, findings, clock, None if evidence is None else evidence.timeline)
         if findings:
@@ -267,7 +269,12 @@ def _observe(
 
     program = assemble_program()
     run = RankRun(
-        case, trace, lambda: list(map(plain_entry, entries)), train_again, golden.dtypes, partial(single_rank_world, device)
+        case,
+        trace,
+        lambda: list(map(plain_entry, entries)),
+        train_again,
+        golden.dtypes,
+        partial(single_rank_world, device),
     )
     seeing = [check for check in checks if program.run_captured is None or not check.sees_inside]
     watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}

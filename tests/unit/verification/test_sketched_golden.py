@@ -7,16 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeverify.cases.schema import Data, MoE, Optimizer, Recipe, ReferenceModel
-from moeverify.errors import CaseError
+from moeverify.cases.schema import Case, Data, MoE, Optimizer, Recipe, ReferenceModel, Tolerance
+from moeverify.cases.validation.load import build_case
+from moeverify.cases.validation.sketch import find_sketch_problems
 from moeverify.parallel.regions.region import Region
 from moeverify.parallel.regions.sketch import WIDTH, Grid, estimate_squares, hash_blocks, sketch
+from moeverify.results.checks import CheckName
+from moeverify.results.facts import BySketch
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
+from moeverify.verification.checks.base import Compared
+from moeverify.verification.checks.bounds import Bounds
+from moeverify.verification.checks.golden_tensors import CHECKS
+from moeverify.verification.compare.assembled import Assembled, assemble
 from moeverify.verification.golden.sketched import SketchRecorder, add_sketches, make_sketch, measure_squares
 from moeverify.verification.golden.store import StoredGolden
+from moeverify.verification.golden_run.plan import plan_golden
 from moeverify.verification.golden_run.streamed import StreamedRun, Visit, list_visits, make_sketched_golden
 from moeverify.verification.golden_run.streamed_unit import Numerics
+from moeverify.verification.worker.by_sketch import SketchComparison, estimate_entries
 
 CPU = torch.device("cpu")
 SHAPES = [(7,), (300,), (6, 10), (100, 37), (8, 24, 16), (3, 5, 4, 6), (130, 6, 4)]
@@ -132,6 +141,108 @@ def test_an_interrupted_golden_goes_on_after_its_last_visit(tmp_path: Path) -> N
     assert not (tmp_path / "golden.visits").exists()
 
 
-def test_float8_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CaseError, match="row"):
-        make_sketched_golden(make_recipe(float8="rowwise"), tmp_path / "golden", CPU)
+def build(**changes: object) -> Case:
+    return build_case({"name": "c", "recipe": {"model": {"preset": "stress"}, **changes}})
+
+
+def test_recipes_that_rows_cannot_be_computed_of_are_refused() -> None:
+    assert find_sketch_problems(build()) == []
+    problems = find_sketch_problems(build(precision="float32", float8="rowwise"))
+    assert [problem.path for problem in problems] == ["recipe.float8", "recipe.precision"]
+
+
+SHAPE = (8, 64, 32)
+HALVES = [
+    Region.box(SHAPE, [range(4), range(64), range(32)]),
+    Region.box(SHAPE, [range(4, 8), *map(range, SHAPE[1:])]),
+]
+
+
+class Golden:
+    """The sketch of one gradient."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.sketches = {"gradient/w": SHAPE}
+        self._stored = make_sketch("gradient", values, Region.whole(SHAPE))
+
+    def sketch(self, step: int, kind: str, name: str) -> torch.Tensor:
+        return self._stored
+
+    def read(self, *place: object) -> None:
+        return None
+
+
+def estimate(golden: Golden, *shards: tuple[torch.Tensor, Region]) -> Assembled:
+    """Return the gradient that ranks with one shard each have shown."""
+    by_rank = []
+    for values, region in shards:
+        comparison = SketchComparison(golden)
+        comparison.observe(0, "gradient", "w", region.take(values), region)
+        by_rank.append(list(comparison.entries()))
+    return assemble(estimate_entries(by_rank, golden), {"gradient": 0})[0, "gradient", "w"]
+
+
+def test_shards_of_ranks_add_up_and_the_wrong_one_is_named_with_its_block() -> None:
+    right = draw(*SHAPE)
+    wrong = right.clone()
+    wrong[5, :32] *= 2.0
+    golden = Golden(right)
+    clean = estimate(golden, *((right, half) for half in HALVES))
+    assert clean.is_estimated
+    assert clean.difference.count == right.numel()
+    assert clean.difference.relative_error < 1e-14
+    tensor = estimate(golden, *((wrong, half) for half in HALVES))
+    true = float((wrong - right).norm() / right.norm())
+    assert tensor.difference.relative_error == pytest.approx(true, rel=0.5)
+    rank, entry = tensor.worst_shard()
+    assert (rank, tensor.differing_ranks()) == (1, (1,))
+    assert entry.block[0] == range(5, 6)
+    assert entry.block[1].stop <= 32
+
+
+def test_every_replica_is_judged() -> None:
+    right = draw(*SHAPE)
+    wrong = right.clone()
+    wrong[2] *= -1.0
+    whole = Region.whole(SHAPE)
+    tensor = estimate(Golden(right), (right, whole), (right, whole), (wrong, whole))
+    assert tensor.differing_ranks() == (2,)
+    assert tensor.difference.relative_error == pytest.approx(2.0 * 8**-0.5, rel=0.5)
+
+
+def test_elements_that_are_not_finite_are_counted() -> None:
+    wrong = draw(*SHAPE)
+    wrong[1, 2, 3] = float("nan")
+    tensor = estimate(Golden(draw(*SHAPE)), *((wrong, half) for half in HALVES))
+    assert tensor.difference.num_nonfinite == 1.0
+    assert tensor.worst_shard()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("bound", "verdict", "num_open", "limit"),
+    [(1.0, "pass", 0, 5.0), (0.1, "pass", 1, float("inf")), (0.01, "mismatch", 0, 0.05)],
+)
+def test_an_error_near_its_bound_is_left_open(
+    bound: float, verdict: str, num_open: int, limit: float
+) -> None:
+    right = draw(*SHAPE)
+    tensor = estimate(Golden(right), (right * 1.15, Region.whole(SHAPE)))
+    bounds = Bounds(Tolerance(kind="fixed", rtol=bound, atol=0.0), "float64", {})
+    check = next(check for check in CHECKS if check.name == CheckName.GRADIENT)
+    outcome = check.compare(Compared({}, {tensor.key: tensor}, bounds))
+    assert outcome is not None
+    assert outcome.result.verdict == verdict
+    assert outcome.result.facts == BySketch(num_projections=8, num_tensors=1, num_open=num_open)
+    assert outcome.limits[tensor.key] == pytest.approx(limit)
+
+
+def test_memory_of_a_golden_does_not_grow_with_layers_and_operations_do() -> None:
+    plans = []
+    for depth in (2, 4, 8):
+        model = make_recipe().model.model_copy(update={"num_layers": depth, "num_dense_layers": 0})
+        plans.append(plan_golden(make_recipe(model=model), CPU))
+    assert len({plan.device_bytes for plan in plans}) == 1
+    one, two, four = plans
+    for count in ("num_parameters", "operations", "record_bytes"):
+        first, second, third = (getattr(plan, count) for plan in (one, two, four))
+        assert third - second == pytest.approx(2.0 * (second - first)), count
