@@ -33,9 +33,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Diagnosis(OptionGroup):
-    """Options for the diagnosis of findings."""
+class Judging(OptionGroup):
+    """Options for the judgement of cases and the diagnosis of findings."""
 
+    sketch: Annotated[
+        bool,
+        typer.Option(
+            "--sketch",
+            help="Judge by a golden of sketches even if whole tensors are stored; see docs/sketches.md.",
+        ),
+    ] = False
     follow_up: Annotated[
         bool,
         typer.Option(
@@ -67,13 +74,20 @@ class Diagnosis(OptionGroup):
         ),
     ] = False
 
-    def complete(self, options: RunOptions, *, sketch: bool) -> RunOptions:
-        """Return the run options with the settings of the diagnosis, and with the kind of the goldens."""
+    def complete(self, options: RunOptions, cases: Sequence[Case]) -> RunOptions:
+        """Return the run options with these settings.
+
+        Raises: CaseError if sketches are demanded and a case does not permit them.
+        """
+        from moeverify.cases.validation.sketch import check_sketchable
+
+        if self.sketch:
+            check_sketchable(cases)
         return replace(
             options,
             explain_seconds=self.explain_seconds,
             must_decide=True,
-            sketch="always" if sketch else "found",
+            sketch="always" if self.sketch else "found",
         )
 
 
@@ -92,19 +106,12 @@ def run(
             "--keep", metavar="FILE", help="Keep each verdict there, and run only what is not in it yet."
         ),
     ] = None,
-    sketch: Annotated[
-        bool,
-        typer.Option(
-            "--sketch",
-            help="Judge by a golden of sketches even if whole tensors are stored; see docs/sketches.md.",
-        ),
-    ] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay, and run again what a changed file touches.")
     ] = False,
     settings: RunSettings,
     tracking: Tracking,
-    diagnosis: Diagnosis,
+    judging: Judging,
     quiet: Quiet = False,
     timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
 ) -> None:
@@ -117,14 +124,11 @@ def run(
             outputs.keeping(out).check()
             tracking.check()
 
-        def make_options(cases: Sequence[Case]) -> RunOptions:
-            return diagnosis.complete(settings.make_options(list(cases), out), sketch=sketch)
-
         def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
             from moeverify.verification.controller.durations import Durations
 
-            options = make_options(loaded.cases)
-            verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
+            options = judging.complete(settings.make_options(loaded.cases, out), loaded.cases)
+            verification = _Verification.open(loaded.cases, options, judging, keep, known, context)
             code = run_and_report(
                 verification.run,
                 loaded.cases,
@@ -144,17 +148,17 @@ def run(
         loaded = selection.load_valid()
         render_refused(loaded, context)
         last = verify(loaded, {})
-        keys = partial(_read_keys, make_options)
+        keys = partial(_read_keys, settings, judging, out)
         raise typer.Exit(rerun_on_changes(selection, keys, verify, last, context) if watch else last.code)
 
 
 def _read_keys(
-    make_options: Callable[[Sequence[Case]], RunOptions], cases: Sequence[Case]
+    settings: RunSettings, judging: Judging, out: Path | None, cases: Sequence[Case]
 ) -> Mapping[str, str]:
     """Return the key of each case, which changes with anything that decides its verdict."""
     from moeverify.verification.controller.finished import make_key
 
-    options = make_options(cases)
+    options = judging.complete(settings.make_options(list(cases), out), cases)
     return {case.name: make_key(case, options) for case in cases}
 
 
@@ -164,7 +168,7 @@ class _Verification:
 
     cases: Sequence[Case]
     options: RunOptions
-    diagnosis: Diagnosis
+    judging: Judging
     finished: FinishedCases
     result: RunResult | None = None
 
@@ -178,7 +182,7 @@ class _Verification:
         cls,
         cases: Sequence[Case],
         options: RunOptions,
-        diagnosis: Diagnosis,
+        judging: Judging,
         keep: Path | None,
         known: Mapping[str, CaseResult],
         context: CommandContext,
@@ -191,7 +195,7 @@ class _Verification:
             text = f"{len(finished.results)} of {len(cases)} cases are in {keep}: the others run"
             context.out.print(text, soft_wrap=True)
         finished = finished.knowing(known)
-        return cls(cases, options, diagnosis, finished)
+        return cls(cases, options, judging, finished)
 
     def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
         """Return the verdicts of all cases; see `run_and_report`."""
@@ -205,7 +209,7 @@ class _Verification:
         from moeverify.verification.controller.run import run_cases
 
         left = self.finished.list_left(self.cases)
-        asks = self.diagnosis.escalate
+        asks = self.judging.escalate
         # Below float64, a pass and an unexplained finding are final only after the run in a wider
         # precision.
         confirming = find_confirming(left, self.cases) if asks else {}
@@ -219,10 +223,10 @@ class _Verification:
                 self.cases, result, self.options, show, confirming=confirming, on_confirmed=on_event
             )
             self.finished.keep_rest(result.cases)
-        if self.diagnosis.follow_up and result is not None:
+        if self.judging.follow_up and result is not None:
             result = follow_up(self.cases, result, self.options, show)
         if result is not None:
-            result = result.model_copy(update={"allows_undecided": self.diagnosis.allow_undecided})
+            result = result.model_copy(update={"allows_undecided": self.judging.allow_undecided})
         self.result = result
         return result
 
@@ -235,7 +239,7 @@ class _Verification:
         for failure in self.finished.failures:
             context.err.print(f"error: {failure}", soft_wrap=True)
         is_tracked = tracking.write(list_run_figures(self.result), context)
-        if self.diagnosis.debug:
+        if self.judging.debug:
             debug_first(self.cases, self.result, self.options, context)
         return 0 if is_tracked and not self.finished.failures else BAD_INPUT
 

@@ -48,8 +48,8 @@ class GoldenState(Record):
 class GoldenPlan(Record):
     """The predicted cost of a golden of sketches on one device.
 
-    `device_bytes` is the peak of the memory for tensors, `disk_bytes` the size of what is kept on disk until
-    the golden is written, and `record_bytes` the size of the golden. `rate` are operations a second,
+    `device_bytes` is the peak of the memory for tensors, `disk_bytes` the size of the files until the
+    golden is written, and `record_bytes` the size of the golden. `rate` are operations a second,
     measured.
     """
 

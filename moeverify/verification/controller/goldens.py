@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeverify.cases.schema import Case, Recipe
-from moeverify.cases.validation.sketch import find_sketch_problems
+from moeverify.cases.validation.sketch import check_sketchable, find_sketch_problems
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.results.golden import Deviation, GoldenState
 from moeverify.verification.controller.machine import default_cache, golden_code
@@ -177,11 +177,10 @@ def _takes_sketch(case: Case, options: RunOptions, folder: Path, sketched: Path)
     """
     if options.sketch == "never":
         return False
-    problems = find_sketch_problems(case)
-    if options.sketch == "always" and problems:
-        raise CaseError(problems)
-    is_only = _is_any_stored(sketched) and not _is_any_stored(folder)
-    return options.sketch == "always" or (is_only and not problems)
+    if options.sketch == "always":
+        check_sketchable([case])
+        return True
+    return _is_any_stored(sketched) and not _is_any_stored(folder) and not find_sketch_problems(case)
 
 
 def _is_any_stored(folder: Path) -> bool:

@@ -19,8 +19,8 @@ from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.golden_run.dtypes import record_dtypes
 from moeverify.verification.golden_run.noise import calibrate
 from moeverify.verification.golden_run.own_step import list_own_results
+from moeverify.verification.golden_run.sketched import make_sketched_golden
 from moeverify.verification.golden_run.soundness import check_soundness
-from moeverify.verification.golden_run.streamed import make_sketched_golden
 from moeverify.verification.golden_run.summary import summarize
 
 # Precisions with a rounding of 2**-9, against which the rounding of float32, 2**-25, is negligible.

@@ -40,10 +40,11 @@ def plan_golden(recipe: Recipe, device: torch.device) -> GoldenPlan:
     # A step has a forward pass, a third of the training operations, and a backward pass with its own forward
     # pass. Both visits of a unit in step s compute its first s steps again, and the last visit all steps.
     passes = steps * 4 / 3 + steps * (steps - 1) + steps
-    operations = passes * tokens * count_training_flops(spec, recipe.data.seq_len)
+    num_runs = 1 if recipe.precision == "float64" else 3  # with those that measure the noise
+    operations = num_runs * passes * tokens * count_training_flops(spec, recipe.data.seq_len)
     rate, fill_seconds, sketch_seconds = _measure_rates(spec, device)
     num_fills, num_updates, num_sketches = 2 * steps + 1, steps**2, (2 + num_states) * steps + 1
-    elements = count * ((num_fills + num_updates) * fill_seconds + num_sketches * sketch_seconds)
+    elements = num_runs * count * ((num_fills + num_updates) * fill_seconds + num_sketches * sketch_seconds)
     largest = max(units, key=units.__getitem__)
     copies = 2 + num_states  # weight, gradient and the moments of the optimizer
     working = 3 * max(sizes[largest]) + max(_count_layer(recipe, spec), _count_ends(recipe, spec))
@@ -55,7 +56,7 @@ def plan_golden(recipe: Recipe, device: torch.device) -> GoldenPlan:
         num_layers=spec.num_layers,
         steps=steps,
         device_bytes=_BYTES * (copies * units[largest] + working),
-        disk_bytes=_BYTES * 2 * steps * (spec.num_layers + 1) * tokens * spec.hidden,
+        disk_bytes=_BYTES * 2 * num_runs * steps * (spec.num_layers + 1) * tokens * spec.hidden,
         record_bytes=num_sketches * _count_record(spec) + steps * tokens * _count_routing(spec),
         operations=operations,
         rate=rate,

@@ -13,7 +13,6 @@ grows with the square of the number of steps.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moeverify.cases.schema import Precision, Recipe
+from moeverify.cases.schema import Recipe
 from moeverify.model.transformer import ModelOutput
 from moeverify.parallel.regions.observer import INITIAL, Observer
 from moeverify.results.checks import Kind
@@ -38,9 +37,7 @@ from moeverify.train.subjects import subject_of
 from moeverify.verification.checks.observers import Unseen
 from moeverify.verification.golden.mapped import MappedFile
 from moeverify.verification.golden.sketched import SketchRecorder
-from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.golden_run.streamed_unit import ENDS, Numerics, Unit
-from moeverify.verification.golden_run.summary import summarize
 
 _SEEN = "seen/"
 _SHAPE = "shape/"
@@ -289,27 +286,3 @@ class StreamedRun:
     def _update(self, visit: Visit) -> Results:
         self._unit(visit)
         return {"done": torch.ones(())}
-
-
-def make_sketched_golden(
-    recipe: Recipe,
-    folder: Path,
-    device: torch.device,
-    *,
-    compute: Precision = "float64",
-    on_visit: Callable[[Visit, float], None] = lambda visit, seconds: None,
-) -> None:
-    """Write the golden of a recipe as sketches, without noise, in a reference precision.
-
-    The visits are in `FOLDER.visits` until the golden is written. A golden that was interrupted goes on there.
-    `moeverify.cases.validation.sketch` has the recipes for which this is possible.
-    """
-    visits = folder.with_name(f"{folder.name}.visits")
-    run = StreamedRun(recipe, Numerics(compute), device, visits, on_visit=on_visit)
-    run.run()
-    with GoldenWriter(folder) as writer:
-        run.recorder.write(writer)
-        reference = StoredGolden(writer.flush(), finished=False)
-        reference.sketches = run.recorder.shapes
-        writer.finish({}, summarize(recipe, reference), sketches=run.recorder.shapes)
-    shutil.rmtree(visits)

@@ -23,9 +23,8 @@ from moeverify.results.checks import UNCOMPARED_KINDS, Kind
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.explanation import Explanation
 from moeverify.results.facts import ComparedFacts
-from moeverify.results.finding import Finding, note_failure
+from moeverify.results.finding import Finding
 from moeverify.results.load import ExpertLoad
-from moeverify.results.observation import NoValues
 from moeverify.results.operation import OwnValues
 from moeverify.results.run import Stage
 from moeverify.results.timeline import Timeline
@@ -105,20 +104,17 @@ def verify_case(
             report(_make_result(observed, observed.judgement.findings, clock))
         extend()
         assemble = assemble_program.without_graphs()
-        # The hypotheses compare values, of which a golden of sketches has none.
-        is_known = not golden.is_sketched
-        evidence = gather_evidence(case, golden, judgement, assemble, trace) if is_known else None
+        evidence = gather_evidence(case, golden, judgement, assemble, trace)
         clock.end("second run")
     # The fault is undone at this point, so that the single device computes the right values.
     explained = None
     if observed is not None:
         findings = explain_findings(case, golden, observed.judgement, evidence, device)
-        findings = findings if is_known else note_failure(findings, NoValues())
         clock.end("formulas")
         explained = _Explained(observed, findings, clock, None if evidence is None else evidence.timeline)
         if findings:
             report(explained.make(Found()))  # the other ranks wait meanwhile
-    recorded = _record(case, golden, judgement, assemble, fault) if explain_seconds and is_known else None
+    recorded = _record(case, golden, judgement, assemble, fault) if explain_seconds else None
     clock.end("record of operators")
     if explained is None:
         return None
@@ -153,8 +149,10 @@ def _record(
 ) -> Recorded | None:
     """Record the programs of all ranks if a result differs. Return them on rank 0, None elsewhere.
 
-    Collective: all ranks.
+    A golden of sketches has no values to align them with. Collective: all ranks.
     """
+    if golden.is_sketched:
+        return None
     step = agree_on_step(case, judgement)
     if step is None:
         return None

@@ -23,7 +23,8 @@ from moeverify.verification.compare.assembled import Assembled, assemble
 from moeverify.verification.golden.sketched import SketchRecorder, add_sketches, make_sketch, measure_squares
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.plan import plan_golden
-from moeverify.verification.golden_run.streamed import StreamedRun, Visit, list_visits, make_sketched_golden
+from moeverify.verification.golden_run.sketched import make_sketched_golden
+from moeverify.verification.golden_run.streamed import StreamedRun, Visit, list_visits
 from moeverify.verification.golden_run.streamed_unit import Numerics
 from moeverify.verification.worker.by_sketch import SketchComparison, estimate_entries
 
@@ -147,8 +148,8 @@ def build(**changes: object) -> Case:
 
 def test_recipes_that_rows_cannot_be_computed_of_are_refused() -> None:
     assert find_sketch_problems(build()) == []
-    problems = find_sketch_problems(build(precision="float32", float8="rowwise"))
-    assert [problem.path for problem in problems] == ["recipe.float8", "recipe.precision"]
+    problems = find_sketch_problems(build(float8="rowwise", precision="mixed"))
+    assert [problem.path for problem in problems] == ["recipe.float8"]
 
 
 SHAPE = (8, 64, 32)
