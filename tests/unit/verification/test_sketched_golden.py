@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeverify.cases.schema import Case, Data, MoE, Optimizer, Recipe, ReferenceModel, Tolerance
+from moeverify.cases.schema import Data, MoE, Optimizer, Recipe, ReferenceModel, Tolerance
 from moeverify.cases.validation.load import build_case
 from moeverify.cases.validation.sketch import find_sketch_problems
 from moeverify.parallel.regions.region import Region
@@ -142,14 +142,14 @@ def test_an_interrupted_golden_goes_on_after_its_last_visit(tmp_path: Path) -> N
     assert not (tmp_path / "golden.visits").exists()
 
 
-def build(**changes: object) -> Case:
-    return build_case({"name": "c", "recipe": {"model": {"preset": "stress"}, **changes}})
+def test_cases_for_which_sketches_do_not_suffice_are_refused() -> None:
+    def find(**checks: object) -> list[str]:
+        recipe = {"model": {"preset": "stress"}, "steps": 2}
+        case = build_case({"name": "c", "recipe": recipe, "checks": checks})
+        return [problem.path for problem in find_sketch_problems(case)]
 
-
-def test_recipes_that_rows_cannot_be_computed_of_are_refused() -> None:
-    assert find_sketch_problems(build()) == []
-    problems = find_sketch_problems(build(float8="rowwise", precision="mixed"))
-    assert [problem.path for problem in problems] == ["recipe.float8"]
+    assert find() == []
+    assert find(steps="forced", also=["activations"]) == ["checks.steps", "checks.also"]
 
 
 SHAPE = (8, 64, 32)
