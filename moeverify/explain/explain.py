@@ -367,8 +367,10 @@ class Explainer:
                 return None
             self.tried += 1
             done = self._proof.repairs(edit, target, unknown, state)
-            if done is not None:
-                return [Cause(list(edit.ops), [edit], [target])], done
+            resized = self._proof.resize(edit, state) if done is None else None
+            found = done or resized
+            if found is not None:
+                return [Cause(list(edit.ops), [edit], [target], is_local=done is None)], found
         return None
 
     def _shorten(
