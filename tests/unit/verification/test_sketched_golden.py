@@ -201,14 +201,25 @@ def test_shards_of_ranks_add_up_and_the_wrong_one_is_named_with_its_block() -> N
     assert entry.block[1].stop <= 32
 
 
+def test_shards_that_share_blocks_share_their_errors() -> None:
+    right = draw(*SHAPE)
+    wrong = right * 1.1
+    golden = Golden(right)
+    zigzag = [Region.box(SHAPE, [range(8), range(64), tuple(range(at, 32, 2))]) for at in range(2)]
+    shared = estimate(golden, *((wrong, part) for part in zigzag)).difference
+    alone = estimate(golden, (wrong, Region.whole(SHAPE))).difference
+    for total in ("count", "sum_expected2", "sum_actual2", "sum_error2"):
+        assert getattr(shared, total) == pytest.approx(getattr(alone, total), rel=1e-12), total
+
+
 def test_every_replica_is_judged() -> None:
     right = draw(*SHAPE)
     wrong = right.clone()
-    wrong[2] *= -1.0
+    wrong[2] *= 1.5
     whole = Region.whole(SHAPE)
     tensor = estimate(Golden(right), (right, whole), (right, whole), (wrong, whole))
     assert tensor.differing_ranks() == (2,)
-    assert tensor.difference.relative_error == pytest.approx(2.0 * 8**-0.5, rel=0.5)
+    assert tensor.difference.relative_error == pytest.approx(0.5 * 8**-0.5, rel=0.5)
 
 
 def test_elements_that_are_not_finite_are_counted() -> None:
