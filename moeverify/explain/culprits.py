@@ -258,13 +258,18 @@ class Culprits:
         )
 
     def name_over(self, over: Sequence[At]) -> tuple[str, ...]:
-        """Return the mesh axes over which values are summed, and "micro-batches" for several per rank."""
+        """Return the mesh axis over which values are summed, and "micro-batches" for several per rank.
+
+        The ranks stand for a mesh of the user.
+        """
         if not over:
             return ()
         ranks = sorted({rank for rank, _ in over})
         found = [
             axis for axis, groups in self._groups.items() if any(sorted(group) == ranks for group in groups)
         ]
+        if not found and len(ranks) > 1:
+            found = [f"ranks {', '.join(map(str, ranks))}"]
         return tuple(found[:1]) + (("micro-batches",) if len(over) > len(ranks) else ())
 
 
