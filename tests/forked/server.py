@@ -196,6 +196,16 @@ def _become(request: Request, found: list[str]) -> None:
     sys.path_importer_cache.clear()
     tempfile.tempdir = None
     _show_command([sys.executable, *words])
+    _customize()
+
+
+def _customize() -> None:
+    """Import `sitecustomize` like the interpreter; that of `moeverify watch` waits for torch, which is here."""
+    with contextlib.suppress(ModuleNotFoundError):
+        sitecustomize = importlib.import_module("sitecustomize")
+        for hook in [each for each in sys.meta_path if type(each).__module__ == "sitecustomize"]:
+            sys.meta_path.remove(hook)
+            sitecustomize._start()
 
 
 def _replace_added(path: list[str], added: str) -> list[str]:
