@@ -25,6 +25,7 @@ from moeverify.explain.edits import (
     Edit,
     list_chain_numbers,
     list_edits,
+    list_skipped_writes,
 )
 from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
@@ -37,13 +38,19 @@ from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets, list_unknown
 from moeverify.results.checks import Kind
 
-_VAGUE = frozenset({"removed", "inserted", "whole", "value"})
+_VAGUE = frozenset({"inserted", "whole", "value"})
+_SAYS_LESS = {
+    "scale": _VAGUE | {"removed", "total", "share"},  # several totals add up to a multiple
+    "reduction": _VAGUE | {"removed"},
+    "moved": _VAGUE,
+}
 """Kinds of edits that say less than a known relation of the result to single-device values."""
 
 _SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
 """Kinds of edits that insert single-device values."""
 
 _MOST_SUSPECTS = 12
+_MOST_SKIPPED = 8
 _MOST_ROUNDS = 40
 _LONGEST_CHAIN = 8
 _LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
@@ -231,10 +238,16 @@ class Explainer:
             self._on_place = None
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
-        found = self._search(target, state, stretch, end, _LONGEST_CHAIN) if self._proves else None
-        if found is None or (place and place[0].known and found[0][0].repairs[0].kind in _VAGUE):
+        found = None
+        if self._proves:
+            skipped = itertools.islice(list_skipped_writes(stretch.alignment, stretch.unknown), _MOST_SKIPPED)
+            found = self._try(skipped, target, stretch.unknown, state, end)
+            found = found or self._search(target, state, stretch, end, _LONGEST_CHAIN)
+        if found is None:
             return place, state
-        return found
+        kind, known = found[0][0].repairs[0].kind, place[0].known if place else ""
+        says_less = kind in _SAYS_LESS.get(known, ())
+        return (place, state) if says_less else found
 
     def _open(self, alignment: Alignment, target: Target) -> _Stretch:
         """Return the operators from right values to the target, or to the first wrong module ends before."""
@@ -359,8 +372,10 @@ class Explainer:
                 return None
             self.tried += 1
             done = self._proof.repairs(edit, target, unknown, state)
-            if done is not None:
-                return [Cause(list(edit.ops), [edit], [target])], done
+            resized = self._proof.resize(edit, state) if done is None else None
+            found = done or resized
+            if found is not None:
+                return [Cause(list(edit.ops), [edit], [target], is_local=done is None)], found
         return None
 
     def _shorten(

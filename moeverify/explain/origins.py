@@ -12,11 +12,13 @@ import torch
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.counterparts import OneDevice, pair_tensors
-from moeverify.explain.describe import describe_at, is_alike, join_last, list_numbers
+from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.joint import At, Changes, Joint
+from moeverify.explain.program import Mark
 from moeverify.results.culprit import Operation
 
 _MOST_MOVES = 3
+_MOST_FOLLOWED = 64
 
 
 class Origins:
@@ -156,6 +158,28 @@ class Origins:
         kept = slice(_MOST_MOVES) if is_same else slice(-_MOST_MOVES, None)
         found: dict[str, Any] = {"moves": mine_all[kept], "moves_there": others[kept]}
         return found | ({"numbers": tuple(dict.fromkeys(numbers))} if numbers else {})
+
+    def list_later(self, mine: At, mark: Mark) -> tuple[Operation, ...]:
+        """Return the operations that one device applies to a rank's final value to get its own.
+
+        Empty if the rank's value is not on the way to the value that one device shows at `mark`.
+        """
+        program, shown = self._one.program, self._one.program.marks[mark].value
+        roots = set(self.roots_of(mine))
+        if shown is None or roots & set(self._one.roots_of(shown)):
+            return ()
+        waiting: list[tuple[int, tuple[int, ...]]] = [(shown, ())]
+        seen = {shown}
+        while waiting and len(seen) < _MOST_FOLLOWED:
+            number, later = waiting.pop(0)
+            op = program.op_of(number)
+            for read in op.reads():
+                if roots & set(self._one.roots_of(read)):
+                    return join_last(describe_op(program, program.ops[each]) for each in (op.number, *later))
+                if read not in seen:
+                    seen.add(read)
+                    waiting.append((read, (op.number, *later)))
+        return ()
 
     def _is_alike(self, mine: At, theirs: At) -> bool:
         """Return whether two operators have the same options and no differing results."""

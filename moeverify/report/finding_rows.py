@@ -9,7 +9,7 @@ from moeverify.report.words.cause import (
     describe_where,
     leads_with_culprit,
 )
-from moeverify.report.words.culprit import list_source
+from moeverify.report.words.culprit import list_culprit, list_source
 from moeverify.report.words.follow_up import describe_follow_up
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
@@ -46,12 +46,15 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
         facts.append(("scale", _describe_scale(finding)))
     if finding.index or finding.expected is not None or finding.actual is not None:
         facts.append(("at", _describe_place(finding)))
-    if cause := describe_cause(finding):
+    culprit = finding.culprit if leads_with_culprit(finding) else None
+    if culprit is not None:
+        facts += list_culprit(culprit)
+    elif cause := describe_cause(finding):
         facts.append(("cause", cause))
     if where := describe_where(finding):
         facts.append(("where", where))
-    if finding.culprit is not None and leads_with_culprit(finding):
-        facts.extend(("source", line) for line in list_source(finding.culprit))
+    if culprit is not None:
+        facts.extend(("source", line) for line in list_source(culprit))
     facts.extend(("evidence", line) for line in describe_evidence(finding))
     if finding.follow_up is not None:
         facts.append(("follow-up", describe_follow_up(finding.follow_up)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -138,8 +140,8 @@ def _count_checks(case: CaseResult) -> str:
 def _fold_facts(facts: list[tuple[str, str]], before: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the facts, with `as above` for a cause, place or evidence equal to the previous finding's."""
     folded: list[tuple[str, str]] = []
-    for label in dict(facts):
-        own = [fact for fact in facts if fact[0] == label]
+    for label, group in groupby(facts, key=itemgetter(0)):
+        own = list(group)
         same = label in ("cause", "where", "evidence") and own == [
             fact for fact in before if fact[0] == label
         ]

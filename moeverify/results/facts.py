@@ -300,10 +300,6 @@ class RouterFacts(Record):
     `quantity` is wrong for `num_wrong` of `num_tokens` tokens. `margin` is the largest score margin among
     tokens that chose another expert, relative to the rounding of the scores. `rounded` is set if scores or
     logits in `dtype` reproduce the router's weights bit for bit.
-
-    `rule` is the rule that explains the choice or weights, if one is known; the names of its ways are
-    joined by "+". `rivals` are other rules with the same result, and `numbers` are fitted constants of
-    these rules.
     """
 
     about: Literal["router"] = "router"
@@ -313,9 +309,6 @@ class RouterFacts(Record):
     margin: float | None = None
     rounded: Literal["", "scores", "logits"] = ""
     dtype: str = ""
-    rule: str | None = None
-    rivals: tuple[str, ...] = ()
-    numbers: Mapping[str, float] = Field(default_factory=dict)
 
 
 class Issue(Record):
@@ -397,7 +390,7 @@ def names_operation(facts: Facts | None) -> bool:
     if isinstance(facts, GradientSumFacts):
         return facts.is_own or bool(facts.factors)
     if isinstance(facts, RouterFacts):
-        return bool(facts.rounded or facts.rule)
+        return bool(facts.rounded)
     return not isinstance(facts, ClipFacts | ObjectiveFacts)
 
 

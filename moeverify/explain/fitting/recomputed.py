@@ -10,19 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moeverify.explain.fitting.factors import find_factor
 from moeverify.explain.fitting.inputs import DiagnosisInputs
-from moeverify.explain.fitting.router_findings import (
-    find_weighed,
-    is_made_by_choice,
-    is_rounded,
-    scores_otherwise,
-    tells_weights,
-)
 from moeverify.explain.fitting.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
-from moeverify.results.facts import ClipFacts, RouterGradientFacts
+from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import (
     Altered,
@@ -77,13 +70,11 @@ def join_alike(findings: Sequence[Finding]) -> list[Finding]:
         head = _find_head(finding, heads) if finding.check in RECOMPUTED else None
         if finding.check == CheckName.OBJECTIVE:
             gradients = [found for found in heads.values() if _is_gradient_of(found, finding)]
-            gradients = gradients or [found for found in heads.values() if scores_otherwise(found, finding)]
             head = gradients[0] if gradients else head
             if any(_is_unknown(found) and found.step == finding.step for found in heads.values()):
                 finding = finding.model_copy(update={"code": Cause.FORWARD.value})
         elif _is_unknown(finding):
             head = _find_known(finding, heads.values()) or head
-        head = find_weighed(finding, heads.values()) or head
         is_led = head is not None and head is not each
         joined.append(finding.model_copy(update={"follows": head.tensor}) if head and is_led else finding)
     return joined
@@ -108,7 +99,7 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
         each
         for each in heads
         if each.step == unknown.step
-        and (each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE) or is_rounded(each))
+        and (each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE) or _is_rounded_router(each))
         and not _is_unknown(each)
     ]
     return min(found, key=lambda each: each.check != CheckName.ROUTER_GRADIENT, default=None)
@@ -173,8 +164,8 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
       is known.
     """
     explanation = origin.explanation
-    if explanation is None or any(_tells_router(origin, finding) for finding in recomputed):
-        return explanation is not None
+    if explanation is None:
+        return False
     if isinstance(explanation.operation, Unmoved):
         return any(_tells_step(finding) and _is_of_same(origin, finding) for finding in recomputed)
     if explanation.cause in _SAYS_MORE:
@@ -199,9 +190,9 @@ def _list_telling(explanation: Explanation, recomputed: Sequence[Finding]) -> li
     return []
 
 
-def _tells_router(origin: Finding, finding: Finding) -> bool:
-    """Return whether a finding has the rule of a router, and an origin results from this rule."""
-    return is_made_by_choice(origin, finding) or tells_weights(origin, finding)
+def _is_rounded_router(finding: Finding) -> bool:
+    """Return whether a router's weights result from rounded scores, which also change its gradient."""
+    return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
 
 
 def _tells_form(finding: Finding) -> bool:
@@ -242,8 +233,6 @@ _SAYS_MORE: Mapping[Cause, Callable[[Finding, Finding], bool]] = {
 
 def _comes_before(finding: Finding, origin: Finding) -> bool:
     """Return whether an earlier error in a router may have caused an origin."""
-    if _tells_router(origin, finding):
-        return True
     if not isinstance(finding.facts, RouterGradientFacts) or finding.follows:
         return False
     after = (origin.step, KIND_ORDER.get(origin.kind, -1))

@@ -82,10 +82,12 @@ def describe_evidence(finding: Finding) -> tuple[str, ...]:
     """Return the measurements behind a finding, one line each, starting with the check's own evidence."""
     # A note that rounding may hide causes is redundant if the case also ran in wider precisions.
     left_out = (DiagnosisFailed, HiddenByRounding) if finding.wider else (DiagnosisFailed,)
-    beside = finding.culprit is not None and not leads_with_culprit(finding)
-    lines = [
-        *describe_wider(finding),
-        *([describe_culprit(finding.culprit)] if finding.culprit is not None and beside else ()),
+    lines = [*describe_wider(finding)]
+    if leads_with_culprit(finding):
+        lines += [describe_explanation(finding.explanation)] if finding.explanation is not None else []
+    elif finding.culprit is not None:
+        lines.append(describe_culprit(finding.culprit))
+    lines += [
         *describe_facts(finding.facts, finding).evidence,
         *([", ".join(f"{each.name}: {each.site}" for each in finding.sites)] if finding.sites else ()),
         *(describe_observation(seen) for seen in finding.observations if not isinstance(seen, left_out)),

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from moeverify.report.numbers import format_count, format_number
 from moeverify.report.words.optimizer import describe_recomputed
-from moeverify.report.words.router import describe_rules
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import (
@@ -401,9 +400,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 def _(facts: RouterFacts, finding: Finding) -> Words:
     noun = "experts" if facts.quantity == "counts" else "tokens"
     seen = f"{facts.num_wrong} of {facts.num_tokens} {noun}"
-    if facts.rule is not None:
-        exact = "by that rule it is what its own input gives, up to rounding"
-        return Words(f"{finding.tensor} {describe_rules(facts)}", "", (seen, exact))
     if facts.quantity == "choice":
         text = f"{finding.tensor} chooses other experts than its own input and weights say"
         margin = (
@@ -415,7 +411,7 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
         exact = f"its {facts.rounded} in {facts.dtype} give the weights that it has, bit for bit"
         return Words(text, "", (seen, exact))
     if facts.quantity == "weights":
-        return Words(f"{finding.tensor} weighs its experts otherwise than its own scores say", "", (seen,))
+        return Words(f"{finding.tensor} has weights that do not follow from its own scores", "", (seen,))
     return Words(f"{finding.tensor} counts other numbers of tokens than it sent", "", (seen,))
 
 

@@ -8,25 +8,49 @@ from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.results.checks import Kind
 from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Source
 
-_MOST_REPAIRED = 3
+Row = tuple[str, str]
+"""A label and a text."""
 
+_MOST_REPAIRED = 3
 
 _NUMBERS = (f"{Kind.LOSS}/", f"{Kind.GRADIENT_NORM}/")
 """Kinds of results that are one number."""
 
+_CAUSE, _HERE, _THERE, _PROOF = "cause", "here", "reference", "proof"
+_VIA = "via"
+"""Label of the operations between a value of the row above and its use."""
+_LINES = "lines"
+"""Label of the lines from right inputs to the first wrong result, if only the place is known."""
+
+
+def list_culprit(culprit: Culprit) -> list[Row]:
+    """Return the cause as labelled rows: the operation, both sides, how values came there, and the proof."""
+    operation = f"{_name_operation(culprit.here)}, {format_ranks(culprit.ranks)}"
+    rows = _DIFFERENCES[culprit.mechanism](culprit)
+    if culprit.mechanism in _KNOWN and culprit.results:
+        return [*rows, ("seen in", operation)]
+    if culprit.mechanism == "returned":
+        headline = f"{', '.join(culprit.results)} returns another value than on one device"
+        rows = [(_HERE, operation), *rows]
+    else:
+        about = _ABOUT.get(culprit.mechanism, "its inputs match")
+        headline = f"first wrong operation: {operation}; {about}"
+    proof = _describe_proof(culprit)
+    rows += [(_PROOF, proof)] if proof else []
+    if not culprit.proved:
+        lines = dict.fromkeys(_name_line(each.line) for each in culprit.between if each.line is not None)
+        rows += [(_LINES, ", ".join(lines))] if lines else []
+    return [(_CAUSE, headline), *rows]
+
 
 def describe_culprit(culprit: Culprit) -> str:
-    """Return the cause as sentences: the operation, the difference, and the proof."""
-    first = f"{_name_operation(culprit.here)}, on {format_ranks(culprit.ranks)}"
-    if culprit.mechanism in _KNOWN and culprit.results:
-        return f"{'. '.join(_DIFFERENCES[culprit.mechanism](culprit))}. First seen in the result of {first}"
-    if culprit.mechanism == "returned":
-        return ". ".join([*_describe_returned(culprit), _describe_proof(culprit)])
-    parts = [f"first wrong operation: {first}"]
-    parts[0] += _DESCRIBE_OPERANDS.get(culprit.mechanism, "; its inputs match")
-    parts += _DIFFERENCES[culprit.mechanism](culprit)
-    parts.append(_describe_proof(culprit))
-    return ". ".join(part for part in parts if part)
+    """Return the cause in one line, without the operations and lines in between."""
+    parts = [
+        text if label in (_CAUSE, _PROOF) else f"{label}: {text}"
+        for label, text in list_culprit(culprit)
+        if label not in (_VIA, _LINES)
+    ]
+    return ". ".join(part if number == 0 else part[0].upper() + part[1:] for number, part in enumerate(parts))
 
 
 def describe_culprit_place(culprit: Culprit) -> str:
@@ -45,12 +69,17 @@ def describe_culprit_place(culprit: Culprit) -> str:
 
 
 def list_source(culprit: Culprit) -> list[str]:
-    """Return the source lines around the operation, then around its single-device counterpart."""
-    found = _show_lines("", culprit.here.line)
-    there = culprit.there.line if culprit.there is not None else None
-    if there is not None and (culprit.here.line is None or there.lines != culprit.here.line.lines):
-        found += _show_lines("collective: " if culprit.mechanism == "race" else "one device: ", there)
-    return found
+    """Return source lines: around the operation, the producer of its wrong input, and its counterpart."""
+    sites = [
+        ("", culprit.here),
+        ("input: ", culprit.made if culprit.mechanism == "operand" else None),
+        ("collective: " if culprit.mechanism == "race" else "reference: ", culprit.there),
+    ]
+    shown: dict[tuple[tuple[int, str], ...], list[str]] = {}
+    for title, operation in sites:
+        if operation is not None and operation.line is not None:
+            shown.setdefault(operation.line.lines, _show_lines(title, operation.line))
+    return [line for lines in shown.values() for line in lines]
 
 
 _KNOWN = frozenset({"scale", "reduction", "moved"})
@@ -58,19 +87,20 @@ _KNOWN = frozenset({"scale", "reduction", "moved"})
 
 _PHASES = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer step"}
 
-_DESCRIBE_OPERANDS: Mapping[Mechanism, str] = {
-    "operand": "; its other inputs match",
-    "total": "",
-    "share": "",
-    "whole": "",
-    "race": "",
-    "written": "",
+_ABOUT: Mapping[Mechanism, str] = {
+    "operand": "one input is wrong",
+    "total": "it uses parts of a sum",
+    "share": "it adds a whole value to a part of a sum",
+    "whole": "it uses a part of a tensor",
+    "removed": "one device does not do this",
+    "inserted": "an operation before it is missing",
+    "race": "a collective may still use its memory",
+    "written": "its values are from before the first step",
 }
+"""State of the inputs in the headline, for mechanisms where not all of them match."""
 
 
-def _show_lines(title: str, line: CodeLine | None) -> list[str]:
-    if line is None:
-        return []
+def _show_lines(title: str, line: CodeLine) -> list[str]:
     return [
         f"{title}{line.file}:{number}{' >' if number == line.line else '  '} {text}"
         for number, text in line.lines
@@ -78,16 +108,17 @@ def _show_lines(title: str, line: CodeLine | None) -> list[str]:
 
 
 def _name_operation(operation: Operation) -> str:
-    """Return expression and line of an operation; without a line its name and module."""
+    """Return expression, operator and line of an operation; without a line its operator and module."""
     if operation.operator == "unseen" and operation.line is not None:
         return f"a write that no recorded operator made, seen at {_name_line(operation.line)}"
     if operation.line is None:
         inside = f" in {operation.module}" if operation.module else ""
         return f"{operation.operator}, called by autograd{inside}"
-    shown = operation.line.expression
-    joint = ", for the gradient of" if operation.is_derivative else " in"
-    name = f"{operation.operator}{joint} `{shown}`"
-    return f"{name if shown else operation.operator}, {_name_line(operation.line)}"
+    shown, operator = operation.line.expression, operation.operator.strip("_")
+    name = f"`{shown}`" if shown else operation.operator
+    if shown and f"{operator}(" not in shown:
+        name += f" ({operation.operator})"
+    return f"{'gradient of ' if operation.is_derivative else ''}{name}, {_name_line(operation.line)}"
 
 
 def _name_first_caller(operation: Operation) -> str:
@@ -104,7 +135,7 @@ def _name_line(line: CodeLine) -> str:
 def _name_source(source: Source | None) -> str:
     """Return the origin of a value in words."""
     if source is None:
-        return "a value that one device does not have"
+        return "a value without a counterpart on one device"
     if source.label:
         made = source.operation
         by = (
@@ -112,26 +143,30 @@ def _name_source(source: Source | None) -> str:
         )
         name = f"{source.label}{by}"
     elif source.operation is not None:
-        name = f"the result of {_name_operation(source.operation)}"
+        name = (
+            f"the {'' if source.operation.is_derivative else 'result of '}{_name_operation(source.operation)}"
+        )
         if source.operation.module:
-            name += f", in {source.operation.module}"
-        name += f" (step {source.step})" if source.step >= 0 else " (before the first step)"
+            name += f", module {source.operation.module}"
+        name += f", step {source.step}" if source.step >= 0 else ", before the first step"
     else:
         name = "a value"
     if source.others:
-        name = f"a mix of {' and of '.join([name, *map(_name_source, source.others)])}"
+        name = f"a mix of {'; and of '.join([name, *map(_name_source, source.others)])}"
     if source.zeros:
-        name += f" ({source.zeros:.0%} of its elements are zero in its place)"
+        name += f" ({source.zeros:.0%} of its elements are zero instead)"
     if source.over:
-        name = f"a part, over {' and '.join(source.over)}, of the sum that is {name}"
+        name = f"a part, over {' and '.join(source.over)}, of the sum {name}"
     return name if source.scale == 1.0 else f"{format_number(source.scale)} times {name}"
 
 
-def _describe_number(culprit: Culprit) -> list[str]:
+def _describe_number(culprit: Culprit) -> list[Row]:
     if culprit.there is None:  # a number of another line was tried
-        return [", ".join(f"Here it has {here}, and {there} repairs it" for here, there in culprit.numbers)]
-    pairs = ", ".join(f"{there} and not {here}" for here, there in culprit.numbers)
-    return [f"One device has {pairs}{_at_there(culprit)}" if pairs else ""]
+        return [(_HERE, ", ".join(f"with {here}; {there} repairs it" for here, there in culprit.numbers))]
+    if not culprit.numbers:
+        return []
+    mine, theirs = (", ".join(numbers) for numbers in zip(*culprit.numbers, strict=True))
+    return [(_HERE, f"with {mine}"), (_THERE, f"with {theirs}{_at_there(culprit)}")]
 
 
 def _at_there(culprit: Culprit) -> str:
@@ -139,105 +174,96 @@ def _at_there(culprit: Culprit) -> str:
     return f", {_name_line(line)}" if line is not None and line != culprit.here.line else ""
 
 
-def _describe_operator(culprit: Culprit) -> list[str]:
-    return [f"One device: {_name_operation(culprit.there)}" if culprit.there is not None else ""]
+def _describe_counterpart(culprit: Culprit) -> list[Row]:
+    return [(_THERE, _name_operation(culprit.there))] if culprit.there is not None else []
 
 
-def _describe_operand(culprit: Culprit) -> list[str]:
-    right = f"{_name_source(culprit.right)}{_at_there(culprit)}"
-    which = f"Input {culprit.operand + 1}" if culprit.operand >= 0 else "An input"
+def _describe_operand(culprit: Culprit) -> list[Row]:
+    which = f"input {culprit.operand + 1} is" if culprit.operand >= 0 else "an input is"
+    mine = f"{which} {_name_source(culprit.taken)}"
     made = culprit.made
-    if made is not None and made.line is not None and made.line != culprit.here.line:
-        which += f", made by {_name_operation(made)}{_name_first_caller(made)},"
-    lines = [f"{which} is {_name_source(culprit.taken)}. One device takes {right}"]
-    if culprit.moves:
-        lines.append("It comes by " + ", then ".join(map(_name_operation, culprit.moves)))
-    if culprit.moves_there:
-        lines.append("On one device by " + ", then ".join(map(_name_operation, culprit.moves_there)))
-    if culprit.numbers:
-        lines.append(
-            "There one device has " + ", ".join(f"{there} and not {here}" for here, there in culprit.numbers)
-        )
-    return lines
-
-
-def _describe_total(culprit: Culprit) -> list[str]:
-    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
-    return [
-        f"It takes parts of a sum; the reduction{over} comes later or never",
-        f"The input is {_name_source(culprit.taken)}",
-    ]
-
-
-def _describe_share(culprit: Culprit) -> list[str]:
-    return [
-        "It joins parts of a sum with a value that counts once: after the reduction that is there once for each part"
-    ]
-
-
-def _describe_whole(culprit: Culprit) -> list[str]:
+    is_named = culprit.taken is not None and culprit.taken.operation == made
+    if made is not None and made.line is not None and made.line != culprit.here.line and not is_named:
+        mine += f"; made by {_name_operation(made)}{_name_first_caller(made)}"
     right = _name_source(culprit.right)
-    return [f"It takes a part of {right}; one device takes all of it{_at_there(culprit)}"]
+    right += at if (at := _at_there(culprit)) not in right else ""
+    rows = [(_HERE, mine), *_list_path(culprit.moves), (_THERE, f"{which} {right}")]
+    rows += _list_path(culprit.moves_there)
+    if culprit.numbers:
+        pairs = ", ".join(f"{there} instead of {here}" for here, there in culprit.numbers)
+        rows.append((_VIA, f"with {pairs}"))
+    return rows
 
 
-def _describe_removed(_: Culprit) -> list[str]:
-    return ["One device does not do this: what it takes goes on unchanged"]
+def _list_path(moves: tuple[Operation, ...]) -> list[Row]:
+    return [(_VIA, ", then ".join(map(_name_operation, moves)))] if moves else []
 
 
-def _describe_inserted(culprit: Culprit) -> list[str]:
-    verb = "multiplied with" if culprit.numbers and culprit.numbers[0][0] == "mul" else "added to"
-    return [f"On one device, its input is {verb} {_name_source(culprit.right)} before; here it is not"]
-
-
-def _describe_returned(culprit: Culprit) -> list[str]:
-    module = ", ".join(culprit.results)
-    return [
-        f"{module} returns the result of {_name_operation(culprit.here)}, on {format_ranks(culprit.ranks)}",
-        f"One device returns {_name_source(culprit.right)}",
-    ]
-
-
-def _describe_value(culprit: Culprit) -> list[str]:
-    there = f"One device: {_name_operation(culprit.there)}" if culprit.there is not None else ""
-    return [there]
-
-
-def _describe_scale(culprit: Culprit) -> list[str]:
-    names = f" ({' or '.join(culprit.axes)})" if culprit.axes else ""
-    what = ", ".join(culprit.results) or "Its result"
-    return [f"{what} is exactly {format_number(culprit.factor)}{names} times that of one device"]
-
-
-def _describe_reduction(culprit: Culprit) -> list[str]:
+def _describe_total(culprit: Culprit) -> list[Row]:
     over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
-    return [
-        f"{', '.join(culprit.results)} is not reduced{over}: the values of these ranks add up to that of one device"
-    ]
+    return [(_HERE, f"its input is {_name_source(culprit.taken)}; the reduction{over} comes later or never")]
 
 
-def _describe_moved(culprit: Culprit) -> list[str]:
+def _describe_share(_: Culprit) -> list[Row]:
+    return [(_HERE, "the reduction that follows counts the added value once for each part")]
+
+
+def _describe_whole(culprit: Culprit) -> list[Row]:
+    right = _name_source(culprit.right)
+    return [(_HERE, f"a part of {right}"), (_THERE, f"all of it{_at_there(culprit)}")]
+
+
+def _describe_removed(_: Culprit) -> list[Row]:
+    return [(_THERE, "the value that it takes goes on unchanged")]
+
+
+def _describe_inserted(culprit: Culprit) -> list[Row]:
+    verb = "multiplied with" if culprit.numbers and culprit.numbers[0][0] == "mul" else "added to"
+    return [(_THERE, f"its input is first {verb} {_name_source(culprit.right)}")]
+
+
+def _describe_returned(culprit: Culprit) -> list[Row]:
+    return [(_THERE, _name_source(culprit.right))]
+
+
+def _describe_scale(culprit: Culprit) -> list[Row]:
+    names = f" ({' or '.join(culprit.axes)})" if culprit.axes else ""
+    factor = f"is exactly {format_number(culprit.factor)}{names} times that of one device"
+    if culprit.results:
+        return [(_CAUSE, f"{', '.join(culprit.results)} {factor}")]
+    return [(_HERE, f"its result {factor}")]
+
+
+def _describe_reduction(culprit: Culprit) -> list[Row]:
+    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
+    names = ", ".join(culprit.results)
+    return [(_CAUSE, f"{names} is not reduced{over}: the values of these ranks add up to that of one device")]
+
+
+def _describe_moved(culprit: Culprit) -> list[Row]:
     names, source = ", ".join(culprit.results), _name_source(culprit.taken)
     if all(name.startswith(_NUMBERS) for name in culprit.results):
-        return [f"{names} is {source}"]
-    return [f"{names} has right values in wrong places: those of {source}"]
+        return [(_CAUSE, f"{names} is {source}")]
+    if culprit.moves_there:
+        later = ", then ".join(map(_name_operation, culprit.moves_there))
+        return [(_CAUSE, f"{names} is {source}"), (_THERE, f"followed by {later}")]
+    return [(_CAUSE, f"{names} has the values of {source}, up to their places")]
 
 
-def _describe_race(culprit: Culprit) -> list[str]:
+def _describe_race(culprit: Culprit) -> list[Row]:
     other = culprit.there
     name = _name_operation(other) if other is not None else "a collective"
-    return [f"It uses memory while {name} may still be using it: nothing has waited for that"]
+    return [(_HERE, f"{name} may still use this memory: nothing has waited for it")]
 
 
-def _describe_written(culprit: Culprit) -> list[str]:
+def _describe_written(culprit: Culprit) -> list[Row]:
     usual = _name_operation(culprit.made) if culprit.made is not None else "another operation"
-    return [
-        f"Nothing has written these values after it. Most tensors that are right were last written by {usual}"
-    ]
+    return [(_HERE, f"nothing wrote these values later. {usual} wrote most of the tensors that are right")]
 
 
-_DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[str]]] = {
+_DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "number": _describe_number,
-    "operator": _describe_operator,
+    "operator": _describe_counterpart,
     "operand": _describe_operand,
     "total": _describe_total,
     "share": _describe_share,
@@ -245,38 +271,33 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[str]]] = {
     "removed": _describe_removed,
     "inserted": _describe_inserted,
     "returned": _describe_returned,
-    "value": _describe_value,
+    "value": _describe_counterpart,
     "scale": _describe_scale,
     "reduction": _describe_reduction,
     "race": _describe_race,
     "written": _describe_written,
     "moved": _describe_moved,
-    "place": _describe_value,
+    "place": _describe_counterpart,
 }
 
 
 def _describe_proof(culprit: Culprit) -> str:
-    if not culprit.proved:
-        lines = list(
-            dict.fromkeys(_name_line(each.line) for each in culprit.between if each.line is not None)
-        )
-        span = f": {', '.join(lines)}" if lines else ""
-        if culprit.mechanism == "value":
-            return (
-                "With the result of one device in its place, what follows is right. The mistake is here, or in how "
-                f"its inputs are arranged{span}"
-            )
-        return (
-            f"Only the place is known: the mistake is between right inputs and the first wrong result{span}"
-        )
     if culprit.mechanism in ("race", "written"):
         return ""
+    if not culprit.proved and culprit.mechanism == "value":
+        return (
+            "with one device's result instead, what follows is right: the mistake is here, or in how the inputs are "
+            "arranged"
+        )
+    if not culprit.proved:
+        return "only the place is known: the mistake is between right inputs and the first wrong result"
     if culprit.is_local:
-        return "Executed with that change, its result is what one device has"
+        return "executed with that change, its result equals that of one device"
     names = list(culprit.repaired[:_MOST_REPAIRED])
     if len(culprit.repaired) > _MOST_REPAIRED:
         names.append(format_count(len(culprit.repaired) - _MOST_REPAIRED, "more result"))
     if not names:
-        return "Executed with that change, all that follows is what one device has"
+        return "executed with that change, the next results equal one device"
     left = "" if culprit.residual is None else f" ({culprit.residual:.0e})"
-    return f"Executed with that change, {', '.join(names)} {'is' if len(names) == 1 else 'are'} right{left}"
+    verb = "equals" if len(names) == 1 else "equal"
+    return f"executed with that change, {', '.join(names)} {verb} one device{left}"

@@ -9,8 +9,7 @@ in float32 or wider.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,14 +28,6 @@ from moeverify.train.program import Program
 from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
 from moeverify.verification.checks.narrower import list_narrower, name_dtype
 from moeverify.verification.checks.router_passes import RouterPasses
-from moeverify.verification.checks.router_rules import (
-    MOST_UNLIKE,
-    Named,
-    RouterSample,
-    leave_out_bias,
-    name_choices,
-    name_weights,
-)
 from moeverify.verification.checks.wide_parts import split_wide
 
 MOST_TOKENS = 1 << 12
@@ -51,8 +42,8 @@ _KINDS: Mapping[str, Kind] = {
 }
 
 
-MOST_SAMPLED = 1 << 8
-"""Maximum number of tokens kept per step, for comparison with other rules if something is wrong."""
+_MOST_UNLIKE = 0.02
+"""Largest share of tokens that may differ from rounded weights: float32 may move a score past a rounding boundary."""
 
 
 class Rounded(NamedTuple):
@@ -164,8 +155,8 @@ def list_rounded(spec: MoE, scored: Scored, used: Tensor, wide: torch.dtype) -> 
 
 def count_wrong(
     router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing, record: RouterRecord
-) -> tuple[Tensor, RouterSample]:
-    """Return the number and size of errors in one forward pass, and a sample of its tokens.
+) -> Tensor:
+    """Return the number and size of errors in one forward pass.
 
     Shapes: x (B, S, H); the result (2, 3 + R) is float64 on the router's device. Columns 0 to 2 are choice,
     weights and counts: the number of wrong tokens (or experts), and the largest ratio of a difference to
@@ -211,11 +202,7 @@ def count_wrong(
     ratios = [torch.where(known, each.nan_to_num(torch.inf), 0.0) for each in (excess, deviation)]
     numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike.unbind()]
     largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(ways)
-    found = torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
-    scores = (scored.logits, scored.scores, scored.relative.expand(len(tokens), 1), selection)
-    is_wrong = (ratios[0] > 1.0, ratios[1] > 1.0)
-    sample = RouterSample(*scores, actual_choice, used, actual, *is_wrong, unit=unit)
-    return found, sample.take(MOST_SAMPLED)
+    return torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
 
 
 def _weigh(spec: MoE, scored: Scored, used: Tensor) -> Tensor:
@@ -238,8 +225,7 @@ def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
 class RouterStep:
     """Errors of one rank's router in a step: for choice, weights and counts the number and largest ratio.
 
-    `rounded` is the rounding that reproduces its weights, if any. `rules` are the rules that reproduce its
-    choices and weights, by quantity.
+    `rounded` is the rounding that reproduces its weights, if any.
     """
 
     num_tokens: int
@@ -247,29 +233,23 @@ class RouterStep:
     num_wrong: tuple[int, ...]
     largest: tuple[float, ...]
     rounded: Rounded | None = None
-    rules: Mapping[str, Named] = field(default_factory=dict)
 
 
 Reports = dict[tuple[int, str], RouterStep]  # by step and router
 
 
 class RouterWatch(RouterPasses[Reports]):
-    """Scores the tokens of each forward pass again on the router's device, and keeps a few of them."""
+    """Scores the tokens of each forward pass again on the router's device."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._seen: dict[tuple[int, str], list[Tensor]] = {}
         self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
         self._ways: dict[tuple[int, str], list[Rounded]] = {}
-        self._samples: dict[tuple[int, str], list[RouterSample]] = {}
-        self._routers: dict[str, tuple[MoE, bool]] = {}
 
     def report(self) -> Reports:
         """Return the errors of each step; see `Watch`."""
-        return {
-            key: _join(seen, self._sizes[key], self._ways[key], self._samples[key], *self._routers[key[1]])
-            for key, seen in self._seen.items()
-        }
+        return {key: _join(seen, self._sizes[key], self._ways[key]) for key, seen in self._seen.items()}
 
     def see(
         self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
@@ -277,41 +257,25 @@ class RouterWatch(RouterPasses[Reports]):
         """Count the errors of one pass; see `RouterPasses`."""
         assert router.record is not None
         key = (self.step, name)
-        found, sample = count_wrong(router, weight, x, valid, routing, router.record)
+        found = count_wrong(router, weight, x, valid, routing, router.record)
         self._seen.setdefault(key, []).append(found)
-        kept = self._samples.setdefault(key, [])
-        if sum(len(each.logits) for each in kept) < MOST_SAMPLED:
-            kept.append(sample)
         self._ways[key] = list_ways(widen(x.dtype))
-        self._routers[name] = (router.spec, router.selection_bias is not None)
         tokens, experts = self._sizes.get(key, (0, 0))
         num_tokens = x.flatten(0, -2).shape[0]
         self._sizes[key] = (tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)), experts + len(weight))
 
 
-def _join(
-    seen: Sequence[Tensor],
-    size: tuple[int, int],
-    ways: Sequence[Rounded],
-    samples: Sequence[RouterSample],
-    spec: MoE,
-    has_bias: bool,
-) -> RouterStep:
+def _join(seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[Rounded]) -> RouterStep:
     found = torch.stack(list(seen))
     num_wrong = tuple(map(int, found[:, 0].sum(dim=0).tolist()))
     fitting = [
         (unlike, way)
         for unlike, way in zip(num_wrong[len(_QUANTITIES) :], ways, strict=True)
-        if unlike <= MOST_UNLIKE * size[0]
+        if unlike <= _MOST_UNLIKE * size[0]
     ]
     rounded = min(fitting, key=lambda each: each[0])[1] if fitting and num_wrong[1] else None
     largest = tuple(found[:, 1].amax(dim=0).tolist())[: len(_QUANTITIES)]
-    rules: dict[str, Named] = {}
-    if num_wrong[0] or num_wrong[1]:
-        sample = reduce(RouterSample.join, samples)
-        rules["choice"] = name_choices(spec, sample, has_bias=has_bias)
-        rules["weights"] = name_weights(spec, sample, has_bias=has_bias)
-    return RouterStep(*size, num_wrong[: len(_QUANTITIES)], largest, rounded, rules)
+    return RouterStep(*size, num_wrong[: len(_QUANTITIES)], largest, rounded)
 
 
 class RouterChoice(Check[Reports]):
@@ -347,31 +311,7 @@ def judge_routers(shown: Shown, reports: Sequence[Reports]) -> Outcome:
     result = CheckResult(
         name=CheckName.ROUTER, verdict="mismatch" if findings else "pass", tensors=3 * len(keys), worst=worst
     )
-    return Outcome(result, tuple(_add_bias(findings)))
-
-
-def _add_bias(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings. If weights of a later step include the selection bias, assume it for earlier ones.
-
-    Before the first step the selection bias is zero, so both rules give the same weights.
-    """
-    later: dict[str, set[str]] = {}
-    for finding in findings:
-        facts = finding.facts
-        if isinstance(facts, RouterFacts) and facts.rule is not None and not facts.rivals:
-            later.setdefault(finding.tensor, set()).add(facts.rule)
-    for finding in findings:
-        facts = finding.facts
-        if isinstance(facts, RouterFacts) and facts.rule is not None and facts.quantity == "weights":
-            known = {facts.rule, *facts.rivals}
-            biased = {
-                rule for rule in later.get(finding.tensor, ()) if leave_out_bias(rule) in known - {rule}
-            }
-            if len(biased) == 1:
-                told = facts.model_copy(update={"rule": biased.pop(), "rivals": (), "numbers": {}})
-                yield finding.model_copy(update={"facts": told})
-                continue
-        yield finding
+    return Outcome(result, tuple(findings))
 
 
 def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, RouterStep]) -> Iterator[Finding]:
@@ -385,7 +325,6 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
         largest = max(rows[each].largest[number] for each in wrong)
         ways = {rows[each].rounded for each in wrong} if quantity == "weights" else set()
         rounded = next(iter(ways)) if len(ways) == 1 else None
-        rules = _find_common([rows[each].rules.get(quantity, Named({})) for each in wrong])
         yield Finding(
             check=CheckName.ROUTER,
             kind=_KINDS[quantity],
@@ -405,18 +344,9 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
                 margin=largest if quantity == "choice" else None,
                 rounded=rounded.what if rounded else "",
                 dtype=rounded.dtype if rounded else "",
-                rule=next(iter(rules), None) if rounded is None else None,
-                rivals=tuple(rules)[1:] if rounded is None else (),
-                numbers={name: value for name, value in rules.items() if value is not None},
             ),
             place=Place(module=name, ranks=wrong, stage=Stage.ROUTING),
         )
-
-
-def _find_common(named: Sequence[Named]) -> Mapping[str, float | None]:
-    """Return the rules that explain every rank's router, with the number of one rank for each."""
-    first, *rest = (each.rules for each in named)
-    return {name: value for name, value in first.items() if all(name in rules for rules in rest)}
 
 
 CHECKS = (RouterChoice(),)

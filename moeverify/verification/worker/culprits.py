@@ -20,8 +20,9 @@ from moeverify.explain.fitting.failure import describe_failure
 from moeverify.explain.program import Program
 from moeverify.results.cause import Cause as Code
 from moeverify.results.culprit import Culprit
+from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding, note_failure
-from moeverify.results.observation import DiagnosisFailed
+from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum
 from moeverify.train.program import Program as Training
 from moeverify.verification.checks.base import Judgement
 from moeverify.verification.golden.store import StoredGolden
@@ -141,12 +142,13 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
 
     If a check or hypothesis already names the operation, its finding leads and the culprit is added to its
     evidence. Otherwise the culprit leads, and findings that its repair fixes follow it. A race always
-    leads. A culprit that made replicas differ before the first step leads the finding of these replicas.
+    leads. A culprit before the first step leads a finding that only says that replicas differ.
     """
     if found.failure is not None:
         return note_failure(findings, found.failure)
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
+        left = [_without_refuted(each, culprit) if each.step == found.step else each for each in left]
         named = _find_named(left, found.step) if culprit.mechanism != "race" else None
         if named is not None and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
@@ -157,9 +159,31 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     return left
 
 
+def _without_refuted(finding: Finding, culprit: Culprit) -> Finding:
+    """Return a finding without an explanation that the first wrong operation refutes.
+
+    A gradient that a module passes back may be a part of a sum, which is reduced later. If the first wrong
+    operation is in no module, such as one of the user's optimizer, the backward pass was right.
+    """
+    explanation = finding.explanation
+    if explanation is None or explanation.subject.quantity is not Quantity.MODULE_GRADIENT:
+        return finding
+    if culprit.here.module or culprit.here.is_derivative:
+        return finding
+    left = tuple(
+        each
+        for each in finding.observations
+        if not isinstance(each, ReplicaSum)
+        and not (isinstance(each, FirstDivergence) and each.direction == "backward")
+    )
+    return finding.model_copy(
+        update={"explanation": None, "code": "", "rivals": (), "observations": left, "place": None}
+    )
+
+
 def _is_of_start(culprit: Culprit) -> bool:
-    """Return whether a culprit is a proved missing write before the first step."""
-    return culprit.proved and culprit.mechanism == "written"
+    """Return whether a culprit acts before the first step, so that it made the first values."""
+    return culprit.here.step < 0
 
 
 def is_named(findings: Sequence[Finding], recorded: Recorded | None) -> bool:

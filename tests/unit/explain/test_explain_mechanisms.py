@@ -274,3 +274,138 @@ def test_steps_up_and_down_prove_nothing() -> None:
 
     culprits = explain_call(ranks, one, x=make(3, 40), y=make(3, 40, seed=1))
     assert not any(culprit.proved for culprit in culprits)
+
+
+class Counter(nn.Module):
+    """Module that adds the magnitudes of its input to a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        self.seen += y.abs().sum(0)
+        return y
+
+
+def record_counter(x: Tensor, passes: int, *, clears: bool = False) -> Program:
+    """Record a step that scales its output by a buffer; `passes` of other inputs come before it."""
+    model, recorder = Counter(), Recorder()
+    recorder.name_tensors([("x", x), ("seen", model.seen)])
+    recorder.name_modules(model)
+
+    def warm_up() -> None:
+        for number in range(passes):
+            model(make(3, 5, seed=7 + number))
+        if clears:
+            model.seen.zero_()
+
+    with recorder.recording():
+        warm_up()
+        recorder.begin_step(0)
+        y = model(x)
+        recorder.observe(0, Kind.LOSS, "total", (y * model.seen).sum(0), Region.whole((5,)))
+    recorder.program.shares = [((0,), (0,))]
+    return recorder.program
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_writes_of_passes_that_one_device_does_not_run_are_left_out(passes: int) -> None:
+    x = make(4, 5)
+    (culprit,) = explain(record_counter(x.clone(), passes), record_counter(x, 0))
+    assert (culprit.mechanism, culprit.proved) == ("removed", True)
+    assert expression_of(culprit) == "self.seen += y.abs().sum(0)"
+    assert "warm_up" in {caller.function for caller in culprit.here.callers}
+    assert culprit.repaired == ("loss/total",)
+
+
+def test_passes_whose_writes_are_cleared_are_not_blamed() -> None:
+    x = make(4, 5)
+    assert not explain(record_counter(x.clone(), 2, clears=True), record_counter(x, 0))
+
+
+class Mixture(nn.Module):
+    """Weighted experts: the weights multiply their outputs, or by mistake their inputs."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        super().__init__()
+        self.router, self.expert, self.is_late = nn.Module(), nn.Tanh(), is_late
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        weights = 2 * scores / scores.sum(-1, keepdim=True)
+        y: Tensor = self.expert(x) * weights if self.is_late else self.expert(x * weights)
+        return y
+
+
+def test_an_edit_that_makes_only_the_next_module_right_is_no_cause() -> None:
+    # 2 * scores / (2 * scores) is 1: the expert then gets the right input, and what follows stays wrong.
+    def record(*, is_late: bool) -> Program:
+        model, recorder = nn.Sequential(Mixture(is_late=is_late)), Recorder()
+        x, scores = make(4, 5), make(4, 5, seed=1).sigmoid()
+        recorder.name_tensors([("x", x), ("scores", scores)])
+        recorder.name_modules(model)
+        with recorder.recording():
+            recorder.begin_step(0)
+            y = model[0](x, scores)
+            recorder.observe(0, Kind.LOSS, "total", y.sum(0), Region.whole((5,)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    found = explain(record(is_late=False), record(is_late=True))
+    assert all(culprit.mechanism != "operator" for culprit in found)
+    assert all("weights" in expression_of(culprit) for culprit in found)
+
+
+def test_a_value_to_which_one_device_does_more_is_told_with_what_follows() -> None:
+    def make_weight(*, is_whole: bool) -> Callable[..., Tensor]:
+        def run(x: Tensor, y: Tensor) -> Tensor:
+            drawn = x.sin()
+            return drawn * y if is_whole else drawn
+
+        return run
+
+    inputs = {"x": make(4, 5), "y": make(4, 5, seed=1)}
+    (culprit,) = explain_call(make_weight(is_whole=False), make_weight(is_whole=True), **inputs)
+    assert culprit.mechanism == "moved"
+    assert [each.line.expression for each in culprit.moves_there if each.line] == ["drawn * y"]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_another_number_of_chosen_values_is_found_though_what_follows_has_other_sizes(
+    *, is_flat: bool
+) -> None:
+    def choose(count: int) -> Callable[..., Tensor]:
+        def run(scores: Tensor) -> Tensor:
+            weights, ids = scores.sigmoid().topk(count, dim=-1)
+            weights = weights / weights.sum(-1, keepdim=True)
+            if not is_flat:
+                return torch.zeros_like(scores).scatter(-1, ids, weights).sum(0)
+            tokens = torch.arange(6).repeat_interleave(count)
+            places = tokens, ids.reshape(6 * count)
+            return torch.zeros_like(scores).index_put(places, weights.reshape(6 * count)).sum(0)
+
+        return run
+
+    culprit, *_ = explain_call(choose(4), choose(2), scores=make(6, 8))
+    assert (culprit.mechanism, culprit.proved, culprit.numbers) == ("number", True, (("4", "2"),))
+    assert expression_of(culprit) == "scores.sigmoid().topk(count, dim=-1)"
+
+
+def test_shown_values_of_another_number_are_left_to_later_results() -> None:
+    def show(count: int) -> Program:
+        recorder, scores = Recorder(), make(6, 8)
+        recorder.name_tensors([("scores", scores)])
+        with recorder.recording():
+            recorder.begin_step(0)
+            weights, ids = scores.sigmoid().topk(count, dim=-1)
+            recorder.observe(0, Kind.ROUTER_IDS, "router", ids, Region.whole(tuple(ids.shape)))
+            recorder.observe(0, Kind.LOSS, "total", weights.sum(), Region.whole(()))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    found = explain(show(4), show(2))
+    assert {culprit.here.operator for culprit in found} <= {"topk", "sum"}
+    assert found

@@ -7,7 +7,12 @@ from typing import Any, get_args
 
 import pytest
 
-from moeverify.report.words.culprit import describe_culprit, describe_culprit_place, list_source
+from moeverify.report.words.culprit import (
+    describe_culprit,
+    describe_culprit_place,
+    list_culprit,
+    list_source,
+)
 from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Source
 
 HERE = Operation(
@@ -34,59 +39,93 @@ WEIGHT = Source(label="head.weight")
 MADE = Source(operation=THERE, step=2)
 BY_AUTOGRAD = Operation(operator="sum", module="head", phase="backward", step=0)
 
-CASES: dict[Mechanism, tuple[dict[str, Any], str]] = {
+X_B = "`x + b` (add), one/ffn.py:7 in forward"
+
+CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "number": (
         {"numbers": (("0.9", "0.7"),), "there": THERE},
-        "One device has 0.7 and not 0.9, one/ffn.py:7",
+        [("here", "with 0.9"), ("reference", "with 0.7, one/ffn.py:7 in forward")],
     ),
-    "operator": ({"there": THERE}, "One device: add in `x + b`, one/ffn.py:7 in forward"),
+    "operator": ({"there": THERE}, [("reference", X_B)]),
     "operand": (
-        {"operand": 1, "taken": WEIGHT, "right": MADE, "there": THERE, "made": OTHER, "moves": (OTHER,)},
-        "Input 2, made by mm in `a @ w`, mine/ffn.py:9, is head.weight. "
-        "One device takes the result of add in `x + b`, one/ffn.py:7 in forward (step 2), one/ffn.py:7",
+        {
+            "operand": 1,
+            "taken": WEIGHT,
+            "right": MADE,
+            "there": THERE,
+            "made": OTHER,
+            "moves": (OTHER,),
+            "moves_there": (THERE, OTHER),
+        },
+        [
+            ("here", "input 2 is head.weight; made by `a @ w` (mm), mine/ffn.py:9"),
+            ("via", "`a @ w` (mm), mine/ffn.py:9"),
+            ("reference", f"input 2 is the result of {X_B}, step 2"),
+            ("via", f"{X_B}, then `a @ w` (mm), mine/ffn.py:9"),
+        ],
     ),
     "total": (
         {"axes": ("tp",), "taken": Source(label="head.weight", over=("tp",))},
-        "the reduction over tp comes later or never. The input is a part, over tp, of the sum that is head.weight",
+        [
+            (
+                "here",
+                "its input is a part, over tp, of the sum head.weight; the reduction over tp comes later or never",
+            )
+        ],
     ),
-    "share": ({}, "It joins parts of a sum with a value that counts once"),
+    "share": ({}, [("here", "the reduction that follows counts the added value once for each part")]),
     "whole": (
         {"right": WEIGHT, "there": THERE},
-        "It takes a part of head.weight; one device takes all of it, one/ffn.py:7",
+        [("here", "a part of head.weight"), ("reference", "all of it, one/ffn.py:7 in forward")],
     ),
-    "removed": ({}, "One device does not do this"),
+    "removed": ({}, [("reference", "the value that it takes goes on unchanged")]),
     "returned": (
         {"results": ("layers.0.router",), "taken": WEIGHT, "right": MADE, "there": THERE},
-        "layers.0.router returns the result of mul in `x * 0.9`, mine/ffn.py:12 in forward, on ranks 0, 1. "
-        "One device returns the result of add in `x + b`, one/ffn.py:7 in forward (step 2)",
+        [
+            ("here", "`x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1"),
+            ("reference", f"the result of {X_B}, step 2"),
+        ],
     ),
     "written": (
         {"made": OTHER},
-        "Nothing has written these values after it. "
-        "Most tensors that are right were last written by mm in `a @ w`, mine/ffn.py:9",
+        [
+            (
+                "here",
+                "nothing wrote these values later. "
+                "`a @ w` (mm), mine/ffn.py:9 wrote most of the tensors that are right",
+            )
+        ],
     ),
     "inserted": (
         {"numbers": (("mul", ""),), "right": WEIGHT},
-        "On one device, its input is multiplied with head.weight before; here it is not",
+        [("reference", "its input is first multiplied with head.weight")],
     ),
-    "value": ({"there": THERE, "proved": False, "between": (OTHER, HERE)}, "One device: add in `x + b`"),
+    "value": (
+        {"there": THERE, "proved": False, "between": (OTHER, HERE)},
+        [("reference", X_B), ("lines", "mine/ffn.py:9, mine/ffn.py:12 in forward")],
+    ),
     "scale": (
         {"results": ("gradient/w",), "factor": 2.0, "axes": ("tp", "dp")},
-        "gradient/w is exactly 2 (tp or dp) times that of one device. First seen in the result of mul",
+        [("cause", "gradient/w is exactly 2 (tp or dp) times that of one device")],
     ),
     "reduction": (
         {"results": ("gradient/w",), "axes": ("tp",)},
-        "gradient/w is not reduced over tp: the values of these ranks add up to that of one device",
+        [
+            (
+                "cause",
+                "gradient/w is not reduced over tp: the values of these ranks add up to that of one device",
+            )
+        ],
     ),
     "moved": (
         {"results": ("gradient/w",), "taken": WEIGHT},
-        "gradient/w has right values in wrong places: those of head.weight",
+        [("cause", "gradient/w has the values of head.weight, up to their places")],
     ),
-    "race": (
-        {"there": THERE},
-        "It uses memory while add in `x + b`, one/ffn.py:7 in forward may still be using",
+    "race": ({"there": THERE}, [("here", f"{X_B} may still use this memory: nothing has waited for it")]),
+    "place": (
+        {"proved": False, "between": (OTHER, HERE, HERE)},
+        [("lines", "mine/ffn.py:9, mine/ffn.py:12 in forward")],
     ),
-    "place": ({"proved": False, "between": (OTHER, HERE)}, "Only the place is known"),
 }
 
 PRIVATE = re.compile(
@@ -110,12 +149,25 @@ def make(mechanism: Mechanism, **fields: Any) -> Culprit:
 
 @pytest.mark.parametrize("mechanism", CASES)
 def test_a_mechanism_is_told_with_its_line(mechanism: Mechanism) -> None:
-    fields, phrase = CASES[mechanism]
-    text = describe_culprit(make(mechanism, **fields))
-    assert phrase in text
-    assert "mul in `x * 0.9`, mine/ffn.py:12 in forward, on ranks 0, 1" in text
+    fields, rows = CASES[mechanism]
+    culprit = make(mechanism, **fields)
+    listed = list_culprit(culprit)
+    assert [row for row in listed if row in rows] == rows
+    assert listed[0][0] == "cause"
+    text = describe_culprit(culprit)
+    assert all(row_text[1:] in text for label, row_text in rows if label not in ("via", "lines"))
+    assert "`x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1" in text
     assert not PRIVATE.search(text.replace("`", "")), PRIVATE.search(text)
     assert not text.endswith(".")
+
+
+def test_a_value_to_which_one_device_does_more_is_named_with_what_follows() -> None:
+    culprit = make("moved", results=("weight/w",), taken=WEIGHT, moves_there=(THERE, OTHER))
+    rows = [
+        ("cause", "weight/w is head.weight"),
+        ("reference", f"followed by {X_B}, then `a @ w` (mm), mine/ffn.py:9"),
+    ]
+    assert list_culprit(culprit)[:2] == rows
 
 
 def test_every_mechanism_has_words() -> None:
@@ -125,30 +177,26 @@ def test_every_mechanism_has_words() -> None:
 def test_an_operation_of_autograd_is_named_by_its_module() -> None:
     text = describe_culprit(make("removed", here=BY_AUTOGRAD))
     assert text.startswith(
-        "first wrong operation: sum, called by autograd in head, on ranks 0, 1; its inputs match"
+        "first wrong operation: sum, called by autograd in head, ranks 0, 1; one device does not do this"
     )
 
 
 def test_a_derivative_has_the_line_that_it_is_the_derivative_of() -> None:
     here = HERE.model_copy(update={"is_derivative": True, "phase": "backward"})
     text = describe_culprit(make("removed", here=here))
-    assert "mul, for the gradient of `x * 0.9`, mine/ffn.py:12 in forward" in text
+    assert "gradient of `x * 0.9` (mul), mine/ffn.py:12 in forward" in text
 
 
 @pytest.mark.parametrize(
     ("fields", "end"),
     [
-        ({}, "Executed with that change, loss/total is right (1e-15)"),
+        ({}, "Executed with that change, loss/total equals one device (1e-15)"),
         (
             {"repaired": tuple("abcde"), "residual": None},
-            "Executed with that change, a, b, c, 2 more results are right",
+            "Executed with that change, a, b, c, 2 more results equal one device",
         ),
-        ({"repaired": ()}, "Executed with that change, all that follows is what one device has"),
-        (
-            {"proved": False, "between": (OTHER, HERE, HERE)},
-            "the mistake is between right inputs and the first wrong result: "
-            "mine/ffn.py:9, mine/ffn.py:12 in forward",
-        ),
+        ({"repaired": ()}, "Executed with that change, the next results equal one device"),
+        ({"proved": False}, "the mistake is between right inputs and the first wrong result"),
     ],
 )
 def test_a_proof_names_what_it_makes_right(fields: dict[str, Any], end: str) -> None:
@@ -157,19 +205,19 @@ def test_a_proof_names_what_it_makes_right(fields: dict[str, Any], end: str) -> 
 
 def test_a_result_that_is_known_is_said_to_be_so_only_where_it_is_named() -> None:
     text = describe_culprit(make("scale", factor=0.5))
-    assert text.startswith("first wrong operation: mul in `x * 0.9`")
-    assert "Its result is exactly 0.5 times that of one device" in text
+    assert text.startswith("first wrong operation: `x * 0.9` (mul)")
+    assert "its result is exactly 0.5 times that of one device" in text
 
 
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        (None, "a value that one device does not have"),
+        (None, "a value without a counterpart on one device"),
         (WEIGHT, "head.weight"),
         (WEIGHT.model_copy(update={"scale": 2.0}), "2 times head.weight"),
         (
             WEIGHT.model_copy(update={"over": ("tp", "micro-batches")}),
-            "a part, over tp and micro-batches, of the sum",
+            "a part, over tp and micro-batches, of the sum head.weight",
         ),
         (
             Source(label="head.weight", operation=Operation(operator="add_", phase="step", step=1)),
@@ -177,12 +225,12 @@ def test_a_result_that_is_known_is_said_to_be_so_only_where_it_is_named() -> Non
         ),
         (
             Source(operation=THERE),
-            "the result of add in `x + b`, one/ffn.py:7 in forward (before the first step)",
+            "the result of `x + b` (add), one/ffn.py:7 in forward, before the first step",
         ),
     ],
 )
 def test_a_source_is_a_name_or_what_has_made_it(source: Source | None, name: str) -> None:
-    assert f"Input 1 is {name}" in describe_culprit(make("operand", operand=0, taken=source, right=WEIGHT))
+    assert f"input 1 is {name}" in describe_culprit(make("operand", operand=0, taken=source, right=WEIGHT))
 
 
 def test_a_place_is_module_phase_step_and_callers() -> None:
@@ -198,6 +246,8 @@ def test_the_lines_around_are_shown_with_those_of_one_device() -> None:
     own = ["mine/ffn.py:11       # scaled", "mine/ffn.py:12 >     y = x * 0.9"]
     assert list_source(make("removed")) == own
     assert list_source(make("operator", there=HERE)) == own, "the same lines are shown once"
-    for mechanism, title in (("operator", "one device: "), ("race", "collective: ")):
+    for mechanism, title in (("operator", "reference: "), ("race", "collective: ")):
         assert list_source(make(mechanism, there=THERE)) == [*own, f"{title}one/ffn.py:7 >     y = x + b"]  # type: ignore[arg-type]
+    made = OTHER.model_copy(update={"line": THERE.line})
+    assert list_source(make("operand", made=made)) == [*own, "input: one/ffn.py:7 >     y = x + b"]
     assert list_source(make("removed", here=BY_AUTOGRAD)) == []

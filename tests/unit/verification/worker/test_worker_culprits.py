@@ -17,9 +17,10 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.culprit import CodeLine, Culprit, Operation
 from moeverify.results.explanation import Explanation, Quantity, Subject
+from moeverify.results.factor import Factor
 from moeverify.results.finding import Finding
-from moeverify.results.observation import DiagnosisFailed
-from moeverify.results.operation import Misplaced, OwnValues
+from moeverify.results.observation import DiagnosisFailed, ReplicaSum
+from moeverify.results.operation import Misplaced, OwnValues, Unreduced
 from moeverify.verification.worker import culprits
 from moeverify.verification.worker.culprits import Found, Recorded, agree_on_step, find_culprits, lead_with
 
@@ -71,7 +72,7 @@ def test_a_named_cause_leads_and_the_culprit_is_evidence_for_it() -> None:
 
 
 def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
-    culprit = blame("gradient/w")
+    culprit = blame("gradient/w", here=HERE.model_copy(update={"step": 1}))
     apart = EXPLANATION.model_copy(
         update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))}
     )
@@ -79,15 +80,37 @@ def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
     assert (told[0].tensor, told[0].culprit, told[0].code) == ("v", culprit, Cause.REPLICAS)
 
 
-def test_the_operation_that_did_not_write_before_the_first_step_leads_replicas_that_differ() -> None:
+@pytest.mark.parametrize("mechanism", ["written", "place"])
+def test_an_operation_before_the_first_step_leads_replicas_that_differ(mechanism: str) -> None:
     apart = EXPLANATION.model_copy(
         update={"cause": Cause.REPLICAS, "operation": OwnValues(ranks=(1,), axes=("tp",))}
     )
-    culprit = blame("gradient/w", mechanism="written")
+    culprit = blame("gradient/w", proved=mechanism != "place", mechanism=mechanism)
     told = lead([find("v", code=Cause.REPLICAS, explanation=apart), find("w")], (culprit, [W]))
     assert (told[0].tensor, told[0].code) == ("v", Cause.REPLICAS)
     assert told[0].culprit is not None
     assert told[0].culprit.leads
+
+
+@pytest.mark.parametrize(("module", "is_refuted"), [("", True), ("layers.0.mlp", False)])
+def test_an_operation_outside_all_modules_refutes_a_cause_in_the_backward_pass(
+    module: str, is_refuted: bool
+) -> None:
+    explanation = EXPLANATION.model_copy(
+        update={
+            "subject": Subject(quantity=Quantity.MODULE_GRADIENT, module="layers.0.mlp.gate"),
+            "operation": Unreduced(axes=(), num_replicas=2, factor=Factor(value=1.0)),
+        }
+    )
+    seen = ReplicaSum(axis="tp", num_replicas=2, factor=1.0, residual=1e-16)
+    finding = find("w", explanation=explanation, code="missing-reduction", observations=(seen,))
+    culprit = blame("gradient/w", proved=False, here=HERE.model_copy(update={"module": module}))
+    (told,) = lead([finding], (culprit, [W]))
+    assert told.culprit is not None
+    assert told.culprit.leads is is_refuted
+    assert (told.code, told.observations) == (
+        (Cause.FORWARD, ()) if is_refuted else ("missing-reduction", (seen,))
+    )
 
 
 @pytest.mark.parametrize("code", ["", Cause.NORM])
