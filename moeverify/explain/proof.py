@@ -11,6 +11,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.compare import is_right
 from moeverify.explain.content import says_something
 from moeverify.explain.counterparts import OneDevice
+from moeverify.explain.describe import list_differences, list_numbers
 from moeverify.explain.edits import Edit
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
@@ -88,10 +89,20 @@ class Proof:
 
         For example, another number of chosen values. Later operators were recorded with other sizes.
         """
-        if edit.kind != "number" or not edit.others:
+        if not self._has_other_numbers(edit):
             return None
         after = self._joint.execute(edit.changes, None, state)
         return after if self._has_other_sizes(edit, after) and self.is_local(edit, state) else None
+
+    def _has_other_numbers(self, edit: Edit) -> bool:
+        """Return whether an edit changes numbers, and no shapes: those of views depend on the rank's part."""
+        for at, other in edit.others.items():
+            op = self._joint.op(at)
+            is_view = any(self._joint.value((at[0], number)).alias >= 0 for number in op.results)
+            numbers = list_numbers(op, other)
+            if is_view or not numbers or len(numbers) < len(list_differences(op, other)):
+                return False
+        return edit.kind == "number" and bool(edit.others)
 
     def _goes_on(self, marks: Sequence[At], after: Execution) -> bool:
         """Return whether something beyond `marks` is right too: a module end, or else any value.
@@ -110,15 +121,10 @@ class Proof:
             and alignment.tells(at)
             and (choice is None or joint.place(joint.maker(at)) < joint.place(choice))
         ]
-        ends = [
-            at
-            for at in later
-            if landmarks.is_end(at)
-            and landmarks.by_rank[at[0]][at[1]] not in named
-            and landmarks.list_right(at)
-        ]
+        ends = [at for at in later if landmarks.is_end(at) and landmarks.list_right(at) and at not in marks]
+        others = [at for at in ends if landmarks.by_rank[at[0]][at[1]] not in named]
         if ends:
-            return any(landmarks.is_right(at, alignment) for at in ends)
+            return any(landmarks.is_right(at, alignment) for at in others or ends)
         beyond = [at for at in later if joint.place(joint.maker(at)) > last]
         return not beyond or any(alignment.find(at) is not None for at in beyond)
 
@@ -127,7 +133,7 @@ class Proof:
         if edit.kind not in ("number", "whole") or not self._has_other_sizes(edit, after):
             return True
         keeps = all(_has_shape(after.data(at), self._joint.value(at)) for at in target.values.values())
-        return edit.kind == "number" and keeps and self.is_repaired(target, after)
+        return self._has_other_numbers(edit) and keeps and self.is_repaired(target, after)
 
     def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
         """Return whether a result has another shape after an edit, so that recorded sizes may not fit."""

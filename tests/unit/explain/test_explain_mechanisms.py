@@ -409,3 +409,15 @@ def test_shown_values_of_another_number_are_left_to_later_results() -> None:
     found = explain(show(4), show(2))
     assert {culprit.here.operator for culprit in found} <= {"topk", "sum"}
     assert found
+
+
+def test_sizes_of_a_rank_s_part_are_no_other_number() -> None:
+    def expand(rows: int, *, wrong: bool) -> Callable[..., Tensor]:
+        def run(x: Tensor) -> Tensor:
+            places = torch.arange(1.0, 6.0, dtype=x.dtype).expand(rows, 5)
+            return (x[:rows] * places).sin().sum(0) * (1.5 if wrong else 1.0)
+
+        return run
+
+    found = explain_call(expand(2, wrong=True), expand(4, wrong=False), x=make(4, 5))
+    assert all("expand" not in expression_of(culprit) for culprit in found)
