@@ -41,16 +41,20 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def open_progress(
-    console: Console, *, quiet: bool = False, durations: Mapping[str, float] | None = None
+    console: Console,
+    *,
+    quiet: bool = False,
+    durations: Mapping[str, float] | None = None,
+    noun: str = "case",
 ) -> Progress:
     """Return the suitable view: none if quiet, live in a capable terminal, otherwise lines.
 
-    `durations` maps the names of cases to their seconds in earlier runs.
+    `durations` maps the names of cases to their seconds in earlier runs. `noun` names what is counted.
     """
     if quiet or console.quiet:
         return Progress()
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(console, durations=durations or {})
+        return LiveProgress(console, durations=durations or {}, noun=noun)
     return LineProgress(console)
 
 
@@ -65,7 +69,8 @@ class LineProgress(Progress):
         if event.kind in ("up", "lost"):
             return  # the case that lost its ranks reports it
         if event.kind == "case-end":
-            count = f"[{event.num_done}/{event.num_total}]"
+            total = f"/{event.num_total}" if event.num_total else ""
+            count = f"[{event.num_done}{total}]"
             line = Text.assemble(count, " ", describe_end(event))
         else:
             line = Text(describe_event(event))
@@ -80,8 +85,10 @@ class LiveProgress(Progress):
         console: Console,
         clock: Callable[[], float] = time.monotonic,
         durations: Mapping[str, float] | None = None,
+        noun: str = "case",
     ) -> None:
         self._console = console
+        self._noun = noun
         self._durations = durations or {}
         self._done: set[str] = set()
         self._running = ""
@@ -132,7 +139,8 @@ class LiveProgress(Progress):
         """Return the current view."""
         width = self._console.width
         now = self._clock()
-        count = Text(f"{self._num_done} of {self._num_total} cases")
+        done = f"{self._num_done} of {self._num_total} {self._noun}s"
+        count = Text(done if self._num_total else format_count(self._num_done, self._noun))
         if self._failed:
             count.append(f", {self._failed} failed", style="bold red")
         count.append(f", {format_seconds(now - self._started)}")
@@ -191,7 +199,8 @@ def describe_event(event: Event) -> str:
         names = ", ".join(map(clean, event.recipes[:_NUM_NAMES]))
         more = ", ..." if len(event.recipes) > _NUM_NAMES else ""
         size = f"({format_count(len(event.recipes), 'recipe')}, each on one device: {names}{more})"
-    return " ".join(part for part in (verbs[event.kind], clean(event.case), size) if part)
+    line = " ".join(part for part in (verbs[event.kind], clean(event.case), size) if part)
+    return f"{line}: {clean(event.note)}" if event.note else line
 
 
 def describe_end(event: Event, width: int | None = None) -> Text:
@@ -214,6 +223,8 @@ def _describe_result(result: CaseResult) -> str:
     """Return why a case was skipped or failed, or how much was compared and the worst error."""
     if result.verdict in ("skipped", "error", "undecided"):
         return clean(result.reason).split("\n", 1)[0] or format_ranks(r.rank for r in result.rank_reports)
+    if not result.checks:
+        return ", ".join(filter(None, [clean(result.reason), format_seconds(result.seconds)]))
     parts = [f"{count_tensors(result)} tensors"]
     worst = find_worst_check(result)
     if worst is not None and worst.worst is not None:

@@ -174,7 +174,7 @@ class Event(Record):
 
     `launch`: `num_ranks` ranks are started. `up`: they run. `lost`: some ranks are lost, and further cases
     need new ones. `golden`: the goldens of `recipes` are available. `case-start` and `case-end` concern
-    `case`; in `bench`, `measured` is its measurement.
+    `case`; in `bench`, `measured` is its measurement. `note` says what comes after it, in words.
     """
 
     kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"]
@@ -185,3 +185,4 @@ class Event(Record):
     recipes: tuple[str, ...] = ()
     result: CaseResult | None = None
     measured: Measurement | None = None
+    note: str = ""
