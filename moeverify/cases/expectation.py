@@ -52,7 +52,9 @@ class Expectation:
     def least(self) -> int | None:
         """Return the least value of a whole number, or None if the field is none or has no least value."""
         kinds = [self._schema, *self._schema.get("anyOf", ())]
-        return next((each["minimum"] for each in kinds if each.get("type") == "integer" and "minimum" in each), None)
+        return next(
+            (each["minimum"] for each in kinds if each.get("type") == "integer" and "minimum" in each), None
+        )
 
     @property
     def stand_in(self) -> Any:

@@ -64,8 +64,8 @@ def read_defaults(target: str, folders: Sequence[str]) -> dict[str, Any]:
         return {}
     positional = [*found.args.posonlyargs, *found.args.args]
     last = positional[len(positional) - len(found.args.defaults) :]
-    pairs = [*zip(last, found.args.defaults, strict=True)]
-    pairs += [pair for pair in zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True) if pair[1]]
+    pairs: list[tuple[ast.arg, ast.expr | None]] = [*zip(last, found.args.defaults, strict=True)]
+    pairs += zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
     return {each.arg: value.value for each, value in pairs if isinstance(value, ast.Constant)}
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from moeverify.cli.context import CommandContext, open_context
-
-if TYPE_CHECKING:
-    from moeverify.results.bisection import Bisection
+from moeverify.cli.context import open_context
 
 _UNDECIDED = 4
 
@@ -34,9 +31,7 @@ def bisect(
         ),
     ],
     *,
-    jobs: Annotated[
-        int, typer.Option("--jobs", min=1, max=64, help="Verify so many commits at a time.")
-    ] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Verify so many commits at a time.")] = 1,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
     ] = None,
@@ -45,7 +40,7 @@ def bisect(
     """Find the commit since which a case fails: `moeverify bisect v1..HEAD -- verify/tp.yaml`.
 
     Each commit is checked out into a temporary worktree. Commits without a verdict are skipped. Exits with 0
-    if the commit is found, and with 4 if only skipped commits are left.
+    if the commit is found, 2 if an end of the range has the wrong verdict, 4 if only skipped commits are left.
     """
     with open_context() as context:
         from moeverify.report.bisection import render_bisection
@@ -72,8 +67,7 @@ def bisect(
             with state as folder, judges as judge, progress as shown:
                 search = Search(repository, folder, judge, shown.on_event, jobs)
                 result = search.find(good, bad)
-                notes = (*result.notes, *judge.list_notes())
-                result = result.model_copy(update={"notes": notes})
+                result = result.model_copy(update={"notes": (*result.notes, *judge.list_notes())})
         if json is not None:
             write_atomically(json, result.model_dump_json(indent=2) + "\n")
         render_bisection(result, context.out)

@@ -46,7 +46,10 @@ def shrink(
         check_writable([file])
         examine_place(case, file)
         options = replace(
-            settings.make_options([case], None), golden_folder=None, require_goldens=False, explain_seconds=0.0
+            settings.make_options([case], None),
+            golden_folder=None,
+            require_goldens=False,
+            explain_seconds=0.0,
         )
         with open_progress(context.out, quiet=quiet) as progress:
             cases = SmallerCases(
@@ -74,7 +77,9 @@ def _choose(cases: list[Case]) -> Case:
 
     if len(cases) > 1:
         names = ", ".join(case.name for case in cases[:8])
-        raise CaseError([Problem(f"these are several cases: {names}", remedy="name one, or select one by -k")])
+        raise CaseError(
+            [Problem(f"these are several cases: {names}", remedy="name one, or select one by -k")]
+        )
     return cases[0]
 
 
@@ -93,13 +98,19 @@ def _write(
     changes = [f"{path}: {before.get(path)} to {value}" for path, value in reduction.values.items()]
     end = "" if is_whole else ", ended early"
     told = [
-        f"The smallest case found from {cases.case.name} ({cases.case.file}); {reduction.num_tried} cases tried{end}.",
+        f"The smallest case found from {cases.case.name} ({cases.case.file})",
+        f"{reduction.num_tried} smaller cases tried{end}",
         f"It shows: {cases.first.check} of {cases.first.tensor}: {cases.first.code or 'no cause'}",
         *changes,
     ]
     write_atomically(file, write_case(smallest, file.stem, told))
     ranks = f"{cases.case.layout.world_size} to {smallest.layout.world_size}"
-    print_fact(context.out, "smaller", "\n".join(changes) or "nothing: every smaller case lacks the finding", indent=0)
+    print_fact(
+        context.out,
+        "smaller",
+        "\n".join(changes) or "nothing: every smaller case lacks the finding",
+        indent=0,
+    )
     print_fact(context.out, "ranks", ranks, indent=0)
     print_fact(context.out, "tried", f"{reduction.num_tried} cases{end}", indent=0)
     print_fact(context.out, "written", str(file), indent=0)

@@ -49,7 +49,7 @@ def open_progress(
 ) -> Progress:
     """Return the suitable view: none if quiet, live in a capable terminal, otherwise lines.
 
-    `durations` maps the names of cases to their seconds in earlier runs. `noun` names what is counted.
+    `durations` maps the names of cases to their seconds in earlier runs. `noun` is the name of one counted thing.
     """
     if quiet or console.quiet:
         return Progress()

@@ -174,7 +174,7 @@ class Event(Record):
 
     `launch`: `num_ranks` ranks are started. `up`: they run. `lost`: some ranks are lost, and further cases
     need new ones. `golden`: the goldens of `recipes` are available. `case-start` and `case-end` concern
-    `case`; in `bench`, `measured` is its measurement. `note` says what comes after it, in words.
+    `case`; in `bench`, `measured` is its measurement. `note` is a further text, such as the work that is left.
     """
 
     kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"]

@@ -78,7 +78,9 @@ class Search:
             self._emit("case-start", described[each], left)
         for commit, found in self.judge(commits).items():
             self.judged[commit] = found
-            self._emit("case-end", found.commit, "known from before" if found.is_known else "", found.judgement)
+            self._emit(
+                "case-end", found.commit, "known from before" if found.is_known else "", found.judgement
+            )
 
     def _describe_left(self, bisection: GitBisection | None) -> str:
         """Return how many steps are left, with the time that they take if it was measured."""
@@ -89,14 +91,16 @@ class Search:
         measured = [each.judgement.seconds for each in self.judged.values() if not each.is_known]
         if not measured:
             return text
-        return f"{text}, about {format_seconds(num_steps * sum(measured) / len(measured))}"
+        seconds = num_steps * sum(measured) / len(measured)
+        return f"{text}, about {format_seconds(float(round(seconds)))}"
 
     def _emit(self, kind: str, commit: Commit, note: str, judgement: Judgement | None = None) -> None:
         name = f"{commit.hash[:_SHORT]} {commit.subject}"
         result = None
         if judgement is not None:
             verdict = "skipped" if judgement.verdict == "undecided" else judgement.verdict
-            reason = "; ".join(part for part in (judgement.headline, note) if part)
+            finding = f"{judgement.check} of {judgement.tensor}" if judgement.verdict == "mismatch" else ""
+            reason = "; ".join(part for part in (finding or judgement.reason, note) if part)
             result = CaseResult(
                 name=name, file="", verdict=verdict, reason=reason, ranks=0, seconds=judgement.seconds
             )
@@ -147,5 +151,7 @@ def _examine_end(end: JudgedCommit, *, is_bad: bool) -> Problem | None:
     if judgement.verdict not in ("pass", *_FAILED):
         side = "BAD" if is_bad else "GOOD"
         message = f"{side}, {name}, cannot be judged: {judgement.reason or judgement.verdict}"
-        return Problem(message, path="GOOD..BAD", remedy="name a commit on which `moeverify run` has a verdict")
+        return Problem(
+            message, path="GOOD..BAD", remedy="name a commit on which `moeverify run` has a verdict"
+        )
     return None

@@ -90,7 +90,11 @@ class CommitCase:
     def find_missing(self, worktree: Path) -> str:
         """Return a module that a commit lacks, which Python would import from elsewhere; empty if none."""
         file = self.file if self.place is None else worktree / self.place
-        places = [find_package_parent(file), worktree / self.folder, *(worktree / each for each in self.sources)]
+        places = [
+            find_package_parent(file),
+            worktree / self.folder,
+            *(worktree / each for each in self.sources),
+        ]
         folders = list(map(str, places))
         invalidate_caches()
         return next((name for name in self.modules if PathFinder.find_spec(name, folders) is None), "")
@@ -198,7 +202,14 @@ class Slot:
         own = ["--goldens", str(self.scratch / "goldens"), "--no-require-goldens", "--no-github", "--quiet"]
         cache = [] if self.cache is None else ["--cache", str(self.cache)]
         result = ["--json", str(self.scratch / _RESULT)]
-        command = [sys.executable, "-P", "-m", "moeverify", "run", _shorten(file, self.worktree / self.case.folder)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "moeverify",
+            "run",
+            _shorten(file, self.worktree / self.case.folder),
+        ]
         return [*command, *cache, *self.case.options, *own, *result]
 
     def _make_environment(self) -> dict[str, str]:
@@ -208,7 +219,9 @@ class Slot:
         moved = [self.worktree / place for place in self.case.sources]
         given = [Path(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
         own = Path(__file__).resolve().parents[3]
-        kept = [place for place in given if not place.resolve().is_relative_to(root) or place.resolve() == own]
+        kept = [
+            place for place in given if not place.resolve().is_relative_to(root) or place.resolve() == own
+        ]
         path = [str(place) for place in (*moved, *kept, own) if place.is_dir()]
         return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
@@ -256,7 +269,9 @@ class CommitJudge:
 
     def __call__(self, commits: Sequence[str]) -> Mapping[str, JudgedCommit]:
         """Return the judgement of each commit, at most one for each worktree."""
-        keys = {each: self.case.make_key(self.case.repository.read_tree(each), self.cache) for each in commits}
+        keys = {
+            each: self.case.make_key(self.case.repository.read_tree(each), self.cache) for each in commits
+        }
         known = {each: found for each, key in keys.items() if (found := self.cache.read(key)) is not None}
         running = dict(zip([each for each in commits if each not in known], self.slots, strict=False))
         for commit, slot in running.items():

@@ -25,7 +25,14 @@ _CANDIDATE = re.compile(r"^# possible first bad commit: \[([0-9a-f]+)\]", re.MUL
 _STEPS = re.compile(r"bisect_steps=(\d+)")
 _NUMBER = re.compile(r"bisect_all=(\d+)")
 # Variables by which a hook of git points every git command at one repository.
-_FOREIGN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+_FOREIGN = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_PREFIX",
+    "GIT_COMMON_DIR",
+    "GIT_OBJECT_DIRECTORY",
+)
 _LIMIT = 600.0  # seconds for one git command
 
 
@@ -72,7 +79,9 @@ class Repository:
         done = _run_git(words, self.root, self.environment)
         if done.returncode:
             shallow = self.run("rev-parse", "--is-shallow-repository").strip() == "true"
-            remedy = "`git fetch --unshallow` gets the whole history" if shallow else "`git log` lists commits"
+            remedy = (
+                "`git fetch --unshallow` gets the whole history" if shallow else "`git log` lists commits"
+            )
             raise CaseError([Problem(f"there is no commit `{revision}`", path=_RANGE, remedy=remedy)])
         return done.stdout.strip()
 
@@ -83,7 +92,9 @@ class Repository:
 
     def describe(self, commit: str) -> Commit:
         """Return the hash, author, date and subject of a commit."""
-        text = self.run("show", "--no-patch", "--no-show-signature", "--format=%H%x00%aI%x00%an%x00%s", commit)
+        text = self.run(
+            "show", "--no-patch", "--no-show-signature", "--format=%H%x00%aI%x00%an%x00%s", commit
+        )
         digest, date, author, subject = text.rstrip("\n").split("\0", 3)
         return Commit(hash=digest, date=date, author=author, subject=subject)
 

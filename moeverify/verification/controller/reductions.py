@@ -50,21 +50,30 @@ def format_values(values: Values) -> list[str]:
 
 
 def _walk(section: Section, prefix: str) -> Iterator[Reducible]:
+    """Yield the reducible fields of a section, then those of its inner sections, small sections first.
+
+    The first ones, such as the number of steps, make all later cases faster.
+    """
+    inner: list[tuple[str, Section]] = []
     for name, field in type(section).model_fields.items():
         path, value = f"{prefix}.{name}", getattr(section, name)
-        is_fixed = field.is_required() or isinstance(value, str) and not expect(type(section), name).choices
-        default = value if is_fixed else field.get_default(call_default_factory=True)
         if isinstance(value, Section):
-            if default is None:
+            if not field.is_required() and field.get_default(call_default_factory=True) is None:
                 yield Reducible(path, "", (None,))
-            yield from _walk(value, path)
-        elif name == "arguments":  # of a user's function: only numbers have an order
+            inner.append((path, value))
+            continue
+        expected = expect(type(section), name)
+        is_fixed = field.is_required() or (isinstance(value, str) and not expected.choices)
+        default = value if is_fixed else field.get_default(call_default_factory=True)
+        if name == "arguments":  # of a user's function: only numbers have an order
             yield from _list_arguments(value, path)
-        elif (least := expect(type(section), name).least) is not None and _is_number(value):
+        elif _is_number(value) and (least := expected.least) is not None:
             if smaller := _halve(value, least):
                 yield Reducible(path, value, smaller)
         elif value != default:
             yield Reducible(path, value, (default,))
+    for path, value in sorted(inner, key=lambda item: len(type(item[1]).model_fields)):
+        yield from _walk(value, path)
 
 
 def _list_arguments(arguments: Mapping[str, Any], path: str) -> Iterator[Reducible]:

@@ -143,7 +143,9 @@ def _choose(other: Reducible, reducible: Reducible, value: Any) -> Any:
     numbers = (other.value, reducible.value, value)
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in numbers):
         return other.smaller[-1]
-    return next((each for each in other.smaller if each * reducible.value >= other.value * value), other.smaller[-1])
+    return next(
+        (each for each in other.smaller if each * reducible.value >= other.value * value), other.smaller[-1]
+    )
 
 
 def _name(values: Values) -> str:

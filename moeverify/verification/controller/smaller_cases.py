@@ -25,7 +25,8 @@ from moeverify.verification.controller.reductions import Reducible, Values, form
 from moeverify.verification.controller.run import OnEvent, run_cases
 from moeverify.verification.controller.search_path import search_path
 
-_NAMES = {"name": True, "file": True, "description": True, "recipe": {"name"}}
+_NAMES: Any = {"name": True, "file": True, "description": True, "recipe": {"name": True}}
+_REDUNDANT: Any = {**_NAMES, "recipe": {"name": True, "model": {"preset"}}}
 _MOST_SHOWN = 3  # fields in the name of a case of the progress view
 
 
@@ -157,8 +158,6 @@ def examine_place(case: Case, out: Path) -> None:
 
 def write_case(case: Case, name: str, comments: Sequence[str]) -> str:
     """Return the text of a case file with all fields that differ from their defaults, below comments."""
-    content = case.model_dump(
-        mode="json", exclude={**_NAMES, "recipe": {"name": True, "model": {"preset"}}}, exclude_defaults=True
-    )
+    content = case.model_dump(mode="json", exclude=_REDUNDANT, exclude_defaults=True)
     lines = "".join(f"# {comment}\n" for comment in comments)
     return lines + dump_yaml({"name": name, **content})
