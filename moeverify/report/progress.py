@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +26,7 @@ from moeverify.results.run import CaseResult, Event
 _NUM_RECENT = 8
 _BAR_WIDTH = 30
 _NUM_NAMES = 3
+_SILENT = 2.0  # seconds of work without a line in a log
 _VERDICT = 9  # width of the verdict column
 
 
@@ -56,6 +58,26 @@ def open_progress(
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(console, durations=durations or {}, noun=noun)
     return LineProgress(console)
+
+
+@contextmanager
+def show_work(console: Console, text: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show a line while a command does work that has no parts to count.
+
+    A terminal shows it with its time. A log gets the line if the work takes longer than two seconds.
+    """
+    with open_progress(console, quiet=quiet) as progress:
+        event = Event(kind="work", note=text)
+        timer = threading.Timer(_SILENT, progress.on_event, [event])
+        if isinstance(progress, LineProgress):
+            timer.daemon = True
+            timer.start()
+        else:
+            progress.on_event(event)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 class LineProgress(Progress):
@@ -156,8 +178,9 @@ class LiveProgress(Progress):
         running = f"{elide(self._now, max(20, width - 12))}  {format_seconds(now - self._since)}"
         if self._ranks and len(running) + len(self._ranks) + 4 <= width:
             running += f"  {self._ranks}"
-        lines = [_fit(describe_end(event, width), width) for event in self._recent]
-        return Group(*lines, state, Text(running, no_wrap=True, overflow="crop"))
+        lines: list[RenderableType] = [_fit(describe_end(event, width), width) for event in self._recent]
+        counted = [state] if self._num_done or self._num_total else []
+        return Group(*lines, *counted, Text(running, no_wrap=True, overflow="crop"))
 
     def _estimate(self, now: float) -> float | None:
         """Return the estimated remaining seconds; None if too few of the remaining cases have a known time.
@@ -192,6 +215,8 @@ def describe_event(event: Event) -> str:
         "case-start": "running",
         "case-end": "done",
     }
+    if event.kind == "work":
+        return clean(event.note)
     size = ""
     if event.num_ranks:
         size = f"({format_count(event.num_ranks, 'rank')})"
