@@ -169,6 +169,8 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
     # For a missing operation, a first sighting, or the ends of a race, no line is wrong by itself.
     is_seen = bool(culprit["results"]) or culprit["mechanism"] in ("total", "reduction", "race", "written")
+    # A write that one device does not do belongs to a pass that it does not run: its line may be right.
+    is_seen = is_seen or (culprit["mechanism"] == "removed" and here["operator"].endswith("_"))
     brought = [*culprit["moves"], *filter(None, [culprit.get("made")])]
     # A wrong operand comes from the place where it was made or moved, not from the place of its use.
     operations = (

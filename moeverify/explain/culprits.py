@@ -97,13 +97,25 @@ class Culprits:
         found: dict[str, Any] = {"taken": self._source(at), "between": self._list_between(cause)}
         found["results"] = ("/".join(target.mark[1:]),)
         if cause.known == "scale":
-            found["factor"] = cause.factor
-            found["axes"] = self._name_factor(cause.factor, cause.ops[0])
+            maker = self._find_scaling(cause, at)
+            found |= {"factor": cause.factor, "axes": self._name_factor(cause.factor, maker)}
+            found["here"] = self._operation(maker)
         elif found["taken"] is not None:
             found["axes"] = found["taken"].over
             if cause.known == "moved" and not found["taken"].others:
                 found["moves_there"] = self._origins.list_later(at, target.mark)
         return found
+
+    def _find_scaling(self, cause: Cause, at: At) -> At:
+        """Return the first operator whose result has the factor of a scaled result: the suspect, or a later one."""
+        first = cause.ops[0]
+        factor, maker = self._origins.trace_scale(at)
+        known = [self._alignment.find((first[0], number)) for number in self._joint.op(first).results]
+        has_factor = any(each is not None and math.isclose(each.scale, cause.factor) for each in known)
+        sites = self._joint.programs[maker[0]].sites_of(self._joint.op(maker))
+        is_known = math.isclose(factor, cause.factor, rel_tol=1e-9) and not all(map(is_own, sites[:1]))
+        is_number = math.prod(self._joint.value(at).shape) == 1  # any number is a multiple of any other
+        return maker if is_known and not (has_factor or is_number) else first
 
     def _find_usual_writer(self, first: At) -> Operation | None:
         """Return the operation that wrote most weights and buffers that are right before the first step.
@@ -246,13 +258,18 @@ class Culprits:
         )
 
     def name_over(self, over: Sequence[At]) -> tuple[str, ...]:
-        """Return the mesh axes over which values are summed, and "micro-batches" for several per rank."""
+        """Return the mesh axis over which values are summed, and "micro-batches" for several per rank.
+
+        The ranks stand for a mesh of the user.
+        """
         if not over:
             return ()
         ranks = sorted({rank for rank, _ in over})
         found = [
             axis for axis, groups in self._groups.items() if any(sorted(group) == ranks for group in groups)
         ]
+        if not found and len(ranks) > 1:
+            found = [f"ranks {', '.join(map(str, ranks))}"]
         return tuple(found[:1]) + (("micro-batches",) if len(over) > len(ranks) else ())
 
 

@@ -38,7 +38,12 @@ from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets, list_unknown
 from moeverify.results.checks import Kind
 
-_VAGUE = frozenset({"removed", "inserted", "whole", "value"})
+_VAGUE = frozenset({"inserted", "whole", "value"})
+_SAYS_LESS = {
+    "scale": _VAGUE | {"removed", "total", "share"},  # several totals add up to a multiple
+    "reduction": _VAGUE | {"removed"},
+    "moved": _VAGUE,
+}
 """Kinds of edits that say less than a known relation of the result to single-device values."""
 
 _SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
@@ -241,7 +246,7 @@ class Explainer:
         if found is None:
             return place, state
         kind, known = found[0][0].repairs[0].kind, place[0].known if place else ""
-        says_less = bool(known) and kind in _VAGUE and (known, kind) != ("moved", "removed")
+        says_less = kind in _SAYS_LESS.get(known, ())
         return (place, state) if says_less else found
 
     def _open(self, alignment: Alignment, target: Target) -> _Stretch:
@@ -367,8 +372,10 @@ class Explainer:
                 return None
             self.tried += 1
             done = self._proof.repairs(edit, target, unknown, state)
-            if done is not None:
-                return [Cause(list(edit.ops), [edit], [target])], done
+            resized = self._proof.resize(edit, state) if done is None else None
+            found = done or resized
+            if found is not None:
+                return [Cause(list(edit.ops), [edit], [target], is_local=done is None)], found
         return None
 
     def _shorten(

@@ -14,7 +14,7 @@ from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.edits import Edit
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
-from moeverify.explain.program import Op
+from moeverify.explain.program import Op, Value
 from moeverify.explain.suspects import Target, is_target_right
 
 
@@ -73,7 +73,7 @@ class Proof:
         if marks and not all(self._is_end_right(at, done) for at in marks):
             return None
         after = self._joint.execute(edit.changes, None, state)
-        if self._breaks(after) or (edit.kind in ("number", "whole") and self._has_other_sizes(edit, after)):
+        if self._breaks(after) or not self._fits(edit, target, after):
             return None
         if self.is_repaired(target, after):
             return after
@@ -82,6 +82,16 @@ class Proof:
         if marks and not self._goes_on(marks, after):
             return None
         return after if (marks and is_open) or self._advances(edit, done, state) else None
+
+    def resize(self, edit: Edit, state: Execution) -> Execution | None:
+        """Return the execution with an edit if it only gives results the sizes and values of their counterparts.
+
+        For example, another number of chosen experts. What follows was recorded with other sizes.
+        """
+        if edit.kind != "number" or not edit.others:
+            return None
+        after = self._joint.execute(edit.changes, None, state)
+        return after if self._has_other_sizes(edit, after) and self.is_local(edit, state) else None
 
     def _goes_on(self, marks: Sequence[At], after: Execution) -> bool:
         """Return whether something beyond `marks` is right too: a module end, or else any value.
@@ -112,13 +122,18 @@ class Proof:
         beyond = [at for at in later if joint.place(joint.maker(at)) > last]
         return not beyond or any(alignment.find(at) is not None for at in beyond)
 
+    def _fits(self, edit: Edit, target: Target, after: Execution) -> bool:
+        """Return whether sizes stay as recorded, or a number changes sizes only between it and the target."""
+        if edit.kind not in ("number", "whole") or not self._has_other_sizes(edit, after):
+            return True
+        keeps = all(_has_shape(after.data(at), self._joint.value(at)) for at in target.values.values())
+        return edit.kind == "number" and keeps and self.is_repaired(target, after)
+
     def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
         """Return whether a result has another shape after an edit, so that recorded sizes may not fit."""
         results = [(op[0], number) for op in edit.ops for number in self._joint.op(op).results]
         found = ((at, after.data(at)) for at in results)
-        return any(
-            data is not None and tuple(data.shape) != self._joint.value(at).shape for at, data in found
-        )
+        return any(data is not None and not _has_shape(data, self._joint.value(at)) for at, data in found)
 
     def _breaks(self, after: Execution) -> bool:
         """Return whether results that were right become wrong."""
@@ -186,3 +201,7 @@ class Proof:
             if at in state.tainted or data is None or not is_target_right(data, target, rank):
                 return False
         return True
+
+
+def _has_shape(data: Tensor | None, value: Value) -> bool:
+    return data is not None and tuple(data.shape) == value.shape

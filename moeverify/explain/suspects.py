@@ -48,6 +48,8 @@ def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], l
             actual = None if own is None or own.value is None else program.values[own.value].data
             if own is None or own.value is None or actual is None:
                 continue
+            if math.prod(own.region.shape) != whole.numel():
+                continue  # another number of values, such as choices of experts: later results show the error
             expected = own.region.take(whole.reshape(own.region.shape))
             target = found[is_right(actual, expected)]
             target.values[rank] = (rank, own.value)

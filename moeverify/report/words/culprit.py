@@ -297,7 +297,7 @@ def _describe_proof(culprit: Culprit) -> str:
     if len(culprit.repaired) > _MOST_REPAIRED:
         names.append(format_count(len(culprit.repaired) - _MOST_REPAIRED, "more result"))
     if not names:
-        return "executed with that change, all that follows equals one device"
+        return "executed with that change, the next results equal one device"
     left = "" if culprit.residual is None else f" ({culprit.residual:.0e})"
     verb = "equals" if len(names) == 1 else "equal"
     return f"executed with that change, {', '.join(names)} {verb} one device{left}"

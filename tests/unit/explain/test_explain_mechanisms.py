@@ -371,3 +371,41 @@ def test_a_value_to_which_one_device_does_more_is_told_with_what_follows() -> No
     (culprit,) = explain_call(make_weight(is_whole=False), make_weight(is_whole=True), **inputs)
     assert culprit.mechanism == "moved"
     assert [each.line.expression for each in culprit.moves_there if each.line] == ["drawn * y"]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_another_number_of_chosen_values_is_found_though_what_follows_has_other_sizes(
+    *, is_flat: bool
+) -> None:
+    def choose(count: int) -> Callable[..., Tensor]:
+        def run(scores: Tensor) -> Tensor:
+            weights, ids = scores.sigmoid().topk(count, dim=-1)
+            weights = weights / weights.sum(-1, keepdim=True)
+            if not is_flat:
+                return torch.zeros_like(scores).scatter(-1, ids, weights).sum(0)
+            tokens = torch.arange(6).repeat_interleave(count)
+            places = tokens, ids.reshape(6 * count)
+            return torch.zeros_like(scores).index_put(places, weights.reshape(6 * count)).sum(0)
+
+        return run
+
+    culprit, *_ = explain_call(choose(4), choose(2), scores=make(6, 8))
+    assert (culprit.mechanism, culprit.proved, culprit.numbers) == ("number", True, (("4", "2"),))
+    assert expression_of(culprit) == "scores.sigmoid().topk(count, dim=-1)"
+
+
+def test_shown_values_of_another_number_are_left_to_later_results() -> None:
+    def show(count: int) -> Program:
+        recorder, scores = Recorder(), make(6, 8)
+        recorder.name_tensors([("scores", scores)])
+        with recorder.recording():
+            recorder.begin_step(0)
+            weights, ids = scores.sigmoid().topk(count, dim=-1)
+            recorder.observe(0, Kind.ROUTER_IDS, "router", ids, Region.whole(tuple(ids.shape)))
+            recorder.observe(0, Kind.LOSS, "total", weights.sum(), Region.whole(()))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    found = explain(show(4), show(2))
+    assert {culprit.here.operator for culprit in found} <= {"topk", "sum"}
+    assert found

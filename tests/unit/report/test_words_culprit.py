@@ -195,7 +195,7 @@ def test_a_derivative_has_the_line_that_it_is_the_derivative_of() -> None:
             {"repaired": tuple("abcde"), "residual": None},
             "Executed with that change, a, b, c, 2 more results equal one device",
         ),
-        ({"repaired": ()}, "Executed with that change, all that follows equals one device"),
+        ({"repaired": ()}, "Executed with that change, the next results equal one device"),
         ({"proved": False}, "the mistake is between right inputs and the first wrong result"),
     ],
 )
