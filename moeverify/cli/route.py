@@ -55,8 +55,7 @@ def route(
         from moeverify.results.route import RouteReport
         from moeverify.verification.controller.route import follow_cases
 
-        if json is not None and context.is_first:
-            check_writable([json])
+        check_writable([json] if json is not None and context.is_first else [])
         with show_work(context.err, "training each case up to its step"):
             found = follow_cases(
                 selection.load(),

@@ -59,7 +59,7 @@ def _walk(section: Section, prefix: str) -> Iterator[Reducible]:
         path, value = f"{prefix}.{name}", getattr(section, name)
         if isinstance(value, Section):
             if not field.is_required() and field.get_default(call_default_factory=True) is None:
-                yield Reducible(path, "", (None,))
+                yield Reducible(path, "a section", (None,))
             inner.append((path, value))
             continue
         expected = expect(type(section), name)
