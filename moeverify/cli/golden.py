@@ -28,6 +28,16 @@ def golden(
         bool,
         typer.Option("--check", help="Write nothing; exit with 1 if one is missing, differs or is unused."),
     ] = False,
+    sketch: Annotated[
+        bool,
+        typer.Option(
+            "--sketch", help="Record sketches, computed in the memory of one layer; see docs/sketches.md."
+        ),
+    ] = False,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Compute nothing: print the memory and time that --sketch would need."),
+    ] = False,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
     goldens: GoldenFolder = DEFAULT_GOLDENS,
@@ -38,14 +48,23 @@ def golden(
     with open_context() as context:
         cases = selection.load()
         from moeverify.report.files import check_writable
-        from moeverify.report.goldens import is_stale, render_goldens
+        from moeverify.report.goldens import is_stale, render_goldens, render_plans
         from moeverify.report.progress import open_progress
-        from moeverify.verification.controller.golden import record_goldens
+        from moeverify.verification.controller.golden import plan_goldens, record_goldens
         from moeverify.verification.controller.options import RunOptions
 
-        if not check:  # check before the long computation
+        if not (check or plan):  # check before the long computation
             check_writable((), goldens)
-        options = RunOptions(device=device.value, golden_folder=goldens, cache_folder=cache, timeout=timeout)
+        options = RunOptions(
+            device=device.value,
+            golden_folder=goldens,
+            cache_folder=cache,
+            timeout=timeout,
+            sketch="always" if sketch else "never",
+        )
+        if plan:
+            render_plans(plan_goldens(cases, options), context.out)
+            raise typer.Exit
         with open_progress(context.out, quiet=quiet) as progress:
             rows = record_goldens(cases, options, progress.on_event, check=check)
         render_goldens(rows, context.out)

@@ -33,9 +33,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Diagnosis(OptionGroup):
-    """Options for the diagnosis of findings."""
+class Judging(OptionGroup):
+    """Options for the judgement of cases and the diagnosis of findings."""
 
+    sketch: Annotated[
+        bool,
+        typer.Option(
+            "--sketch",
+            help="Judge by a golden of sketches even if whole tensors are stored; see docs/sketches.md.",
+        ),
+    ] = False
     follow_up: Annotated[
         bool,
         typer.Option(
@@ -67,9 +74,21 @@ class Diagnosis(OptionGroup):
         ),
     ] = False
 
-    def complete(self, options: RunOptions) -> RunOptions:
-        """Return the run options with the settings of the diagnosis."""
-        return replace(options, explain_seconds=self.explain_seconds, must_decide=True)
+    def complete(self, options: RunOptions, cases: Sequence[Case]) -> RunOptions:
+        """Return the run options with these settings.
+
+        Raises: CaseError if sketches are demanded and a case does not permit them.
+        """
+        from moeverify.cases.validation.sketch import check_sketchable
+
+        if self.sketch:
+            check_sketchable(cases)
+        return replace(
+            options,
+            explain_seconds=self.explain_seconds,
+            must_decide=True,
+            sketch="always" if self.sketch else "found",
+        )
 
 
 @with_groups
@@ -92,7 +111,7 @@ def run(
     ] = False,
     settings: RunSettings,
     tracking: Tracking,
-    diagnosis: Diagnosis,
+    judging: Judging,
     quiet: Quiet = False,
     timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
 ) -> None:
@@ -108,8 +127,8 @@ def run(
         def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
             from moeverify.verification.controller.durations import Durations
 
-            options = diagnosis.complete(settings.make_options(loaded.cases, out))
-            verification = _Verification.open(loaded.cases, options, diagnosis, keep, known, context)
+            options = judging.complete(settings.make_options(loaded.cases, out), loaded.cases)
+            verification = _Verification.open(loaded.cases, options, judging, keep, known, context)
             code = run_and_report(
                 verification.run,
                 loaded.cases,
@@ -129,15 +148,17 @@ def run(
         loaded = selection.load_valid()
         render_refused(loaded, context)
         last = verify(loaded, {})
-        keys = partial(_read_keys, settings, out)
+        keys = partial(_read_keys, settings, judging, out)
         raise typer.Exit(rerun_on_changes(selection, keys, verify, last, context) if watch else last.code)
 
 
-def _read_keys(settings: RunSettings, out: Path | None, cases: Sequence[Case]) -> Mapping[str, str]:
+def _read_keys(
+    settings: RunSettings, judging: Judging, out: Path | None, cases: Sequence[Case]
+) -> Mapping[str, str]:
     """Return the key of each case, which changes with anything that decides its verdict."""
     from moeverify.verification.controller.finished import make_key
 
-    options = settings.make_options(list(cases), out)
+    options = judging.complete(settings.make_options(list(cases), out), cases)
     return {case.name: make_key(case, options) for case in cases}
 
 
@@ -147,7 +168,7 @@ class _Verification:
 
     cases: Sequence[Case]
     options: RunOptions
-    diagnosis: Diagnosis
+    judging: Judging
     finished: FinishedCases
     result: RunResult | None = None
 
@@ -161,7 +182,7 @@ class _Verification:
         cls,
         cases: Sequence[Case],
         options: RunOptions,
-        diagnosis: Diagnosis,
+        judging: Judging,
         keep: Path | None,
         known: Mapping[str, CaseResult],
         context: CommandContext,
@@ -174,7 +195,7 @@ class _Verification:
             text = f"{len(finished.results)} of {len(cases)} cases are in {keep}: the others run"
             context.out.print(text, soft_wrap=True)
         finished = finished.knowing(known)
-        return cls(cases, options, diagnosis, finished)
+        return cls(cases, options, judging, finished)
 
     def run(self, on_event: OnEvent, show: OnEvent) -> RunResult | None:
         """Return the verdicts of all cases; see `run_and_report`."""
@@ -188,7 +209,7 @@ class _Verification:
         from moeverify.verification.controller.run import run_cases
 
         left = self.finished.list_left(self.cases)
-        asks = self.diagnosis.escalate
+        asks = self.judging.escalate
         # Below float64, a pass and an unexplained finding are final only after the run in a wider
         # precision.
         confirming = find_confirming(left, self.cases) if asks else {}
@@ -202,10 +223,10 @@ class _Verification:
                 self.cases, result, self.options, show, confirming=confirming, on_confirmed=on_event
             )
             self.finished.keep_rest(result.cases)
-        if self.diagnosis.follow_up and result is not None:
+        if self.judging.follow_up and result is not None:
             result = follow_up(self.cases, result, self.options, show)
         if result is not None:
-            result = result.model_copy(update={"allows_undecided": self.diagnosis.allow_undecided})
+            result = result.model_copy(update={"allows_undecided": self.judging.allow_undecided})
         self.result = result
         return result
 
@@ -218,7 +239,7 @@ class _Verification:
         for failure in self.finished.failures:
             context.err.print(f"error: {failure}", soft_wrap=True)
         is_tracked = tracking.write(list_run_figures(self.result), context)
-        if self.diagnosis.debug:
+        if self.judging.debug:
             debug_first(self.cases, self.result, self.options, context)
         return 0 if is_tracked and not self.finished.failures else BAD_INPUT
 

@@ -333,9 +333,16 @@ def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:
         step = -(-len(quotients) // _MOST_QUOTIENTS)
         keep = torch.arange(0, len(quotients), step)
         quotients, places = quotients[keep], places[keep]
-    multiples = quotients[:, None] * _DIVISORS[:16]
-    is_simple = ((multiples - multiples.round()).abs() <= 1e-9 * multiples.abs().clamp(min=1.0)).any(1)
+    is_simple = _has_simple_multiple(quotients, _DIVISORS[:16])
     return quotients[~is_simple], places[~is_simple]
+
+
+def _has_simple_multiple(numbers: Tensor, divisors: Tensor) -> Tensor:
+    """Return whether each number times one of the divisors is an integer. Shape (n,) like `numbers`."""
+    multiples = numbers[:, None] * divisors
+    # In place: a new tensor for each operation takes most of the time.
+    distance = multiples.round().sub_(multiples).abs_()
+    return (distance <= multiples.abs_().clamp_(min=1.0).mul_(1e-9)).any(1)
 
 
 def is_near(one: Tensor, two: Tensor, size: float) -> bool:
@@ -350,9 +357,7 @@ def sample(data: Tensor) -> Tensor:
     flat = flat[flat.isfinite() & (flat.abs() > 1e-200)]
     if len(flat) > _NUM_LOOKED_AT:
         flat = flat[:: -(-len(flat) // _NUM_LOOKED_AT)]
-    multiples = flat[:, None] * _DIVISORS
-    is_simple = ((multiples - multiples.round()).abs() <= 1e-9 * multiples.abs().clamp(min=1.0)).any(1)
-    telling = flat[~is_simple | (flat.abs() > _LARGE)]
+    telling = flat[~_has_simple_multiple(flat, _DIVISORS) | (flat.abs() > _LARGE)]
     if len(telling) > _NUM_SAMPLES:
         telling = telling[:: -(-len(telling) // _NUM_SAMPLES)]
     return torch.unique(telling)  # type: ignore[no-any-return]

@@ -260,7 +260,7 @@ class Culprits:
     def name_over(self, over: Sequence[At]) -> tuple[str, ...]:
         """Return the mesh axis over which values are summed, and "micro-batches" for several per rank.
 
-        The ranks stand for a mesh of the user.
+        If no axis has these ranks, as in a mesh of the user, return the ranks.
         """
         if not over:
             return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from moeverify.explain.joint import At, Joint
@@ -76,8 +77,13 @@ def read_expression(site: Site) -> str:
 
 def shorten(path: str) -> str:
     """Return a file's path relative to the folder that it is imported from."""
+    return _shorten(path, (str(Path.cwd()), *sys.path))
+
+
+@cache  # of the lines of a step, most are in the same files
+def _shorten(path: str, folders: tuple[str, ...]) -> str:
     file = Path(path)
-    roots = [Path(each).resolve() for each in ["", *sys.path]]
+    roots = [Path(folder).resolve() for folder in folders]
     inside = [root for root in roots if file.is_relative_to(root)]
     return str(file.relative_to(max(inside, key=lambda each: len(each.parts)))) if inside else path
 

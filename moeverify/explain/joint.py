@@ -303,15 +303,18 @@ def is_same(one: Tensor, two: Tensor | None) -> bool:
         return True
     if not one.is_floating_point() or not one.numel():
         return False
-    sizes = two.abs().nan_to_num(0.0)
+    tolerance = 4 * torch.finfo(one.dtype).eps
+    sizes = two.abs()
+    largest = sizes.max()
+    if (one - two).abs_().max() > tolerance * largest:  # False for NaN
+        return False
+    sizes = sizes.nan_to_num(0.0)
     largest = sizes.max()
     others = sizes[sizes < largest]
     # A mask fills in one large number, which would inflate the tolerance of all other elements.
     is_filled = others.numel() and int((sizes == largest).sum()) > 1
     scale = float(others.max() if is_filled else largest)
-    return bool(
-        torch.isclose(one, two, rtol=0.0, atol=4 * torch.finfo(one.dtype).eps * scale, equal_nan=True).all()
-    )
+    return bool(torch.isclose(one, two, rtol=0.0, atol=tolerance * scale, equal_nan=True).all())
 
 
 def _find_meetings(programs: Sequence[Program]) -> list[tuple[At, ...]]:

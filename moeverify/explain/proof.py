@@ -86,7 +86,7 @@ class Proof:
     def resize(self, edit: Edit, state: Execution) -> Execution | None:
         """Return the execution with an edit if it only gives results the sizes and values of their counterparts.
 
-        For example, another number of chosen experts. What follows was recorded with other sizes.
+        For example, another number of chosen values. Later operators were recorded with other sizes.
         """
         if edit.kind != "number" or not edit.others:
             return None

@@ -95,10 +95,12 @@ def initialize(model: nn.Module, spec: ReferenceModel, seed: int) -> None:
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, spec: ReferenceModel, seed: int, name: str) -> None:
-    """Fill the whole logical tensor `name` with its initial values, cast from float64."""
+def fill(
+    tensor: Tensor, spec: ReferenceModel, seed: int, name: str, rounded_to: torch.dtype = torch.float64
+) -> None:
+    """Fill the whole logical tensor `name` with its initial values, rounded from float64 to `rounded_to`."""
     flat = tensor.view(-1)
     for start in range(0, len(flat), _CHUNK):
         chunk = flat[start : start + _CHUNK]
         index = torch.arange(start, start + len(chunk), device=tensor.device)
-        chunk.copy_(initial_values(spec, seed, name, tuple(tensor.shape), index))
+        chunk.copy_(initial_values(spec, seed, name, tuple(tensor.shape), index).to(rounded_to))

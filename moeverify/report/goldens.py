@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from moeverify.report.console import print_lines
-from moeverify.report.numbers import format_count
+from moeverify.report.numbers import format_count, format_seconds, format_size
 from moeverify.report.sanitize import clean
 from moeverify.report.words.note import describe_row
-from moeverify.results.golden import GoldenRow
+from moeverify.results.golden import GoldenPlan, GoldenRow
 
 _STYLES = {
     "recorded": "green",
@@ -22,6 +22,22 @@ _STYLES = {
     "differs": "bold red",
     "unused": "yellow",
 }
+
+
+def render_plans(plans: Sequence[GoldenPlan], console: Console) -> None:
+    """Print the predicted memory and time of each golden."""
+    for plan in plans:
+        layers, steps = format_count(plan.num_layers, "layer"), format_count(plan.steps, "step")
+        lines = (
+            f"{clean(plan.recipe)}: {plan.num_parameters:,} parameters in {layers}, "
+            f"{steps} of {plan.num_tokens} tokens",
+            f"  memory    {format_size(plan.device_bytes)} on {plan.device}",
+            f"  disk      {format_size(plan.disk_bytes)} until it is written, then {format_size(plan.record_bytes)}",
+            f"  time      {format_seconds(plan.seconds)}: {plan.operations:.2g} operations in float64, of which "
+            f"{plan.device} makes {plan.rate:.2g} a second",
+        )
+        for line in lines:
+            print_lines(console, Text(line))
 
 
 def is_stale(rows: Sequence[GoldenRow]) -> bool:

@@ -56,6 +56,14 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def format_size(num_bytes: int) -> str:
+    """Return a size as text: `3.2 GB`, `17 bytes`."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
 def format_range(numbers: Iterable[int]) -> str:
     """Return a set of integers in short form: `0-3, 6`, or `0-6 by 2` for four or more equally spaced."""
     ordered = sorted(set(numbers))

@@ -15,6 +15,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from moeverify.report.numbers import format_size
 from moeverify.report.sanitize import elide
 
 OnProgress = Callable[[str, int, int], None]
@@ -50,11 +51,4 @@ def describe_transfer(num_tensors: int, num_bytes: int, num_files: int, seconds:
     """Return a one-line summary of a transfer."""
     files = "1 file" if num_files == 1 else f"{num_files} files"
     speed = num_bytes / max(seconds, 1e-9) / 1e6
-    return f"{num_tensors} tensors, {_describe_size(num_bytes)} in {files}, {seconds:.1f} s, {speed:.0f} MB/s"
-
-
-def _describe_size(num_bytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
+    return f"{num_tensors} tensors, {format_size(num_bytes)} in {files}, {seconds:.1f} s, {speed:.0f} MB/s"

@@ -30,7 +30,9 @@ class ComparedFacts(Record):
     """A comparison of a tensor with its golden.
 
     `absent_ranks` should have the tensor and do not. `is_unexpected` means that the golden has no such
-    tensor. `source` is the source of its initial values, for tensors before step 0.
+    tensor. `source` is the source of its initial values, for tensors before step 0. `block` has the first
+    and the end index of each dim of the block with the largest error, if the error was estimated from
+    sketches.
     """
 
     about: Literal["compared"] = "compared"
@@ -38,6 +40,7 @@ class ComparedFacts(Record):
     is_unexpected: bool = False
     num_nonfinite: int = 0
     source: InitialSource | None = None
+    block: tuple[tuple[int, int], ...] = ()
 
 
 class BitFacts(Record):
@@ -473,7 +476,19 @@ class OwnStep(Record):
     first: str
 
 
+class BySketch(Record):
+    """Tensors of a check whose errors were estimated from sketches.
+
+    `num_open` of them are so near to their bounds that the estimate decides nothing.
+    """
+
+    about: Literal["sketch"] = "sketch"
+    num_projections: int
+    num_tensors: int
+    num_open: int = 0
+
+
 CheckFacts = Annotated[
-    NumCollectives | Dtypes | NarrowParts | ReplayedModules | AxisUses | OwnStep,
+    BySketch | NumCollectives | Dtypes | NarrowParts | ReplayedModules | AxisUses | OwnStep,
     Field(discriminator="about"),
 ]

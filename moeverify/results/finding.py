@@ -12,7 +12,7 @@ from moeverify.results.decided import Decided
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
 from moeverify.results.facts import CheckFacts, Facts, names_operation
-from moeverify.results.observation import DiagnosisFailed, Observation
+from moeverify.results.observation import DiagnosisFailed, NoValues, Observation
 from moeverify.results.parameter_part import ParameterPart
 from moeverify.results.place import CallSite, Place
 from moeverify.results.record import Record
@@ -217,8 +217,8 @@ def find_undecided(checks: Sequence[CheckResult]) -> list[CheckResult]:
     return [check for check in checks if check.decided is not None and not check.decided.is_enough]
 
 
-def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed) -> list[Finding]:
-    """Return findings whose diagnosis failed, with the failure added to the observations of the first one."""
+def note_failure(findings: Sequence[Finding], failure: DiagnosisFailed | NoValues) -> list[Finding]:
+    """Return findings without a diagnosis, with the reason added to the observations of the first one."""
     if not findings:
         return []
     first, *rest = findings

@@ -45,6 +45,28 @@ class GoldenState(Record):
     across_path: str = ""
 
 
+class GoldenPlan(Record):
+    """The predicted cost of a golden of sketches on one device.
+
+    `device_bytes` is the peak of the memory for tensors, `disk_bytes` the size of the files until the
+    golden is written, and `record_bytes` the size of the golden. `rate` are operations a second,
+    measured.
+    """
+
+    recipe: str
+    device: str
+    num_parameters: int
+    num_tokens: int
+    num_layers: int
+    steps: int
+    device_bytes: int
+    disk_bytes: int
+    record_bytes: int
+    operations: float
+    rate: float
+    seconds: float
+
+
 class GoldenRow(Record):
     """The outcome for one golden, named by its file."""
 

@@ -184,6 +184,12 @@ class AmbiguousCount(Record):
     script: str = ""
 
 
+class NoValues(Record):
+    """No cause was searched for: the golden has sketches, and the hypotheses compare values."""
+
+    kind: Literal["no-values"] = "no-values"
+
+
 class DiagnosisFailed(Record):
     """A failed search for causes. Verdict and findings do not depend on it.
 
@@ -214,6 +220,7 @@ Observation = Annotated[
     | HiddenByRounding
     | OtherPasses
     | AmbiguousCount
+    | NoValues
     | DiagnosisFailed,
     Field(discriminator="kind"),
 ]

@@ -65,11 +65,16 @@ class MemberFacts(Record):
 
 
 class OptionFacts(Record):
-    """An optimizer option that differs, and the number of affected parameters."""
+    """An optimizer option that differs, and the number of affected parameters.
+
+    `site` and `expected_site` are the lines that set it in both runs.
+    """
 
     about: Literal["option"] = "option"
     option: str
     num_parameters: int
+    site: str = ""
+    expected_site: str = ""
 
 
 class CallRule(StrEnum):

@@ -19,6 +19,7 @@ from moeverify.results.collective_run import RankValues, Transfer
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import CheckResult, Finding
+from moeverify.results.golden import GoldenPlan
 from moeverify.results.load import ExpertLoad
 from moeverify.results.measurement import Measurement
 from moeverify.results.observation import Direction, End
@@ -43,12 +44,14 @@ class GoldenOrder(Record):
 
     `folder` is where it is stored, without the device class, which only a rank knows. `fresh` recomputes an
     existing one. `timeout` is in seconds for this golden alone; None leaves it to the limit of the job.
+    `sketch` asks for sketches; see `moeverify.verification.golden.sketched`.
     """
 
     recipe: Recipe
     also: tuple[str, ...] = ()
     folder: Path
     fresh: bool = False
+    sketch: bool = False
     timeout: float | None = None
     search_path: tuple[str, ...] = ()
 
@@ -60,8 +63,17 @@ class GoldenJob(Record):
     orders: tuple[GoldenOrder, ...]
 
 
+class PlanJob(Record):
+    """Predict the cost of the goldens of sketches of these recipes; rank 0 does it."""
+
+    kind: Literal["plan"] = "plan"
+    recipes: tuple[Recipe, ...]
+
+
 class CaseFields(Record):
     """The fields of every job that runs a case on the ranks of its layout; `golden` is its golden's folder.
+
+    `sketch` says that the golden has sketches.
 
     If `operators` is set, the operators of both sides in the first differing step are written to this file.
     The hypotheses named in `without` are not tested. `explain_seconds` limits the search for the first
@@ -70,6 +82,7 @@ class CaseFields(Record):
 
     case: Case
     golden: Path
+    sketch: bool = False
     fault: str | None = None
     search_path: tuple[str, ...] = ()
     explain_seconds: float = 60.0
@@ -211,6 +224,7 @@ class RouteJob(Record):
 RankJob = Annotated[
     VerifyJob
     | GoldenJob
+    | PlanJob
     | SaveJob
     | LoadJob
     | CoverageJob
@@ -275,6 +289,13 @@ class GoldenResult(Record):
     goldens: tuple[GoldenSummary | Refusal, ...]
 
 
+class PlanResult(Record):
+    """The predicted costs of goldens in the order of the job."""
+
+    kind: Literal["plans"] = "plans"
+    plans: tuple[GoldenPlan, ...]
+
+
 class BenchResult(Record):
     """The cost of a step of the case."""
 
@@ -313,6 +334,7 @@ class RouteAnswer(Record):
 RankResult = Annotated[
     VerifyResult
     | GoldenResult
+    | PlanResult
     | BenchResult
     | DebugResult
     | ProbeResult

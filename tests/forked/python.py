@@ -43,6 +43,11 @@ class ForkedPython:
         yield
         self._is_used = before
 
+    def torchrun(self, num_ranks: int, *options: str) -> list[str]:
+        """Return the command words of torchrun, which starts a program on ranks that are forked, too."""
+        words = [*self.command(), "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), *options]
+        return [*words, "--no-python", *self.command()]
+
     def agent_command(self) -> list[str]:
         """Return the replacement of `moeverify.verification.launch.monitor.agent_command()`."""
         return [*self.command(), "-m", "moeverify.verification.launch.agent"]

@@ -27,7 +27,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+from moeverify.verification.jobs import WORKER
 from moeverify.verification.launch import monitor
+from moeverify.verification.launch.agent import preload
 from moeverify.verification.launch.die_with_parent import die_with
 from moeverify.verification.launch.world import set_interpreter
 
@@ -35,8 +37,6 @@ _IMPORTS = (
     "torch.distributed.launcher.api",
     "torch.distributed.run",
     "moeverify.verification.launch.logs",
-    "moeverify.verification.launch.caches",
-    "moeverify.verification.worker.main",
     "moeverify.verification.controller.run",
 )
 # Variables that torch, its libraries and the interpreter read, or may read, before a fork.
@@ -196,6 +196,16 @@ def _become(request: Request, found: list[str]) -> None:
     sys.path_importer_cache.clear()
     tempfile.tempdir = None
     _show_command([sys.executable, *words])
+    _customize()
+
+
+def _customize() -> None:
+    """Import `sitecustomize` like the interpreter; that of `moeverify watch` waits for torch, which is here."""
+    with contextlib.suppress(ModuleNotFoundError):
+        sitecustomize = importlib.import_module("sitecustomize")
+        for hook in [each for each in sys.meta_path if type(each).__module__ == "sitecustomize"]:
+            sys.meta_path.remove(hook)
+            sitecustomize._start()
 
 
 def _replace_added(path: list[str], added: str) -> list[str]:
@@ -275,6 +285,7 @@ def main() -> None:
     set_interpreter("cpu")
     for name in _IMPORTS:
         importlib.import_module(name)
+    preload(WORKER)
     monitor.agent_command = lambda: [*client, "-m", "moeverify.verification.launch.agent"]
     request = server.serve()
     _become(request, found)

@@ -16,6 +16,7 @@ from moeverify.results.finding import Finding
 from moeverify.results.observation import (
     DiagnosisFailed,
     HiddenByRounding,
+    NoValues,
     OtherPasses,
     RightAlike,
     ScalarValues,
@@ -47,7 +48,7 @@ def describe_cause(finding: Finding) -> str:
                 f"unknown: no hypothesis explains {which}, and the runs put the same rows into other forward passes: "
                 "a router's balance loss, expert capacity and batch norm differ with that in a right script too"
             )
-        if count:
+        if count and not any(isinstance(seen, NoValues) for seen in finding.observations):
             return f"unknown: no hypothesis explains {which}"
         told = finding.cause or describe_facts(finding.facts, finding).cause
         return (

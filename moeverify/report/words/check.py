@@ -14,6 +14,7 @@ from moeverify.results.facts import (
     AxisUse,
     AxisUses,
     BitFacts,
+    BySketch,
     ClipFacts,
     CollectiveFacts,
     ComparedFacts,
@@ -70,6 +71,9 @@ def word_check(result: CheckResult) -> CheckResult:
     note, unseen = _NOTES.get(result.name, ""), ""
     if isinstance(result.facts, NumCollectives):
         note = f"up to {result.facts.most} collectives of a rank"
+    elif isinstance(result.facts, BySketch):
+        note = f"{result.facts.num_tensors} by sketch, {result.facts.num_projections} projections"
+        unseen = _describe_open(result.name, result.facts)
     elif isinstance(result.facts, AxisUses):
         note = "; ".join(map(_describe_use, result.facts.axes))
     elif isinstance(result.facts, Dtypes):
@@ -82,6 +86,13 @@ def word_check(result: CheckResult) -> CheckResult:
     elif isinstance(result.facts, OwnStep):
         unseen = _describe_own_step(result.name, result.facts)
     return result.model_copy(update={"note": note, "unseen": unseen})
+
+
+def _describe_open(check: str, facts: BySketch) -> str:
+    if not facts.num_open:
+        return ""
+    tensors = format_count(facts.num_open, "tensor")
+    return f"{check}: the estimated errors of {tensors} are too near to their bounds for sketches to decide"
 
 
 def _describe_own_step(check: str, facts: OwnStep) -> str:
@@ -122,6 +133,9 @@ def _(facts: ComparedFacts, finding: Finding) -> Words:
         evidence.append("the golden has no such tensor")
     if facts.num_nonfinite:
         evidence.append(f"{facts.num_nonfinite} elements are not finite")
+    if facts.block:
+        block = ", ".join(f"{start}:{stop}" for start, stop in facts.block)
+        evidence.append(f"error estimated from sketches; the largest is in the block [{block}]")
     return Words(evidence=tuple(evidence))
 
 

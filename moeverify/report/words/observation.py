@@ -20,6 +20,7 @@ from moeverify.results.observation import (
     KeptElements,
     LargestValue,
     MatchingSlices,
+    NoValues,
     Observation,
     OtherPasses,
     RankValues,
@@ -199,6 +200,14 @@ def _(seen: AmbiguousCount) -> str:
 def _describe_passes(sizes: Sequence[int]) -> str:
     counts = [f"{sizes.count(size)} of {format_count(size, 'row')}" for size in dict.fromkeys(sizes)]
     return " and ".join(counts)
+
+
+@describe_observation.register
+def _(seen: NoValues) -> str:
+    return (
+        "no cause was searched for: the golden has sketches and no values; a smaller case with whole tensors, "
+        "without --sketch, finds the cause"
+    )
 
 
 @describe_observation.register

@@ -89,7 +89,11 @@ def _(facts: CopyFacts, finding: Finding) -> Words:
 @describe_facts.register
 def _(facts: OptionFacts, finding: Finding) -> Words:
     count = format_count(facts.num_parameters, "parameter")
-    return Words(f"the optimizer has another {facts.option} for {count}", "optimizer options")
+    cause = f"the optimizer has another {facts.option} for {count}"
+    if finding.actual is not None and finding.expected is not None:
+        cause += f": {finding.actual:g} in step {finding.step}, in RUN_A {finding.expected:g}"
+    evidence = (f"in RUN_A, {facts.expected_site} set it",) if facts.expected_site else ()
+    return Words(cause, f"set at {facts.site}" if facts.site else "optimizer options", evidence)
 
 
 @describe_facts.register

@@ -62,7 +62,13 @@ def find_other_options(
                 ]
                 if differing:
                     done.add(option)
-                    yield _make_finding(step, rank.rank, option, differing, wanted, found)
+                    finding = _make_finding(step, rank.rank, option, differing, wanted, found)
+                    here = _find_site(actual, rank.rank, step, option)
+                    there = _find_site(expected, 0, step, option)
+                    facts = OptionFacts(
+                        option=option, num_parameters=len(differing), site=here, expected_site=there
+                    )
+                    yield finding.model_copy(update={"facts": facts})
 
 
 def _options_of(run: RecordedRun, rank: int, step: int) -> dict[str, dict[str, float]]:
@@ -70,6 +76,13 @@ def _options_of(run: RecordedRun, rank: int, step: int) -> dict[str, dict[str, f
     return {
         name: group.options for group in run.ranks[rank].options if group.step == step for name in group.names
     }
+
+
+def _find_site(run: RecordedRun, rank: int, step: int, option: str) -> str:
+    """Return the line that set an option, if all parameter groups have the same."""
+    name = option.partition("[")[0]
+    sites = {group.sites.get(name, "") for group in run.ranks[rank].options if group.step == step}
+    return sites.pop() if len(sites) == 1 else ""
 
 
 def _make_finding(
@@ -92,7 +105,6 @@ def _make_finding(
         scale=actual / expected if expected else None,
         expected=expected,
         actual=actual,
-        facts=OptionFacts(option=option, num_parameters=len(differing)),
     )
 
 

@@ -81,7 +81,10 @@ class Values(Record):
 
 
 class Options(Record):
-    """The options and parameter names of a parameter group when its optimizer steps."""
+    """The options and parameter names of a parameter group when its optimizer steps.
+
+    `sites` has the file:line that last set an option.
+    """
 
     line: Literal["options"] = "options"
     step: int
@@ -89,6 +92,7 @@ class Options(Record):
     number: int
     options: dict[str, float]
     names: tuple[str, ...]
+    sites: dict[str, str] = Field(default_factory=dict)
 
 
 class Rows(Record):

@@ -11,6 +11,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.train.calls.listener import Listener
+from moeverify.train.calls.options import computing, trace_group
 
 Function = Callable[..., Any]
 
@@ -89,6 +91,7 @@ def install(listener: Listener) -> Hooks:
         register_optimizer_step_pre_hook(listener.before_step),
         register_optimizer_step_post_hook(listener.after_step),
     )
+    hooks.wrap(Optimizer, "add_param_group", trace_group(Optimizer.add_param_group))
     hooks.wrap(torch.autograd, "backward", _backward(listener)(torch.autograd.backward))
     for owner in (Optimizer, nn.Module):
         hooks.wrap(owner, "zero_grad", _zero_grad(listener)(owner.zero_grad))
@@ -145,7 +148,8 @@ def _plain(listener: Listener, label: str) -> Callable[[Function], Function]:
             with listener.nested(label.partition(" ")[0]) as is_outermost:
                 if is_outermost and not is_idle:
                     listener.note_call(label, values[0])
-                return original(*values, **named)
+                with computing() if label == "scheduler step" and is_outermost else nullcontext():
+                    return original(*values, **named)
 
         return call
 

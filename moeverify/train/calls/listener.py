@@ -165,9 +165,14 @@ def find_site() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not is_inner_file(file):
-            return f"{Path(file).name}:{frame.f_lineno}"
+            return describe_frame(frame)
         frame = frame.f_back
     return ""
+
+
+def describe_frame(frame: FrameType) -> str:
+    """Return the file:line that a frame executes."""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def find_scale(scaler: object) -> float | None:

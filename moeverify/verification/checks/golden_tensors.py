@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moeverify.parallel.regions.sketch import CONFIDENT, NUM_PROJECTIONS, OVER
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.comparable import comparable
 from moeverify.results.decided import VANISHING
-from moeverify.results.facts import ComparedFacts
+from moeverify.results.facts import BySketch, ComparedFacts
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Worst
 from moeverify.results.initial_values import InitialSource
 from moeverify.train.initial_weights import find_source
@@ -46,7 +47,7 @@ class GoldenTensors(Check[Any]):
         findings = tuple(
             _make_finding(shown, self.name, tensor, error, bound)
             for tensor, error, bound in measured
-            if not error <= bound  # also true if the error is NaN
+            if not error <= bound * _find_slack(tensor)  # also true if the error is NaN
         )
         tensor, error, bound = max(measured, key=lambda entry: comparable(_share(*entry[1:])))
         step, _, name = tensor.key
@@ -57,8 +58,9 @@ class GoldenTensors(Check[Any]):
             tensors=len(tensors),
             worst=Worst(tensor=name, error=error, bound=bound, step=step),
             inconclusive=sum(is_relative and bound > MAX_CONCLUSIVE for _, _, bound in measured),
+            facts=_describe_sketches(measured),
         )
-        limits = {tensor.key: bound for tensor, _, bound in measured} if is_relative else {}
+        limits = {each[0].key: _find_limit(*each) for each in measured} if is_relative else {}
         parts = {
             tensor.key: self._list_parts(tensor, shown.bounds, norms[find_unit(tensor.key)])
             for tensor in tensors
@@ -126,6 +128,27 @@ def _share(error: float, bound: float) -> float:
     return math.inf if error > 0.0 else 0.0
 
 
+def _find_slack(tensor: Assembled) -> float:
+    """Return the factor by which an error may exceed its bound because it was estimated."""
+    return OVER if tensor.is_estimated else 1.0
+
+
+def _find_limit(tensor: Assembled, error: float, bound: float) -> float:
+    """Return the relative error above which a tensor fails: infinity if an estimate decides nothing."""
+    if not tensor.is_estimated:
+        return bound
+    return math.inf if bound < error <= bound * OVER else bound * CONFIDENT
+
+
+def _describe_sketches(measured: Sequence[tuple[Assembled, float, float]]) -> BySketch | None:
+    """Return the number of tensors that were judged by sketches; None if there are none."""
+    estimated = [each for each in measured if each[0].is_estimated]
+    if not estimated:
+        return None
+    num_open = sum(math.isinf(_find_limit(*each)) for each in estimated)
+    return BySketch(num_projections=NUM_PROJECTIONS, num_tensors=len(estimated), num_open=num_open)
+
+
 def _make_finding(
     shown: Compared, check: CheckName, tensor: Assembled, error: float, bound: float
 ) -> Finding:
@@ -139,6 +162,7 @@ def _make_finding(
         is_unexpected=is_unexpected,
         num_nonfinite=int(difference.num_nonfinite),
         source=_find_source(shown) if check == CheckName.INITIAL_STATE else None,
+        block=tuple((along.start, along.stop) for along in entry.block),
     )
     return Finding(
         check=check,
@@ -153,8 +177,8 @@ def _make_finding(
         scale=difference.scale,
         cosine=difference.cosine,
         index=entry.index,
-        expected=entry.difference.expected_at,
-        actual=entry.difference.actual_at,
+        expected=None if entry.is_estimated else entry.difference.expected_at,
+        actual=None if entry.is_estimated else entry.difference.actual_at,
         facts=facts if facts != ComparedFacts() else None,
     )
 

@@ -52,6 +52,11 @@ class Assembled:
             total = total.merge(part)
         return total
 
+    @property
+    def is_estimated(self) -> bool:
+        """Return whether the difference was estimated from sketches."""
+        return any(entry.is_estimated for _, entry in self.shards)
+
     def list_regions(self) -> dict[int, frozenset[str]]:
         """Return the regions of each rank. Ranks without a region are left out."""
         found: dict[int, set[str]] = {}

@@ -43,7 +43,8 @@ class Entry:
     `bits` is a hash of the exact local values; replicas of a region must have equal hashes. `state` is
     `compared`, `absent` (the run has no such tensor here), or `unexpected` (the golden has no such tensor).
     `region` is the key of the region, and `shape` the global shape. `index` is the global index of the
-    largest difference.
+    largest difference. With `is_estimated`, the difference was estimated from sketches, and `block` has the
+    global indices of the block with the largest error, for each dim.
     """
 
     step: int
@@ -56,6 +57,8 @@ class Entry:
     bits: int
     difference: Difference
     index: tuple[int, ...] = ()
+    is_estimated: bool = False
+    block: tuple[range, ...] = ()
 
 
 class Comparison:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from moeverify.cases.schema import Case
@@ -130,7 +131,7 @@ def debug_case(
     Raises: RankFailure when a rank is lost.
     """
     device = choose_device(options.device)
-    goldens = GoldenSet.of([case], options)
+    goldens = GoldenSet.of([case], replace(options, sketch="never"))  # `diff --golden` shows values
     asked = DebugJob(
         case=case,
         golden=goldens.folders[case.name],

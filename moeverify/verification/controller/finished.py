@@ -152,6 +152,7 @@ def make_key(case: Case, options: RunOptions) -> str:
     """Return the case name with a hash of all that affects the verdict: fields, fault and user code."""
     fault = options.case_faults.get(case.name, options.fault)
     content = [case.model_dump(mode="json", exclude={"file"}), fault, options.backend]
+    content += ["sketch"] if options.sketch == "always" else []
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for source in read_own_sources(case, fault):
         digest.update(source)

@@ -44,7 +44,8 @@ def follow_up(
         if (fault := options.case_faults.get(question.case.name, options.fault)) is not None
     }
     folder = options.folder / "follow-up" if options.folder is not None else None
-    chosen = replace(options, folder=folder, fault=None, case_faults=faults)
+    # The answers are the factors of formulas. The search for the first wrong operation adds nothing to them.
+    chosen = replace(options, folder=folder, fault=None, case_faults=faults, explain_seconds=0.0)
     answers = run_cases([question.asked for question in questions], chosen, on_event)
     assert answers is not None  # not an external launch
     merged = {

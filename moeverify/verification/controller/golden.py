@@ -6,21 +6,22 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError, RankFailure
 from moeverify.report.words.failure import describe_failure
-from moeverify.results.golden import GoldenRow
+from moeverify.results.golden import GoldenPlan, GoldenRow
 from moeverify.results.run import Event
-from moeverify.verification.controller.goldens import GoldenSet
+from moeverify.verification.controller.goldens import GOLDEN_TIMEOUT, GoldenSet
 from moeverify.verification.controller.machine import choose_device
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.scratch import scratch_folder
-from moeverify.verification.controller.tasks import Task, read_outcome, run_tasks
+from moeverify.verification.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.verification.golden.file import write_golden
-from moeverify.verification.jobs import WORKER, GoldenResult, GoldenSummary, Refusal
+from moeverify.verification.jobs import WORKER, GoldenResult, GoldenSummary, PlanJob, PlanResult, Refusal
 from moeverify.verification.launch.plan import JobOutcome, LaunchEvent
 
 _MOST_DEEP = 4
@@ -51,6 +52,27 @@ def record_goldens(
     known = _load_beside(cases)
     unused = find_unused(known, options.golden_folder) if known is not None else []
     return [*(row for rows in found for row in rows), *unused]
+
+
+def plan_goldens(cases: Sequence[Case], options: RunOptions) -> list[GoldenPlan]:
+    """Return the predicted costs of the goldens of sketches of the cases' recipes, each once.
+
+    Raises: CaseError when a case does not permit sketches, RankFailure when the device cannot be measured.
+    """
+    goldens = GoldenSet.of([_without_options(case) for case in cases], replace(options, sketch="always"))
+    asked = PlanJob(recipes=tuple(order.recipe for order in goldens.orders.values()))
+    task = Task(make_job("plans", 1, GOLDEN_TIMEOUT, asked), _read_plans)
+    with scratch_folder() as folder:
+        device = choose_device(options.device)
+        found = run_tasks([task], entry=WORKER, folder=folder, device=device, on_event=lambda event: None)
+        return [plan for plans in found for plan in plans]
+
+
+def _read_plans(outcome: JobOutcome) -> tuple[GoldenPlan, ...]:
+    answer = read_outcome(outcome, PlanResult)
+    if answer is None or isinstance(answer, Refusal):
+        raise RankFailure(f"the cost cannot be predicted: {describe_failure(outcome.failure)}")
+    return answer.plans
 
 
 def _without_options(case: Case) -> Case:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeverify.cases.schema import Case, Recipe
+from moeverify.cases.validation.sketch import check_sketchable, find_sketch_problems
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.results.golden import Deviation, GoldenState
 from moeverify.verification.controller.machine import default_cache, golden_code
@@ -35,6 +36,8 @@ ACROSS = 1e-10
 
 CPU = "cpu"
 
+_SKETCH = "+sketch"
+
 Fingerprints = dict[str, Fingerprint]
 
 
@@ -55,7 +58,8 @@ class GoldenSet:
     def of(cls, cases: Sequence[Case], options: RunOptions, *, fresh: bool = False) -> GoldenSet:
         """Return the goldens of these cases, each once. `fresh` recomputes all of them.
 
-        Raises: CaseError when the cache or golden path exists and is not a folder.
+        Raises: CaseError when the cache or golden path exists and is not a folder, or if the options demand
+        sketches and a case does not permit them.
         """
         cache = (options.cache_folder or default_cache()).resolve()
         for folder, option in ((cache, "--cache"), (options.golden_folder, "--goldens")):
@@ -67,6 +71,9 @@ class GoldenSet:
         folders: dict[str, Path] = {}
         for case in cases:
             folder = cache / _name_golden(case, codes[case.checks.also])
+            sketched = cache / _name_golden(case, codes[case.checks.also], _SKETCH)
+            is_sketch = _takes_sketch(case, options, folder, sketched)
+            folder = sketched if is_sketch else folder
             folders[case.name] = folder
             first.setdefault(folder, case)
             orders.setdefault(
@@ -77,6 +84,7 @@ class GoldenSet:
                     folder=folder,
                     # User code may have changed, which only a run can show.
                     fresh=fresh or bool(case.recipe.functions),
+                    sketch=is_sketch,
                     timeout=options.timeout,
                     search_path=tuple(search_path(case)),
                 ),
@@ -93,6 +101,10 @@ class GoldenSet:
             timeout = self.options.timeout * math.ceil(len(asked.orders) / num_ranks) + _GRACE
         return make_job(GOLDENS, num_ranks, timeout, asked)
 
+    def is_sketch(self, name: str) -> bool:
+        """Return whether the golden of a case has sketches."""
+        return self.orders[self.folders[name]].sketch
+
     @property
     def recipes(self) -> tuple[str, ...]:
         """Return the names of the recipes, each once."""
@@ -102,6 +114,7 @@ class GoldenSet:
         """Return the state of the golden in git compared to the computed result."""
         recipe = self.orders[folder].recipe
         root = self.options.golden_folder
+        cpu, device_class = (self._name_class(folder, each) for each in (CPU, device_class))
         path = None if root is None else golden_path(root, recipe.name, device_class)
         state = GoldenState(
             status="recorded",
@@ -117,9 +130,9 @@ class GoldenSet:
         if root is None or path is None:
             return state
         own = _examine_own(state, path, answer)
-        if device_class == CPU or own.status not in ("recorded", "missing"):
+        if device_class == cpu or own.status not in ("recorded", "missing"):
             return own
-        return self._examine_across(own, recipe, answer, golden_path(root, recipe.name, CPU))
+        return self._examine_across(own, recipe, answer, golden_path(root, recipe.name, cpu))
 
     def _examine_across(
         self, own: GoldenState, recipe: Recipe, answer: GoldenSummary, path: Path
@@ -135,22 +148,44 @@ class GoldenSet:
         status = own.status if across.distance <= ACROSS else "differs"
         return own.model_copy(update={"status": status, "across": across, "across_path": str(path)})
 
+    def _name_class(self, folder: Path, device_class: str) -> str:
+        """Return the device class in the name of the file in git, which marks goldens of sketches."""
+        return device_class + _SKETCH if self.orders[folder].sketch else device_class
+
     def make_file(self, folder: Path, answer: GoldenSummary, device_class: str) -> GoldenFile:
         """Return the file to record for a recipe."""
         recipe = self.orders[folder].recipe
         return GoldenFile(
             name=recipe.name,
             recipe=recipe.fingerprint(),
-            device_class=device_class,
+            device_class=self._name_class(folder, device_class),
             losses=answer.losses,
             tensors=answer.tensors,
         )
 
 
-def _name_golden(case: Case, code: str) -> str:
+def _name_golden(case: Case, code: str, mark: str = "") -> str:
     """Return the name of a full golden: recipe fingerprint, optional checks and code version."""
     also = (name.replace(" ", "-") for name in sorted(case.checks.also))
-    return f"{'+'.join([case.recipe.fingerprint(), *also])}-{code}"
+    return f"{'+'.join([case.recipe.fingerprint(), *also])}{mark}-{code}"
+
+
+def _takes_sketch(case: Case, options: RunOptions, folder: Path, sketched: Path) -> bool:
+    """Return whether a case is judged by a golden of sketches.
+
+    Raises: CaseError when the options demand it and the case does not permit it.
+    """
+    if options.sketch == "never":
+        return False
+    if options.sketch == "always":
+        check_sketchable([case])
+        return True
+    return _is_any_stored(sketched) and not _is_any_stored(folder) and not find_sketch_problems(case)
+
+
+def _is_any_stored(folder: Path) -> bool:
+    """Return whether a golden is stored for any class of devices."""
+    return any(folder.parent.glob(f"{folder.name}-*/golden.json"))
 
 
 def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> GoldenState:

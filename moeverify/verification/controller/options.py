@@ -19,6 +19,8 @@ class RunOptions:
     error. `cache_folder` holds full goldens. `fault` names a function that every rank of a case calls
     before it builds the layout; `case_faults` overrides it by case name. `without` names hypotheses that
     are not tried. With `must_decide`, a case that decides too few tensors is undecided instead of a pass.
+    `sketch` says when cases are judged by goldens of sketches: never, if only such a golden is stored
+    (`found`), or always.
 
     Units: `timeout` in seconds, for each golden and for each case instead of its own timeout;
     `explain_seconds` in seconds, for the search for the first wrong operation of a case (0 disables it).
@@ -37,3 +39,4 @@ class RunOptions:
     explain_seconds: float = 60.0
     without: tuple[str, ...] = ()
     must_decide: bool = False
+    sketch: Literal["never", "found", "always"] = "never"

@@ -234,6 +234,7 @@ class CaseRun:
         asked = task.make(
             case=case,
             golden=self._goldens.folders[case.name],
+            sketch=self._goldens.is_sketch(case.name),
             fault=task.fault,
             search_path=tuple(search_path(case)),
             explain_seconds=self.options.explain_seconds,

@@ -8,6 +8,7 @@ checksums of every file and of itself (`moeverify.checksum`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -25,11 +26,12 @@ from moeverify.checksum import checksum_file, seal
 from moeverify.errors import FormatError
 from moeverify.json_file import JsonFile
 from moeverify.parallel.regions.region import Region
+from moeverify.parallel.regions.sketch import MOMENTS
 from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"
-_VERSION = 6
-_FIELDS = {"version", "noise", "summary", "own_results", "dtypes", "files"}
+_VERSION = 7
+_FIELDS = {"version", "noise", "summary", "own_results", "dtypes", "files", "sketches"}
 
 
 OwnResult = tuple[str, str, str]
@@ -113,15 +115,23 @@ class GoldenWriter:
             save_file(tensors, narrowed)
             narrowed.replace(path)
 
+    def put(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors of a step, by `tensor_key`."""
+        kept = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        save_file(kept, self._partial / f"step{step}.safetensors")
+
     def finish(
         self,
         noise: dict[str, float],
         summary: dict[str, Any],
         own_results: Collection[OwnResult] = (),
         dtypes: Dtypes | None = None,
+        sketches: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Write the index and rename the folder to its final name, replacing an older golden.
 
+        `sketches` has the logical shape of each tensor of which the files have the sketch, by `tensor_key`;
+        None in a golden of whole tensors.
         If another process has finished the same golden in the meantime, its folder remains, because that
         process reads it.
 
@@ -136,6 +146,7 @@ class GoldenWriter:
             "own_results": sorted(own_results),
             "dtypes": sorted([*key, dtype] for key, dtype in (dtypes or {}).items()),
             "files": files,
+            "sketches": None if sketches is None else {key: list(sketches[key]) for key in sorted(sketches)},
         }
         (self._partial / _INDEX).write_text(seal(json.dumps(content, sort_keys=True)))
         release(self._partial)
@@ -153,8 +164,7 @@ class GoldenWriter:
 
     def _flush(self) -> None:
         if self._step is not None and self._tensors:
-            tensors = {key: tensor.contiguous() for key, tensor in self._tensors.items()}
-            save_file(tensors, self._partial / f"step{self._step}.safetensors")
+            self.put(self._step, self._tensors)
         self._tensors = {}
 
 
@@ -199,6 +209,8 @@ class StoredGolden:
         self.summary: dict[str, Any] = {}
         self.own_results: frozenset[OwnResult] = frozenset()
         self.dtypes: Dtypes = {}
+        self.is_sketched = False
+        self.sketches: dict[str, tuple[int, ...]] = {}
         self._checksums: dict[str, int] = {}
         if finished:
             content = _read_index(folder / _INDEX)
@@ -206,6 +218,8 @@ class StoredGolden:
             self.own_results = frozenset((check, kind, name) for check, kind, name in content["own_results"])
             self.dtypes = {(use, name, how): dtype for use, name, how, dtype in content["dtypes"]}
             self._checksums = content["files"]
+            self.is_sketched = content["sketches"] is not None
+            self.sketches = {key: tuple(shape) for key, shape in (content["sketches"] or {}).items()}
 
     def verify(self, steps: Sequence[int]) -> None:
         """Compare the checksum of every file of these steps.
@@ -230,13 +244,25 @@ class StoredGolden:
         return self._file(step).whole(key)
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor on the CPU, or None if the golden has no such tensor."""
+        """Return a region of a logical tensor on the CPU, or None if the golden does not store its values."""
         file, key = self._file(step), tensor_key(kind, name)
-        if key not in file:
+        if key not in file or key in self.sketches:
             return None
         if region.flat is None and all(isinstance(indices, range) for indices in region.dims):
             return file.box(key, cast(tuple[range, ...], region.dims))
         return region.take(file.whole(key))
+
+    def norm(self, step: int, key: str) -> float:
+        """Return the Frobenius norm of a logical tensor by its key."""
+        stored = self.whole(step, key).to(torch.float64)
+        if key in self.sketches:
+            return math.sqrt(stored[:, MOMENTS.index("square")].sum().item())
+        return float(stored.norm())
+
+    def sketch(self, step: int, kind: str, name: str) -> Tensor | None:
+        """Return the sketch of a logical tensor, or None; see `moeverify.verification.golden.sketched`."""
+        key = tensor_key(kind, name)
+        return self.whole(step, key) if key in self.sketches and key in self._file(step) else None
 
     def _file(self, step: int) -> MappedFile:
         if step not in self._files:

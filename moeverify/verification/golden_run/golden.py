@@ -9,37 +9,42 @@ from typing import Any
 import torch
 
 from moeverify.cases.schema import Recipe
-from moeverify.parallel.regions.observer import INITIAL
-from moeverify.results.checks import Kind
 from moeverify.results.facts import Use
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.verification.checks.base import Check, Training
 from moeverify.verification.checks.observers import open_observers
 from moeverify.verification.checks.registry import choose_checks
-from moeverify.verification.golden.fingerprint import Fingerprints
-from moeverify.verification.golden.proximity import Fingerprint
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.golden_run.dtypes import record_dtypes
 from moeverify.verification.golden_run.noise import calibrate
 from moeverify.verification.golden_run.own_step import list_own_results
+from moeverify.verification.golden_run.sketched import make_sketched_golden
 from moeverify.verification.golden_run.soundness import check_soundness
+from moeverify.verification.golden_run.summary import summarize
 
 # Precisions with a rounding of 2**-9, against which the rounding of float32, 2**-25, is negligible.
 COARSE = ("bfloat16", "mixed")
 
-# Kinds that the file in git has only for the last step, because other steps would be redundant.
-_LAST_STEP_KINDS = (Kind.GRADIENT, Kind.UPDATE, Kind.OPTIMIZER_STATE, Kind.BUFFER, Kind.ROUTER_IDS)
 
-
-def make_golden(recipe: Recipe, folder: Path, device: torch.device, *, also: Collection[str] = ()) -> None:
+def make_golden(
+    recipe: Recipe,
+    folder: Path,
+    device: torch.device,
+    *,
+    also: Collection[str] = (),
+    sketch: bool = False,
+) -> None:
     """Write the full golden of a recipe: the float64 run, and the noise of the recipe's precision.
 
     `folder` is the folder of this golden, and `device` a single device. `also` names optional checks; the
-    tensors that they compare are recorded too.
+    tensors that they compare are recorded too. With `sketch`, write sketches from a run layer by layer.
 
     Raises: CaseError when a user's model does not have a unique answer (see `check_soundness`).
     """
+    if sketch:
+        make_sketched_golden(recipe, folder, device)
+        return
     checks = choose_checks(also=also)
     with GoldenWriter(folder) as writer:
         _record(recipe, writer, checks, device)
@@ -60,32 +65,3 @@ def _record(recipe: Recipe, writer: GoldenWriter, checks: Sequence[Check[Any]], 
     program = assemble_single(recipe, device, compute="float64")
     with open_observers(Training(recipe, program), writer, checks) as observer:
         train(recipe, program, observer)
-
-
-def summarize(recipe: Recipe, golden: StoredGolden) -> dict[str, Any]:
-    """Return the content of the file in git: losses and norms of every step, and tensor fingerprints.
-
-    The keys are `losses` and `tensors`, both by `step/kind/name`.
-    """
-    losses: dict[str, float] = {}
-    tensors: dict[str, Fingerprint] = {}
-    fingerprints = Fingerprints()
-    for step in range(INITIAL, recipe.steps):
-        for key in golden.keys(step):
-            kind, _, name = key.partition("/")
-            if kind in (Kind.LOSS, Kind.GRADIENT_NORM):
-                losses[f"{step}/{kind}/{name}"] = float(f"{golden.whole(step, key).item():.13g}")
-            elif _is_filed(step, kind, recipe.steps - 1):
-                tensors[f"{step}/{key}"] = fingerprints.make(golden.whole(step, key))
-    return {"losses": losses, "tensors": tensors}
-
-
-def _is_filed(step: int, kind: str, last: int) -> bool:
-    """Return whether the file in git has the fingerprints of this kind at this step.
-
-    Tensors of optional checks are excluded, because all cases of a recipe share one file.
-    """
-    if kind not in set(Kind):
-        return False
-    is_first_gradient = step == 0 and kind == Kind.GRADIENT
-    return step == INITIAL or is_first_gradient or (step == last and kind in _LAST_STEP_KINDS)

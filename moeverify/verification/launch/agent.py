@@ -53,7 +53,7 @@ def prepare(entry: str, device: str, search_path: Sequence[str] = ()) -> None:
     with contextlib.suppress(Exception):  # the launch itself reports the error
         from torch.distributed.launcher import api  # noqa: F401
 
-        _preload(entry)
+        preload(entry)
 
 
 def adopt(plan: Plan, file: int) -> None:
@@ -122,7 +122,8 @@ def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
 
         from moeverify.verification.launch.logs import RankLogs
 
-        _preload(plan.entry)
+        preload(plan.entry)
+        _name_methods_quickly()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -202,7 +203,21 @@ class _ProcessTable:
         self._on_all()
 
 
-def _preload(entry: str) -> None:
+def _name_methods_quickly() -> None:
+    """Make torch elastic's rendezvous look up the name of a method without the source of every frame.
+
+    It names a method in each of its about ten messages, and `inspect.stack` compares every frame with all
+    imported modules. That takes half a second of CPU time in each launch.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def name_method(depth: int = 2) -> str:
+        return sys._getframe(depth).f_code.co_name
+
+    dynamic_rendezvous.get_method_name = name_method
+
+
+def preload(entry: str) -> None:
     """Import the modules that every rank needs. An entry that fails to import fails again in the ranks."""
     importlib.import_module("moeverify.verification.launch.rank")
     if not entry.endswith(".py"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -33,7 +32,7 @@ from moeverify.verification.launch.evidence import read_tail
 from moeverify.verification.launch.failure_reporter import SIGNALS_THREAD
 from moeverify.verification.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, job_folder
 from moeverify.verification.launch.root_cause_rank import find_origin
-from moeverify.verification.launch.runner import JobRunner, RunJob
+from moeverify.verification.launch.runner import JobRunner, RunJob, collect_less
 from moeverify.verification.launch.world import ExternalWorld, complete_environment, set_interpreter
 
 EXIT_FAILED = 3
@@ -233,7 +232,7 @@ class _Session:
                 clock=self._clock.read,
             )
             self._ready.set()
-            gc.freeze()  # Exclude the imports from garbage collection: they live until the process ends.
+            collect_less(self._device)
             with self._runner.trace:
                 for index, job in enumerate(self._jobs):
                     self._index = index

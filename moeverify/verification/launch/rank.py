@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.launch.clock import PublishedClock
 from moeverify.verification.launch.plan import CLOCK_FILE, Job, Plan, write_atomically
-from moeverify.verification.launch.runner import JobRunner, RankContext, RunJob
+from moeverify.verification.launch.runner import JobRunner, RankContext, RunJob, collect_less
 
 __all__ = ["RankContext", "RunJob", "serve"]
 
@@ -52,7 +51,7 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
     )
     reporter.runner = runner
     (plan.launch_folder / f"rank-{rank}.up").touch()
-    gc.freeze()  # Exclude the imports from garbage collection: they live until the process ends.
+    collect_less(plan.device)
     with runner.trace:
         for position, job in enumerate(plan.jobs):
             done = f"done/{position}"

@@ -90,7 +90,7 @@ def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
     seconds = None
     if order.fresh or damage or not is_stored(folder):
         began = time.monotonic()
-        make_golden(order.recipe, folder, device, also=order.also)
+        make_golden(order.recipe, folder, device, also=order.also, sketch=order.sketch)
         seconds = time.monotonic() - began
     summary = GoldenSummary.model_validate(StoredGolden(folder).summary)
     return summary.model_copy(update={"damage": damage, "seconds": seconds})

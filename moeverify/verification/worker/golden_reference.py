@@ -264,7 +264,7 @@ class GoldenReference(Watch[None]):
         prefix = tensor_key(kind, "")
         names = [key.removeprefix(prefix) for key in self._golden.keys(step) if key.startswith(prefix)]
         return {
-            name: self._golden.whole(step, prefix + name).to(torch.float64).norm().item()
+            name: self._golden.norm(step, prefix + name)
             for name in names
             if find_unit((step, kind, name)) == unit
         }

@@ -37,7 +37,8 @@ from moeverify.parallel.regions.region import Indices, Region
 from moeverify.results.checks import ZERO_KINDS, CheckName, Kind
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.factor import Source
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, note_failure
+from moeverify.results.observation import NoValues
 from moeverify.results.timeline import Timeline
 from moeverify.train.data import Batch, Share, make_batch, whole_share
 from moeverify.train.module_taps import Reading, Tap
@@ -94,8 +95,11 @@ def gather_evidence(
 ) -> Evidence | None:
     """Return on rank 0 the evidence of all ranks in the first step that differs; None without findings.
 
-    Only rank 0 passes `judgement`. Collective: all ranks.
+    A golden of sketches has no values that evidence could be compared with. Only rank 0 passes `judgement`.
+    Collective: all ranks.
     """
+    if golden.is_sketched:
+        return None
     request: list[Any] = [_make_request(judgement.findings) if judgement is not None else None]
     dist.broadcast_object_list(request)
     if request[0] is None:
@@ -117,7 +121,8 @@ def explain_findings(
         with single_rank_world(device):
             return _explain(case, golden, judgement, evidence, device)
 
-    return keep_verdict(judgement.findings, explain)
+    found = keep_verdict(judgement.findings, explain)
+    return note_failure(found, NoValues()) if golden.is_sketched else found
 
 
 def _make_request(findings: Sequence[Finding]) -> tuple[int, list[Key]] | None:

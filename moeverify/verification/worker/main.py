@@ -20,6 +20,7 @@ from moeverify.tools.bench.measure import measure_case
 from moeverify.train.target import import_path, resolve
 from moeverify.verification.golden.store import StoredGolden, is_stored
 from moeverify.verification.golden_run.golden import make_golden
+from moeverify.verification.golden_run.plan import plan_golden
 from moeverify.verification.jobs import (
     BenchJob,
     BenchResult,
@@ -28,6 +29,8 @@ from moeverify.verification.jobs import (
     DebugJob,
     GoldenJob,
     LoadJob,
+    PlanJob,
+    PlanResult,
     RankResult,
     Refusal,
     RouteAnswer,
@@ -58,6 +61,9 @@ def _run(context: RankContext, job: Job) -> RankResult | None:
     asked = read_job(job.payload)
     if isinstance(asked, GoldenJob):
         return make_goldens(context, asked)
+    if isinstance(asked, PlanJob):
+        plans = tuple(plan_golden(recipe, context.device) for recipe in asked.recipes)
+        return PlanResult(plans=plans) if context.rank == 0 else None
     if isinstance(asked, BenchJob):
         return _measure(context, asked)
     if isinstance(asked, RouteJob):
@@ -148,7 +154,8 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
         is_remote = context.local_rank == 0 and context.rank != 0
         if is_remote and (not is_stored(folder) or find_damage(job.case.recipe, folder)):
             with single_rank_world(context.device):
-                make_golden(job.case.recipe, folder, context.device, also=job.case.checks.also)
+                also = job.case.checks.also
+                make_golden(job.case.recipe, folder, context.device, also=also, sketch=job.sketch)
         for target, path in _list_targets(job):
             resolve(target, path)
         if job.fault is not None:

@@ -42,6 +42,12 @@ from moeverify.verification.compare.gather import gather_on_first
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.jobs import VerifyResult
 from moeverify.verification.launch.single_rank_world import single_rank_world
+from moeverify.verification.worker.by_sketch import (
+    SketchComparison,
+    SketchedEntry,
+    estimate_entries,
+    plain_entry,
+)
 from moeverify.verification.worker.culprits import (
     Found,
     Recorded,
@@ -143,8 +149,10 @@ def _record(
 ) -> Recorded | None:
     """Record the programs of all ranks if a result differs. Return them on rank 0, None elsewhere.
 
-    Collective: all ranks.
+    A golden of sketches has no values to align them with. Collective: all ranks.
     """
+    if golden.is_sketched:
+        return None
     step = agree_on_step(case, judgement)
     if step is None:
         return None
@@ -251,15 +259,20 @@ def _observe(
     """Train under the layout and compare. Return the judgement on rank 0, None elsewhere."""
     device = assemble_program.device
     checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
-    comparison = Comparison(golden)
-    entries: list[Entry] = []
+    comparison = SketchComparison(golden) if golden.is_sketched else Comparison(golden)
+    entries: list[Entry | SketchedEntry] = []
 
     def train_again(observer: Observer, num_steps: int) -> None:
         _train(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
 
     program = assemble_program()
     run = RankRun(
-        case, trace, lambda: entries, train_again, golden.dtypes, partial(single_rank_world, device)
+        case,
+        trace,
+        lambda: list(map(plain_entry, entries)),
+        train_again,
+        golden.dtypes,
+        partial(single_rank_world, device),
     )
     seeing = [check for check in checks if program.run_captured is None or not check.sees_inside]
     watches = {check.name: watch for check in seeing if (watch := check.watch(run, program)) is not None}
@@ -271,7 +284,7 @@ def _observe(
     gathered = gather_on_first((entries, reports, load.report()))
     if gathered is None:
         return None
-    by_rank = [found for found, _, _ in gathered]
+    by_rank = estimate_entries([found for found, _, _ in gathered], golden)
     expert_load = sum_load(case, [copies for _, _, copies in gathered])
     shown = Shown(
         case=case,

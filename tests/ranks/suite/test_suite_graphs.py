@@ -51,6 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult
         golden_folder=folder / "golden",
         cache_folder=folder / "cache",
         case_faults={name: f"graph_stand_ins:{fault}" for name, fault in faults.items()},
+        explain_seconds=0.0,  # these tests are about the checks
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs._MicroBatch, "find_obstacle", lambda *_: None)

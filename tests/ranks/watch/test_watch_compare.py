@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+from forked.python import ForkedPython
 
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
@@ -31,22 +33,25 @@ BUGS = (
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
-def watch(out: Path, *command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "moeverify", "watch", "--steps", "0-1", "--out", str(out), *options, "--"]
+def watch(
+    out: Path, *command: str, options: tuple[str, ...] = (), python: Sequence[str] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
+    words = [*python, "-m", "moeverify", "watch", "--steps", "0-1", "--out", str(out), *options, "--"]
     return subprocess.run([*words, *command], capture_output=True, text=True, check=False)
 
 
 class Recordings:
     """The runs of one program, each made once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, python: ForkedPython) -> None:
+        self.folder, self.python = folder, python
 
     @cache  # noqa: B019 - lives as long as the module's fixture
     def one(self, name: str, *options: str) -> RecordedRun:
         # The exit code is the script's, whatever it is.
-        command = (sys.executable, str(PROGRAMS / "train_ep.py"), "--exit", "7")
-        done = watch(self.folder / name, *command, options=tuple(options))
+        python = self.python.command()
+        command = (*python, str(PROGRAMS / "train_ep.py"), "--exit", "7")
+        done = watch(self.folder / name, *command, options=tuple(options), python=python)
         assert done.returncode == 7, done.stderr
         return RecordedRun.read(self.folder / name)
 
@@ -61,7 +66,7 @@ class Recordings:
         folder = self.folder / "bugs"
         loaded = f"loaded={self.one('nudged', '--nudge', '1').folder}"
         words = [
-            sys.executable,
+            *self.python.command(),
             str(PROGRAMS / "record_bugs.py"),
             "train_ep.py",
             "2",
@@ -79,8 +84,8 @@ class Recordings:
 
 
 @pytest.fixture(scope="module")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
-    return Recordings(tmp_path_factory.mktemp("runs"))
+def recordings(tmp_path_factory: pytest.TempPathFactory, python: ForkedPython) -> Recordings:
+    return Recordings(tmp_path_factory.mktemp("runs"), python)
 
 
 def origins(result: CaseResult) -> list[Finding]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked.python import ForkedPython
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -16,22 +17,18 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
 def guard(
-    out: Path, program: str, *arguments: str, ranks: int = 2, options: tuple[str, ...] = ()
+    out: Path,
+    program: str,
+    *arguments: str,
+    python: ForkedPython | None = None,
+    options: tuple[str, ...] = (),
 ) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
-    words = [
-        sys.executable,
-        "-m",
-        "moeverify",
-        "watch",
-        "--guard",
-        "--out",
-        str(out),
-        *options,
-        "--",
-        sys.executable,
-    ]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [*words, *torchrun, str(PROGRAMS / program), *arguments]
+    """Guard a program on two ranks, started as users do or by `python`."""
+    start = [sys.executable] if python is None else python.command()
+    torchrun = [*start, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = torchrun if python is None else python.torchrun(2)
+    watch = [*start, "-m", "moeverify", "watch", "--guard", "--out", str(out), *options, "--"]
+    command = [*watch, *torchrun, str(PROGRAMS / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     path = out / "findings.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -39,32 +36,28 @@ def guard(
 
 
 @pytest.mark.parametrize(
-    ("program", "arguments", "ranks"),
-    [
-        ("train_layouts.py", ("--autocast",), 2),
-        ("train_layouts.py", ("--layout", "fsdp", "--autocast", "--optimizer", "SGD"), 2),
-    ],
+    ("is_forked", "arguments"),
+    [(False, ("--autocast",)), (True, ("--layout", "fsdp", "--autocast", "--optimizer", "SGD"))],
 )
 def test_a_right_script_is_silent(
-    tmp_path: Path, program: str, arguments: tuple[str, ...], ranks: int
+    tmp_path: Path, python: ForkedPython, is_forked: bool, arguments: tuple[str, ...]
 ) -> None:
-    done, findings = guard(tmp_path, program, *arguments, ranks=ranks)
+    done, findings = guard(tmp_path, "train_layouts.py", *arguments, python=python if is_forked else None)
     assert done.returncode == 0, done.stderr
     assert not findings
-    assert f"0 findings in 4 sampled steps of {ranks} ranks" in done.stderr
+    assert "0 findings in 4 sampled steps of 2 ranks" in done.stderr
     assert not list(tmp_path.glob("rank*"))
 
 
-def test_a_bug_is_found_without_another_run(tmp_path: Path) -> None:
-    done, findings = guard(tmp_path, "train_ep.py", "--bug", "late-zero", "--steps", "4")
+def test_a_bug_is_found_without_another_run(tmp_path: Path, python: ForkedPython) -> None:
+    done, findings = guard(tmp_path, "train_ep.py", "--bug", "late-zero", "--steps", "4", python=python)
     assert done.returncode == 0, done.stderr
     assert [(each["check"], each["tensor"]) for each in findings] == [("order of calls", "emptied")]
 
 
-def test_a_rank_that_clips_fewer_gradients_is_found(tmp_path: Path) -> None:
-    done, findings = guard(
-        tmp_path, "train_layouts.py", "--layout", "manual", "--bug", "rank-clip", "--steps", "4"
-    )
+def test_a_rank_that_clips_fewer_gradients_is_found(tmp_path: Path, python: ForkedPython) -> None:
+    options = ("--layout", "manual", "--bug", "rank-clip", "--steps", "4")
+    done, findings = guard(tmp_path, "train_layouts.py", *options, python=python)
     assert done.returncode == 0, done.stderr
     found = {(each["check"], each["facts"]["about"]): each for each in findings}
     # Replicas that ranks clip differently drift from then on, and the norm of one rank shows the reason.
@@ -73,7 +66,7 @@ def test_a_rank_that_clips_fewer_gradients_is_found(tmp_path: Path) -> None:
 
 
 def test_a_console_gets_the_ranks_where_the_finding_was_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: ForkedPython
 ) -> None:
     monkeypatch.setenv("MPDB_JOB", "guarded")
     monkeypatch.setenv("MPDB_DIR", str(tmp_path / "sockets"))
@@ -83,7 +76,7 @@ def test_a_console_gets_the_ranks_where_the_finding_was_made(
         [sys.executable, "-m", "multiprocessing_pdb", "guarded", *commands], stdout=subprocess.PIPE, text=True
     ) as console:
         bug = ("--bug", "zero-grad", "--steps", "4")
-        done, findings = guard(tmp_path / "out", "train_ep.py", *bug, options=("--debug",))
+        done, findings = guard(tmp_path / "out", "train_ep.py", *bug, options=("--debug",), python=python)
         said, _ = console.communicate(timeout=120)
     assert done.returncode == 0, done.stderr
     assert [(each["check"], each["tensor"]) for each in findings] == [("order of calls", "discarded")]

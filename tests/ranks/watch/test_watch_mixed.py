@@ -1,18 +1,17 @@
 """A MoE in bfloat16 under FSDP2 against autocast on one device: different rounding changes the routing.
 
 Both are right. Without a measurement of the noise the comparison must neither report a mismatch for
-rounding nor pass a bug. The right script runs under `moeverify watch` and torchrun; with bugs it runs on
-forked ranks.
+rounding nor pass a bug. The right script runs under `moeverify watch` and torchrun.
 """
 
 from __future__ import annotations
 
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from forked.python import ForkedPython
 
 from moeverify.scripts.compare.compare import compare_runs
 from moeverify.scripts.record.read import RecordedRun
@@ -21,7 +20,6 @@ pytest.importorskip("transformers")
 
 PROGRAMS, SCRIPT = Path(__file__).parent / "programs", "train_fsdp_moe.py"
 BUGS = ("double", "half")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 NARROW = ("--nudge", "1", "--nudge-dtype", "bfloat16")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -30,22 +28,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 class Recordings:
     """Runs of the script, each made once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, python: ForkedPython) -> None:
+        self.folder, self.python = folder, python
 
     @cache  # noqa: B019 - lives as long as the module's fixture
     def take(self, name: str, *options: str, ranks: int = 1) -> RecordedRun:
-        launch = TORCHRUN if ranks > 1 else (sys.executable,)
-        words = [
-            sys.executable,
-            "-m",
-            "moeverify",
-            "watch",
-            "--steps",
-            "0-1",
-            "--out",
-            str(self.folder / name),
-        ]
+        python = self.python.command()
+        launch = self.python.torchrun(ranks) if ranks > 1 else python
+        words = [*python, "-m", "moeverify", "watch", "--steps", "0-1", "--out", str(self.folder / name)]
         done = subprocess.run(
             [*words, *options, "--", *launch, str(PROGRAMS / SCRIPT)],
             capture_output=True,
@@ -58,15 +48,15 @@ class Recordings:
     @cache  # noqa: B019 - lives as long as the module's fixture
     def with_bugs(self) -> Path:
         folder = self.folder / "bugs"
-        words = [sys.executable, str(PROGRAMS / "record_bugs.py"), SCRIPT, "2", str(folder), *BUGS]
+        words = [*self.python.command(), str(PROGRAMS / "record_bugs.py"), SCRIPT, "2", str(folder), *BUGS]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return folder
 
 
 @pytest.fixture(scope="module")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
-    return Recordings(tmp_path_factory.mktemp("runs"))
+def recordings(tmp_path_factory: pytest.TempPathFactory, python: ForkedPython) -> Recordings:
+    return Recordings(tmp_path_factory.mktemp("runs"), python)
 
 
 def test_a_right_script_is_no_mismatch_and_what_is_open_is_said(recordings: Recordings) -> None:

@@ -7,10 +7,10 @@ block stay within their bounds.
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked.python import ForkedPython
 
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
@@ -26,18 +26,18 @@ BUGS = (RIGHT, f"swapped{MIXED}", f"unreduced{MIXED}", f"norm-twice{MIXED}", "sw
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
-def record(folder: Path, num_ranks: int, *bugs: str) -> None:
+def record(python: ForkedPython, folder: Path, num_ranks: int, *bugs: str) -> None:
     program = str(PROGRAMS / "record_bugs.py")
-    words = [sys.executable, program, "train_fsdp_tp.py", str(num_ranks), str(folder), *bugs]
+    words = [*python.command(), program, "train_fsdp_tp.py", str(num_ranks), str(folder), *bugs]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, python: ForkedPython) -> Path:
     folder = tmp_path_factory.mktemp("outputs")
-    record(folder / "one", 1, RIGHT, "none")
-    record(folder / "many", 4, *BUGS)
+    record(python, folder / "one", 1, RIGHT, "none")
+    record(python, folder / "many", 4, *BUGS)
     return folder
 
 

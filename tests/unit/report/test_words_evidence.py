@@ -29,6 +29,7 @@ from moeverify.results.observation import (
     KeptElements,
     LargestValue,
     MatchingSlices,
+    NoValues,
     Observation,
     OtherPasses,
     RankValues,
@@ -165,6 +166,11 @@ LINES = [
         "ranks and micro-batches are both 2: record RUN_B again with another number of micro-batches (`moeverify "
         "watch --steps 0 --out RUN_C -- torchrun --nproc-per-node 2 train.py` with the option of the script), and "
         "compare; a factor that stays comes from the ranks",
+    ),
+    (
+        NoValues(),
+        "no cause was searched for: the golden has sketches and no values; a smaller case with whole tensors, "
+        "without --sketch, finds the cause",
     ),
     (
         DiagnosisFailed(error="ValueError", message="no", site="moeverify/explain/fitting/fit.py:57"),

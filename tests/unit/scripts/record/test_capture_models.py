@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from moeverify.errors import FormatError
+from moeverify.report.words.cause import describe_cause
 from moeverify.results.run import CaseResult
+from moeverify.results.script import OptionFacts
 from moeverify.scripts.compare.compare import compare_runs
 from moeverify.scripts.record.command import count_steps
 from moeverify.scripts.record.read import RecordedRun
@@ -198,3 +201,47 @@ def test_gradients_that_are_reduced_after_the_backward_pass_are_compared_as_they
     whole = record("whole", lambda: train_clipped(by_hand=False))
     result = compare(whole, record("parts", lambda: train_clipped(by_hand=True)))
     assert result.verdict == "pass", result.findings
+
+
+def warm_up(step: int) -> float:
+    return step / 4  # computed here
+
+
+def train_with_rates(how: str) -> None:
+    """Train with a rate from a scheduler's function, from an assignment, or from the optimizer's constructor."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    if how == "scheduler":
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up(max(step, 1)))
+    for step in range(2):
+        if how == "assigned":
+            optimizer.param_groups[0]["lr"] = 0.1 * warm_up(step + 1)  # assigned here
+        train(model, optimizer)
+        if how == "scheduler":
+            schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [("scheduler", "# computed here"), ("assigned", "# assigned here"), ("", "lr=0.1, momentum=0.5")],
+)
+def test_the_line_that_set_a_learning_rate_is_told(record: Record, how: str, line: str) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (
+        at for at, text in enumerate(lines, 1) if line in text and "pytest" not in text and '"#' not in text
+    )
+    groups = RecordedRun.read(record("run", lambda: train_with_rates(how))).ranks[0].options
+    assert {group.sites["lr"] for group in groups} == {f"{Path(__file__).name}:{number}"}
+    assert sys.getprofile() is None
+
+
+def test_another_learning_rate_is_told_with_both_values_and_lines(record: Record) -> None:
+    result = compare(
+        record("right", lambda: train_with_rates("")), record("wrong", lambda: train_with_rates("scheduler"))
+    )
+    finding = next(each for each in result.findings if each.check == "optimizer options")
+    facts = finding.facts
+    assert isinstance(facts, OptionFacts)
+    assert {facts.site, facts.expected_site} != {""}
+    assert facts.site != facts.expected_site
+    assert describe_cause(finding).endswith(": 0.025 in step 0, in RUN_A 0.1")

@@ -112,3 +112,24 @@ def test_goldens_with_optional_checks_are_kept_apart(tmp_path: Path) -> None:
     assert (first.also, second.also) == ((), ("trace",))
     assert first.folder != second.folder
     assert goldens.folders == {plain.name: first.folder, "asking": second.folder}
+
+
+def test_a_sketch_is_found_only_where_no_whole_tensors_are_stored(tmp_path: Path) -> None:
+    def find(mode: str) -> GoldenOrder:
+        options = RunOptions(cache_folder=tmp_path, sketch=mode)  # type: ignore[arg-type]
+        return find_order(GoldenSet.of(load_cases([CASE]), options))
+
+    def store(folder: Path) -> None:
+        place = folder.with_name(f"{folder.name}-cpu")
+        place.mkdir()
+        (place / "golden.json").touch()
+
+    forced, plain = find("always"), find("never")
+    assert forced.folder != plain.folder
+    assert not find("found").sketch
+    store(forced.folder)
+    assert find("found") == forced
+    assert not find("never").sketch
+    store(plain.folder)
+    assert find("found") == plain
+    assert find("always") == forced

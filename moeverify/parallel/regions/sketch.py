@@ -1,0 +1,261 @@
+"""Sketches of tensors: a record whose size does not depend on the tensor, and that adds up over its regions.
+
+A tensor is cut along every dim into blocks, at most `MOST_BLOCKS` in all, so that a shard, an expert or a
+head can be judged alone. A sketch has a row of numbers for each block:
+
+- moments: the number of elements that are not finite, and the sums of x, |x| and x^2
+- NUM_PROJECTIONS projections: sums of x with a random sign for each logical index
+- a hash of all values at their logical indices, for tensors that must be equal bit for bit
+
+The sign of an element is a product of a sign of its row (all dims but the last) and a sign of its column, each
+from a counter-based hash. A rank computes the sketch of its shard in one product of matrices. All numbers are
+sums over elements: the sketches of disjoint shards add up to that of the tensor, and those of partial sums
+have the projections of their total.
+
+The mean square of a difference of projections estimates the square of the norm of the difference. Elements
+whose errors cancel in all projections of a block are invisible. `CONFIDENT` and `OVER` say how far an estimate
+may be off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from moeverify.hashing import FACTORS, GOLDEN_RATIO, hash_counter, key_of, mix
+from moeverify.parallel.regions.region import Indices, Region
+
+NUM_PROJECTIONS = 8
+MOST_BLOCKS = 128
+MOMENTS = ("nonfinite", "sum", "absolute", "square")
+WIDTH = len(MOMENTS) + NUM_PROJECTIONS
+CONFIDENT = 5.0
+"""The factor by which the error of one block may be larger than its estimate in one of about 100 cases.
+
+That is the worst case, an error of rank one in a single block; over many blocks the estimate is far closer.
+"""
+
+OVER = 2.0
+"""The factor by which the error of one block may be smaller than its estimate in one of about 1000 cases."""
+
+_BANDS = 4
+_ROW_KEY, _COLUMN_KEY = key_of("sketch", "rows"), key_of("sketch", "columns")
+_CHUNK, _CHUNK_OF_DEVICE = 1 << 16, 1 << 25  # elements that are converted to float64 at a time
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of a logical tensor: the number of cuts of every dim, with equal sizes but for the last."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, shape: tuple[int, ...]) -> Grid:
+        """Return the blocks of a tensor of this shape.
+
+        Matrices are cut into up to 32 bands of rows and 4 of columns. With three dims the first one has the
+        experts, which are cut apart first.
+        """
+        if len(shape) == 2:
+            most = [MOST_BLOCKS // _BANDS, _BANDS]
+        else:
+            most = [MOST_BLOCKS, *[MOST_BLOCKS // 2] * (len(shape) - 2), 2][: len(shape)]
+        cuts: list[int] = []
+        for size, limit in zip(shape, most, strict=True):
+            cuts.append(_count_cuts(size, max(1, min(limit, MOST_BLOCKS // math.prod(cuts)))))
+        if len(shape) > 2 and cuts[-1] == 1 and cuts[-2] % 2 == 0 and shape[-1] % 2 == 0:
+            cuts[-2], cuts[-1] = cuts[-2] // 2, 2
+        return cls(shape, tuple(cuts))
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Return the number of blocks."""
+        return math.prod(self.cuts)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the size of a block along each dim."""
+        return tuple(-(-size // cut) for size, cut in zip(self.shape, self.cuts, strict=True))
+
+    def locate(self, block: int) -> tuple[range, ...]:
+        """Return the global indices of a block along each dim."""
+        places = []
+        for size, cut, step in zip(
+            reversed(self.shape), reversed(self.cuts), reversed(self.sizes), strict=True
+        ):
+            block, place = divmod(block, cut)
+            places.append(range(place * step, min((place + 1) * step, size)))
+        return tuple(reversed(places))
+
+    def count(self) -> Tensor:
+        """Return the number of elements of each block. Shape: (num_blocks,) float64."""
+        return self.count_in(Region.whole(self.shape))
+
+    def count_in(self, region: Region) -> Tensor:
+        """Return the number of elements of each block within a region. Shape: (num_blocks,) float64."""
+        total = torch.zeros(self.num_blocks, dtype=torch.float64)
+        for box, _ in _list_boxes(region):
+            counts = torch.ones((), dtype=torch.float64)
+            for indices, cut, size in zip(box, self.cuts, self.sizes, strict=True):
+                along = torch.bincount(_as_tensor(indices, "cpu") // size, minlength=cut)
+                counts = counts.unsqueeze(-1) * along.to(torch.float64)
+            total += counts.reshape(-1)
+        return total
+
+
+def _count_cuts(size: int, most: int) -> int:
+    """Return the largest divisor of a size up to `most`; if it is small, as many equal parts as possible."""
+    if size <= most:
+        return max(size, 1)
+    divisor = next(cuts for cuts in range(most, 0, -1) if size % cuts == 0)
+    return divisor if 4 * divisor >= most else -(-size // -(-size // most))
+
+
+@torch.no_grad()
+def sketch(local: Tensor, region: Region) -> Tensor:
+    """Return the moments and projections of a region. Shape: (num_blocks, WIDTH) float64, on its device.
+
+    `local` has shape `region.local_shape`. Elements that are not finite count, and are zero in all sums.
+    """
+    grid = Grid.of(region.shape)
+    rows = torch.zeros((grid.num_blocks, WIDTH), dtype=torch.float64, device=local.device)
+    for box, start in _list_boxes(region):
+        shape = [len(indices) for indices in box]
+        count = math.prod(shape)
+        if count:
+            part = local if region.flat is None else local.reshape(-1)[start : start + count]
+            _add_box(rows, grid, part.reshape(shape), box)
+    return rows
+
+
+def _add_box(rows: Tensor, grid: Grid, local: Tensor, box: Sequence[Indices]) -> None:
+    device = local.device
+    if not box:
+        local, box, grid = local.reshape(1), (range(1),), Grid((1,), (1,))
+    columns = _as_tensor(box[-1], device)
+    across, num_across = columns // grid.sizes[-1], grid.cuts[-1]
+    lead = torch.zeros(1, dtype=torch.int64, device=device)  # the logical row, flattened
+    bands = torch.zeros(1, dtype=torch.int64, device=device)
+    for indices, size, cut, step in zip(box[:-1], grid.shape, grid.cuts, grid.sizes, strict=False):
+        along = _as_tensor(indices, device)
+        lead = (lead[:, None] * size + along).reshape(-1)
+        bands = (bands[:, None] * cut + along // step).reshape(-1)
+    flat = local.reshape(len(lead), len(columns))
+    column_signs = _draw_signs(_COLUMN_KEY, columns)
+    # A one in the place of each column's block: (columns, blocks).
+    member = torch.nn.functional.one_hot(across, num_across).to(torch.float64)
+    weights = (member[:, :, None] * column_signs[:, None, :]).reshape(len(columns), -1)
+    size = _CHUNK if device.type == "cpu" else _CHUNK_OF_DEVICE
+    step = max(1, size // max(len(columns), 1))
+    table = rows.view(-1, num_across, WIDTH)
+    for start in range(0, len(lead), step):
+        band = bands[start : start + step]
+        part = _measure(flat[start : start + step], member, weights, lead[start : start + step])
+        table.index_add_(0, band, part)
+
+
+def _measure(values: Tensor, member: Tensor, weights: Tensor, lead: Tensor) -> Tensor:
+    """Return the contribution of each row to its blocks. Shape: (rows, blocks across, WIDTH)."""
+    finite = values.isfinite()
+    wide = torch.where(finite, values, 0).to(torch.float64)
+    moments = [
+        (~finite).to(torch.float64) @ member,
+        wide @ member,
+        wide.abs() @ member,
+        wide.square() @ member,
+    ]
+    projected = (wide @ weights).view(len(wide), -1, NUM_PROJECTIONS)
+    signs = _draw_signs(_ROW_KEY, lead)
+    return torch.cat([torch.stack(moments, dim=-1), projected * signs[:, None, :]], dim=-1)
+
+
+def _draw_signs(key: int, index: Tensor) -> Tensor:
+    """Return a random sign of each index for each projection. Shape: (len(index), NUM_PROJECTIONS) float64."""
+    shifts = torch.arange(NUM_PROJECTIONS, device=index.device)
+    bits = (hash_counter(key, index)[:, None] >> shifts) & 1
+    return 1.0 - 2.0 * bits.to(torch.float64)
+
+
+@torch.no_grad()
+def hash_blocks(local: Tensor, region: Region) -> Tensor:
+    """Return a hash of the values of each block. Shape: (num_blocks,) int64, on the device of `local`.
+
+    Values are hashed as float64 or int64, so that a narrower dtype with equal values has an equal hash.
+    """
+    grid = Grid.of(region.shape)
+    total = torch.zeros(grid.num_blocks, dtype=torch.int64, device=local.device)
+    places = region.flat_index(local.device).reshape(-1)
+    values = local.detach().reshape(-1)
+    step = _CHUNK if local.device.type == "cpu" else _CHUNK_OF_DEVICE
+    for start in range(0, len(values), step):
+        place, value = places[start : start + step], values[start : start + step]
+        wide = value.to(torch.float64) + 0.0 if value.is_floating_point() else value.to(torch.int64)
+        words = mix(wide.view(torch.int64) * GOLDEN_RATIO + place * FACTORS[0])
+        total.index_add_(0, _find_blocks(grid, place), words)
+    return total
+
+
+def _find_blocks(grid: Grid, place: Tensor) -> Tensor:
+    found, stride = torch.zeros_like(place), 1
+    for size, cut, step in zip(reversed(grid.shape), reversed(grid.cuts), reversed(grid.sizes), strict=True):
+        found += (place % size) // step * stride
+        place = place // size
+        stride *= cut
+    return found
+
+
+def estimate_squares(expected: Tensor, actual: Tensor) -> Tensor:
+    """Return the estimated square of the norm of the difference in each block. Shapes: (..., WIDTH) to (...).
+
+    The difference of the norms is a lower bound that holds without chance.
+    """
+    first = len(MOMENTS)
+    apart = (actual[..., first:] - expected[..., first:]).square().mean(dim=-1)
+    square = MOMENTS.index("square")
+    norms = (actual[..., square].clamp(min=0).sqrt() - expected[..., square].clamp(min=0).sqrt()).square()
+    return torch.maximum(apart, norms)
+
+
+def _list_boxes(region: Region) -> Iterator[tuple[tuple[Indices, ...], int]]:
+    """Yield boxes that make up a region, each with its first position in the local tensor."""
+    if region.flat is None:
+        yield region.dims, 0
+        return
+    yield from _cut_run(region.shape, region.flat.start, region.flat.stop, 0)
+
+
+def _cut_run(
+    shape: tuple[int, ...], start: int, stop: int, position: int
+) -> Iterator[tuple[tuple[Indices, ...], int]]:
+    """Yield the boxes of a range of the flattened tensor: a part of a first row, whole rows, a last part."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (((range(start, stop)),) if shape else ()), position
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # within one row
+        row = start // inner
+        for box, at in _cut_run(shape[1:], start - row * inner, stop - row * inner, position):
+            yield (range(row, row + 1), *box), at
+        return
+    for box, at in _cut_run(shape[1:], start - (first - 1) * inner, inner, position) if start % inner else ():
+        yield (range(first - 1, first), *box), at
+    if first < last:
+        yield (range(first, last), *map(range, shape[1:])), position + first * inner - start
+    for box, at in _cut_run(shape[1:], 0, stop - last * inner, position + last * inner - start):
+        yield (range(last, last + 1), *box), at
+
+
+def _as_tensor(indices: Indices, device: torch.device | str) -> Tensor:
+    if isinstance(indices, range):
+        return torch.arange(indices.start, indices.stop, device=device)
+    return torch.tensor(indices, dtype=torch.int64, device=device)
