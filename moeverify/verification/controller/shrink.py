@@ -93,7 +93,7 @@ class Reduction:
         if self.list_fields(changed) is not None:
             return changed
         for other in fields:
-            if other.path == reducible.path:
+            if f"{reducible.path}.".startswith(f"{other.path}."):  # itself, or a section around it
                 continue
             both = _set(changed, other.path, _choose(other, reducible, value))
             if self.list_fields(both) is not None:

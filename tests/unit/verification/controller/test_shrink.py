@@ -88,6 +88,18 @@ def test_fields_that_need_each_other_shrink_together(
     assert smallest.recipe.model.moe is None  # a whole section is left out, with its fields
 
 
+def test_a_section_that_the_failure_needs_stays(reduce: Callable[[Rule], tuple[Case, Reduction]]) -> None:
+    def rule(case: Case) -> bool:
+        moe = case.recipe.model.moe
+        return case.layout.tp == 2 and moe is not None and moe.top_k == 3
+
+    smallest, _ = reduce(rule)
+    moe = smallest.recipe.model.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k) == (4, 3)
+    assert smallest.layout.world_size == 2
+
+
 def test_a_failure_that_needs_everything_leaves_the_case(
     reduce: Callable[[Rule], tuple[Case, Reduction]],
 ) -> None:
