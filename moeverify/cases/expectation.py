@@ -49,6 +49,14 @@ class Expectation:
         return tuple(str(word) for word in self._schema.get("enum", ()))
 
     @property
+    def least(self) -> int | None:
+        """Return the least value of a whole number, or None if the field is none or has no least value."""
+        kinds = [self._schema, *self._schema.get("anyOf", ())]
+        return next(
+            (each["minimum"] for each in kinds if each.get("type") == "integer" and "minimum" in each), None
+        )
+
+    @property
     def stand_in(self) -> Any:
         """Return the default, or some accepted value if the field is required."""
         if self._field.is_required():

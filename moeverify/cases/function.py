@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from moeverify.cases.suggest import suggest
 from moeverify.errors import Problem
@@ -44,6 +45,28 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
     made = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     functions = [own for own in made if own[0] != "_"]
     return Problem(f"`{module}` ({origin}) has no `{name}`", path=path, remedy=suggest(name, functions))
+
+
+def read_defaults(target: str, folders: Sequence[str]) -> dict[str, Any]:
+    """Return the constant defaults of the parameters of a function or class, as far as its source shows them."""
+    module, _, name = target.partition(":")
+    spec, _ = _find_module(module, [*folders, *sys.path])
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return {}
+    try:
+        body = ast.parse(read_input(Path(spec.origin))).body
+    except (SyntaxError, RecursionError, MemoryError, ValueError):
+        return {}
+    found = next((node for node in body if getattr(node, "name", "") == name), None)
+    if isinstance(found, ast.ClassDef):
+        found = next((node for node in found.body if getattr(node, "name", "") == "__init__"), None)
+    if not isinstance(found, ast.FunctionDef):
+        return {}
+    positional = [*found.args.posonlyargs, *found.args.args]
+    last = positional[len(positional) - len(found.args.defaults) :]
+    pairs: list[tuple[ast.arg, ast.expr | None]] = [*zip(last, found.args.defaults, strict=True)]
+    pairs += zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
+    return {each.arg: value.value for each, value in pairs if isinstance(value, ast.Constant)}
 
 
 def _find_module(name: str, folders: Sequence[str]) -> tuple[importlib.machinery.ModuleSpec | None, str]:

@@ -17,7 +17,7 @@ from moeverify.cli.streams import standard_streams
 _FEW_COLLECTIONS = 100_000
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "Verify": ("init", "run", "reshard", "check", "schema", "golden"),
+    "Verify": ("init", "run", "shrink", "bisect", "reshard", "check", "schema", "golden"),
     "Look at a run": ("report", "explain", "operators", "diff", "history"),
     "Training scripts": ("watch", "compare"),
     "Layouts and routing": ("mesh", "place", "comm", "route"),

@@ -47,20 +47,22 @@ def comm(
     with open_context() as context:
         from moeverify.report.collective_run import render_collective
         from moeverify.report.files import check_writable, write_atomically
+        from moeverify.report.progress import show_work
         from moeverify.verification.controller.collective import run_collective
 
         if json_file is not None and context.is_first:
             check_writable([json_file])
         sizes = _choose_sizes(collective, ranks, size, splits, source)
-        found = run_collective(
-            collective,
-            sizes,
-            num_ranks=ranks,
-            source=source,
-            backward=backward,
-            device=device.value,
-            backend=backend.value,
-        )
+        with show_work(context.err, f"running {collective} on {ranks} ranks"):
+            found = run_collective(
+                collective,
+                sizes,
+                num_ranks=ranks,
+                source=source,
+                backward=backward,
+                device=device.value,
+                backend=backend.value,
+            )
         if found is None:  # only the first of several ranks reports
             return
         render_collective(found, context.out)

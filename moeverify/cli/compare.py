@@ -40,6 +40,7 @@ def compare(
     First the values that must be equal (data, initial weights, optimizer options), then the first difference.
     """
     with open_context() as opened:
+        from moeverify.report.progress import show_work
         from moeverify.results.run import RunResult
         from moeverify.scripts.compare.compare import compare_runs
         from moeverify.scripts.record.read import RecordedRun
@@ -47,8 +48,9 @@ def compare(
         context, outputs = outputs.direct(opened), outputs.keeping(out)
         outputs.check()
         started, begun = datetime.now(UTC), time.monotonic()
-        runs = [RecordedRun.read(folder) for folder in (expected, actual)]
-        case = compare_runs(runs[0], runs[1], None if noise is None else RecordedRun.read(noise))
+        with show_work(context.err, f"comparing {expected} with {actual}", quiet=quiet):
+            runs = [RecordedRun.read(folder) for folder in (expected, actual)]
+            case = compare_runs(runs[0], runs[1], None if noise is None else RecordedRun.read(noise))
         headers = [run.ranks[0].header for run in runs]
         result = RunResult(
             verdict="mismatch" if case.verdict == "mismatch" else "pass",

@@ -44,7 +44,7 @@ def init(
     that fit. Run it again after changes: files that you have edited are left alone.
     """
     with open_context() as context:
-        from moeverify.report.progress import open_progress
+        from moeverify.report.progress import open_progress, show_work
         from moeverify.verification.controller.init import combine, list_candidates, try_factory, try_layouts
 
         if folder.is_absolute() or ".." in folder.parts:
@@ -53,8 +53,8 @@ def init(
             message = f"{folder} is not below the current folder"
             raise CaseError([Problem(message, path="--folder", remedy="name a folder such as verify")])
         root = Path.cwd()
-        context.err.print(f"trying {factory} on one device", soft_wrap=True)
-        model = try_factory(factory, parallelize or "", root)
+        with show_work(context.err, f"trying {factory} on one device"):
+            model = try_factory(factory, parallelize or "", root)
         _render_model(model, context)
         with open_progress(context.out, quiet=False, durations={}) as progress:
             tried, result = try_layouts(model, root, str(folder), list_candidates(model), progress.on_event)

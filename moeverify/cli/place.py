@@ -72,6 +72,7 @@ def place(
     """
     with open_context() as context:
         from moeverify.report.files import check_writable
+        from moeverify.report.progress import show_work
         from moeverify.tools.placement.cluster import Cluster
         from moeverify.tools.placement.placement_file import read_placement
         from moeverify.tools.placement.plan import collect, make_plan
@@ -84,16 +85,19 @@ def place(
             lambda: Cluster(ranks, nodes),
             lambda: None if current is None else read_placement(current),
         )
-        plan = make_plan(
-            load_trace,
-            cluster,
-            slots,
-            current=placement,
-            trace_file=str(trace),
-            current_file="" if current is None else str(current),
-            exact_seconds=time_limit if exact else None,
-            max_moves=max_moves,
-        )
+        with show_work(
+            context.err, f"placing experts, at most {time_limit:g} s" if exact else "placing experts"
+        ):
+            plan = make_plan(
+                load_trace,
+                cluster,
+                slots,
+                current=placement,
+                trace_file=str(trace),
+                current_file="" if current is None else str(current),
+                exact_seconds=time_limit if exact else None,
+                max_moves=max_moves,
+            )
         print_plan(plan, context.out, name=str(trace))
         _write_files(plan, out, svg, json_file)
 

@@ -50,22 +50,23 @@ def route(
         from pydantic import TypeAdapter
 
         from moeverify.report.files import check_writable, write_atomically
+        from moeverify.report.progress import show_work
         from moeverify.report.route import render_route
         from moeverify.results.route import RouteReport
         from moeverify.verification.controller.route import follow_cases
 
-        if json is not None and context.is_first:
-            check_writable([json])
-        found = follow_cases(
-            selection.load(),
-            layer=layer,
-            step=step,
-            num_shown=tokens,
-            fault=fault,
-            device=device.value,
-            backend=backend.value,
-            timeout=timeout,
-        )
+        check_writable([json] if json is not None and context.is_first else [])
+        with show_work(context.err, "training each case up to its step"):
+            found = follow_cases(
+                selection.load(),
+                layer=layer,
+                step=step,
+                num_shown=tokens,
+                fault=fault,
+                device=device.value,
+                backend=backend.value,
+                timeout=timeout,
+            )
         if found is None:  # only the first of several ranks reports
             return
         for position, report in enumerate(found):

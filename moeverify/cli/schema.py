@@ -36,9 +36,10 @@ def schema(
 
 
 def make_results_schema() -> dict[str, Any]:
-    """Return one schema for the JSON of runs, `bench`, `comm`, `doctor` and `route`, and of `--json-brief`."""
+    """Return one schema for the JSON of runs, `bench`, `bisect`, `comm`, `doctor`, `route` and `--json-brief`."""
     from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
+    from moeverify.results.bisection import Bisection
     from moeverify.results.brief import Brief
     from moeverify.results.collective_run import CollectiveRun
     from moeverify.results.measurement import BenchRun
@@ -53,7 +54,7 @@ def make_results_schema() -> dict[str, Any]:
             """Return the schema of a number."""
             return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 
-    kinds = (RunResult, Brief, BenchRun, CollectiveRun, Diagnostics, RouteReport)
+    kinds = (RunResult, Brief, Bisection, BenchRun, CollectiveRun, Diagnostics, RouteReport)
     names, whole = models_json_schema(
         [(kind, "serialization") for kind in kinds],
         title="Results of moeverify",

@@ -100,12 +100,12 @@ def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
         proved=culprit is not None and culprit.proved,
         cause=_cut(describe_cause(finding), limits),
         where=_cut(describe_where(finding), limits),
-        lines=tuple(_cut(line, limits) for line in _list_lines(culprit)[: limits.items]),
+        lines=tuple(_cut(line, limits) for line in list_lines(culprit)[: limits.items]),
         evidence=tuple(_cut(line, limits) for line in describe_evidence(finding)[: limits.items]),
     )
 
 
-def _list_lines(culprit: Culprit | None) -> list[str]:
+def list_lines(culprit: Culprit | None) -> list[str]:
     """Return `file:line: code` of the first wrong operation, its counterpart, and others with the mistake."""
     if culprit is None:
         return []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +26,7 @@ from moeverify.results.run import CaseResult, Event
 _NUM_RECENT = 8
 _BAR_WIDTH = 30
 _NUM_NAMES = 3
+_SILENT = 2.0  # seconds of work without a line in a log
 _VERDICT = 9  # width of the verdict column
 
 
@@ -41,17 +43,41 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def open_progress(
-    console: Console, *, quiet: bool = False, durations: Mapping[str, float] | None = None
+    console: Console,
+    *,
+    quiet: bool = False,
+    durations: Mapping[str, float] | None = None,
+    noun: str = "case",
 ) -> Progress:
     """Return the suitable view: none if quiet, live in a capable terminal, otherwise lines.
 
-    `durations` maps the names of cases to their seconds in earlier runs.
+    `durations` maps the names of cases to their seconds in earlier runs. `noun` is the name of one counted thing.
     """
     if quiet or console.quiet:
         return Progress()
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(console, durations=durations or {})
+        return LiveProgress(console, durations=durations or {}, noun=noun)
     return LineProgress(console)
+
+
+@contextmanager
+def show_work(console: Console, text: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show a line while a command does work that has no parts to count.
+
+    A terminal shows it with its time. A log gets the line if the work takes longer than two seconds.
+    """
+    with open_progress(console, quiet=quiet) as progress:
+        event = Event(kind="work", note=text)
+        timer = threading.Timer(_SILENT, progress.on_event, [event])
+        if isinstance(progress, LineProgress):
+            timer.daemon = True
+            timer.start()
+        else:
+            progress.on_event(event)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 class LineProgress(Progress):
@@ -65,7 +91,8 @@ class LineProgress(Progress):
         if event.kind in ("up", "lost"):
             return  # the case that lost its ranks reports it
         if event.kind == "case-end":
-            count = f"[{event.num_done}/{event.num_total}]"
+            total = f"/{event.num_total}" if event.num_total else ""
+            count = f"[{event.num_done}{total}]"
             line = Text.assemble(count, " ", describe_end(event))
         else:
             line = Text(describe_event(event))
@@ -80,8 +107,10 @@ class LiveProgress(Progress):
         console: Console,
         clock: Callable[[], float] = time.monotonic,
         durations: Mapping[str, float] | None = None,
+        noun: str = "case",
     ) -> None:
         self._console = console
+        self._noun = noun
         self._durations = durations or {}
         self._done: set[str] = set()
         self._running = ""
@@ -132,7 +161,8 @@ class LiveProgress(Progress):
         """Return the current view."""
         width = self._console.width
         now = self._clock()
-        count = Text(f"{self._num_done} of {self._num_total} cases")
+        done = f"{self._num_done} of {self._num_total} {self._noun}s"
+        count = Text(done if self._num_total else format_count(self._num_done, self._noun))
         if self._failed:
             count.append(f", {self._failed} failed", style="bold red")
         count.append(f", {format_seconds(now - self._started)}")
@@ -148,8 +178,9 @@ class LiveProgress(Progress):
         running = f"{elide(self._now, max(20, width - 12))}  {format_seconds(now - self._since)}"
         if self._ranks and len(running) + len(self._ranks) + 4 <= width:
             running += f"  {self._ranks}"
-        lines = [_fit(describe_end(event, width), width) for event in self._recent]
-        return Group(*lines, state, Text(running, no_wrap=True, overflow="crop"))
+        lines: list[RenderableType] = [_fit(describe_end(event, width), width) for event in self._recent]
+        counted = [state] if self._num_done or self._num_total else []
+        return Group(*lines, *counted, Text(running, no_wrap=True, overflow="crop"))
 
     def _estimate(self, now: float) -> float | None:
         """Return the estimated remaining seconds; None if too few of the remaining cases have a known time.
@@ -184,6 +215,8 @@ def describe_event(event: Event) -> str:
         "case-start": "running",
         "case-end": "done",
     }
+    if event.kind == "work":
+        return clean(event.note)
     size = ""
     if event.num_ranks:
         size = f"({format_count(event.num_ranks, 'rank')})"
@@ -191,7 +224,8 @@ def describe_event(event: Event) -> str:
         names = ", ".join(map(clean, event.recipes[:_NUM_NAMES]))
         more = ", ..." if len(event.recipes) > _NUM_NAMES else ""
         size = f"({format_count(len(event.recipes), 'recipe')}, each on one device: {names}{more})"
-    return " ".join(part for part in (verbs[event.kind], clean(event.case), size) if part)
+    line = " ".join(part for part in (verbs[event.kind], clean(event.case), size) if part)
+    return f"{line}: {clean(event.note)}" if event.note else line
 
 
 def describe_end(event: Event, width: int | None = None) -> Text:
@@ -214,6 +248,8 @@ def _describe_result(result: CaseResult) -> str:
     """Return why a case was skipped or failed, or how much was compared and the worst error."""
     if result.verdict in ("skipped", "error", "undecided"):
         return clean(result.reason).split("\n", 1)[0] or format_ranks(r.rank for r in result.rank_reports)
+    if not result.checks:
+        return ", ".join(filter(None, [clean(result.reason), format_seconds(result.seconds)]))
     parts = [f"{count_tensors(result)} tensors"]
     worst = find_worst_check(result)
     if worst is not None and worst.worst is not None:

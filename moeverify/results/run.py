@@ -174,10 +174,11 @@ class Event(Record):
 
     `launch`: `num_ranks` ranks are started. `up`: they run. `lost`: some ranks are lost, and further cases
     need new ones. `golden`: the goldens of `recipes` are available. `case-start` and `case-end` concern
-    `case`; in `bench`, `measured` is its measurement.
+    `case`; in `bench`, `measured` is its measurement. `work` is other work, which `note` describes; for a
+    case, `note` is a further text, such as the steps that are left.
     """
 
-    kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"]
+    kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end", "work"]
     num_done: int = 0
     num_total: int = 0
     case: str = ""
@@ -185,3 +186,4 @@ class Event(Record):
     recipes: tuple[str, ...] = ()
     result: CaseResult | None = None
     measured: Measurement | None = None
+    note: str = ""

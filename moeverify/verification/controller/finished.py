@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from moeverify.cases.schema import Case
-from moeverify.input_file import read_sources
+from moeverify.input_file import read_input, read_sources
 from moeverify.results.record import Record
 from moeverify.results.run import CaseResult, RunResult
 from moeverify.verification.controller.escalation import needs_escalation
@@ -153,11 +154,31 @@ def make_key(case: Case, options: RunOptions) -> str:
     content = [case.model_dump(mode="json", exclude={"file"}), fault, options.backend]
     content += ["sketch"] if options.sketch == "always" else []
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
-    if fault is not None or has_own_code(case):
-        # The user's code also affects the verdict: hash all sources in the folder of the case.
-        for _, source in read_sources(Path(search_path(case)[0])):
-            digest.update(source)
+    for source in read_own_sources(case, fault):
+        digest.update(source)
     return f"{case.name} {digest.hexdigest()[:16]}"
+
+
+def read_own_sources(case: Case, fault: str | None) -> Iterator[bytes]:
+    """Yield the sources of the user that affect a verdict.
+
+    These are the files in the folder of the case, and the modules or packages that contain its functions.
+    """
+    if fault is None and not has_own_code(case):
+        return
+    folders = search_path(case)
+    targets = [*case.recipe.functions.values(), case.layout.parallelize, fault]
+    names = sorted({target.partition(":")[0].partition(".")[0] for target in targets if target is not None})
+    places = {Path(folders[0])}
+    for name in names:
+        spec = PathFinder.find_spec(name, folders)
+        if spec is not None and spec.origin is not None:
+            places.add(Path((spec.submodule_search_locations or [spec.origin])[0]))
+    for place in sorted(each for each in places if not places & set(each.parents)):
+        if place.is_file():
+            yield read_input(place)
+        else:
+            yield from (source for _, source in read_sources(place))
 
 
 def has_own_code(case: Case) -> bool:

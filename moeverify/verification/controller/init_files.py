@@ -91,18 +91,18 @@ def write_recipe(model: TriedModel) -> str:
     shrunk = [
         f"# {name}: {before} in your model, {after} here\n" for name, (before, after) in model.changes.items()
     ]
-    return mark("".join(shrunk) + _dump({**fields, "steps": 2}))
+    return mark("".join(shrunk) + dump_yaml({**fields, "steps": 2}))
 
 
 def write_case(recipe: str, candidate: Candidate) -> str:
     """Return the text of a case, marked, with a comment on each field of its layout."""
     lines = [f"# {candidate.meaning}\n", f"recipe: {recipe}\n", "layout:\n"]
     for name, value in candidate.layout.items():
-        lines.append(f"  {_dump({name: value}).strip()}  # {_COMMENTS[name]}\n")
+        lines.append(f"  {dump_yaml({name: value}).strip()}  # {_COMMENTS[name]}\n")
     return mark("".join(lines))
 
 
-def _dump(fields: Mapping[str, Any]) -> str:
+def dump_yaml(fields: Mapping[str, Any]) -> str:
     """Return YAML whose top level is in block style, with inner mappings on one line if they are flat."""
     yaml = YAML()
     yaml.width = 10_000

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from moeverify.abandoned import LOCK, hold, remove_abandoned
 
-_PREFIX = "moeverify-"
+PREFIX = "moeverify-"
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Yield a new temporary folder and remove it afterwards."""
-    remove_abandoned(path.parent for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{LOCK}"))
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, hold(Path(name)):
+    remove_abandoned(path.parent for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"))
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, hold(Path(name)):
         yield Path(name)

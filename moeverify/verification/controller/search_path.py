@@ -15,8 +15,13 @@ def search_path(case: Case) -> list[str]:
     """
     folders = [Path.cwd()]
     if case.file:
-        folder = Path(case.file).resolve().parent
-        while (folder / "__init__.py").is_file() and folder.parent != folder:
-            folder = folder.parent
-        folders.insert(0, folder)
+        folders.insert(0, find_package_parent(Path(case.file)))
     return list(dict.fromkeys(map(str, folders)))
+
+
+def find_package_parent(file: Path) -> Path:
+    """Return the folder of a file, or, inside a package, the nearest parent folder that is not one."""
+    folder = file.resolve().parent
+    while (folder / "__init__.py").is_file() and folder.parent != folder:
+        folder = folder.parent
+    return folder

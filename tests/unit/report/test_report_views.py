@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import math
 import re
+import threading
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from moeverify.errors import CaseError, FormatError, Problem
+from moeverify.report import progress as progress_module
 from moeverify.report.case_list import CaseLine, render_catalog
 from moeverify.report.console import LOG_WIDTH, open_console
 from moeverify.report.goldens import is_stale, render_goldens
@@ -18,7 +20,7 @@ from moeverify.report.mesh import MeshPicture, RankPlace, render
 from moeverify.report.numbers import excess, format_number, format_range, format_seconds
 from moeverify.report.probes import render_probes
 from moeverify.report.problems import render_error
-from moeverify.report.progress import LineProgress, LiveProgress, Progress, open_progress
+from moeverify.report.progress import LineProgress, LiveProgress, Progress, open_progress, show_work
 from moeverify.report.sanitize import elide
 from moeverify.results.golden import GoldenRow, GoldenState
 from moeverify.results.probe import ProbeRow
@@ -118,6 +120,46 @@ def test_progress_in_a_log_is_a_line_an_event(make_case: Any, print_at: Any) -> 
         "[1/2] MISMATCH a  216 tensors, worst nan / 1e-10 in gradient_norm, 3.2 s",
         "[2/2] ERROR    b  x",
     ]
+
+
+def test_steps_of_a_search_have_no_known_number(print_at: Any) -> None:
+    def show(console: Console) -> None:
+        with open_progress(console, noun="commit") as progress:
+            progress.on_event(Event(kind="case-start", case="1a2b subject", note="3 commits left"))
+            progress.on_event(Event(kind="case-end", case="1a2b subject", num_done=1))
+
+    shown = ["running 1a2b subject: 3 commits left", "[1] 1a2b subject done"]
+    assert print_at(show, terminal=False, width=120).splitlines() == shown
+
+
+@pytest.mark.parametrize(
+    ("silent", "quiet", "shown"), [(0.0, False, True), (60.0, False, False), (0.0, True, False)]
+)
+def test_only_long_work_is_shown_in_a_log(
+    monkeypatch: pytest.MonkeyPatch, silent: float, quiet: bool, shown: bool
+) -> None:
+    monkeypatch.setattr(progress_module, "_SILENT", silent)
+    begun = threading.Event()
+
+    class Log(io.StringIO):
+        def write(self, text: str) -> int:
+            begun.set()
+            return super().write(text)
+
+    log = Log()
+    with show_work(open_console(log), "comparing a with b", quiet=quiet):
+        if shown:
+            assert begun.wait(60)
+    assert log.getvalue() == ("comparing a with b\n" if shown else "")
+
+
+def test_work_without_parts_has_a_line_and_no_bar() -> None:
+    progress = LiveProgress(Console(file=io.StringIO(), width=60), clock=lambda: 3.0)
+    progress.on_event(Event(kind="work", note="comparing a with b"))
+    console = Console(file=io.StringIO(), width=60)
+    console.print(progress.render())
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == ["comparing a with b  0.0 s"]
 
 
 def test_live_progress_fits_and_leaves_nothing(make_case: Any) -> None:

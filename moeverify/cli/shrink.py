@@ -1,0 +1,117 @@
+"""`moeverify shrink`: the smallest case that still shows a mismatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
+from moeverify.cli.context import CommandContext, open_context
+from moeverify.cli.options import with_groups
+
+if TYPE_CHECKING:
+    from moeverify.cases.schema import Case
+    from moeverify.verification.controller.shrink import Reduction
+    from moeverify.verification.controller.smaller_cases import SmallerCases
+
+
+@with_groups
+def shrink(
+    *,
+    selection: CaseSelection,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The case file to write. Default: NAME-small.yaml."),
+    ] = None,
+    settings: RunSettings,
+    quiet: Quiet = False,
+) -> None:
+    """Make a case that has a mismatch smaller: fewer ranks, layers, steps and rows.
+
+    Every smaller case is verified, and kept if the same check fails for the same kind of cause. Ctrl-C ends
+    the search and keeps the smallest case so far.
+    """
+    with open_context() as context:
+        from moeverify.report.files import check_writable
+        from moeverify.report.progress import open_progress
+        from moeverify.verification.controller.judgement import JudgementCache
+        from moeverify.verification.controller.shrink import Reduction
+        from moeverify.verification.controller.smaller_cases import SmallerCases, examine_place
+
+        case = _choose(selection.load())
+        file = out or Path(case.file).with_name(f"{Path(case.file).stem}-small.yaml")
+        check_writable([file])
+        examine_place(case, file)
+        options = replace(
+            settings.make_options([case], None),
+            golden_folder=None,
+            require_goldens=False,
+            explain_seconds=0.0,
+        )
+        with open_progress(context.out, quiet=quiet) as progress:
+            cases = SmallerCases(
+                case,
+                selection.list_paths(),
+                tuple(selection.overrides or ()),
+                selection.pattern,
+                options,
+                progress.on_event,
+                JudgementCache.of(options.cache_folder),
+            )
+            cases.begin()
+            reduction = Reduction(cases.list_fields, cases.shows)
+            try:
+                reduction.search()
+            except BaseException:
+                _write(cases, reduction, file, context, is_whole=False)
+                raise
+        _write(cases, reduction, file, context, is_whole=True)
+
+
+def _choose(cases: list[Case]) -> Case:
+    """Return the only case. Raises: CaseError if there are several."""
+    from moeverify.errors import CaseError, Problem
+
+    if len(cases) > 1:
+        names = ", ".join(case.name for case in cases[:8])
+        raise CaseError(
+            [Problem(f"these are several cases: {names}", remedy="name one, or select one by -k")]
+        )
+    return cases[0]
+
+
+def _write(
+    cases: SmallerCases, reduction: Reduction, file: Path, context: CommandContext, *, is_whole: bool
+) -> None:
+    """Write the smallest case so far, and print how it differs from the case itself."""
+    from moeverify.report.console import print_fact
+    from moeverify.report.files import write_atomically
+    from moeverify.verification.controller.smaller_cases import write_case
+
+    smallest = cases.load(reduction.values)
+    assert smallest is not None
+    assert cases.first is not None
+    before = {each.path: each.value for each in cases.list_fields({}) or ()}
+    changes = [f"{path}: {before.get(path)} to {value}" for path, value in reduction.values.items()]
+    end = "" if is_whole else ", ended early"
+    told = [
+        f"The smallest case found from {cases.case.name} ({cases.case.file})",
+        f"{reduction.num_tried} smaller cases tried{end}",
+        f"It shows: {cases.first.check} of {cases.first.tensor}: {cases.first.code or 'no cause'}",
+        *changes,
+    ]
+    write_atomically(file, write_case(smallest, file.stem, told))
+    ranks = f"{cases.case.layout.world_size} to {smallest.layout.world_size}"
+    print_fact(
+        context.out,
+        "smaller",
+        "\n".join(changes) or "nothing: every smaller case lacks the finding",
+        indent=0,
+    )
+    print_fact(context.out, "ranks", ranks, indent=0)
+    print_fact(context.out, "tried", f"{reduction.num_tried} cases{end}", indent=0)
+    print_fact(context.out, "written", str(file), indent=0)
+    print_fact(context.out, "next", f"moeverify run {file}", indent=0)
