@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -114,4 +115,6 @@ def _write(
     print_fact(context.out, "ranks", ranks, indent=0)
     print_fact(context.out, "tried", f"{reduction.num_tried} cases{end}", indent=0)
     print_fact(context.out, "written", str(file), indent=0)
-    print_fact(context.out, "next", f"moeverify run {file}", indent=0)
+    fault = cases.options.fault
+    again = ["moeverify", "run", str(file), *(["--fault", fault] if fault else [])]
+    print_fact(context.out, "next", shlex.join(again), indent=0)
