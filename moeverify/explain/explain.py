@@ -238,16 +238,13 @@ class Explainer:
             self._on_place = None
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
+        less = _SAYS_LESS.get(place[0].known, frozenset()) if place else frozenset()
         found = None
         if self._proves:
             skipped = itertools.islice(list_skipped_writes(stretch.alignment, stretch.unknown), _MOST_SKIPPED)
-            found = self._try(skipped, target, stretch.unknown, state, end)
+            found = self._try([] if "removed" in less else skipped, target, stretch.unknown, state, end)
             found = found or self._search(target, state, stretch, end, _LONGEST_CHAIN)
-        if found is None:
-            return place, state
-        kind, known = found[0][0].repairs[0].kind, place[0].known if place else ""
-        says_less = kind in _SAYS_LESS.get(known, ())
-        return (place, state) if says_less else found
+        return (place, state) if found is None or found[0][0].repairs[0].kind in less else found
 
     def _open(self, alignment: Alignment, target: Target) -> _Stretch:
         """Return the operators from right values to the target, or to the first wrong module ends before."""
