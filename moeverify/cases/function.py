@@ -80,11 +80,19 @@ def _find_module(name: str, folders: Sequence[str]) -> tuple[importlib.machinery
         # Search for the last part of the name only: for the full name, Python would import the parent
         # packages.
         spec = importlib.machinery.PathFinder.find_spec(part, places) if places is not None else None
+        if spec is None and number == 0:
+            spec = _find_elsewhere(part)
         if spec is None:
             return None, ".".join(parts[: number + 1])
         found = spec.submodule_search_locations
         places = None if found is None else list(found)
     return spec, ""
+
+
+def _find_elsewhere(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a top-level module from other finders, such as those of packages installed as editable."""
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _list_names(body: Sequence[ast.stmt]) -> Iterator[str]:

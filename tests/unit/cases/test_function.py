@@ -1,5 +1,8 @@
 """A function that exists is never reported as missing."""
 
+import importlib.util
+import sys
+
 import pytest
 
 from moeverify.cases.function import examine_function
@@ -68,3 +71,24 @@ def test_what_is_not_written_in_python_is_believed():
         )
         is None
     )
+
+
+def test_a_package_that_only_a_finder_of_its_own_knows_is_found(tmp_path, monkeypatch):
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "made.py").write_text("def make(): pass\n")
+    (tmp_path / "installed" / "__init__.py").write_text("")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path, target=None):
+            origin = tmp_path / "installed" / "__init__.py"
+            if name == "edited_package":
+                return importlib.util.spec_from_file_location(
+                    name, origin, submodule_search_locations=[str(origin.parent)]
+                )
+            return None
+
+    assert examine_function("edited_package.made:make", [], "--fault") is not None
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert examine_function("edited_package.made:make", [], "--fault") is None
+    assert examine_function("edited_package.absent:make", [], "--fault") is not None
