@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
+import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def _find_module(name: str, folders: Sequence[str]) -> tuple[importlib.machinery
         # packages.
         spec = importlib.machinery.PathFinder.find_spec(part, places) if places is not None else None
         if spec is None and number == 0:
-            spec = _find_elsewhere(part)
+            spec = find_installed(part)
         if spec is None:
             return None, ".".join(parts[: number + 1])
         found = spec.submodule_search_locations
@@ -89,10 +90,20 @@ def _find_module(name: str, folders: Sequence[str]) -> tuple[importlib.machinery
     return spec, ""
 
 
-def _find_elsewhere(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of a top-level module from other finders, such as those of packages installed as editable."""
-    specs = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return next((spec for spec in specs if spec is not None), None)
+def find_installed(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a top-level module that this Python can import, or None.
+
+    Unlike `sys.path` alone, this includes packages that an editable install finds by a finder of its own.
+    """
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def list_top_modules(targets: Iterable[str | None]) -> list[str]:
+    """Return the top-level modules of functions `package.module:function`, each once; None is left out."""
+    return sorted({target.partition(":")[0].partition(".")[0] for target in targets if target})
 
 
 def _list_names(body: Sequence[ast.stmt]) -> Iterator[str]:

@@ -22,7 +22,8 @@ class Cause:
     - `known`: the relation of the wrong results to single-device values: multiplied by `factor` ("scale"),
       parts of a sum ("reduction") or right values in other places ("moved"). "race" marks a race.
     - `launch`: in a race, the collective that may still use the memory that `ops` use.
-    - `is_local`: edits of the training loop's own operators belong to the repair and are left out.
+    - `is_local`: the first repair alone only makes its own results right. Later operators were recorded with
+      other sizes, or edits of the training loop's own operators belong to the repair and are left out.
     """
 
     ops: list[At]

@@ -25,11 +25,16 @@ class Judgement(Record):
     seconds: Seconds = 0.0
 
     @property
+    def summary(self) -> str:
+        """Return the check and tensor of a mismatch, or else the reason; empty for a pass."""
+        return f"{self.check} of {self.tensor}" if self.verdict == "mismatch" else self.reason
+
+    @property
     def headline(self) -> str:
-        """Return the finding or the reason in one line; empty for a pass."""
+        """Return the finding with its cause, or the reason, in one line; empty for a pass."""
         if self.reason or self.verdict != "mismatch":
             return self.reason
-        return ": ".join(part for part in (f"{self.check} of {self.tensor}", self.cause) if part)
+        return ": ".join(part for part in (self.summary, self.cause) if part)
 
 
 class Commit(Record):

@@ -149,7 +149,7 @@ def _add_box(rows: Tensor, grid: Grid, local: Tensor, box: Sequence[Indices]) ->
         bands = (bands[:, None] * cut + along // step).reshape(-1)
     flat = local.reshape(len(lead), len(columns))
     column_signs = _draw_signs(_COLUMN_KEY, columns)
-    # A one in the place of each column's block: (columns, blocks).
+    # One-hot encoding of the block of each column. Shape: (columns, blocks).
     member = torch.nn.functional.one_hot(across, num_across).to(torch.float64)
     weights = (member[:, :, None] * column_signs[:, None, :]).reshape(len(columns), -1)
     size = _CHUNK if device.type == "cpu" else _CHUNK_OF_DEVICE

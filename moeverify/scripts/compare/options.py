@@ -62,13 +62,14 @@ def find_other_options(
                 ]
                 if differing:
                     done.add(option)
-                    finding = _make_finding(step, rank.rank, option, differing, wanted, found)
-                    here = _find_site(actual, rank.rank, step, option)
-                    there = _find_site(expected, 0, step, option)
                     facts = OptionFacts(
-                        option=option, num_parameters=len(differing), site=here, expected_site=there
+                        option=option,
+                        num_parameters=len(differing),
+                        site=_find_site(actual, rank.rank, step, option),
+                        expected_site=_find_site(expected, 0, step, option),
                     )
-                    yield finding.model_copy(update={"facts": facts})
+                    first = differing[0]
+                    yield _make_finding(step, rank.rank, facts, wanted[first][option], found[first][option])
 
 
 def _options_of(run: RecordedRun, rank: int, step: int) -> dict[str, dict[str, float]]:
@@ -85,19 +86,10 @@ def _find_site(run: RecordedRun, rank: int, step: int, option: str) -> str:
     return sites.pop() if len(sites) == 1 else ""
 
 
-def _make_finding(
-    step: int,
-    rank: int,
-    option: str,
-    differing: list[str],
-    wanted: dict[str, dict[str, float]],
-    found: dict[str, dict[str, float]],
-) -> Finding:
-    first = differing[0]
-    expected, actual = wanted[first][option], found[first][option]
+def _make_finding(step: int, rank: int, facts: OptionFacts, expected: float, actual: float) -> Finding:
     return Finding(
         check=ScriptCheck.OPTIONS,
-        tensor=option,
+        tensor=facts.option,
         step=step,
         rank=rank,
         error=abs(actual - expected) / abs(expected) if expected else float("inf"),
@@ -105,6 +97,7 @@ def _make_finding(
         scale=actual / expected if expected else None,
         expected=expected,
         actual=actual,
+        facts=facts,
     )
 
 

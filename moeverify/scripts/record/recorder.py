@@ -32,7 +32,7 @@ from moeverify.scripts.record.settings import Settings
 from moeverify.scripts.record.tensors import hash_random, keep_tensor
 from moeverify.train.calls.call import Call
 from moeverify.train.calls.listener import find_scale, find_site, safely, to_float
-from moeverify.train.calls.options import list_sites
+from moeverify.train.calls.options import find_option_sites
 
 if TYPE_CHECKING:
     from moeverify.scripts.record.operators import StepOperators
@@ -325,7 +325,7 @@ class Recorder(ModelListener):
                     numbers.update({f"{key}[{n}]": to_float(each) for n, each in enumerate(value)})
             names = tuple(shard.name for shard in self.model.shards_of(optimizer, number))
             own = {key.partition("[")[0] for key in numbers}  # a tuple has an entry for each number
-            sites = {key: site for key, site in list_sites(group).items() if key in own}
+            sites = {key: site for key, site in find_option_sites(group).items() if key in own}
             self._open().add(
                 Options(step=step, optimizer=name, number=number, options=numbers, names=names, sites=sites)
             )

@@ -11,7 +11,6 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +102,8 @@ def install(listener: Listener) -> Hooks:
     # A class may be in the module under several names.
     for scheduler in dict.fromkeys(each for each in vars(lr_scheduler).values() if inspect.isclass(each)):
         if "step" in vars(scheduler):
-            hooks.wrap(scheduler, "step", _plain(listener, "scheduler step")(vars(scheduler)["step"]))
+            step = computing()(vars(scheduler)["step"])
+            hooks.wrap(scheduler, "step", _plain(listener, "scheduler step")(step))
     for name in ("step", "unscale_"):
         label = f"scaler {name.rstrip('_')}"
         hooks.wrap(torch.amp.GradScaler, name, _plain(listener, label)(getattr(torch.amp.GradScaler, name)))
@@ -148,8 +148,7 @@ def _plain(listener: Listener, label: str) -> Callable[[Function], Function]:
             with listener.nested(label.partition(" ")[0]) as is_outermost:
                 if is_outermost and not is_idle:
                     listener.note_call(label, values[0])
-                with computing() if label == "scheduler step" and is_outermost else nullcontext():
-                    return original(*values, **named)
+                return original(*values, **named)
 
         return call
 

@@ -59,7 +59,7 @@ def trace_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
-def list_sites(group: dict[str, Any]) -> dict[str, str]:
+def find_option_sites(group: dict[str, Any]) -> dict[str, str]:
     """Return the lines that last set the options of a parameter group; empty if they are unknown."""
     return dict(group.sites) if isinstance(group, TracedGroup) else {}
 
@@ -68,7 +68,7 @@ def list_sites(group: dict[str, Any]) -> dict[str, str]:
 def computing() -> Iterator[None]:
     """Keep the lines where functions of the script return numbers while a scheduler runs.
 
-    A profiler that the script has set is left alone.
+    A profiler that the script has set is left alone, and so is that of a scheduler which steps this one.
     """
     if sys.getprofile() is not None:
         yield
@@ -77,9 +77,10 @@ def computing() -> Iterator[None]:
     _returned.append(seen)
 
     def see(frame: FrameType, event: str, value: object) -> None:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if event == "return" and is_number and not is_inner_file(frame.f_code.co_filename):
-            seen.append((float(value), describe_frame(frame)))  # type: ignore[arg-type]
+        if event != "return" or isinstance(value, bool) or not isinstance(value, int | float):
+            return
+        if not is_inner_file(frame.f_code.co_filename):
+            seen.append((float(value), describe_frame(frame)))
 
     sys.setprofile(see)
     try:

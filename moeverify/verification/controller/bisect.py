@@ -99,8 +99,7 @@ class Search:
         result = None
         if judgement is not None:
             verdict = "skipped" if judgement.verdict == "undecided" else judgement.verdict
-            finding = f"{judgement.check} of {judgement.tensor}" if judgement.verdict == "mismatch" else ""
-            reason = "; ".join(part for part in (finding or judgement.reason, note) if part)
+            reason = "; ".join(part for part in (judgement.summary, note) if part)
             result = CaseResult(
                 name=name, file="", verdict=verdict, reason=reason, ranks=0, seconds=judgement.seconds
             )

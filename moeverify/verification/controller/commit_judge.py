@@ -6,7 +6,6 @@ Does not import torch.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Self
 
+from moeverify.cases.function import find_installed, list_top_modules
 from moeverify.cases.validation.load import load_valid_cases
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.input_file import read_input
@@ -29,6 +29,7 @@ from moeverify.verification.controller.judgement import JudgementCache, judge
 from moeverify.verification.controller.search_path import find_package_parent, search_path
 
 _RESULT, _LOG = "result.json", "log.txt"
+_OWN = Path(__file__).resolve().parents[3]  # the folder of moeverify itself, which stays as it is
 _GRACE = 30.0  # seconds in which a verification ends its ranks after SIGTERM
 _MOST_REASON = 300  # characters
 
@@ -59,19 +60,17 @@ class CommitCase:
             message = f"there is no case file {file}"
             raise CaseError([Problem(message, path="CASE", remedy="name one file, as for `moeverify run`")])
         case = load_valid_cases([file]).cases[0]
-        targets = [*case.recipe.functions.values(), case.layout.parallelize or ""]
-        modules = {target.partition(":")[0].partition(".")[0] for target in targets if target}
+        modules = list_top_modules([*case.recipe.functions.values(), case.layout.parallelize])
         root = repository.root
         sources = [Path(entry) for entry in sys.path if entry and Path(entry).is_dir()]
-        sources += [place for name in sorted(modules) if (place := _find_installed(name)) is not None]
-        own = Path(__file__).resolve().parents[3]  # the folder of moeverify itself stays as it is
+        sources += [place for name in modules if (place := _find_folder(name)) is not None]
         inside = [
             place.resolve().relative_to(root)
             for place in sources
-            if place.resolve().is_relative_to(root) and place.resolve() != own
+            if place.resolve().is_relative_to(root) and place.resolve() != _OWN
         ]
         folders = [*search_path(case), *(str(root / place) for place in inside)]
-        of_repository = [name for name in sorted(modules) if PathFinder.find_spec(name, folders) is not None]
+        of_repository = [name for name in modules if PathFinder.find_spec(name, folders) is not None]
         return cls(
             file.resolve(),
             tuple(options),
@@ -122,12 +121,9 @@ class CommitCase:
         return cache.make_key(["bisect", tree, place, str(self.folder), parts, self.options])
 
 
-def _find_installed(name: str) -> Path | None:
+def _find_folder(name: str) -> Path | None:
     """Return the folder from which this Python would import a top-level module."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
+    spec = find_installed(name)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     origin = spec.origin if spec is not None else None
     return Path(places[0]).parent if places else Path(origin).parent if origin is not None else None
@@ -218,11 +214,10 @@ class Slot:
         root = self.case.repository.root
         moved = [self.worktree / place for place in self.case.sources]
         given = [Path(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-        own = Path(__file__).resolve().parents[3]
         kept = [
-            place for place in given if not place.resolve().is_relative_to(root) or place.resolve() == own
+            place for place in given if not place.resolve().is_relative_to(root) or place.resolve() == _OWN
         ]
-        path = [str(place) for place in (*moved, *kept, own) if place.is_dir()]
+        path = [str(place) for place in (*moved, *kept, _OWN) if place.is_dir()]
         return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
     def _find_reason(self, code: int) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from moeverify.cases.function import list_top_modules
 from moeverify.cases.schema import Case
 from moeverify.input_file import read_input, read_sources
 from moeverify.results.record import Record
@@ -167,10 +168,8 @@ def read_own_sources(case: Case, fault: str | None) -> Iterator[bytes]:
     if fault is None and not has_own_code(case):
         return
     folders = search_path(case)
-    targets = [*case.recipe.functions.values(), case.layout.parallelize, fault]
-    names = sorted({target.partition(":")[0].partition(".")[0] for target in targets if target is not None})
     places = {Path(folders[0])}
-    for name in names:
+    for name in list_top_modules([*case.recipe.functions.values(), case.layout.parallelize, fault]):
         spec = PathFinder.find_spec(name, folders)
         if spec is not None and spec.origin is not None:
             places.add(Path((spec.submodule_search_locations or [spec.origin])[0]))

@@ -120,7 +120,7 @@ class SmallerCases:
         changes: dict[str, Any] = {"case": label, "recipes": ()}
         if event.result is not None:
             found = judge(event.result)
-            reason = f"{found.check} of {found.tensor}" if found.verdict == "mismatch" else found.reason
+            reason = found.summary
             if self.first is not None and not self._is_same(found) and found.verdict == "mismatch":
                 reason += ", another finding"
             changes["result"] = CaseResult(

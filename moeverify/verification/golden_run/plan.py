@@ -7,9 +7,10 @@ of a tensor. Everything else is counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from moeverify.cases.flops import count_training_flops
 from moeverify.cases.schema import Recipe, ReferenceModel
@@ -32,7 +33,8 @@ def plan_golden(recipe: Recipe, device: torch.device) -> GoldenPlan:
     """Return the predicted cost of the golden of a recipe, if it is made anew on this device."""
     spec = recipe.model.reference
     assert spec is not None
-    sizes = _list_sizes(spec)
+    parameters = dict(Transformer(spec, dtype=torch.float64, device="meta").named_parameters())
+    sizes = _list_sizes(parameters)
     units = {number: sum(tensors) for number, tensors in sizes.items()}
     count, steps = sum(units.values()), recipe.steps
     num_states = len(OPTIMIZER.find(recipe.optimizer.name).moments)
@@ -57,27 +59,28 @@ def plan_golden(recipe: Recipe, device: torch.device) -> GoldenPlan:
         steps=steps,
         device_bytes=_BYTES * (copies * units[largest] + working),
         disk_bytes=_BYTES * 2 * num_runs * steps * (spec.num_layers + 1) * tokens * spec.hidden,
-        record_bytes=num_sketches * _count_record(spec) + steps * tokens * _count_routing(spec),
+        record_bytes=num_sketches * _count_record(parameters.values())
+        + steps * tokens * _count_routing(spec),
         operations=operations,
         rate=rate,
         seconds=operations / rate + elements,
     )
 
 
-def _list_sizes(spec: ReferenceModel) -> dict[int, list[int]]:
+def _list_sizes(parameters: Mapping[str, Tensor]) -> dict[int, list[int]]:
     """Return the numbers of elements of the parameters of each layer, and of both ends under `ENDS`."""
     found: dict[int, list[int]] = {}
-    for name, parameter in Transformer(spec, dtype=torch.float64, device="meta").named_parameters():
+    for name, parameter in parameters.items():
         parts = name.split(".")
         number = int(parts[1]) if parts[0] == "layers" else ENDS
         found.setdefault(number, []).append(parameter.numel())
     return found
 
 
-def _count_record(spec: ReferenceModel) -> int:
+def _count_record(parameters: Iterable[Tensor]) -> int:
     """Return the bytes that are stored of one tensor for each parameter, such as all gradients of a step."""
     total = 0
-    for each in Transformer(spec, dtype=torch.float64, device="meta").parameters():
+    for each in parameters:
         blocks = WIDTH * Grid.of(tuple(each.shape)).num_blocks
         total += _HEADER + _BYTES * (blocks if each.numel() > MOST_WHOLE else each.numel())
     return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -115,8 +115,8 @@ def test_goldens_with_optional_checks_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_a_sketch_is_found_only_where_no_whole_tensors_are_stored(tmp_path: Path) -> None:
-    def find(mode: str) -> GoldenOrder:
-        options = RunOptions(cache_folder=tmp_path, sketch=mode)  # type: ignore[arg-type]
+    def find(mode: Literal["never", "found", "always"]) -> GoldenOrder:
+        options = RunOptions(cache_folder=tmp_path, sketch=mode)
         return find_order(GoldenSet.of(load_cases([CASE]), options))
 
     def store(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from moeverify.cases.schema import Case, ReferenceModel
 from moeverify.cases.validation.load import build_case, load_cases
 from moeverify.errors import CaseError
-from moeverify.verification.controller.reductions import Values, format_values, list_reducible
+from moeverify.verification.controller.reductions import Reducible, Values, format_values, list_reducible
 from moeverify.verification.controller.shrink import Reduction
 from moeverify.verification.controller.smaller_cases import examine_place, write_case
 
@@ -52,11 +52,11 @@ def reduce(tmp_path: Path) -> Callable[[Rule], tuple[Case, Reduction]]:
             assert None not in cases, "an invalid case was run"
             return [rule(case) for case in cases if case is not None]
 
-        def list_fields(values: Values) -> list[object] | None:
+        def list_fields(values: Values) -> Sequence[Reducible] | None:
             case = load(values)
-            return None if case is None else list_reducible(case)  # type: ignore[return-value]
+            return None if case is None else list_reducible(case)
 
-        reduction = Reduction(list_fields, shows)  # type: ignore[arg-type]
+        reduction = Reduction(list_fields, shows)
         reduction.search()
         smallest = load(reduction.values)
         assert smallest is not None
