@@ -425,12 +425,21 @@ class Explainer:
                 continue
             if not (at in stretch.ends or any(map(alignment.is_wrong, results))):
                 continue
-            if not self._takes_right(alignment, at):
+            if not self._takes_right(alignment, at) or self._is_rewritten(stretch, at, results):
                 continue
             group = [joint.maker(each) for each in alignment.siblings(results[0])]
             group = [each for each in group if each in inside and self._takes_right(alignment, each)]
             seen.update(group)
             yield tuple(group) or (at,)
+
+    def _is_rewritten(self, stretch: _Stretch, op: At, results: Sequence[At]) -> bool:
+        """Return whether the phase of an operator, before that of the wrong results, has right values again."""
+        phase = self.joint.op(op).phase
+        return phase not in {self.joint.op(end).phase for end in stretch.ends} and all(
+            self.landmarks.is_recovered(at, stretch.alignment, ())
+            for at in results
+            if stretch.alignment.is_wrong(at)
+        )
 
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
         """Return whether no operand of an operator is wrong."""
