@@ -13,7 +13,7 @@ from pathlib import Path
 
 FOUND = Path(__file__).parent.parent / "examples" / "found"
 LIMIT = 600  # seconds
-MOST_LINES = 6  # of an output in a report
+MOST_LINES = 5  # of an output in a report
 BLOCK = re.compile(r"```text\n.*?```", re.DOTALL)
 CHECKOUT = re.compile(r"a checkout of (\S+/([\w-]+))")
 # A framework's own lines on stdout: messages of loggers, and progress.
