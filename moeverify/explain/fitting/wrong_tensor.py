@@ -111,7 +111,7 @@ class WrongTensor:
         the same (`moeverify.scripts.compare.limits`), so an explained tensor is as close to the golden as a right
         one may be. Clean runs had at most 31 units (FSDP2 with tensor parallelism). Coarser dtypes allow
         1e-3, which 16 bits never reach: no cause is better than a wrong one. A float64 model with parts in
-        float32 rounds as much as its bound says, up to what float32 allows.
+        float32 rounds as much as its bound says, up to the limit of float32.
         """
         if self.precision == torch.float64:
             return max(EXACT, min(self.bound, _round_of(torch.float32)))

@@ -103,7 +103,7 @@ def _read_report(path: Path) -> RankReport | None:
 
 
 def _with_output(report: RankReport, launch_folder: Path) -> RankReport:
-    """Return a report with the end of the rank's stderr, if its error points to what stands above it."""
+    """Return a report with the end of the rank's stderr, if its error points to text above it."""
     if report.end is None or not _POINTS_UP.search(report.end.error):
         return report
     written = read_tail(launch_folder / f"rank-{report.rank}.err").splitlines()[-_MOST_LINES:]

@@ -72,7 +72,9 @@ def test_an_error_that_points_to_what_stands_above_it_brings_the_end_of_stderr(
         (tmp_path / f"rank-{rank}.json").write_text(report.model_dump_json())
         (tmp_path / f"rank-{rank}.err").write_text("".join(f"line {number}\n" for number in range(40)))
     reports = collect_reports(tmp_path, tmp_path, [0, 1], Death()).reports
-    assert reports[0].stack.endswith("The end of its stderr:\n" + "\n".join(f"line {n}" for n in range(28, 40)))
+    assert reports[0].stack.endswith(
+        "The end of its stderr:\n" + "\n".join(f"line {n}" for n in range(28, 40))
+    )
     assert "stderr" not in reports[1].stack
 
 
