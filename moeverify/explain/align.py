@@ -12,10 +12,10 @@ An unknown value is not necessarily wrong: a layout computes values that the sin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -257,7 +257,23 @@ class Alignment:
 
     def _is_moved(self, at: At, op: Op) -> bool:
         kind = op.name.partition(".")[2] if op.meeting is not None else ""
-        return self.joint.value(at).alias >= 0 or is_move(op) or kind in MOVING
+        is_moved = self.joint.value(at).alias >= 0 or is_move(op) or kind in MOVING
+        return is_moved and not self._is_rounded(at, op)
+
+    def _is_rounded(self, at: At, op: Op) -> bool:
+        """Return whether an operator casts to a narrower dtype, and the single device does not do so there."""
+        if self.key(at) in self._one_by_key or op.meeting is not None:
+            return False
+        made = self.joint.data(at)
+        taken = [self.joint.data((at[0], number)) for number in op.reads()]
+        return (
+            made is not None
+            and made.is_floating_point()
+            and any(
+                each is not None and each.is_floating_point() and each.itemsize > made.itemsize
+                for each in taken
+            )
+        )
 
     def _look_up_moved(self, at: At, op: Op) -> Known | None:
         """Apply a data movement to the identities of its operands."""
@@ -284,7 +300,7 @@ class Alignment:
         is_met = op.meeting is not None
         made = self._meet(at, ids_of) if is_met else move(op, lambda number: ids_of((rank, number)))
         place = op.results.index(at[1])
-        if made is None or place >= len(made) or len(scales) != 1 or len(overs) != 1:
+        if made is None or place >= len(made) or len(scales) != 1 or not overs:
             return None
         ids = made[place]
         data = self.data(at)
@@ -292,7 +308,21 @@ class Alignment:
         is_other = data is not None and bool(unknown) and bool(((ids == 0) & (data != 0)).any())
         if data is None or ids.shape != data.shape or is_other:
             return None
-        return Known(ids, scales.pop(), overs.pop())
+        known = Known(ids, scales.pop())
+        return replace(known, over=overs.pop()) if len(overs) == 1 else self._join_sums(at, known, overs)
+
+    def _join_sums(self, at: At, known: Known, overs: Iterable[tuple[At, ...]]) -> Known | None:
+        """Return the identities of a value that joins parts of several sums over the same ranks."""
+        ranks = {tuple(rank for rank, _ in over) for over in overs}
+        if len(ranks) != 1 or known.ids is None:
+            return None
+        right = known.scale * self.elements.pick(known.ids)
+        for parts in self._list_sums(at):
+            data = [each for each in map(self.data, parts) if each is not None and each.shape == right.shape]
+            is_same = {tuple(rank for rank, _ in parts)} == ranks and len(data) == len(parts)
+            if is_same and is_right(torch.stack(data).sum(0), right):
+                return replace(known, over=parts)
+        return None
 
     def _meet(self, at: At, ids_of: Callable[[At], Tensor | None]) -> list[Tensor] | None:
         changes = {}

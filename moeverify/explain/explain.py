@@ -31,6 +31,7 @@ from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.multiples import list_unscaled
+from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.returns import list_returns
@@ -76,7 +77,7 @@ class Explainer:
     """Search for the causes of wrong results, given the programs of the ranks and of the single device."""
 
     def __init__(self, programs: Sequence[Program], one: Program, step: int, scales: Sequence[float]) -> None:
-        self.joint = Joint(programs)
+        self.joint = Joint(programs, list_constants(one))
         self.step = step
         self._scales = tuple(scales)
         self.alignment = Alignment(self.joint, one, scales)
@@ -425,12 +426,21 @@ class Explainer:
                 continue
             if not (at in stretch.ends or any(map(alignment.is_wrong, results))):
                 continue
-            if not self._takes_right(alignment, at):
+            if not self._takes_right(alignment, at) or self._is_rewritten(stretch, at, results):
                 continue
             group = [joint.maker(each) for each in alignment.siblings(results[0])]
             group = [each for each in group if each in inside and self._takes_right(alignment, each)]
             seen.update(group)
             yield tuple(group) or (at,)
+
+    def _is_rewritten(self, stretch: _Stretch, op: At, results: Sequence[At]) -> bool:
+        """Return whether the phase of an operator, before that of the wrong results, has right values again."""
+        phase = self.joint.op(op).phase
+        return phase not in {self.joint.op(end).phase for end in stretch.ends} and all(
+            self.landmarks.is_recovered(at, stretch.alignment, ())
+            for at in results
+            if stretch.alignment.is_wrong(at)
+        )
 
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
         """Return whether no operand of an operator is wrong."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.counterparts import OneDevice
@@ -62,15 +62,21 @@ class Landmarks:
             ends = [(rank, number) for number, name in self.by_rank[rank].items() if name in self._right]
             ends = [at for at in ends if joint.maker(at) in before and alignment.tells(at)]
             for at in ends:
-                if not self.is_right(at, alignment) and not self._is_recovered(at, alignment, set(targets)):
+                if not self.is_right(at, alignment) and not self.is_recovered(at, alignment, targets):
                     found.append(at)
                     break
         return found
 
-    def _is_recovered(self, at: At, alignment: Alignment, targets: set[At]) -> bool:
-        """Return whether all values computed from a seemingly wrong end are soon right again."""
+    def is_recovered(self, at: At, alignment: Alignment, targets: Collection[At]) -> bool:
+        """Return whether all values computed from a seemingly wrong value are soon right again.
+
+        Only the same phase decides: a forward value that is right again is no cause of a wrong gradient.
+        """
         joint = alignment.joint
-        waiting = list(joint.users.get(at, ()))
+        phase = joint.op(joint.maker(at)).phase
+        waiting = [each for each in joint.users.get(at, ()) if joint.op(each).phase == phase]
+        if not waiting:
+            return False
         seen: set[At] = set()
         while waiting:
             op = waiting.pop()
@@ -87,7 +93,10 @@ class Landmarks:
                     if alignment.is_wrong(value):
                         if self.is_end(value):
                             return False
-                        waiting += joint.users.get(value, ())
+                        users = [user for user in joint.users.get(value, ()) if joint.op(user).phase == phase]
+                        if not users:
+                            return False
+                        waiting += users
         return True
 
 

@@ -113,6 +113,27 @@ def test_parts_of_a_sum_are_known_with_all_that_is_summed(parts: list[Program]) 
         assert torch.allclose(alignment.elements.pick(known.ids), data_of(one, find_result(one)[1]))
 
 
+def contract_each(x: Tensor, w: Tensor) -> Tensor:
+    """Return the joined results of one contraction per expert: (6, 5)."""
+    return torch.cat([rows @ w[expert] for expert, rows in enumerate(x)])
+
+
+def record_experts(terms: slice = slice(None), scale: float = 1.0) -> Program:
+    """Return a recording of six experts with a slice of each sum's terms; the last is scaled."""
+    x, w = make(6, 1, 4)[..., terms].clone(), make(6, 4, 5, seed=1)[:, terms].clone()
+    w[-1] *= scale
+    return record_call(contract_each, x=x, w=w)
+
+
+@pytest.mark.parametrize(("scale", "is_known"), [(1.0, True), (1.5, False)])
+def test_joined_parts_of_many_sums_are_known_unless_one_is_wrong(scale: float, is_known: bool) -> None:
+    parts = [record_experts(slice(0, 2)), record_experts(slice(2, 4), scale)]
+    alignment = Alignment(Joint(parts), record_experts())
+    ats = tuple((rank, result_of(program, "cat")) for rank, program in enumerate(parts))
+    found = [alignment.find(at) for at in ats]
+    assert [each is not None and each.over == ats for each in found] == [is_known, is_known]
+
+
 def test_where_a_part_is_wrong_the_sum_is_none(parts: list[Program]) -> None:
     one = record_call(contract, x=make(6, 4), w=make(4, 5, seed=1))
     joint = Joint(parts)

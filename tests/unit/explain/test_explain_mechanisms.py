@@ -421,3 +421,43 @@ def test_sizes_of_a_rank_s_part_are_no_other_number() -> None:
 
     found = explain_call(expand(2, wrong=True), expand(4, wrong=False), x=make(4, 5))
     assert all("expand" not in expression_of(culprit) for culprit in found)
+
+
+class Stage(nn.Module):
+    """Linear layer, whose output the ranks return as its exponential."""
+
+    def __init__(self, *, returns_exponential: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(make(4, 4, seed=2))
+        self.returns_exponential = returns_exponential
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.weight)
+        return y.exp() if self.returns_exponential else y
+
+
+def record_stage(stage: Stage, change: Callable[[Tensor], Tensor] | None) -> Program:
+    """Record a step of a stage; `change` changes the gradient of its output."""
+    recorder = Recorder()
+    recorder.name_tensors([("weight", stage.weight)])
+    recorder.name_modules(nn.Sequential(stage))
+    with recorder.recording():
+        recorder.begin_step(0)
+        y = stage(make(3, 4))
+        y = y.log() if stage.returns_exponential else y
+        if change is not None:
+            y.register_hook(change)
+        loss = y.square().sum()
+        recorder.observe(0, Kind.LOSS, "total", loss, Region.whole(()))
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert stage.weight.grad is not None
+        recorder.observe(0, Kind.GRADIENT, "weight", stage.weight.grad, Region.whole((4, 4)))
+    recorder.program.shares = [((0,), (0,))]
+    return recorder.program
+
+
+def test_a_forward_value_that_is_right_again_is_not_blamed_for_a_gradient() -> None:
+    ranks = record_stage(Stage(returns_exponential=True), lambda gradient: gradient.clamp(max=0.1))
+    (culprit,) = explain(ranks, record_stage(Stage(returns_exponential=False), None))
+    assert expression_of(culprit) == "gradient.clamp(max=0.1)"
+    assert culprit.here.phase == "backward"
