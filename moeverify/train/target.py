@@ -15,6 +15,8 @@ from moeverify.cases.suggest import suggest
 from moeverify.errors import CaseError, Problem, read_message
 
 _OWN_FOLDER = Path(__file__).resolve().parents[1]
+_TRITON = "/triton/"
+_NEEDS_GPU = "Triton kernels need a GPU; run this on one, or use torch's operators in their place"
 
 
 @contextmanager
@@ -63,8 +65,12 @@ def describe_error(error: BaseException) -> str:
         return f"{kind} at {error.filename}:{error.lineno}: {error.msg}"
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     place = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
-    message = read_message(error)
-    return f"{kind}{place}: {message}" if message else f"{kind}{place}"
+    said = f"{kind}{place}: {read_message(error)}".removesuffix(": ")
+    torch = sys.modules.get("torch")
+    has_gpu = torch is None or torch.cuda.is_available()
+    is_kernels = any(_TRITON in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    # Triton reports a machine without a GPU as a wrong number of its drivers.
+    return f"{said}; {_NEEDS_GPU}" if is_kernels and not has_gpu else said
 
 
 def _failure(message: str, path: str, remedy: str = "") -> CaseError:

@@ -27,6 +27,7 @@ GOLDENS = "goldens"
 """Name of the job that computes the goldens."""
 
 GOLDEN_TIMEOUT = 1800.0
+_LEAST_TIME = 120.0
 _GRACE = 5.0  # seconds
 TOLERANCE = 1e-9
 """Tolerance between machines: rounding of float64 sums, accumulated over a few steps."""
@@ -69,6 +70,7 @@ class GoldenSet:
         orders: dict[Path, GoldenOrder] = {}
         first: dict[Path, Case] = {}
         folders: dict[str, Path] = {}
+        limits: dict[Path, list[float | None]] = {}
         for case in cases:
             folder = cache / _name_golden(case, codes[case.checks.also])
             sketched = cache / _name_golden(case, codes[case.checks.also], _SKETCH)
@@ -76,6 +78,7 @@ class GoldenSet:
             folder = sketched if is_sketch else folder
             folders[case.name] = folder
             first.setdefault(folder, case)
+            limits.setdefault(folder, []).append(_limit_of(case, options))
             orders.setdefault(
                 folder,
                 GoldenOrder(
@@ -85,20 +88,25 @@ class GoldenSet:
                     # User code may have changed, which only a run can show.
                     fresh=fresh or bool(case.recipe.functions),
                     sketch=is_sketch,
-                    timeout=options.timeout,
                     search_path=tuple(search_path(case)),
                 ),
             )
+        for folder, asked in limits.items():
+            limit = None if None in asked else max(each for each in asked if each is not None)
+            orders[folder] = orders[folder].model_copy(update={"timeout": limit})
         return cls(orders, first, folders, options)
 
     def job(self, num_ranks: int) -> Job:
         """Return the job that computes the goldens that are not cached."""
         asked = GoldenJob(orders=tuple(self.orders.values()))
-        timeout = GOLDEN_TIMEOUT
-        if self.options.timeout is not None:
+        limits = [order.timeout for order in asked.orders if order.timeout is not None]
+        timeout = 0.0
+        if limits:
             # Each golden has its own limit. The limit of the job covers a golden that is stuck where
             # signals have no effect.
-            timeout = self.options.timeout * math.ceil(len(asked.orders) / num_ranks) + _GRACE
+            timeout = max(limits) * math.ceil(len(limits) / num_ranks) + _GRACE
+        if len(limits) < len(asked.orders):
+            timeout = max(timeout, GOLDEN_TIMEOUT)
         return make_job(GOLDENS, num_ranks, timeout, asked)
 
     def is_sketch(self, name: str) -> bool:
@@ -168,6 +176,17 @@ def _name_golden(case: Case, code: str, mark: str = "") -> str:
     """Return the name of a full golden: recipe fingerprint, optional checks and code version."""
     also = (name.replace(" ", "-") for name in sorted(case.checks.also))
     return f"{'+'.join([case.recipe.fingerprint(), *also])}{mark}-{code}"
+
+
+def _limit_of(case: Case, options: RunOptions) -> float | None:
+    """Return the limit of a golden in seconds: the option's, or one that the case sets itself.
+
+    A short limit is meant for a hang of the ranks, and leaves one device the time that a case has by default.
+    """
+    if options.timeout is not None:
+        return options.timeout
+    is_set = "timeout" in case.checks.model_fields_set
+    return max(case.checks.timeout, _LEAST_TIME) if is_set else None
 
 
 def _takes_sketch(case: Case, options: RunOptions, folder: Path, sketched: Path) -> bool:

@@ -36,6 +36,21 @@ def test_a_place_that_is_no_folder_is_refused_before_anything_starts(tmp_path: P
     assert caught.value.problems[0].path == option
 
 
+def test_a_case_that_sets_a_limit_limits_its_golden(goldens: GoldenSet) -> None:
+    assert find_order(goldens).timeout is None
+    default = goldens.job(1).timeout
+    (case,), (limited,), (short,) = (
+        load_cases([CASE], overrides=[*settings])
+        for settings in ((), ("checks.timeout=3000",), ("checks.timeout=1",))
+    )
+    assert find_order(GoldenSet.of([short], RunOptions(device="cuda"))).timeout == 120
+    own = GoldenSet.of([limited], RunOptions(device="cuda"))
+    assert find_order(own).timeout == 3000
+    assert own.job(1).timeout > 3000 > default
+    assert find_order(GoldenSet.of([case, limited], RunOptions(device="cuda"))).timeout is None
+    assert find_order(GoldenSet.of([limited], RunOptions(device="cuda", timeout=7.0))).timeout == 7
+
+
 def record(goldens: GoldenSet, device_class: str, **changes: Any) -> Path:
     recipe = find_order(goldens).recipe
     fields = {"name": recipe.name, "recipe": recipe.fingerprint(), "device_class": device_class}
