@@ -268,8 +268,12 @@ class Recipe(Section):
     optimizer: Optimizer = default_section(Optimizer, "the optimizer and its schedule")
     precision: Precision = Field(
         default="float64",
-        description="precision of the ranks; a golden is always computed in float64. `mixed`: float32 state and "
-        "reductions, bfloat16 arithmetic, under FSDP2",
+        description="precision of the ranks. `mixed`: float32 state and reductions, bfloat16 arithmetic, under "
+        "FSDP2",
+    )
+    reference: Literal["float64", "float32"] = Field(
+        default="float64",
+        description="precision of the golden; `float32` permits only goldens of sketches, and ranks below float64",
     )
     float8: Float8 = Field(
         default="none",
