@@ -50,7 +50,9 @@ def plan_golden(recipe: Recipe, device: torch.device) -> GoldenPlan:
     rate, fill_seconds, sketch_seconds = _measure_rates(spec, device, dtype)
     products = operations / rate
     if num_noise_runs:
-        products += num_noise_runs * operations / _measure_products(device, compute_dtype_of(recipe.precision))
+        products += (
+            num_noise_runs * operations / _measure_products(device, compute_dtype_of(recipe.precision))
+        )
     num_fills, num_updates, num_sketches = 2 * steps + 1, steps**2, (2 + num_states) * steps + 1
     elements = num_runs * count * ((num_fills + num_updates) * fill_seconds + num_sketches * sketch_seconds)
     largest = max(units, key=units.__getitem__)
