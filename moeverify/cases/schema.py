@@ -482,9 +482,7 @@ class Checkpoint(Section):
     """When and how a case saves the state that `moeverify reshard` loads into other layouts."""
 
     after: Count = Field(default=1, description="steps after which `moeverify reshard` saves")
-    asynchronous: bool = Field(
-        default=False, description="whether training goes on while the state is written"
-    )
+    asynchronous: bool = Field(default=False, description="whether training goes on while the state is saved")
 
 
 class Case(Section):
