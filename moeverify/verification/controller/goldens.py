@@ -29,8 +29,8 @@ GOLDENS = "goldens"
 GOLDEN_TIMEOUT = 1800.0
 _LEAST_TIME = 120.0
 _GRACE = 5.0  # seconds
-TOLERANCE = 1e-9
-"""Tolerance between machines: rounding of float64 sums, accumulated over a few steps."""
+TOLERANCES: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-3}
+"""Tolerance between machines, by reference: rounding of sums, accumulated over a few steps."""
 
 ACROSS = 1e-10
 """Tolerance between the goldens of a GPU and a CPU, which are both float64."""
@@ -137,7 +137,7 @@ class GoldenSet:
         state = state.model_copy(update={"damage": answer.damage, "seconds": answer.seconds})
         if root is None or path is None:
             return state
-        own = _examine_own(state, path, answer)
+        own = _examine_own(state, path, answer, TOLERANCES[recipe.reference])
         if device_class == cpu or own.status not in ("recorded", "missing"):
             return own
         return self._examine_across(own, recipe, answer, golden_path(root, recipe.name, cpu))
@@ -152,8 +152,9 @@ class GoldenSet:
             return own
         if recorded is None or recorded.recipe != recipe.fingerprint():
             return own
-        across = _measure(recorded, answer, ACROSS)
-        status = own.status if across.distance <= ACROSS else "differs"
+        limit = ACROSS if recipe.reference == "float64" else TOLERANCES[recipe.reference]
+        across = _measure(recorded, answer, limit)
+        status = own.status if across.distance <= limit else "differs"
         return own.model_copy(update={"status": status, "across": across, "across_path": str(path)})
 
     def _name_class(self, folder: Path, device_class: str) -> str:
@@ -192,13 +193,13 @@ def _limit_of(case: Case, options: RunOptions) -> float | None:
 def _takes_sketch(case: Case, options: RunOptions, folder: Path, sketched: Path) -> bool:
     """Return whether a case is judged by a golden of sketches.
 
-    Raises: CaseError when the options demand it and the case does not permit it.
+    Raises: CaseError when the options or the reference demand it, and the case does not permit it.
     """
-    if options.sketch == "never":
-        return False
-    if options.sketch == "always":
+    if options.sketch == "always" or case.recipe.reference != "float64":
         check_sketchable([case])
         return True
+    if options.sketch == "never":
+        return False
     return _is_any_stored(sketched) and not _is_any_stored(folder) and not find_sketch_problems(case)
 
 
@@ -207,7 +208,7 @@ def _is_any_stored(folder: Path) -> bool:
     return any(folder.parent.glob(f"{folder.name}-*/golden.json"))
 
 
-def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> GoldenState:
+def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary, tolerance: float) -> GoldenState:
     """Return the state of the golden of the same device class."""
     try:
         recorded = read_golden(path)
@@ -218,8 +219,8 @@ def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> Golde
         return state.model_copy(update={"status": "missing"})
     if recorded.recipe != state.current:
         return state.model_copy(update={"status": "changed", "recorded": recorded.recipe})
-    deviation = _measure(recorded, answer, TOLERANCE)
-    status = "recorded" if deviation.distance <= TOLERANCE else "differs"
+    deviation = _measure(recorded, answer, tolerance)
+    status = "recorded" if deviation.distance <= tolerance else "differs"
     return state.model_copy(update={"status": status, "deviation": deviation})
 
 

@@ -287,7 +287,7 @@ class CaseRun:
             # The ranks were lost during the search for causes. The results of the checks were reported
             # before.
             found = tuple(note_failure(found, DiagnosisFailed(message=describe_failure(outcome.failure))))
-        verdict, declared = apply_declared_differences(task.case.checks, checks)
+        verdict, declared = apply_declared_differences(task.case.checks, checks, task.case.recipe.precision)
         asks = verdict == "pass" and self.options.must_decide
         undecided = find_undecided(checks) if asks else []
         return self._make_case_result(
