@@ -257,7 +257,23 @@ class Alignment:
 
     def _is_moved(self, at: At, op: Op) -> bool:
         kind = op.name.partition(".")[2] if op.meeting is not None else ""
-        return self.joint.value(at).alias >= 0 or is_move(op) or kind in MOVING
+        is_moved = self.joint.value(at).alias >= 0 or is_move(op) or kind in MOVING
+        return is_moved and not self._is_rounded(at, op)
+
+    def _is_rounded(self, at: At, op: Op) -> bool:
+        """Return whether an operator casts to a narrower dtype, and the single device does not do so there."""
+        if self.key(at) in self._one_by_key or op.meeting is not None:
+            return False
+        made = self.joint.data(at)
+        taken = [self.joint.data((at[0], number)) for number in op.reads()]
+        return (
+            made is not None
+            and made.is_floating_point()
+            and any(
+                each is not None and each.is_floating_point() and each.itemsize > made.itemsize
+                for each in taken
+            )
+        )
 
     def _look_up_moved(self, at: At, op: Op) -> Known | None:
         """Apply a data movement to the identities of its operands."""

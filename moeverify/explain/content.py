@@ -297,7 +297,7 @@ class Elements:
             finite = own[own.isfinite()]
             self._sorted[root] = (values, order, float(finite.square().mean().sqrt()) if len(finite) else 0.0)
         values, order, size = self._sorted[root]
-        width = TOLERANCE * (flat.abs() + size)
+        width = _width_of(flat, size)
         after = torch.searchsorted(values, flat).clamp(max=len(values) - 1)
         before = (after - 1).clamp(min=0)
         nearest = torch.where((values[after] - flat).abs() <= (values[before] - flat).abs(), after, before)
@@ -347,8 +347,13 @@ def _has_simple_multiple(numbers: Tensor, divisors: Tensor) -> Tensor:
 
 def is_near(one: Tensor, two: Tensor, size: float) -> bool:
     """Return whether two tensors of one shape are equal up to `TOLERANCE`."""
-    width = TOLERANCE * (two.abs() + size)
+    width = _width_of(two, size)
     return bool((((one - two).abs() <= width) | (one == two)).all())
+
+
+def _width_of(data: Tensor, size: float) -> Tensor:
+    """Return the maximum distance to equal elements; an infinite element equals only itself."""
+    return (TOLERANCE * (data.abs() + size)).nan_to_num(0.0, 0.0)
 
 
 def sample(data: Tensor) -> Tensor:

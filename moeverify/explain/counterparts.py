@@ -234,6 +234,7 @@ class Counterparts:
         scored = sorted(
             (_score(op, other, key, one, ids, makers, occurrence), other.number)
             for other in one.candidates(key, roots)
+            if op.phase != "forward" or other.phase == "forward"
         )
         return [one.program.ops[number] for _, number in scored[:_MOST]]
 

@@ -31,6 +31,7 @@ from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.multiples import list_unscaled
+from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.returns import list_returns
@@ -76,7 +77,7 @@ class Explainer:
     """Search for the causes of wrong results, given the programs of the ranks and of the single device."""
 
     def __init__(self, programs: Sequence[Program], one: Program, step: int, scales: Sequence[float]) -> None:
-        self.joint = Joint(programs)
+        self.joint = Joint(programs, list_constants(one))
         self.step = step
         self._scales = tuple(scales)
         self.alignment = Alignment(self.joint, one, scales)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,10 +40,10 @@ class Joint:
     """Joint program of all ranks, whose collectives are executed together.
 
     `order` is a topological order of the operators of all ranks. A collective comes after the inputs of all
-    its ranks.
+    its ranks. `constants` are numbers that the single device passes to operators, too.
     """
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Program], constants: Collection[float] = ()) -> None:
         self.programs = list(programs)
         self.meetings = _find_meetings(self.programs)
         self._peers = {at: members for members in self.meetings for at in members}
@@ -52,7 +52,7 @@ class Joint:
         self._refs = [[list(op.refs()) for op in program.ops] for program in self.programs]
         self._reads = [[list(op.reads()) for op in program.ops] for program in self.programs]
         for rank, program in enumerate(self.programs):
-            for number, value in list_hidden_reads(program).items():
+            for number, value in list_hidden_reads(program, constants).items():
                 self._hidden[rank, number] = (rank, value)
                 self.users.setdefault((rank, value), []).append((rank, number))
         self._before: dict[tuple[At, ...], set[At]] = {}

@@ -93,8 +93,10 @@ class Landmarks:
                     if alignment.is_wrong(value):
                         if self.is_end(value):
                             return False
-                        users = joint.users.get(value, ())
-                        waiting += [user for user in users if joint.op(user).phase == phase]
+                        users = [user for user in joint.users.get(value, ()) if joint.op(user).phase == phase]
+                        if not users:
+                            return False
+                        waiting += users
         return True
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from moeverify.explain.program import LEAF, Op, Program, list_numbers
 
 _MOST_SIMPLE = 4096.0
 
 
-def list_hidden_reads(program: Program) -> Mapping[int, int]:
+def list_hidden_reads(program: Program, right: Collection[float] = ()) -> Mapping[int, int]:
     """Return the value from which a number among each operator's arguments was probably computed in Python.
 
     It is a tensor with the same number, or else the last tensor from which the same function read a number.
+    The latter is a guess, and is not made for the numbers in `right`, which the single device uses too.
     Maps the number of the operator to the number of the value.
     """
     exact: dict[float, int] = {}
@@ -29,11 +30,16 @@ def list_hidden_reads(program: Program) -> Mapping[int, int]:
             continue
         numbers = _list_telling(program, op)
         known = next((exact[number] for number in numbers if number in exact), None)
-        if known is None and numbers:
+        if known is None and any(number not in right for number in numbers):
             known = next((last[function] for function in _functions(op) if function in last), None)
         if known is not None:
             found[op.number] = known
     return found
+
+
+def list_constants(program: Program) -> frozenset[float]:
+    """Return the numbers among the arguments of a program's operators that are unlikely to recur by chance."""
+    return frozenset(number for op in program.ops for number in _list_telling(program, op))
 
 
 def _functions(op: Op) -> list[tuple[str, str]]:

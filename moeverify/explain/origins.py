@@ -15,6 +15,7 @@ from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.joint import At, Changes, Joint
 from moeverify.explain.program import Mark
+from moeverify.explain.relate import Reference
 from moeverify.results.culprit import Operation
 
 _MOST_MOVES = 3
@@ -145,7 +146,7 @@ class Origins:
             pair
             for one in here
             for two in there
-            if self._is_same_line(one, two)
+            if self._is_same_line(one, two) and self._measure_block(one, two) != 0.0
             for pair in list_numbers(self._joint.op(one), self._one_joint.op(two))
         ]
         mine_all = join_last(describe_at(self._joint, each) for each in sorted(here, key=self._joint.place))
@@ -155,7 +156,15 @@ class Origins:
         is_same = self.roots_of(mine) == self._one.roots_of(theirs)
         if is_same and not others and (order := self._list_reorder(mine)):
             return {"moves": order[-_MOST_MOVES:]}
-        kept = slice(_MOST_MOVES) if is_same else slice(-_MOST_MOVES, None)
+        others_here = [each for each in here if self._is_other_index(each, there)]
+        index = min(others_here, key=self._joint.place, default=None)
+        if index is not None:
+            mine_all = join_last(
+                describe_at(self._joint, each)
+                for each in sorted(here, key=self._joint.place)
+                if self._joint.place(each) >= self._joint.place(index)
+            )
+        kept = slice(_MOST_MOVES) if is_same or index is not None else slice(-_MOST_MOVES, None)
         found: dict[str, Any] = {"moves": mine_all[kept], "moves_there": others[kept]}
         return found | ({"numbers": tuple(dict.fromkeys(numbers))} if numbers else {})
 
@@ -196,15 +205,41 @@ class Origins:
                 return here.shape == there.shape and not torch.equal(here, there)
         return False
 
+    def _measure_block(self, mine: At, theirs: At) -> float | None:
+        """Return the error of a rank's integers or masks as a block of the single device's.
+
+        None for other values, and for shapes that are no block's.
+        """
+        errors = []
+        for number, other in zip(
+            self._joint.op(mine).results, self._one_joint.op(theirs).results, strict=False
+        ):
+            here, there = self._joint.data((mine[0], number)), self._one.data(other)
+            if here is None or there is None or here.is_floating_point() or there.is_floating_point():
+                return None
+            relation = Reference(there, 0.0).relate(here)
+            if relation is None:
+                return None
+            errors.append(relation.error)
+        return max(errors, default=None)
+
+    def _is_other_index(self, mine: At, there: Sequence[At]) -> bool:
+        """Return whether integers or masks have the shape of a block of those at the same line, and differ."""
+        errors = [self._measure_block(mine, each) for each in there if self._is_same_line(mine, each)]
+        return bool(errors) and all(errors)
+
     def _drop_common(self, here: Sequence[At], there: Sequence[At]) -> tuple[list[At], list[At]]:
         """Return two chains without common calls: same line, options and, if comparable, results."""
         pairs = {
             one: two
             for one in here
+            if not self._is_other_index(one, there)
             for two in there
             if self._is_same_line(one, two)
-            and not list_numbers(self._joint.op(one), self._one_joint.op(two))
-            and not self._differs(one, two)
+            and (
+                self._measure_block(one, two) == 0.0
+                or not (list_numbers(self._joint.op(one), self._one_joint.op(two)) or self._differs(one, two))
+            )
         }
         found = [each for each in here if each not in pairs]
         others = [each for each in there if each not in pairs.values()]

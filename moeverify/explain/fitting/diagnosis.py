@@ -238,9 +238,18 @@ def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[Dia
         return explain_tensors(chosen or inputs.of_quantity(Quantity.ROUTING_COUNT), inputs)
     causes = _explain_backward(failed, inputs)
     if Quantity.BUFFER in failed:
-        causes += explain_tensors(inputs.of_quantity(Quantity.BUFFER), inputs)
+        buffers = explain_tensors(inputs.of_quantity(Quantity.BUFFER), inputs)
+        causes += buffers if failed == {Quantity.BUFFER} else list(filter(_names_change, buffers))
     causes = causes or explain_tensors(inputs.of_quantity(Quantity.TENSOR), inputs)
     return causes or _explain_replicas(first)
+
+
+def _names_change(cause: DiagnosedCause) -> bool:
+    """Return whether a cause of a wrong buffer says more than that the buffer is wrong.
+
+    If other results are wrong too, a buffer may follow from these, as an average of weights does.
+    """
+    return cause.explanation is not None and not isinstance(cause.explanation.operation, Altered)
 
 
 def _find_failed(findings: Sequence[Finding]) -> set[Quantity]:

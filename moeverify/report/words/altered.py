@@ -66,6 +66,6 @@ _ALTERED: Mapping[Quantity, str] = {
     ),
     Quantity.LOSS: "{subject} is computed differently (routing and module outputs match)",
     Quantity.ROUTING_WEIGHT: "{tensors} weights its choice differently (inputs match)",
-    Quantity.BUFFER: "{subject} changed differently from what the routing of this step says",
+    Quantity.BUFFER: "{subject} changed differently than on one device",
     Quantity.LOADED: "{subject} has other values than were saved, and none that are known",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -55,6 +56,16 @@ def test_padding_has_no_identity(one: Program) -> None:
     ids = Elements(one).find(torch.cat([w[6:], torch.zeros(2, 6)]), prefer)
     assert ids is not None
     assert torch.equal(ids, torch.cat([torch.arange(37, 49).reshape(2, 6), torch.zeros(2, 6).long()]))
+
+
+def test_an_infinite_element_equals_only_itself(one: Program) -> None:
+    masked = data_of(one, 0).clone()
+    masked[2, 1] = -math.inf
+    assert Elements(one).find(masked, prefer) is None
+    elements = Elements(record_call(project, w=masked, u=make(6, 4, seed=1)))
+    found = elements.find(masked, prefer)
+    assert found is not None
+    assert torch.equal(elements.pick(found), masked)
 
 
 def test_two_tensors_may_be_one(one: Program) -> None:

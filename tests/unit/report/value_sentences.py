@@ -370,7 +370,7 @@ VALUES = [
     ),
     (
         explain(Cause.STATE, Quantity.BUFFER, Altered()),
-        "the buffer changed differently from what the routing of this step says",
+        "the buffer changed differently than on one device",
         "",
     ),
     (

@@ -88,8 +88,11 @@ class Rounding(Hypothesis):
             if any(tensor.precision.itemsize <= dtype.itemsize for tensor, _ in errors):
                 continue  # the recipe's own precision is not narrower
             is_narrow = all(error < _LARGEST and is_representable(tensor, dtype) for tensor, error in errors)
+            # A buffer may be an average, whose error has any size and no direction.
+            is_average = tensors[0].quantity is Quantity.BUFFER
             if is_narrow or (
-                _have_size_of(unit, errors)
+                not is_average
+                and _have_size_of(unit, errors)
                 and all(_is_dense(tensor) for tensor, _ in errors)
                 and _has_no_factor([tensor for tensor, _ in errors], unit)
                 and _began_as_noise(tensors, inputs, unit)
