@@ -53,27 +53,23 @@ def init(
     """
     with open_context() as context:
         from moeverify.report.progress import open_progress, show_work
-        from moeverify.verification.controller.init import (
-            combine,
-            list_candidates,
-            parse_fields,
-            try_factory,
-            try_layouts,
-        )
+        from moeverify.verification.controller import init as trials
 
         if folder.is_absolute() or ".." in folder.parts:
             from moeverify.errors import CaseError, Problem
 
             message = f"{folder} is not below the current folder"
             raise CaseError([Problem(message, path="--folder", remedy="name a folder such as verify")])
-        root, fields = Path.cwd(), parse_fields(given or [])
+        root, fields = Path.cwd(), trials.parse_fields(given or [])
         with show_work(context.err, f"trying {factory} on one device"):
-            model = try_factory(factory, parallelize or "", fields, root)
+            model = trials.try_factory(factory, parallelize or "", fields, root)
         _render_model(model, context)
         with open_progress(context.out, quiet=False, durations={}) as progress:
-            tried, result = try_layouts(model, root, str(folder), list_candidates(model), progress.on_event)
-            if pairs := combine(tried):
-                more, second = try_layouts(model, root, str(folder), pairs, progress.on_event)
+            tried, result = trials.try_layouts(
+                model, root, str(folder), trials.list_candidates(model), progress.on_event
+            )
+            if pairs := trials.combine(tried):
+                more, second = trials.try_layouts(model, root, str(folder), pairs, progress.on_event)
                 tried, result = [*tried, *more], result.answered((*result.cases, *second.cases), second)
         raise typer.Exit(_finish(model, tried, result, root, folder, dry_run, context))
 

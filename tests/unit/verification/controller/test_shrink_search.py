@@ -84,7 +84,7 @@ def test_only_what_the_failure_needs_is_left(reduce: Callable[..., tuple[Case, R
 
 
 def test_a_case_that_is_not_confirmed_is_not_kept(reduce: Callable[..., tuple[Case, Reduction]]) -> None:
-    smallest, reduction = reduce(
+    smallest, _ = reduce(
         lambda case: case.layout.ep >= 2, lambda case: case.recipe.steps + case.recipe.data.batch >= 10
     )
     assert smallest.recipe.steps + smallest.recipe.data.batch >= 10
