@@ -27,6 +27,9 @@ from moeverify.verification.controller.search_path import search_path
 
 _NAMES: Any = {"name": True, "file": True, "description": True, "recipe": {"name": True}}
 _REDUNDANT: Any = {**_NAMES, "recipe": {"name": True, "model": {"preset"}}}
+_LINE_SECONDS = 10.0
+"""Time limit of the search for the first wrong line of one case; the first place is found before it is proved."""
+
 _MOST_SHOWN = 3  # fields in the name of a case of the progress view
 
 
@@ -50,7 +53,7 @@ class SmallerCases:
 
     def begin(self) -> None:
         """Verify the case itself. Raises: CaseError unless it has a mismatch."""
-        self.first = self._judge([{}], self.options)[0]
+        self.first = self._judge([{}], self._explaining())[0]
         if self.first.verdict != "mismatch":
             verdict = "passes" if self.first.verdict == "pass" else f"has the verdict {self.first.verdict}"
             reason = f": {self.first.reason}" if self.first.reason else ""
@@ -83,7 +86,10 @@ class SmallerCases:
     def confirms(self, values: Values) -> bool:
         """Return whether the first wrong line of a case is that of the case itself, if one was found there."""
         assert self.first is not None
-        return not self.first.line or self._judge([values], self.options)[0].line == self.first.line
+        return not self.first.line or self._judge([values], self._explaining())[0].line == self.first.line
+
+    def _explaining(self) -> RunOptions:
+        return replace(self.options, explain_seconds=min(self.options.explain_seconds, _LINE_SECONDS))
 
     def _is_same(self, found: Judgement) -> bool:
         assert self.first is not None
