@@ -6,10 +6,12 @@ Does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeverify.abandoned import remove_abandoned
 from moeverify.cases.schema import Case, Recipe
 from moeverify.cases.validation.sketch import check_sketchable, find_sketch_problems
 from moeverify.errors import CaseError, FormatError, Problem
@@ -54,6 +56,15 @@ class GoldenSet:
     cases: Mapping[Path, Case]
     folders: Mapping[str, Path]
     options: RunOptions
+
+    @contextmanager
+    def swept(self) -> Iterator[None]:
+        """Remove the unfinished goldens of ranks that have ended when the block ends."""
+        try:
+            yield
+        finally:
+            for cache in {folder.parent for folder in self.orders}:
+                remove_abandoned(cache.glob("*.partial"))
 
     @classmethod
     def of(cls, cases: Sequence[Case], options: RunOptions, *, fresh: bool = False) -> GoldenSet:

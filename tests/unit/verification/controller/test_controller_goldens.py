@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from moeverify.abandoned import LOCK
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError
 from moeverify.report.words.note import describe_golden, describe_nearness
@@ -34,6 +35,21 @@ def test_a_place_that_is_no_folder_is_refused_before_anything_starts(tmp_path: P
     with pytest.raises(CaseError, match="file is no folder") as caught:
         GoldenSet.of(load_cases([CASE]), options)
     assert caught.value.problems[0].path == option
+
+
+def test_an_interrupt_leaves_no_unfinished_golden(tmp_path: Path) -> None:
+    goldens = GoldenSet.of(load_cases([CASE]), RunOptions(cache_folder=tmp_path))
+    unfinished = tmp_path / "golden.1.partial"
+
+    def interrupt() -> None:
+        with goldens.swept():
+            unfinished.mkdir()
+            (unfinished / LOCK).touch()  # its process has ended
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_case_that_sets_a_limit_limits_its_golden(goldens: GoldenSet) -> None:
