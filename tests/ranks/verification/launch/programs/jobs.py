@@ -22,6 +22,8 @@ def add(context: RankContext, job: Job) -> dict[str, Any]:
     pids: list[Any] = [None] * context.world_size
     dist.all_gather_object(pids, os.getpid())
     context.report(f"{job.name} added")
+    if context.rank == job.payload.get("retires"):
+        context.retire()
     sys.stdout.write(f"rank {context.rank} adds\n")
     return {"total": total.item(), "pids": pids, "threads": torch.get_num_threads()}
 
