@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: verify verify-bf16 test test-fast lint docs golden samples stacks hooks megablocks try-megablocks clean
+.PHONY: verify verify-bf16 test test-fast lint docs golden samples stacks found hooks megablocks try-megablocks clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # each set of packages goes into the same virtual environment
 
@@ -52,6 +52,9 @@ samples: $(VENV)/installed try-megablocks ## Make the outputs and tables that RE
 
 stacks: $(VENV)/installed-test ## Verify stacks of others, and make docs/results/stacks.md anew: about 15 minutes
 	$(BIN)/python benchmarks/stacks.py
+
+found: $(VENV)/installed-test ## Run the bugs in examples/found again; CHECKOUTS=DIR has sources of projects without a package
+	$(BIN)/python benchmarks/found.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS))
 
 golden: $(VENV)/installed ## Record what is missing in golden/, refresh what has changed
 	$(BIN)/moeverify golden $(CASES)

@@ -245,9 +245,7 @@ class Optimizer(Section):
         default=(0.9, 0.95), description="decay of the two moments of Adam and AdamW"
     )
     eps: Positive = Field(default=1e-8, description="epsilon of Adam and AdamW")
-    weight_decay: NotNegative = Field(
-        default=0.0, description="weight decay of matrices; vectors are not decayed"
-    )
+    weight_decay: NotNegative = Field(default=0.0, description="weight decay of matrices; vectors have none")
     clip_norm: Positive | None = Field(
         default=None, description="largest global gradient norm; gradients are scaled to it"
     )
@@ -268,8 +266,11 @@ class Recipe(Section):
     optimizer: Optimizer = default_section(Optimizer, "the optimizer and its schedule")
     precision: Precision = Field(
         default="float64",
-        description="precision of the ranks; a golden is always computed in float64. `mixed`: float32 state and "
-        "reductions, bfloat16 arithmetic, under FSDP2",
+        description="precision of the ranks; `mixed`: float32 state and reductions, bfloat16 arithmetic, FSDP2",
+    )
+    reference: Literal["float64", "float32"] = Field(
+        default="float64",
+        description="precision of the golden; `float32` only for sketches and narrower ranks",
     )
     float8: Float8 = Field(
         default="none",
@@ -481,9 +482,7 @@ class Checkpoint(Section):
     """When and how a case saves the state that `moeverify reshard` loads into other layouts."""
 
     after: Count = Field(default=1, description="steps after which `moeverify reshard` saves")
-    asynchronous: bool = Field(
-        default=False, description="whether training goes on while the state is written"
-    )
+    asynchronous: bool = Field(default=False, description="whether training goes on while the state is saved")
 
 
 class Case(Section):

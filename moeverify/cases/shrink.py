@@ -1,4 +1,4 @@
-"""Reduction of the sizes of a model until few parameters are left. Knows nothing of models or torch."""
+"""Sizes of a model: guessed from their names, and reduced until few parameters are left. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ _LEAST_WIDTH, _LEAST_EXPERTS, _LEAST = 32, 8, 2
 _EXPERTS = re.compile("expert", re.IGNORECASE)
 # Few experts a token, or each token would go to all that are left, and its routing could not be wrong.
 _CHOSEN = re.compile("top_?k|per_tok", re.IGNORECASE)
+
+# A size for each name that authors leave open. The first pattern that is found counts.
+_GUESSES = (
+    (_CHOSEN, 2),
+    (_EXPERTS, _LEAST_EXPERTS),
+    (re.compile("vocab|num_tokens|n_tokens", re.IGNORECASE), _LARGE),
+    (re.compile("kv_head|query_group", re.IGNORECASE), 2),
+    (re.compile("seq|ctx|context|block_size|position|max_len", re.IGNORECASE), _LARGE),
+    (re.compile("head_?(dim|size)|d_head|dim_head", re.IGNORECASE), _LEAST_WIDTH // 2),
+    (re.compile("head|layer|depth|n_?blocks", re.IGNORECASE), 2),
+    (re.compile("dim|width|emb|hidden|d_model|d_ff|intermediate|channel", re.IGNORECASE), _LARGE),
+)
+
+
+def guess_size(name: str) -> int | None:
+    """Return a small size for a field of this name, or None if the name does not sound like a size."""
+    return next((size for pattern, size in _GUESSES if pattern.search(name)), None)
 
 
 def shrink(sizes: Mapping[str, int], measure: Measure, budget: int) -> Sizes:

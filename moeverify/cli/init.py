@@ -31,6 +31,14 @@ def init(
             help="Your `parallelize(model, mesh)`. Default: the one in the module of the model, if any.",
         ),
     ] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="An argument, or a field of the configuration, of your model; repeatable.",
+        ),
+    ] = None,
     folder: Annotated[
         Path, typer.Option("--folder", metavar="DIR", help="Where the cases are written.")
     ] = Path("verify"),
@@ -45,21 +53,23 @@ def init(
     """
     with open_context() as context:
         from moeverify.report.progress import open_progress, show_work
-        from moeverify.verification.controller.init import combine, list_candidates, try_factory, try_layouts
+        from moeverify.verification.controller import init as trials
 
         if folder.is_absolute() or ".." in folder.parts:
             from moeverify.errors import CaseError, Problem
 
             message = f"{folder} is not below the current folder"
             raise CaseError([Problem(message, path="--folder", remedy="name a folder such as verify")])
-        root = Path.cwd()
+        root, fields = Path.cwd(), trials.parse_fields(given or [])
         with show_work(context.err, f"trying {factory} on one device"):
-            model = try_factory(factory, parallelize or "", root)
+            model = trials.try_factory(factory, parallelize or "", fields, root)
         _render_model(model, context)
         with open_progress(context.out, quiet=False, durations={}) as progress:
-            tried, result = try_layouts(model, root, str(folder), list_candidates(model), progress.on_event)
-            if pairs := combine(tried):
-                more, second = try_layouts(model, root, str(folder), pairs, progress.on_event)
+            tried, result = trials.try_layouts(
+                model, root, str(folder), trials.list_candidates(model), progress.on_event
+            )
+            if pairs := trials.combine(tried):
+                more, second = trials.try_layouts(model, root, str(folder), pairs, progress.on_event)
                 tried, result = [*tried, *more], result.answered((*result.cases, *second.cases), second)
         raise typer.Exit(_finish(model, tried, result, root, folder, dry_run, context))
 
@@ -77,12 +87,11 @@ def _render_model(model: TriedModel, context: CommandContext) -> None:
     if model.changes:
         changes = ", ".join(f"{name} {old} to {new}" for name, (old, new) in model.changes.items())
         print_fact(context.out, "smaller", f"{before} to {after} parameters: {changes}", indent=0)
+    if model.guessed:
+        sizes = ", ".join(f"{name} {size}" for name, size in model.guessed.items())
+        print_fact(context.out, "guessed", f"{sizes}: the code leaves them open, --set NAME=VALUE", indent=0)
     if model.loss:
         print_fact(context.out, "loss", model.loss, indent=0)
-    if model.precision != "float64":
-        print_fact(
-            context.out, "precision", f"{model.precision}: the model does not compute in float64", indent=0
-        )
     for note in model.notes:
         print_fact(context.out, "note", note, indent=0)
     context.out.print()

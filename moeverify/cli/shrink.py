@@ -32,8 +32,8 @@ def shrink(
 ) -> None:
     """Make a case that has a mismatch smaller: fewer ranks, layers, steps and rows.
 
-    Every smaller case is verified, and kept if the same check fails for the same kind of cause. Ctrl-C ends
-    the search and keeps the smallest case so far.
+    Every smaller case is verified, and kept if the same check fails for the same kind of cause, and the first
+    wrong line is the same. Ctrl-C ends the search and keeps the smallest case so far.
     """
     with open_context() as context:
         from moeverify.report.files import check_writable
@@ -50,7 +50,6 @@ def shrink(
             settings.make_options([case], None),
             golden_folder=None,
             require_goldens=False,
-            explain_seconds=0.0,
         )
         with open_progress(context.out, quiet=quiet) as progress:
             cases = SmallerCases(
@@ -63,7 +62,7 @@ def shrink(
                 JudgementCache.of(options.cache_folder),
             )
             cases.begin()
-            reduction = Reduction(cases.list_fields, cases.shows)
+            reduction = Reduction(cases.list_fields, cases.shows, cases.confirms)
             try:
                 reduction.search()
             except BaseException:
@@ -102,6 +101,7 @@ def _write(
         f"The smallest case found from {cases.case.name} ({cases.case.file})",
         f"{reduction.num_tried} smaller cases tried{end}",
         f"It shows: {cases.first.check} of {cases.first.tensor}: {cases.first.code or 'no cause'}",
+        *([f"First wrong line: {cases.first.line}"] if cases.first.line else []),
         *changes,
     ]
     write_atomically(file, write_case(smallest, file.stem, told))

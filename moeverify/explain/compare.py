@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-_TOLERANCE = 1e-8
+TOLERANCE = 1e-8
 
 
 def is_right(actual: Tensor, expected: Tensor) -> bool:
     """Return whether a tensor has the expected values up to float64 rounding; shapes may differ."""
     if actual.numel() != expected.numel():
         return False
-    return relative_error(actual, expected) <= _TOLERANCE
+    return relative_error(actual, expected) <= TOLERANCE
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -234,9 +234,10 @@ class Counterparts:
         scored = sorted(
             (_score(op, other, key, one, ids, makers, occurrence), other.number)
             for other in one.candidates(key, roots)
-            if op.phase != "forward" or other.phase == "forward"
         )
-        return [one.program.ops[number] for _, number in scored[:_MOST]]
+        found = [one.program.ops[number] for _, number in scored[:_MOST]]
+        # A derivative may compute with the same operands, but its results are no forward results.
+        return [other for other in found if op.phase != "forward" or other.phase == "forward"]
 
     def _maker(self, at: At) -> At | None:
         """Return the operator that computed a floating-point value, looking through views."""

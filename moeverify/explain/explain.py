@@ -435,12 +435,11 @@ class Explainer:
 
     def _is_rewritten(self, stretch: _Stretch, op: At, results: Sequence[At]) -> bool:
         """Return whether the phase of an operator, before that of the wrong results, has right values again."""
-        phase = self.joint.op(op).phase
-        return phase not in {self.joint.op(end).phase for end in stretch.ends} and all(
-            self.landmarks.is_recovered(at, stretch.alignment, ())
-            for at in results
-            if stretch.alignment.is_wrong(at)
-        )
+        phase, wrong = self.joint.op(op).phase, [at for at in results if stretch.alignment.is_wrong(at)]
+        if not wrong or phase in {self.joint.op(end).phase for end in stretch.ends}:
+            return False
+        ends = {(end[0], number) for end in stretch.ends for number in self.joint.op(end).results}
+        return all(self.landmarks.is_recovered(at, stretch.alignment, ends) for at in wrong)
 
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
         """Return whether no operand of an operator is wrong."""

@@ -70,11 +70,11 @@ class Landmarks:
     def is_recovered(self, at: At, alignment: Alignment, targets: Collection[At]) -> bool:
         """Return whether all values computed from a seemingly wrong value are soon right again.
 
-        Only the same phase decides: a forward value that is right again is no cause of a wrong gradient.
+        For a forward value, the forward pass decides: its derivatives may be wrong for another reason.
         """
         joint = alignment.joint
-        phase = joint.op(joint.maker(at)).phase
-        waiting = [each for each in joint.users.get(at, ()) if joint.op(each).phase == phase]
+        is_known = not alignment.is_wrong(at)  # a right value of another place; its views are no better
+        waiting = self._list_users(joint, at)
         if not waiting:
             return False
         seen: set[At] = set()
@@ -90,14 +90,18 @@ class Landmarks:
                     value = (each[0], result)
                     if value in targets:
                         return False
-                    if alignment.is_wrong(value):
+                    if alignment.is_wrong(value) or (is_known and joint.value(value).alias >= 0):
                         if self.is_end(value):
                             return False
-                        users = [user for user in joint.users.get(value, ()) if joint.op(user).phase == phase]
-                        if not users:
-                            return False
-                        waiting += users
+                        waiting += self._list_users(joint, value)
         return True
+
+    def _list_users(self, joint: Joint, at: At) -> list[At]:
+        """Return the operators that take a value, for a forward value without derivatives."""
+        users = joint.users.get(at, ())
+        if joint.op(joint.maker(at)).phase != "forward":
+            return list(users)
+        return [each for each in users if joint.op(each).phase != "backward"]
 
 
 def _list_ends(program: Program, step: int) -> list[tuple[int, EndName]]:

@@ -46,17 +46,17 @@ def is_random(op: Op) -> bool:
         return packet in (LEAF, UNSEEN)
     if packet.startswith(("empty", "new_empty")):
         return True
-    return space == "aten" and torch.Tag.nondeterministic_seeded in find(op.name).tags and _has_dropout(op)
+    if space != "aten" or torch.Tag.nondeterministic_seeded not in find(op.name).tags:
+        return False
+    return has_dropout(find(op.name), op.args, op.kwargs)
 
 
-def _has_dropout(op: Op) -> bool:
+def has_dropout(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call uses dropout. True for random operators without a dropout option."""
-    for place, argument in enumerate(find(op.name)._schema.arguments):
+    for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
-            given = (
-                op.args[place] if place < len(op.args) else op.kwargs.get("dropout_p", argument.default_value)
-            )
-            return given != 0
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0)
     return True
 
 

@@ -157,14 +157,14 @@ class Origins:
         if is_same and not others and (order := self._list_reorder(mine)):
             return {"moves": order[-_MOST_MOVES:]}
         others_here = [each for each in here if self._is_other_index(each, there)]
-        index = min(others_here, key=self._joint.place, default=None)
-        if index is not None:
-            mine_all = join_last(
-                describe_at(self._joint, each)
-                for each in sorted(here, key=self._joint.place)
-                if self._joint.place(each) >= self._joint.place(index)
+        has_more = any(not any(self._is_same_line(one, two) for one in here) for two in there)
+        index = None if has_more else min(others_here, key=self._joint.place, default=None)
+        if index is not None:  # moves after it differ because of it
+            mine_all = (describe_at(self._joint, index),)
+            others = join_last(
+                describe_at(self._one_joint, each) for each in there if self._is_same_line(index, each)
             )
-        kept = slice(_MOST_MOVES) if is_same or index is not None else slice(-_MOST_MOVES, None)
+        kept = slice(_MOST_MOVES) if is_same else slice(-_MOST_MOVES, None)
         found: dict[str, Any] = {"moves": mine_all[kept], "moves_there": others[kept]}
         return found | ({"numbers": tuple(dict.fromkeys(numbers))} if numbers else {})
 

@@ -16,7 +16,10 @@ from moeverify.explain.edits import Edit
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Op, Value
-from moeverify.explain.suspects import Target, is_target_right
+from moeverify.explain.suspects import Target, is_target_right, measure_target
+
+_LEFT = 0.05
+"""Maximum fraction of a result's error that may be left after a repair."""
 
 
 class Proof:
@@ -201,10 +204,16 @@ class Proof:
         return at not in state.tainted and self._landmarks.is_right(at, self._alignment.under(state))
 
     def is_repaired(self, target: Target, state: Execution) -> bool:
-        """Return whether a target is right on all ranks."""
+        """Return whether a target is right on all ranks.
+
+        An error slightly above the tolerance must not only fall slightly below it.
+        """
         for rank, at in target.values.items():
             data = state.data(at)
             if at in state.tainted or data is None or not is_target_right(data, target, rank):
+                return False
+            before = measure_target(self._joint.data(at), target, rank)
+            if measure_target(data, target, rank) > _LEFT * before:
                 return False
         return True
 

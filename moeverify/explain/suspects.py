@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.compare import is_right
+from moeverify.explain.compare import TOLERANCE, is_right, relative_error
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Mark, Program
 from moeverify.parallel.regions.region import Region
@@ -80,9 +80,14 @@ def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:
 
 def is_target_right(data: Tensor, target: Target, rank: int) -> bool:
     """Return whether data equal a target's right data on a rank, or the whole tensor around them."""
+    return measure_target(data, target, rank) <= TOLERANCE
+
+
+def measure_target(data: Tensor | None, target: Target, rank: int) -> float:
+    """Return the relative error of data, or of a target's region in them; infinite for other sizes."""
     right, region = target.right[rank], target.regions[rank]
-    if data.numel() == right.numel():
-        return is_right(data, right)
-    if data.numel() != math.prod(region.shape):
-        return False
-    return is_right(region.take(data.reshape(region.shape)), right)
+    if data is not None and data.numel() == right.numel():
+        return relative_error(data, right)
+    if data is None or data.numel() != math.prod(region.shape):
+        return math.inf
+    return relative_error(region.take(data.reshape(region.shape)), right)

@@ -8,11 +8,18 @@ from moeverify.report.finding_rows import describe_finding, name_finding, name_t
 from moeverify.report.numbers import format_ranks
 from moeverify.report.sorting import order_findings
 from moeverify.report.stacks import group_ranks
-from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
+from moeverify.report.words.cause import (
+    describe_cause,
+    describe_evidence,
+    describe_where,
+    leads_with_culprit,
+)
+from moeverify.report.words.culprit import list_source
 from moeverify.results.run import CaseResult
 
 _MOST_EVIDENCE = 3
 _MOST_GROUPS = 2
+_MOST_SOURCE = 6  # lines around the operation
 
 
 def name_failure(case: CaseResult) -> str:
@@ -35,6 +42,9 @@ def describe_failure(case: CaseResult) -> Iterator[tuple[str, str]]:
     yield "first tensor", name_tensor(first.check, first.tensor)
     if where := describe_where(first):
         yield "where", where
+    if leads_with_culprit(first) and first.culprit is not None:
+        for line in list_source(first.culprit)[:_MOST_SOURCE]:
+            yield "source", line
     for label, text in describe_finding(first):
         if label in ("error", "rank", "scale", "follow-up"):
             yield label, text

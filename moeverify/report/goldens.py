@@ -33,8 +33,8 @@ def render_plans(plans: Sequence[GoldenPlan], console: Console) -> None:
             f"{steps} of {plan.num_tokens} tokens",
             f"  memory    {format_size(plan.device_bytes)} on {plan.device}",
             f"  disk      {format_size(plan.disk_bytes)} until it is written, then {format_size(plan.record_bytes)}",
-            f"  time      {format_seconds(plan.seconds)}: {plan.operations:.2g} operations in float64, of which "
-            f"{plan.device} makes {plan.rate:.2g} a second",
+            f"  time      {format_seconds(plan.seconds)}: {plan.operations:.2g} operations in {plan.reference}, of "
+            f"which {plan.device} makes {plan.rate:.2g} a second",
         )
         for line in lines:
             print_lines(console, Text(line))

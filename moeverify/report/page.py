@@ -10,6 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from moeverify.report.editor_links import link_lines
 from moeverify.report.failure import describe_failure, name_failure
 from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
 from moeverify.report.matrix import describe_cell
@@ -70,6 +71,7 @@ def _make_environment() -> Environment:
         ranks=format_ranks,
         range=format_range,
         share=_format_share,
+        lines=link_lines,
     )
     environment.globals.update(
         count=format_count,

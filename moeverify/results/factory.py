@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -17,7 +17,8 @@ class TriedModel(Record):
 
     `title` is the name of its class, and `framework` the package of a framework that its class is from.
     `changes` has the fields that were changed, as (before, after). `parameters` counts the elements of all
-    parameters before and after. `seconds` is the time of one step. `parallelize` is the user's function, with
+    parameters before and after. `guessed` has the sizes that the code leaves open. `seconds` is the time of one
+    step. `parallelize` is the user's function, with
     the names of further `arguments` that give a degree of expert parallelism.
     """
 
@@ -27,8 +28,8 @@ class TriedModel(Record):
     arguments: dict[str, Any] = Field(default_factory=dict)
     loss: str = ""
     vocab_size: int
-    precision: Literal["float64", "float32"] = "float64"
     changes: dict[str, tuple[int | float, int | float]] = Field(default_factory=dict)
+    guessed: dict[str, int] = Field(default_factory=dict)
     parameters: tuple[int, int]
     seconds: float
     notes: tuple[str, ...] = ()

@@ -442,13 +442,15 @@ class ReplayedModules(Record):
 class AxisUse(Record):
     """The use of one mesh axis by a user's `parallelize`.
 
-    `num_divided` is the number of parameters that it shards in each group. `collectives` counts the
-    collectives of one rank over the axis in the training steps, by operation.
+    `num_divided` is the number of parameters that it shards in each group, and `share` their share of all
+    elements. `collectives` counts the collectives of one rank over the axis in the training steps, by
+    operation.
     """
 
     axis: str
     num_divided: int
     num_parameters: int
+    share: float = 1.0
     collectives: dict[str, int]
 
     @property

@@ -49,8 +49,8 @@ class GoldenPlan(Record):
     """The predicted cost of a golden of sketches on one device.
 
     `device_bytes` is the peak of the memory for tensors, `disk_bytes` the size of the files until the
-    golden is written, and `record_bytes` the size of the golden. `rate` are operations a second,
-    measured.
+    golden is written, and `record_bytes` the size of the golden. `operations` are those in the precision
+    `reference`, and `rate` are operations a second there, measured.
     """
 
     recipe: str
@@ -62,6 +62,7 @@ class GoldenPlan(Record):
     device_bytes: int
     disk_bytes: int
     record_bytes: int
+    reference: str
     operations: float
     rate: float
     seconds: float

@@ -109,11 +109,15 @@ def train_step(state: TrainingState, observer: Observer, ids: Source | None = No
 
 
 def _observe_state(program: Program, observer: Observer, step: int, before: Sequence[Tensor]) -> None:
-    """Report the state after a step, and the updates relative to the weights `before` it (one per shard)."""
+    """Report the state after a step, and the updates relative to the weights `before` it (one per shard).
+
+    The updates take the memory of `before`, so that a large model needs one copy of its weights and not two.
+    """
     weights = _name(program.live_shards())
     if weights:
-        updates = torch._foreach_sub([new for _, new, _ in weights], list(before))
-        named = [(name, update, region) for (name, _, region), update in zip(weights, updates, strict=True)]
+        torch._foreach_neg_(list(before))
+        torch._foreach_add_(list(before), [new for _, new, _ in weights])
+        named = [(name, update, region) for (name, _, region), update in zip(weights, before, strict=True)]
         show_all(observer, step, Kind.UPDATE, named)
     show_all(observer, step, Kind.WEIGHT, weights)
     show_all(observer, step, Kind.OPTIMIZER_STATE, list(program.engine.state(program.shards)))

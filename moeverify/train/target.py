@@ -15,6 +15,8 @@ from moeverify.cases.suggest import suggest
 from moeverify.errors import CaseError, Problem, read_message
 
 _OWN_FOLDER = Path(__file__).resolve().parents[1]
+_TRITON = "/triton/"
+_NEEDS_GPU = "Triton kernels need a GPU; run this on one, or use torch's operators in their place"
 
 
 @contextmanager
@@ -40,11 +42,13 @@ def resolve(target: str, path: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not _is_part_of(error.name, module_name):
-            raise _failure(f"the import of `{module_name}` failed: {describe_error(error)}", path) from error
+            message = f"the import of `{module_name}` failed: {describe_error(error)}"
+            raise _failure(message, path, f"install `{error.name}` beside moeverify") from error
         message = f"there is no module `{error.name}` for `{target}`"
         raise _failure(message, path, f"looked in {_describe_path()}") from error
     except Exception as error:
-        raise _failure(f"the import of `{module_name}` failed: {describe_error(error)}", path) from error
+        message = f"the import of `{module_name}` failed: {describe_error(error)}"
+        raise _failure(message, path, _advise_import(error, module_name, name)) from error
     _check_origin(module_name, path)
     found = getattr(module, name, None)
     if not callable(found):
@@ -61,10 +65,28 @@ def describe_error(error: BaseException) -> str:
     kind = type(error).__name__
     if isinstance(error, SyntaxError):
         return f"{kind} at {error.filename}:{error.lineno}: {error.msg}"
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     place = f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     message = read_message(error)
-    return f"{kind}{place}: {message}" if message else f"{kind}{place}"
+    if not message and own and isinstance(error, AssertionError):
+        message = own[-1].line or ""
+    said = f"{kind}{place}: {message}" if message else f"{kind}{place}"
+    torch = sys.modules.get("torch")
+    has_gpu = torch is None or torch.cuda.is_available()
+    is_kernels = any(_TRITON in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    # Triton reports a machine without a GPU as a wrong number of its drivers.
+    return f"{said}; {_NEEDS_GPU}" if is_kernels and not has_gpu else said
+
+
+def _advise_import(error: BaseException, module_name: str, name: str) -> str:
+    """Return the remedy of a failed import; a script that trains has often made `name` by then."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == module_name and name in frame.f_globals:
+            return (
+                f"line {line} runs whenever `{module_name}` is imported: put what trains below "
+                f'`if __name__ == "__main__":`, or `{name}` into a module of its own'
+            )
+    return f"`import {module_name}` must work in a Python shell"
 
 
 def _failure(message: str, path: str, remedy: str = "") -> CaseError:
@@ -76,7 +98,8 @@ def _is_part_of(missing: str | None, module_name: str) -> bool:
     return missing is not None and f"{module_name}.".startswith(f"{missing}.")
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Return whether a file is the user's, and not of Python, an installed package or moeverify."""
     file = Path(filename)
     installed = {"site-packages", "dist-packages"} & set(file.parts)
     in_python = file.is_relative_to(sys.base_prefix) and f"python{sys.version_info.major}." in filename

@@ -17,6 +17,8 @@ def find_sketch_problems(case: Case) -> list[Problem]:
         found["recipe.model.factory"] = "a user's model cannot be computed layer by layer"
     if recipe.step is not None:
         found["recipe.step"] = "a user's step cannot be computed layer by layer"
+    if recipe.reference != "float64" and recipe.precision == "float64":
+        found["recipe.reference"] = "ranks in float64 are not compared with a golden in a narrower precision"
     if recipe.float8 != "none":
         found["recipe.float8"] = "float8 scales depend on the whole batch, and rows are computed one by one"
     if case.checks.steps == "forced" and recipe.steps > 1:

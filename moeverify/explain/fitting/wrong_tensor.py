@@ -73,17 +73,24 @@ class RankShard:
         return self.local.to(torch.float64).reshape(self.region.local_shape)
 
 
+def _round_of(dtype: torch.dtype) -> float:
+    """Return the relative error that sums of values of a dtype may have."""
+    return min(2.0**10 * torch.finfo(dtype).eps, 1e-3)
+
+
 @dataclass(frozen=True, eq=False)
 class WrongTensor:
     """A logical tensor that differs from its golden.
 
-    `expected` is the whole golden tensor, float64. `precision` is the dtype of the recipe.
+    `expected` is the whole golden tensor, float64. `precision` is the dtype of the recipe, and `bound` the
+    relative error that a right value may have, where it is known.
     """
 
     key: Key
     expected: Tensor
     shards: tuple[RankShard, ...] = ()
     precision: torch.dtype = torch.float64
+    bound: float = 0.0
 
     @property
     def name(self) -> str:
@@ -103,11 +110,12 @@ class WrongTensor:
         of them: 2^10 units (1.2e-4) are allowed. A comparison without measured noise allows right gradients
         the same (`moeverify.scripts.compare.limits`), so an explained tensor is as close to the golden as a right
         one may be. Clean runs had at most 31 units (FSDP2 with tensor parallelism). Coarser dtypes allow
-        1e-3, which 16 bits never reach: no cause is better than a wrong one.
+        1e-3, which 16 bits never reach: no cause is better than a wrong one. A float64 model with parts in
+        float32 rounds as much as its bound says, up to the limit of float32.
         """
         if self.precision == torch.float64:
-            return EXACT
-        return min(2.0**10 * torch.finfo(self.precision).eps, 1e-3)
+            return max(EXACT, min(self.bound, _round_of(torch.float32)))
+        return _round_of(self.precision)
 
     @cached_property
     def whole(self) -> Tensor:

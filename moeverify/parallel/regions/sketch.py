@@ -34,11 +34,14 @@ NUM_PROJECTIONS = 8
 MOST_BLOCKS = 128
 MOMENTS = ("nonfinite", "sum", "absolute", "square")
 WIDTH = len(MOMENTS) + NUM_PROJECTIONS
-CONFIDENT = 5.0
-"""The factor by which the error of one block may be larger than its estimate in one of about 100 cases.
+CONFIDENT = {1: 5.0, 2: 2.6, 4: 1.9, 8: 1.6, 16: 1.4}
+"""The factor by which an error may be larger than its estimate in one of about 100 cases, by its number of blocks.
 
-That is the worst case, an error of rank one in a single block; over many blocks the estimate is far closer.
+An error of rank one is the worst case. The error of one block is at least its difference in norm.
 """
+
+PARTS = 8
+"""The part of a tensor for which `find_confidence` holds: the shard of one of so many ranks, or an expert."""
 
 OVER = 2.0
 """The factor by which the error of one block may be smaller than its estimate in one of about 1000 cases."""
@@ -110,6 +113,16 @@ class Grid:
         return total
 
 
+def find_confidence(shape: tuple[int, ...]) -> float:
+    """Return the factor by which an error may be larger than its estimate, if it has a part of the tensor.
+
+    The part has at least one in `PARTS` of the blocks. The error of fewer blocks may be larger by up to
+    `CONFIDENT[1]`.
+    """
+    reached = Grid.of(shape).num_blocks // PARTS
+    return CONFIDENT[max(count for count in CONFIDENT if count <= max(1, reached))]
+
+
 def _count_cuts(size: int, most: int) -> int:
     """Return the largest divisor of a size up to `most`; if it is small, as many equal parts as possible."""
     if size <= most:
@@ -140,7 +153,6 @@ def _add_box(rows: Tensor, grid: Grid, local: Tensor, box: Sequence[Indices]) ->
     if not box:
         local, box, grid = local.reshape(1), (range(1),), Grid((1,), (1,))
     columns = _as_tensor(box[-1], device)
-    across, num_across = columns // grid.sizes[-1], grid.cuts[-1]
     lead = torch.zeros(1, dtype=torch.int64, device=device)  # the logical row, flattened
     bands = torch.zeros(1, dtype=torch.int64, device=device)
     for indices, size, cut, step in zip(box[:-1], grid.shape, grid.cuts, grid.sizes, strict=False):
@@ -148,32 +160,41 @@ def _add_box(rows: Tensor, grid: Grid, local: Tensor, box: Sequence[Indices]) ->
         lead = (lead[:, None] * size + along).reshape(-1)
         bands = (bands[:, None] * cut + along // step).reshape(-1)
     flat = local.reshape(len(lead), len(columns))
-    column_signs = _draw_signs(_COLUMN_KEY, columns)
-    # One-hot encoding of the block of each column. Shape: (columns, blocks).
-    member = torch.nn.functional.one_hot(across, num_across).to(torch.float64)
-    weights = (member[:, :, None] * column_signs[:, None, :]).reshape(len(columns), -1)
+    # The columns of the blocks that the box reaches. Those that it does not have are zero.
+    width = grid.sizes[-1]
+    first, last = min(box[-1]) // width, max(box[-1]) // width
+    across, start = last - first + 1, first * width
+    is_complete = box[-1] == range(start, start + across * width)
+    signs = _draw_signs(_COLUMN_KEY, torch.arange(start, start + across * width, device=device))
+    signs = signs.view(across, width, NUM_PROJECTIONS)
     size = _CHUNK if device.type == "cpu" else _CHUNK_OF_DEVICE
-    step = max(1, size // max(len(columns), 1))
-    table = rows.view(-1, num_across, WIDTH)
-    for start in range(0, len(lead), step):
-        band = bands[start : start + step]
-        part = _measure(flat[start : start + step], member, weights, lead[start : start + step])
-        table.index_add_(0, band, part)
+    step = max(1, size // (across * width))
+    table = rows.view(-1, grid.cuts[-1], WIDTH)[:, first : last + 1]
+    for at in range(0, len(lead), step):
+        values = flat[at : at + step]
+        if not is_complete:
+            values = values.new_zeros(len(values), across * width).index_copy_(1, columns - start, values)
+        part = _measure(values.view(-1, across, width), signs, lead[at : at + step])
+        table.index_add_(0, bands[at : at + step], part)
 
 
-def _measure(values: Tensor, member: Tensor, weights: Tensor, lead: Tensor) -> Tensor:
-    """Return the contribution of each row to its blocks. Shape: (rows, blocks across, WIDTH)."""
+def _measure(values: Tensor, signs: Tensor, lead: Tensor) -> Tensor:
+    """Return the contribution of each row to its blocks. Shape: (rows, blocks across, WIDTH).
+
+    Shapes: values (rows, blocks across, width), signs (blocks across, width, NUM_PROJECTIONS), lead (rows,).
+    Only the products need a copy in float64.
+    """
     finite = values.isfinite()
-    wide = torch.where(finite, values, 0).to(torch.float64)
+    values = torch.where(finite, values, 0)
     moments = [
-        (~finite).to(torch.float64) @ member,
-        wide @ member,
-        wide.abs() @ member,
-        wide.square() @ member,
+        values.shape[-1] - finite.sum(dim=-1, dtype=torch.float64),
+        values.sum(dim=-1, dtype=torch.float64),
+        torch.linalg.vector_norm(values, 1, dim=-1, dtype=torch.float64),
+        torch.linalg.vector_norm(values, 2, dim=-1, dtype=torch.float64).square(),
     ]
-    projected = (wide @ weights).view(len(wide), -1, NUM_PROJECTIONS)
-    signs = _draw_signs(_ROW_KEY, lead)
-    return torch.cat([torch.stack(moments, dim=-1), projected * signs[:, None, :]], dim=-1)
+    projected = torch.bmm(values.to(torch.float64).transpose(0, 1), signs).transpose(0, 1)
+    turns = _draw_signs(_ROW_KEY, lead)
+    return torch.cat([torch.stack(moments, dim=-1), projected * turns[:, None, :]], dim=-1)
 
 
 def _draw_signs(key: int, index: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ from functools import singledispatch
 from typing import NamedTuple
 
 from moeverify.report.numbers import format_count, format_number
+from moeverify.report.words.axis_use import describe_shares, describe_uses
 from moeverify.report.words.optimizer import describe_recomputed
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import (
-    AxisUse,
     AxisUses,
     BitFacts,
     BySketch,
@@ -75,7 +75,7 @@ def word_check(result: CheckResult) -> CheckResult:
         note = f"{result.facts.num_tensors} by sketch, {result.facts.num_projections} projections"
         unseen = _describe_open(result.name, result.facts)
     elif isinstance(result.facts, AxisUses):
-        note = "; ".join(map(_describe_use, result.facts.axes))
+        note, unseen = describe_uses(result.facts), describe_shares(result.facts)
     elif isinstance(result.facts, Dtypes):
         note = f"computes in {result.facts.computes}, reduces and keeps in {result.facts.kept}"
         unseen = _describe_unseen(result.facts)
@@ -102,11 +102,6 @@ def _describe_own_step(check: str, facts: OwnStep) -> str:
         f"{check}: one device, too, makes of {first}{more} something else in `{facts.step}` than the recipe's "
         "optimizer and clip do; that is taken as meant, and only compared with the golden"
     )
-
-
-def _describe_use(use: AxisUse) -> str:
-    sent = ", ".join(f"{number} {op}" for op, number in use.collectives.items()) or "no collectives"
-    return f"{use.axis} divides {use.num_divided} of {use.num_parameters} parameters, {sent}"
 
 
 class Words(NamedTuple):

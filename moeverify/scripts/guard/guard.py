@@ -315,14 +315,16 @@ class Guard(ModelListener):
             groups=list_groups(),
         )
         self._outbox.put_header(header)
-        self._sampling.began = measure_samples([shard.local() for shard in self._shards]).hashes
+        self._sampling.began = measure_samples(
+            [shard.local() for shard in self._shards], only_hashes=True
+        ).hashes
         self._sampling.findings += find_alike(self._shards, rank)
 
     def _sample_gradients(self, optimizer: Optimizer) -> None:
         own = [shard for shard in self.model.shards_of(optimizer) if id(shard.tensor) in self._tensors]
         found = [(shard, local_part(shard.tensor.grad)) for shard in own if shard.tensor.grad is not None]
         norms = measure_norms([(id(shard.tensor), local) for shard, local in found])
-        hashes = measure_samples([local for _, local in found]).hashes
+        hashes = measure_samples([local for _, local in found], only_hashes=True).hashes
         for (shard, _), bits in zip(found, hashes, strict=True):
             number = self._tensors[id(shard.tensor)]
             self._sampling.gradients[number] = bits, norms[id(shard.tensor)] ** 2

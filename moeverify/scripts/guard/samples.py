@@ -30,8 +30,11 @@ class Samples:
     norms: list[float] = field(default_factory=list)
 
 
-def measure_samples(tensors: Sequence[Tensor | None]) -> Samples:
-    """Return the samples of local tensors. Synchronizes with the device once per device and dtype."""
+def measure_samples(tensors: Sequence[Tensor | None], *, only_hashes: bool = False) -> Samples:
+    """Return the samples of local tensors. Synchronizes with the device once per device and dtype.
+
+    `only_hashes` leaves projections and norms at 0, which cost more than the hashes.
+    """
     count = len(tensors)
     found = Samples([0] * count, [(0.0,) * _NUM_PROJECTIONS] * count, [0.0] * count)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -40,7 +43,7 @@ def measure_samples(tensors: Sequence[Tensor | None]) -> Samples:
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(number)
     for numbers in by_kind.values():
         picked = [pick(tensor) for number in numbers if (tensor := tensors[number]) is not None]
-        hashes, sums = _measure(picked)
+        hashes, sums = _measure(picked, only_hashes=only_hashes)
         for number, bits, row in zip(numbers, hashes, sums, strict=True):
             found.hashes[number] = bits or 1  # 0 marks a missing tensor
             found.projections[number] = tuple(row[:_NUM_PROJECTIONS])
@@ -69,8 +72,9 @@ def pick(tensor: Tensor) -> Tensor:
     return flat[:: -(-flat.numel() // NUM_ELEMENTS)]
 
 
-def _measure(picked: Sequence[Tensor]) -> tuple[list[int], list[list[float]]]:
+def _measure(picked: Sequence[Tensor], *, only_hashes: bool) -> tuple[list[int], list[list[float]]]:
     """Return hashes (N,), and projections and sums of squares (N, P + 1), of tensors of one dtype."""
+    nothing = [0.0] * (_NUM_PROJECTIONS + 1)
     values = torch.cat(list(picked))
     device = values.device
     sizes = torch.tensor([each.numel() for each in picked], device=device)
@@ -79,6 +83,8 @@ def _measure(picked: Sequence[Tensor]) -> tuple[list[int], list[list[float]]]:
     words = values.view(INTEGERS[values.element_size()]).to(torch.int64)
     hashes = torch.zeros(len(picked), dtype=torch.int64, device=device)
     hashes.index_add_(0, owner, hash_words(words, places))
+    if only_hashes:
+        return hashes.tolist(), [nothing] * len(picked)
     shifts = torch.arange(_NUM_PROJECTIONS, device=device)
     signs = 1.0 - 2.0 * ((hash_counter(_KEY, places)[:, None] >> shifts) & 1)
     wide = values.to(torch.float64)[:, None]

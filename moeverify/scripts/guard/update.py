@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from moeverify.results.place import Place, Stage
 from moeverify.scripts.guard.samples import NUM_ELEMENTS
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 from moeverify.verification.checks.recomputed_step import Row, Sampled, fit, read_batch, recompute
-from moeverify.verification.checks.sampling import sample
+from moeverify.verification.checks.sampling import sample_all
 
 _KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 # Options that change the arithmetic and are not supported by the recomputation.
@@ -42,14 +43,16 @@ class UpdateWatch:
         self._optimizer = optimizer
         by_id = {id(shard.tensor): shard for shard in shards}
         self._groups: list[tuple[dict[str, Any], list[Sampled]]] = []
+        wanted = _Wanted()
         for group in optimizer.param_groups:
             kind = find_kind(optimizer, group)
             members = [
-                self._sample(by_id[id(parameter)], kind)
+                self._begin(by_id[id(parameter)], kind, wanted)
                 for parameter in group["params"]
                 if kind is not None and id(parameter) in by_id and parameter.grad is not None
             ]
             self._groups.append((group, members))
+        wanted.take()
 
     def list_unjudged(self) -> list[str]:
         """Return a note if the arithmetic of the optimizer is unknown."""
@@ -60,17 +63,13 @@ class UpdateWatch:
     def finish(self, step: int, rank: int) -> list[Finding]:
         """Return a finding for each tensor with a wrong element. Synchronizes with the device."""
         findings: list[Finding] = []
+        self._sample_after()
         for group, members in self._groups:
-            if not members:
-                continue
             kind = find_kind(self._optimizer, group)
             by_key: dict[_Alike, list[Sampled]] = {}
             for sampled in members:
-                assert kind is not None
                 if sampled.weight is None:
                     continue
-                sampled.change = sample(sampled.shard.local(), sampled.stride) - sampled.weight
-                self._keep_moments(sampled, kind, sampled.after)
                 if isinstance(group["lr"], Tensor):
                     sampled.dtypes.add(group["lr"].dtype)  # products with it are rounded to its dtype
                 moments = frozenset(sampled.before), frozenset(sampled.after)
@@ -89,26 +88,62 @@ class UpdateWatch:
                 findings += [_make_finding(row, rank) for row in rows if _is_wrong(row)]
         return findings
 
-    def _sample(self, shard: LocalShard, kind: OptimizerKind | None) -> Sampled:
+    def _begin(self, shard: LocalShard, kind: OptimizerKind | None, wanted: _Wanted) -> Sampled:
+        """Return a shard of which gradient, weight and moments are `wanted`."""
         assert kind is not None
         gradient = shard.local(shard.tensor.grad)
         stride = -(-max(shard.region.numel, 1) // NUM_ELEMENTS)
         # The parameter's own step counter before the step: other parameters may have more steps.
         number = int(self._optimizer.state.get(shard.tensor, {}).get("step", 0)) + 1
-        sampled = Sampled(shard, stride, sample(gradient, stride), number=number)
+        sampled = Sampled(shard, stride, gradient, number=number)
+        wanted.add(gradient, stride, partial(setattr, sampled, "gradient"))
         if gradient.numel():
-            sampled.weight = sample(shard.local(), stride)
+            wanted.add(shard.local(), stride, partial(setattr, sampled, "weight"))
             sampled.dtypes |= {gradient.dtype, shard.local().dtype}
-            self._keep_moments(sampled, kind, sampled.before)
+            self._want_moments(sampled, kind, sampled.before, wanted)
         return sampled
 
-    def _keep_moments(self, sampled: Sampled, kind: OptimizerKind, values: dict[str, Tensor]) -> None:
+    def _sample_after(self) -> None:
+        """Sample the changes of the weights, and the moments after the step."""
+        wanted = _Wanted()
+        for group, members in self._groups:
+            kind = find_kind(self._optimizer, group)
+            for sampled in members:
+                if kind is not None and sampled.weight is not None:
+                    wanted.add(sampled.shard.local(), sampled.stride, partial(_set_change, sampled))
+                    self._want_moments(sampled, kind, sampled.after, wanted)
+        wanted.take()
+
+    def _want_moments(
+        self, sampled: Sampled, kind: OptimizerKind, values: dict[str, Tensor], wanted: _Wanted
+    ) -> None:
         for name in kind.moments:
             moment = self._optimizer.state.get(sampled.shard.tensor, {}).get(name)
             if isinstance(moment, Tensor):
                 local = sampled.shard.local(moment)
-                values[name] = sample(local, sampled.stride)
+                wanted.add(local, sampled.stride, partial(values.__setitem__, name))
                 sampled.dtypes.add(local.dtype)
+
+
+class _Wanted:
+    """Local tensors to sample, and where their samples go; those of one device are taken together."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, list[tuple[Tensor, int, Callable[[Tensor], None]]]] = {}
+
+    def add(self, local: Tensor, stride: int, put: Callable[[Tensor], None]) -> None:
+        self._by_device.setdefault(local.device, []).append((local, stride, put))
+
+    def take(self) -> None:
+        for chosen in self._by_device.values():
+            samples = sample_all([(local, stride) for local, stride, _ in chosen])
+            for (_, _, put), values in zip(chosen, samples, strict=True):
+                put(values)
+
+
+def _set_change(sampled: Sampled, after: Tensor) -> None:
+    assert sampled.weight is not None
+    sampled.change = after - sampled.weight
 
 
 def find_kind(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerKind | None:

@@ -42,7 +42,7 @@ class RankFile:
         """
         offset = self._offset
         content = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._write(self._data, content.tobytes())
+        self._write(self._data, content.data)
         self._write(self._data, bytes(-len(content) % _ALIGNMENT))
         return offset
 
@@ -54,6 +54,6 @@ class RankFile:
             except OSError:
                 continue
 
-    def _write(self, file: BufferedWriter, content: bytes) -> None:
+    def _write(self, file: BufferedWriter, content: bytes | memoryview) -> None:
         file.write(content)
         self._offset += len(content)

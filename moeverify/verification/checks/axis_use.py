@@ -7,6 +7,8 @@ step.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -41,9 +43,9 @@ def count_issued(records: Sequence[CollectiveRecord]) -> Issued:
 def list_uses(shown: Shown, reports: Sequence[Issued]) -> tuple[AxisUse, ...]:
     """Return the use of each axis with more than one rank."""
     plan = MeshPlan.of(shown.case.layout)
-    regions = [
-        tensor.list_regions() for (_, kind, _), tensor in shown.tensors.items() if kind == Kind.INITIAL_WEIGHT
-    ]
+    weights = [tensor for (_, kind, _), tensor in shown.tensors.items() if kind == Kind.INITIAL_WEIGHT]
+    regions = [tensor.list_regions() for tensor in weights]
+    sizes = [math.prod(tensor.shards[0][1].shape) for tensor in weights]
     uses = []
     for axis, size in plan.data.axes.items():
         if size == 1:
@@ -51,12 +53,13 @@ def list_uses(shown: Shown, reports: Sequence[Issued]) -> tuple[AxisUse, ...]:
         groups = plan.data.groups(axis)
         issued = [_count_between(group, reports) for group in groups]
         collectives = issued[0] if all(issued) else Counter()
-        divided = [sum(_is_divided(region, group) for region in regions) for group in groups]
+        divided = [[_is_divided(region, group) for region in regions] for group in groups]
         uses.append(
             AxisUse(
                 axis=axis,
-                num_divided=min(divided),
+                num_divided=min(map(sum, divided)),
                 num_parameters=len(regions),
+                share=min(sum(itertools.compress(sizes, chosen)) for chosen in divided) / max(sum(sizes), 1),
                 collectives=dict(collectives),
             )
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeverify.parallel.regions.sketch import CONFIDENT, NUM_PROJECTIONS, OVER
+from moeverify.parallel.regions.sketch import NUM_PROJECTIONS, OVER, find_confidence
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.comparable import comparable
 from moeverify.results.decided import VANISHING
@@ -137,7 +137,8 @@ def _find_limit(tensor: Assembled, error: float, bound: float) -> float:
     """Return the relative error above which a tensor fails: infinity if an estimate decides nothing."""
     if not tensor.is_estimated:
         return bound
-    return math.inf if bound < error <= bound * OVER else bound * CONFIDENT
+    shape = tensor.shards[0][1].shape
+    return math.inf if bound < error <= bound * OVER else bound * find_confidence(shape)
 
 
 def _describe_sketches(measured: Sequence[tuple[Assembled, float, float]]) -> BySketch | None:

@@ -343,6 +343,8 @@ def _find_limit(rows: Sequence[Row]) -> float:
         (sum(row.sum_allowed2 for row in rows), sum(row.sum_expected2 for row in rows)),
         (sum(row.sum_spread2 for row in rows), sum(row.sum_stored2 for row in rows)),
     )
+    if all(row.sum_spread2 == 0.0 for row in rows):  # also where the only right result is to change nothing
+        return 0.0
     return min((math.sqrt(left / whole) for left, whole in shares if whole > 0.0), default=math.inf)
 
 

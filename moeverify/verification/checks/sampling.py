@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 
 
-def sample(local: Tensor, stride: int) -> Tensor:
-    """Return a copy of every `stride`-th element, in float64."""
-    return sample_all([(local, stride)])[0]
-
-
 def sample_all(shards: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
     """Return float64 copies of every `stride`-th element of each (local, stride), in few operations.
 

@@ -47,7 +47,7 @@ def record_goldens(
             on_event(Event(kind="golden", num_total=total, recipes=goldens.recipes))
 
     task = Task(goldens.job(min(2, total)), lambda outcome: _settle_all(goldens, outcome, check=check))
-    with scratch_folder() as folder:
+    with goldens.swept(), scratch_folder() as folder:
         found = list(run_tasks([task], entry=WORKER, folder=folder, device=device, on_event=on_launch))
     known = _load_beside(cases)
     unused = find_unused(known, options.golden_folder) if known is not None else []

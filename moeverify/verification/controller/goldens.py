@@ -6,10 +6,12 @@ Does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeverify.abandoned import remove_abandoned
 from moeverify.cases.schema import Case, Recipe
 from moeverify.cases.validation.sketch import check_sketchable, find_sketch_problems
 from moeverify.errors import CaseError, FormatError, Problem
@@ -27,9 +29,10 @@ GOLDENS = "goldens"
 """Name of the job that computes the goldens."""
 
 GOLDEN_TIMEOUT = 1800.0
+_LEAST_TIME = 120.0
 _GRACE = 5.0  # seconds
-TOLERANCE = 1e-9
-"""Tolerance between machines: rounding of float64 sums, accumulated over a few steps."""
+TOLERANCES: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-3}
+"""Tolerance between machines, by reference: rounding of sums, accumulated over a few steps."""
 
 ACROSS = 1e-10
 """Tolerance between the goldens of a GPU and a CPU, which are both float64."""
@@ -54,6 +57,15 @@ class GoldenSet:
     folders: Mapping[str, Path]
     options: RunOptions
 
+    @contextmanager
+    def swept(self) -> Iterator[None]:
+        """Remove the unfinished goldens of ranks that have ended when the block ends."""
+        try:
+            yield
+        finally:
+            for cache in {folder.parent for folder in self.orders}:
+                remove_abandoned(cache.glob("*.partial"))
+
     @classmethod
     def of(cls, cases: Sequence[Case], options: RunOptions, *, fresh: bool = False) -> GoldenSet:
         """Return the goldens of these cases, each once. `fresh` recomputes all of them.
@@ -69,6 +81,7 @@ class GoldenSet:
         orders: dict[Path, GoldenOrder] = {}
         first: dict[Path, Case] = {}
         folders: dict[str, Path] = {}
+        limits: dict[Path, list[float | None]] = {}
         for case in cases:
             folder = cache / _name_golden(case, codes[case.checks.also])
             sketched = cache / _name_golden(case, codes[case.checks.also], _SKETCH)
@@ -76,6 +89,7 @@ class GoldenSet:
             folder = sketched if is_sketch else folder
             folders[case.name] = folder
             first.setdefault(folder, case)
+            limits.setdefault(folder, []).append(_limit_of(case, options))
             orders.setdefault(
                 folder,
                 GoldenOrder(
@@ -85,20 +99,25 @@ class GoldenSet:
                     # User code may have changed, which only a run can show.
                     fresh=fresh or bool(case.recipe.functions),
                     sketch=is_sketch,
-                    timeout=options.timeout,
                     search_path=tuple(search_path(case)),
                 ),
             )
+        for folder, asked in limits.items():
+            limit = None if None in asked else max(each for each in asked if each is not None)
+            orders[folder] = orders[folder].model_copy(update={"timeout": limit})
         return cls(orders, first, folders, options)
 
     def job(self, num_ranks: int) -> Job:
         """Return the job that computes the goldens that are not cached."""
         asked = GoldenJob(orders=tuple(self.orders.values()))
-        timeout = GOLDEN_TIMEOUT
-        if self.options.timeout is not None:
+        limits = [order.timeout for order in asked.orders if order.timeout is not None]
+        timeout = 0.0
+        if limits:
             # Each golden has its own limit. The limit of the job covers a golden that is stuck where
             # signals have no effect.
-            timeout = self.options.timeout * math.ceil(len(asked.orders) / num_ranks) + _GRACE
+            timeout = max(limits) * math.ceil(len(limits) / num_ranks) + _GRACE
+        if len(limits) < len(asked.orders):
+            timeout = max(timeout, GOLDEN_TIMEOUT)
         return make_job(GOLDENS, num_ranks, timeout, asked)
 
     def is_sketch(self, name: str) -> bool:
@@ -129,7 +148,7 @@ class GoldenSet:
         state = state.model_copy(update={"damage": answer.damage, "seconds": answer.seconds})
         if root is None or path is None:
             return state
-        own = _examine_own(state, path, answer)
+        own = _examine_own(state, path, answer, TOLERANCES[recipe.reference])
         if device_class == cpu or own.status not in ("recorded", "missing"):
             return own
         return self._examine_across(own, recipe, answer, golden_path(root, recipe.name, cpu))
@@ -144,8 +163,9 @@ class GoldenSet:
             return own
         if recorded is None or recorded.recipe != recipe.fingerprint():
             return own
-        across = _measure(recorded, answer, ACROSS)
-        status = own.status if across.distance <= ACROSS else "differs"
+        limit = ACROSS if recipe.reference == "float64" else TOLERANCES[recipe.reference]
+        across = _measure(recorded, answer, limit)
+        status = own.status if across.distance <= limit else "differs"
         return own.model_copy(update={"status": status, "across": across, "across_path": str(path)})
 
     def _name_class(self, folder: Path, device_class: str) -> str:
@@ -170,16 +190,27 @@ def _name_golden(case: Case, code: str, mark: str = "") -> str:
     return f"{'+'.join([case.recipe.fingerprint(), *also])}{mark}-{code}"
 
 
+def _limit_of(case: Case, options: RunOptions) -> float | None:
+    """Return the limit of a golden in seconds: the option's, or one that the case sets itself.
+
+    A short limit is meant for a hang of the ranks, and leaves one device the time that a case has by default.
+    """
+    if options.timeout is not None:
+        return options.timeout
+    is_set = "timeout" in case.checks.model_fields_set
+    return max(case.checks.timeout, _LEAST_TIME) if is_set else None
+
+
 def _takes_sketch(case: Case, options: RunOptions, folder: Path, sketched: Path) -> bool:
     """Return whether a case is judged by a golden of sketches.
 
-    Raises: CaseError when the options demand it and the case does not permit it.
+    Raises: CaseError when the options or the reference demand it, and the case does not permit it.
     """
-    if options.sketch == "never":
-        return False
-    if options.sketch == "always":
+    if options.sketch == "always" or case.recipe.reference != "float64":
         check_sketchable([case])
         return True
+    if options.sketch == "never":
+        return False
     return _is_any_stored(sketched) and not _is_any_stored(folder) and not find_sketch_problems(case)
 
 
@@ -188,7 +219,7 @@ def _is_any_stored(folder: Path) -> bool:
     return any(folder.parent.glob(f"{folder.name}-*/golden.json"))
 
 
-def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> GoldenState:
+def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary, tolerance: float) -> GoldenState:
     """Return the state of the golden of the same device class."""
     try:
         recorded = read_golden(path)
@@ -199,8 +230,8 @@ def _examine_own(state: GoldenState, path: Path, answer: GoldenSummary) -> Golde
         return state.model_copy(update={"status": "missing"})
     if recorded.recipe != state.current:
         return state.model_copy(update={"status": "changed", "recorded": recorded.recipe})
-    deviation = _measure(recorded, answer, TOLERANCE)
-    status = "recorded" if deviation.distance <= TOLERANCE else "differs"
+    deviation = _measure(recorded, answer, tolerance)
+    status = "recorded" if deviation.distance <= tolerance else "differs"
     return state.model_copy(update={"status": status, "deviation": deviation})
 
 

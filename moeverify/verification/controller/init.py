@@ -6,10 +6,12 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from moeverify.cases.document import parse_text
 from moeverify.cases.function import examine_function
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError, MachineError, Problem
@@ -45,8 +47,30 @@ class Tried:
         return describe_cause(unused[0]) or "an axis of the mesh is not used" if unused else ""
 
 
-def try_factory(factory: str, parallelize: str, root: Path) -> TriedModel:
+def parse_fields(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `NAME=VALUE`, written as in YAML.
+
+    Raises: CaseError for other texts.
+    """
+    found: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            message = f"expected `NAME=VALUE`, got `{text}`"
+            problems.append(Problem(message, path="--set", remedy="write for example `n_layer=2`"))
+            continue
+        entry = parse_text(value, "--set", problems.append, has_lines=False)
+        found[name] = entry.plain() if entry is not None else None
+    if problems:
+        raise CaseError(problems)
+    return found
+
+
+def try_factory(factory: str, parallelize: str, fields: Mapping[str, Any], root: Path) -> TriedModel:
     """Return a model that was tried on one device, by a process of its own in the folder `root`.
+
+    `fields` are the values of some arguments, or of fields of the configuration.
 
     Raises: CaseError when the model cannot be verified.
     """
@@ -56,7 +80,7 @@ def try_factory(factory: str, parallelize: str, root: Path) -> TriedModel:
             raise CaseError([problem])
     with scratch_folder() as folder:
         file = folder / "model.json"
-        command = [sys.executable, "-m", _TRIAL, factory, parallelize, str(file)]
+        command = [sys.executable, "-m", _TRIAL, factory, parallelize, json.dumps(fields), str(file)]
         try:
             done = subprocess.run(
                 command, cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -74,7 +74,8 @@ def _hash(text: str) -> str:
 
 def name_recipe(model: TriedModel) -> str:
     """Return the name of a model's class in the style of files: `qwen3-moe-for-causal-lm`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z][A-Za-z])|_", "-", model.title).lower()
+    words = model.title.replace("MoE", "Moe")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z][A-Za-z])|_", "-", words).lower()
 
 
 def write_recipe(model: TriedModel) -> str:
@@ -87,7 +88,6 @@ def write_recipe(model: TriedModel) -> str:
         "data": {"batch": ROWS, "seq_len": POSITIONS, "min_valid": 0.5},
         "optimizer": {"name": "adamw", "lr": 0.01, "clip_norm": 1.0},
     }
-    fields |= {"precision": model.precision} if model.precision != "float64" else {}
     shrunk = [
         f"# {name}: {before} in your model, {after} here\n" for name, (before, after) in model.changes.items()
     ]

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from moeverify.abandoned import remove_abandoned
 from moeverify.cases.axes.describe import describe_layout
 from moeverify.cases.schema import Case, CustomModel
 from moeverify.report.operator_file import name_file
@@ -140,7 +141,10 @@ def run_folder(wanted: Path | None) -> Iterator[Path]:
     if world is None or world.rank == 0:
         shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True, exist_ok=True)
-    yield logs
+    try:
+        yield logs
+    finally:
+        remove_abandoned(logs.rglob("*.partial"))
 
 
 class CaseRun:
@@ -189,7 +193,7 @@ class CaseRun:
             on_event=self._on_launch,
             timeout=self.options.timeout,
         )
-        with closing(judged):
+        with self._goldens.swept(), closing(judged):
             for result in judged:
                 if result is not None:
                     yield result
@@ -287,7 +291,7 @@ class CaseRun:
             # The ranks were lost during the search for causes. The results of the checks were reported
             # before.
             found = tuple(note_failure(found, DiagnosisFailed(message=describe_failure(outcome.failure))))
-        verdict, declared = apply_declared_differences(task.case.checks, checks)
+        verdict, declared = apply_declared_differences(task.case.checks, checks, task.case.recipe.precision)
         asks = verdict == "pass" and self.options.must_decide
         undecided = find_undecided(checks) if asks else []
         return self._make_case_result(

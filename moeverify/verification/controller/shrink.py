@@ -18,6 +18,9 @@ ListFields = Callable[[Values], Sequence[Reducible] | None]
 Shows = Callable[[Sequence[Values]], Sequence[bool]]
 """Function that returns whether each case shows the failure; it may run them together."""
 
+Confirms = Callable[[Values], bool]
+"""Function that returns whether a case that shows the failure shows it in the same line, which takes longer."""
+
 _MOST_AT_ONCE = 16
 
 
@@ -27,6 +30,7 @@ class Reduction:
 
     list_fields: ListFields
     shows: Shows
+    confirms: Confirms = lambda values: True
     values: dict[str, Any] = field(default_factory=dict)
     num_tried: int = 0
     _known: dict[str, bool] = field(default_factory=dict)
@@ -49,14 +53,25 @@ class Reduction:
                 self._failed.clear()
                 continue
             shown = self._try(list(singles.values()))
-            found = []
+            found = {}
             for (path, single), is_shown in zip(singles.items(), shown, strict=True):
                 if is_shown:
-                    found.append(single)
+                    found[path] = single
                 else:
                     self._failed[path].add(json.dumps(single[path]))
             if found:
-                self.values = dict(self._combine(found))
+                self._take(found)
+
+    def _take(self, found: Mapping[str, dict[str, Any]]) -> None:
+        """Go on with all reductions together, or with the first one that is confirmed if they are not."""
+        best = self._combine(list(found.values()))
+        if not self.confirms(best):
+            kept = {path: single for path, single in found.items() if self.confirms(single)}
+            for path in found.keys() - kept.keys():
+                self._failed[path].add(json.dumps(found[path][path]))
+                self._known[_name(found[path])] = False
+            best = next(iter(kept.values()), self.values)
+        self.values = dict(best)
 
     def _list_singles(self) -> dict[str, dict[str, Any]]:
         """Return a case for each field that has a value to try, with that field reduced."""

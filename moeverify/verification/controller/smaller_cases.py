@@ -27,6 +27,9 @@ from moeverify.verification.controller.search_path import search_path
 
 _NAMES: Any = {"name": True, "file": True, "description": True, "recipe": {"name": True}}
 _REDUNDANT: Any = {**_NAMES, "recipe": {"name": True, "model": {"preset"}}}
+_LINE_SECONDS = 10.0
+"""Time limit of the search for the first wrong line of one case; the first place is found before it is proved."""
+
 _MOST_SHOWN = 3  # fields in the name of a case of the progress view
 
 
@@ -34,8 +37,8 @@ _MOST_SHOWN = 3  # fields in the name of a case of the progress view
 class SmallerCases:
     """The cases of one file with other values, and whether they show the finding of the case itself.
 
-    `paths`, `overrides` and `pattern` select that case. `first` is its judgement. The search for the first
-    wrong operation is left out: its time would be that of the whole search.
+    `paths`, `overrides` and `pattern` select that case. `first` is its judgement. Only a case that the search goes
+    on with is explained, since the search for the first wrong operation takes longer than the case.
     """
 
     case: Case
@@ -50,7 +53,7 @@ class SmallerCases:
 
     def begin(self) -> None:
         """Verify the case itself. Raises: CaseError unless it has a mismatch."""
-        self.first = self._judge([{}])[0]
+        self.first = self._judge([{}], self._explaining())[0]
         if self.first.verdict != "mismatch":
             verdict = "passes" if self.first.verdict == "pass" else f"has the verdict {self.first.verdict}"
             reason = f": {self.first.reason}" if self.first.reason else ""
@@ -77,22 +80,31 @@ class SmallerCases:
 
     def shows(self, candidates: Sequence[Values]) -> list[bool]:
         """Return whether each case shows a finding of the same check with the same code of its cause."""
-        return [self._is_same(each) for each in self._judge(candidates)]
+        plain = replace(self.options, explain_seconds=0.0)
+        return [self._is_same(each) for each in self._judge(candidates, plain)]
+
+    def confirms(self, values: Values) -> bool:
+        """Return whether the first wrong line of a case is that of the case itself, if one was found there."""
+        assert self.first is not None
+        return not self.first.line or self._judge([values], self._explaining())[0].line == self.first.line
+
+    def _explaining(self) -> RunOptions:
+        return replace(self.options, explain_seconds=min(self.options.explain_seconds, _LINE_SECONDS))
 
     def _is_same(self, found: Judgement) -> bool:
         assert self.first is not None
         is_mismatch = found.verdict == "mismatch" and found.check == self.first.check
         return is_mismatch and (not self.first.code or found.code == self.first.code)
 
-    def _judge(self, candidates: Sequence[Values]) -> list[Judgement]:
+    def _judge(self, candidates: Sequence[Values], options: RunOptions) -> list[Judgement]:
         """Return the judgement of each case; one launch runs all that are not known."""
         cases = [self._name(position, values) for position, values in enumerate(candidates)]
-        keys = {case.name: self._make_key(case) for case in cases}
+        keys = {case.name: self._make_key(case, options) for case in cases}
         known = {name: found for name, key in keys.items() if (found := self.cache.read(key)) is not None}
         left = [case for case in cases if case.name not in known]
         if left:
             labels = {case.name: _label(values) for case, values in zip(cases, candidates, strict=True)}
-            result = run_cases(left, self.options, lambda event: self._show(event, labels))
+            result = run_cases(left, options, lambda event: self._show(event, labels))
             if result is None:
                 raise MachineError("`moeverify shrink` starts its own ranks; run it without torchrun or srun")
             fresh = {each.name: judge(each) for each in result.cases}
@@ -106,12 +118,12 @@ class SmallerCases:
         name = f"{self.case.name}-{position}"
         return case.model_copy(update={"name": name, "recipe": case.recipe.model_copy(update={"name": name})})
 
-    def _make_key(self, case: Case) -> str:
+    def _make_key(self, case: Case, options: RunOptions) -> str:
         content = case.model_dump(mode="json", exclude=_NAMES)
         digest = hashlib.sha256()
         for source in read_own_sources(case, self.options.fault):
             digest.update(source)
-        settings = [self.options.fault, self.options.backend, self.options.device]
+        settings = [options.fault, options.backend, options.device, options.explain_seconds]
         return self.cache.make_key(["shrink", content, settings, digest.hexdigest()])
 
     def _show(self, event: Event, labels: dict[str, str]) -> None:

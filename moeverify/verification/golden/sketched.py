@@ -35,7 +35,7 @@ def is_kept_whole(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool
 
 
 def make_sketch(kind: str, local: Tensor, region: Region) -> Tensor:
-    """Return a region's contribution to the sketch of a tensor on the CPU; see `add_sketches`.
+    """Return a region's contribution to the sketch of a tensor, on its device; see `add_sketches`.
 
     Shape: (blocks, WIDTH), and a column more for kinds that must be equal bit for bit. float64.
     """
@@ -43,7 +43,7 @@ def make_sketch(kind: str, local: Tensor, region: Region) -> Tensor:
     if kind in _EXACT:
         hashed = hash_blocks(local, region).view(torch.float64)
         numbers = torch.cat([numbers, hashed.unsqueeze(1)], dim=1)
-    return numbers.cpu()
+    return numbers
 
 
 def add_sketches(one: Tensor, two: Tensor, times: int = 1) -> Tensor:
@@ -100,7 +100,7 @@ class SketchRecorder:
             region.put(known, local.cpu())
             return
         self.shapes[place[1]] = region.shape
-        found = make_sketch(kind, local, region)
+        found = make_sketch(kind, local, region).cpu()
         self.tensors[place] = found if known is None else add_sketches(known, found)
 
     def take_new(self) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,7 @@ from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"
 _VERSION = 7
+_MOST_WAITS, _WAIT = 20, 0.1  # seconds each
 _FIELDS = {"version", "noise", "summary", "own_results", "dtypes", "files", "sketches"}
 
 
@@ -267,10 +269,22 @@ class StoredGolden:
     def _file(self, step: int) -> MappedFile:
         if step not in self._files:
             try:
-                self._files[step] = MappedFile(self.folder / f"step{step}.safetensors")
+                self._files[step] = _map(self.folder / f"step{step}.safetensors")
             except FormatError as error:
                 raise FormatError(f"{error}, as part of a golden; delete {self.folder}") from error
         return self._files[step]
+
+
+def _map(path: Path) -> MappedFile:
+    """Map a file. If it is missing, wait until a process that replaces the golden has renamed its folder."""
+    for _ in range(_MOST_WAITS):
+        try:
+            return MappedFile(path)
+        except (FormatError, FileNotFoundError) as error:
+            if not any(isinstance(each, FileNotFoundError) for each in (error, error.__cause__)):
+                raise
+        time.sleep(_WAIT)
+    return MappedFile(path)
 
 
 def _read_index(path: Path) -> dict[str, Any]:

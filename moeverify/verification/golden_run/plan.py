@@ -1,7 +1,7 @@
 """Prediction of the memory and time of a golden of sketches, from counts of parameters and tokens.
 
-Rates are measured on the device: of a product of matrices in float64, and of the initialization and the sketch
-of a tensor. Everything else is counted.
+Rates are measured on the device: of a product of matrices in the precisions of the reference and of the noise, and
+of the initialization and the sketch of a tensor. Everything else is counted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from moeverify.parallel.regions.region import Region
 from moeverify.parallel.regions.sketch import WIDTH, Grid, sketch
 from moeverify.results.golden import GoldenPlan
 from moeverify.train.optimizer_kinds import OPTIMIZER
+from moeverify.train.program import compute_dtype_of, dtype_of
 from moeverify.verification.golden.sketched import MOST_WHOLE
 from moeverify.verification.golden_run.streamed_unit import ENDS, MOST_SCORES
 
 _SIZE = 1024  # of the matrices that are timed
-_BYTES = 8  # float64
+_BYTES = 8  # of a number in a record
 _HEADER = 150  # bytes of the name and place of a stored tensor
 _SECONDS = 0.2  # for each rate
 
@@ -33,7 +34,8 @@ def plan_golden(recipe: Recipe, device: torch.device) -> GoldenPlan:
     """Return the predicted cost of the golden of a recipe, if it is made anew on this device."""
     spec = recipe.model.reference
     assert spec is not None
-    parameters = dict(Transformer(spec, dtype=torch.float64, device="meta").named_parameters())
+    dtype = dtype_of(recipe.reference)
+    parameters = dict(Transformer(spec, dtype=dtype, device="meta").named_parameters())
     sizes = _list_sizes(parameters)
     units = {number: sum(tensors) for number, tensors in sizes.items()}
     count, steps = sum(units.values()), recipe.steps
@@ -42,9 +44,15 @@ def plan_golden(recipe: Recipe, device: torch.device) -> GoldenPlan:
     # A step has a forward pass, a third of the training operations, and a backward pass with its own forward
     # pass. Both visits of a unit in step s compute its first s steps again, and the last visit all steps.
     passes = steps * 4 / 3 + steps * (steps - 1) + steps
-    num_runs = 1 if recipe.precision == "float64" else 3  # with those that measure the noise
-    operations = num_runs * passes * tokens * count_training_flops(spec, recipe.data.seq_len)
-    rate, fill_seconds, sketch_seconds = _measure_rates(spec, device)
+    num_noise_runs = 0 if recipe.precision == "float64" else 2
+    num_runs = 1 + num_noise_runs
+    operations = passes * tokens * count_training_flops(spec, recipe.data.seq_len)
+    rate, fill_seconds, sketch_seconds = _measure_rates(spec, device, dtype)
+    products = operations / rate
+    if num_noise_runs:
+        products += (
+            num_noise_runs * operations / _measure_products(device, compute_dtype_of(recipe.precision))
+        )
     num_fills, num_updates, num_sketches = 2 * steps + 1, steps**2, (2 + num_states) * steps + 1
     elements = num_runs * count * ((num_fills + num_updates) * fill_seconds + num_sketches * sketch_seconds)
     largest = max(units, key=units.__getitem__)
@@ -57,13 +65,14 @@ def plan_golden(recipe: Recipe, device: torch.device) -> GoldenPlan:
         num_tokens=tokens,
         num_layers=spec.num_layers,
         steps=steps,
-        device_bytes=_BYTES * (copies * units[largest] + working),
-        disk_bytes=_BYTES * 2 * num_runs * steps * (spec.num_layers + 1) * tokens * spec.hidden,
+        device_bytes=dtype.itemsize * (copies * units[largest] + working),
+        disk_bytes=dtype.itemsize * 2 * num_runs * steps * (spec.num_layers + 1) * tokens * spec.hidden,
         record_bytes=num_sketches * _count_record(parameters.values())
         + steps * tokens * _count_routing(spec),
+        reference=recipe.reference,
         operations=operations,
         rate=rate,
-        seconds=operations / rate + elements,
+        seconds=products + elements,
     )
 
 
@@ -109,14 +118,21 @@ def _count_ends(recipe: Recipe, spec: ReferenceModel) -> int:
     return recipe.data.seq_len * (3 * spec.vocab_size + 4 * spec.hidden)
 
 
-def _measure_rates(spec: ReferenceModel, device: torch.device) -> tuple[float, float, float]:
+def _measure_products(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second of a product of matrices."""
+    values = torch.ones((_SIZE, _SIZE), dtype=dtype, device=device)
+    return 2 * _SIZE**3 / _time(lambda: values @ values, device)
+
+
+def _measure_rates(
+    spec: ReferenceModel, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float, float]:
     """Return operations a second, and the seconds of an element for its initialization and its sketch."""
-    values = torch.empty((_SIZE, _SIZE), dtype=torch.float64, device=device)
+    values = torch.empty((_SIZE, _SIZE), dtype=dtype, device=device)
     region = Region.whole(values.shape)
     filling = _time(lambda: fill(values, spec, 0, "layers.0.attention.q_proj.weight"), device)
     sketching = _time(lambda: sketch(values, region), device)
-    product = _time(lambda: values @ values, device)
-    return 2 * _SIZE**3 / product, filling / _SIZE**2, sketching / _SIZE**2
+    return _measure_products(device, dtype), filling / _SIZE**2, sketching / _SIZE**2
 
 
 def _time(work: Callable[[], object], device: torch.device) -> float:

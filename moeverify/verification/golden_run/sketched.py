@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moeverify.cases.schema import Precision, Recipe
+from moeverify.cases.schema import Recipe
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.golden_run.streamed import StreamedRun, Visit
 from moeverify.verification.golden_run.streamed_noise import measure_streamed_noise
@@ -21,16 +21,15 @@ def make_sketched_golden(
     folder: Path,
     device: torch.device,
     *,
-    compute: Precision = "float64",
     on_visit: Callable[[Visit, float], None] = lambda visit, seconds: None,
 ) -> None:
-    """Write the golden of a recipe as sketches, in a reference precision.
+    """Write the golden of a recipe as sketches, in the precision of its reference.
 
     The visits are in `FOLDER.visits` until the golden is written. A golden that was interrupted goes on there.
     `moeverify.cases.validation.sketch` has the recipes for which this is possible.
     """
     visits = folder.with_name(f"{folder.name}.visits")
-    run = StreamedRun(recipe, Numerics(compute), device, visits, on_visit=on_visit)
+    run = StreamedRun(recipe, Numerics(recipe.reference), device, visits, on_visit=on_visit)
     run.run()
     with GoldenWriter(folder) as writer:
         run.recorder.write(writer)

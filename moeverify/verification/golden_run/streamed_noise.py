@@ -29,7 +29,8 @@ def measure_streamed_noise(
 ) -> dict[str, float]:
     """Return the largest noise of each logical tensor over two runs, by `noise_key`; empty in float64.
 
-    The runs are in the precision of the recipe, one of them with weights off by one unit in the last place.
+    The runs are in the precision of the recipe, one of them with weights off by one unit in the last place. Their
+    distance from the golden includes its own rounding, which a reference in float32 has too.
     Their visits are in `folder`. `reference` has the experts that the routers of the golden choose.
     """
     noise: dict[str, float] = {}

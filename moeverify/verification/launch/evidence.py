@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,10 @@ from moeverify.verification.collectives.flight_recorder import read_flight
 from moeverify.verification.launch.root_cause_rank import Origin, find_origin
 from moeverify.verification.launch.stack import trim_stack
 
+_OUTPUT = "The end of its stderr:"
+_POINTS_UP = re.compile(r"\babove\b")
 _TAIL = 4000
+_MOST_LINES = 12  # of stderr, behind a stack
 # States of a process that cannot respond, by their letter in /proc/PID/stat; see proc(5).
 _FROZEN: Mapping[str, ProcessState] = {"T": "stopped", "t": "traced", "D": "uninterruptible"}
 
@@ -66,6 +70,7 @@ def collect_reports(
         records[rank] = read_flight(launch_folder / f"rank-{rank}.flight")
         path = folder / f"rank-{rank}.json" if folder is not None else None
         report = _read_report(path) if path is not None else None
+        report = report and _with_output(report, launch_folder)
         if path is not None and report is not None:
             times[rank] = path.stat().st_mtime
         reports.append(report or _infer_report(launch_folder, rank, death, records[rank]))
@@ -97,6 +102,15 @@ def _read_report(path: Path) -> RankReport | None:
         return None
 
 
+def _with_output(report: RankReport, launch_folder: Path) -> RankReport:
+    """Return a report with the end of the rank's stderr, if its error points to text above it."""
+    if report.end is None or not _POINTS_UP.search(report.end.error):
+        return report
+    written = read_tail(launch_folder / f"rank-{report.rank}.err").splitlines()[-_MOST_LINES:]
+    stack = "\n".join([report.stack, "", _OUTPUT, *written]) if written else report.stack
+    return report.model_copy(update={"stack": stack})
+
+
 def _infer_report(
     launch_folder: Path, rank: int, death: Death, records: Sequence[CollectiveRecord]
 ) -> RankReport:
@@ -107,7 +121,7 @@ def _infer_report(
     identity = _read_json(launch_folder / f"rank-{rank}.json")
     stack = trim_stack(dump)
     if errors and (not dump or end.how in (End.KILLED, End.CRASHED, End.EXITED, End.GONE)):
-        stack = f"{stack}\n\nThe end of its stderr:\n{errors}".strip()
+        stack = f"{stack}\n\n{_OUTPUT}\n{errors}".strip()
     return RankReport.of(
         rank,
         end,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,10 +37,13 @@ class Part:
 
     @classmethod
     def of(cls, kind: str, local: Tensor, region: Region) -> Part:
-        """Return the sketch of a shard, on the CPU."""
-        counts = Grid.of(region.shape).count_in(region)
-        blocks = counts.nonzero().reshape(-1)
-        return cls(blocks, counts[blocks], make_sketch(kind, local, region)[blocks])
+        """Return the sketch of a shard, on the device of its values."""
+        blocks, counts = _count(region)
+        return cls(blocks, counts, make_sketch(kind, local, region))
+
+    def fetch(self) -> Part:
+        """Return the sketch on the CPU, without the blocks that the shard does not reach."""
+        return replace(self, rows=self.rows.cpu()[self.blocks])
 
     def spread(self, num_blocks: int) -> Tensor:
         """Return the contribution to the sketch of the whole tensor. Shape: (num_blocks, columns)."""
@@ -48,12 +52,29 @@ class Part:
         return whole
 
 
+@lru_cache(maxsize=4096)
+def _count(region: Region) -> tuple[Tensor, Tensor]:
+    """Return the blocks (n) that a region reaches, and its elements there (n)."""
+    counts = Grid.of(region.shape).count_in(region)
+    blocks = counts.nonzero().reshape(-1)
+    return blocks, counts[blocks]
+
+
 @dataclass(frozen=True)
 class SketchedEntry:
-    """A shard whose difference is not known before the sketches of all ranks are added up."""
+    """A shard whose difference is not known before the sketches of all ranks are added up.
+
+    `bits` is the hash of its values, on their device until `fetch`: a step does not wait for the device.
+    """
 
     entry: Entry
     part: Part
+    bits: Tensor
+
+    def fetch(self) -> SketchedEntry:
+        """Return the entry with the hash of its values, and the sketch on the CPU."""
+        entry = replace(self.entry, bits=int(self.bits))
+        return replace(self, entry=entry, part=self.part.fetch(), bits=self.bits.cpu())
 
 
 def plain_entry(entry: Entry | SketchedEntry) -> Entry:
@@ -92,7 +113,7 @@ class SketchComparison:
         """Yield one entry per shard, in the order of observation."""
         compared = self._whole.entries()
         for seen in self._seen:
-            yield next(compared) if seen is None else seen
+            yield next(compared) if seen is None else seen.fetch()
 
 
 def _sketch(
@@ -102,10 +123,9 @@ def _sketch(
         raise ValueError(f"cannot compare shape {region.shape} with {shape}")
     values = torch.zeros(region.local_shape, dtype=torch.float64) if local is None else local.detach()
     values = values.reshape(region.local_shape)
-    bits = int(fingerprint_bits(values))
     state = "absent" if local is None else "compared"
-    entry = Entry(step, kind, name, region.key, shape, region.local_shape, state, bits, _UNKNOWN)
-    return SketchedEntry(entry, Part.of(kind, values, region))
+    entry = Entry(step, kind, name, region.key, shape, region.local_shape, state, 0, _UNKNOWN)
+    return SketchedEntry(entry, Part.of(kind, values, region), fingerprint_bits(values))
 
 
 def estimate_entries(

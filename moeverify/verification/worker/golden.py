@@ -72,7 +72,7 @@ def _make_one(
             return _have_one(order, folder, device)
     except _OverTimeError:
         text = f"one device did not compute the golden of {recipe.name} within {order.timeout or 0.0:g} s"
-        return _note_error(folder, f"{text}; raise --timeout")
+        return _note_error(folder, f"{text}; raise --timeout or checks.timeout")
     except CaseError as error:
         return _note_error(folder, str(error))
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -214,8 +214,13 @@ def _make_inputs(
     failed = _failed_keys(judgement)
     valid = _find_valid(case, step)
     search = _search(case, evidence, read_right, _find_known(judgement, step))
+    bounds = _find_bounds(judgement)
     return DiagnosisInputs(
-        tensors={key: tensor for key, tensor in tensors.items() if key in failed and tensor.differs()},
+        tensors={
+            key: replace(tensor, bound=bounds.get(key, 0.0))
+            for key, tensor in tensors.items()
+            if key in failed and tensor.differs()
+        },
         axes=_make_axes(case, _make_whole_batch(case, step)),
         search=search,
         earlier=lambda key: _read_earlier(read, key),
@@ -303,6 +308,15 @@ def _failed_keys(judgement: Judgement) -> set[Key]:
         if finding.check in kinds_of
         for kind in kinds_of[CheckName(finding.check)] or (finding.kind,)
     }
+
+
+def _find_bounds(judgement: Judgement) -> dict[Key, float]:
+    """Return the bounds of the tensors that differ from the golden."""
+    found: dict[Key, float] = {}
+    for each in judgement.findings:
+        key = (each.step, each.kind, each.tensor)
+        found[key] = max(each.bound, found.get(key, 0.0))
+    return found
 
 
 def _component_source(

@@ -67,6 +67,7 @@ def test_what_each_axis_divides_is_said(own: Any) -> None:
     checks = {check.name: check for check in own.results["own-expert"].checks}
     (use,) = checks["sharding"].facts.axes
     assert (use.axis, use.num_divided, use.num_parameters) == ("tp", 4, 7)
+    assert use.share == pytest.approx(144 / 688)  # two experts of four tensors; embedding and head are whole
     assert use.collectives == {"all_reduce": 4}  # forward and backward, in two steps
     assert word_check(checks["sharding"]).note == "tp divides 4 of 7 parameters, 4 all_reduce"
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from moeverify.errors import CaseError
-from moeverify.stacks.configured import find_configuration, loss_of_first, loss_with_targets, make
+from moeverify.stacks.configuration import find_configuration
+from moeverify.stacks.configured import loss_of_first, loss_with_targets, make
 from moeverify.verification.worker.probes.factory import try_model
 
 MODULE = """
@@ -57,6 +58,54 @@ def with_dropout():
     net.drop = nn.Dropout(0.5)
     del net.config
     return net
+
+def with_object(net, width):
+    return net
+
+class Namespace:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+class Unset(nn.Module):
+    @staticmethod
+    def get_default_config():
+        return Namespace(kind="named", vocab_size=None, n_layer=None, n_head=None)
+    def __init__(self, config):
+        super().__init__()
+        assert config.kind is None
+        assert config.n_layer is not None
+        self.embed = nn.Embedding(config.vocab_size, 8)
+    def forward(self, tokens):
+        return self.embed(tokens) @ self.embed.weight.T
+
+@dataclass
+class Sizes:
+    d_model: int
+    vocab_size: int
+    scale: float = 1.0
+
+class Open(nn.Module):
+    def __init__(self, args: Sizes):
+        super().__init__()
+        self.embed = nn.Embedding(args.vocab_size, args.d_model)
+    def forward(self, tokens):
+        return self.embed(tokens) @ self.embed.weight.T
+
+class Layer(nn.Module):
+    def __init__(self, dim, num_experts=16):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(num_experts, dim, dim))
+    def forward(self, x):
+        return torch.einsum("bsd,edh->bsh", x, self.experts), x.sum()
+
+class Narrow(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.embed = nn.Embedding(8, width)
+    def forward(self, tokens):
+        found = self.embed(tokens)
+        assert found.dtype == torch.float32
+        return found
 
 def broken():
     raise ValueError("no data")
@@ -117,7 +166,9 @@ def test_constant_tensors_get_offsets() -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("theirs:two", "needs the arguments vocab, width"),
+        ("theirs:with_object", "`theirs:with_object` needs `net`,"),
+        ("theirs:Unset", "the factory failed: AssertionError"),
+        ("theirs:Narrow", "the model computes in float32 only: AssertionError"),
         ("theirs:broken", "ValueError"),
         ("theirs:fixed", "no step of the model works"),
         ("theirs:nothing", "has no `nothing`"),
@@ -125,18 +176,47 @@ def test_constant_tensors_get_offsets() -> None:
 )
 def test_a_refusal_is_one_problem(target: str, words: str) -> None:
     with pytest.raises(CaseError) as caught:
-        try_model(target, "")
+        try_model(target, "", {})
     assert len(caught.value.problems) == 1
     assert words in caught.value.problems[0].message
 
 
 def test_a_model_with_logits_only_for_targets_gets_a_loss_and_becomes_small() -> None:
-    found = try_model("theirs:Net", "")
+    found = try_model("theirs:Net", "", {})
     assert found.loss == "moeverify.stacks.configured:loss_with_targets"
     assert found.parameters[1] <= 200_000 < found.parameters[0]
     assert found.arguments["fields"]["dropout"] == 0.0
     assert found.vocab_size == found.arguments["fields"]["vocab"]
-    assert (found.precision, found.notes) == ("float64", ())
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "guessed"),
+    [
+        ("theirs:two", {}, {"vocab": 64, "width": 64}),
+        ("theirs:two", {"width": 32}, {"vocab": 64}),
+        ("theirs:Open", {"scale": 2.0}, {"d_model": 64, "vocab_size": 64}),
+        ("theirs:Unset", {"kind": None}, {"vocab_size": 64, "n_layer": 2}),
+    ],
+)
+def test_sizes_that_the_code_leaves_open_are_guessed(
+    target: str, given: dict[str, object], guessed: dict[str, int]
+) -> None:
+    found = try_model(target, "", given)
+    assert found.guessed == guessed
+    assert found.arguments.get("fields", found.arguments) == {**given, **guessed}
+
+
+def test_a_layer_gets_an_embedding_and_a_head() -> None:
+    found = try_model("theirs:Layer", "", {})
+    assert found.arguments == {"model": "theirs:Layer", "fields": {"dim": 64}, "width": 64}
+    built = make(**found.arguments)
+    assert built(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 3, found.vocab_size)
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(CaseError, match="`Config` has no field `widht`"):
+        try_model("theirs:Net", "", {"widht": 8})
 
 
 def test_dropout_that_no_field_switches_off_is_switched_off() -> None:

@@ -1,20 +1,21 @@
 """Trial of a user's factory for `moeverify init`, in a process of its own.
 
-The controller runs `python -m moeverify.verification.worker.probes.factory FACTORY PARALLELIZE FILE`. It
-writes a `TriedModel` or a `Refused` as JSON.
+The controller runs `python -m moeverify.verification.worker.probes.factory FACTORY PARALLELIZE FIELDS FILE`.
+It writes a `TriedModel` or a `Refused` as JSON.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
+import json
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ from moeverify.errors import CaseError, MoeverifyError, Problem
 from moeverify.parallel.regions.region import Region
 from moeverify.results.factory import POSITIONS, ROWS, Refused, TriedModel
 from moeverify.stacks import configured
-from moeverify.stacks.configured import build_on_meta, find_configuration, find_logits, list_dropouts
+from moeverify.stacks.configuration import build_on_meta, find_configuration
+from moeverify.stacks.configured import VOCABULARY, AroundLayer, find_logits, list_dropouts
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.target import describe_error, resolve
@@ -38,33 +40,30 @@ _SECOND = 1.0
 _FACTORY = "recipe.model.factory"
 _FRAMEWORKS = ("transformers", "torchtitan", "megatron", "lightning", "pytorch_lightning", "deepspeed")
 _REMEDY = (
-    "name a function that makes the model on the CPU; it is called with token ids of shape (rows, positions)"
+    "the model is called with token ids of shape (rows, positions); write a `loss(model, tokens, targets)` beside "
+    "the factory to call it in another way"
 )
 _OWN_SETTINGS = ("torchtitan", "megatron")
 _EXPERT_DEGREE = re.compile("ep$|ep_|expert_(model_)?parallel")
 _Wide = Literal["float64", "float32"]
-_PRECISIONS: tuple[_Wide, ...] = get_args(_Wide)
+_WIDTH = re.compile("dim|width|embd|embed|hidden|d_model|channels", re.IGNORECASE)
+_ONLY_NARROW = "a golden is made in float64: let the type of all tensors follow that of the weights"
 
 
-def try_model(factory: str, parallelize: str) -> TriedModel:
+def try_model(factory: str, parallelize: str, fields: Mapping[str, Any]) -> TriedModel:
     """Return a model that is small enough to verify, and the names for its recipe.
 
     Raises: CaseError when no step of the model works on one device.
     """
-    trial = Trial(factory)
+    trial = Trial(factory, fields)
     framework = find_framework(trial.whole)
     if framework not in ("", "transformers"):
         raise _refuse_framework(type(trial.whole).__name__, framework)
-    sizes = shrink(trial.configuration.sizes, trial.count, BUDGET)
-    left = trial.count(sizes)
-    if left is None:
-        raise trial.error
-    if left > _MOST_TRIED:
-        message = (
-            f"the model has {left} parameters, and no argument or field of a configuration makes it smaller"
-        )
-        remedy = "name a function whose arguments are the sizes of the model"
-        raise CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
+    sizes, left = trial.shrink()
+    if left is None or left > _MOST_TRIED:
+        if trial.error is None:
+            raise _refuse_size(left or 0)
+        raise trial.explain_error(trial.error)
     original = {**trial.configuration.sizes, **trial.configuration.rates}
     model, module = trial.model, sys.modules[factory.partition(":")[0]]
     divides = parallelize or find_parallelize(module)
@@ -75,8 +74,8 @@ def try_model(factory: str, parallelize: str) -> TriedModel:
         arguments=model.arguments,
         loss=model.loss or "",
         vocab_size=model.vocab_size,
-        precision=trial.precision,
         changes={name: (original[name], value) for name, value in {**trial.rates, **sizes}.items()},
+        guessed={name: value for name, value in trial.configuration.guessed.items() if name not in sizes},
         parameters=(count_parameters(trial.whole), left),
         seconds=trial.seconds,
         notes=tuple(list_notes(trial, left)),
@@ -86,20 +85,47 @@ def try_model(factory: str, parallelize: str) -> TriedModel:
 
 
 class Trial:
-    """Steps of one model under different sizes; `model`, `precision` and `seconds` are of the last that worked."""
+    """Steps of one model under different sizes; `model` and `seconds` are of the last that worked.
+
+    `width` names the size that is the width of a layer, if the factory makes no model but a layer. `error` is
+    the last one, or None; `last` has the fields of the step that was tried last.
+    """
 
     model: CustomModel
-    precision: _Wide
     seconds: float
     has_dropout: bool
 
-    def __init__(self, factory: str) -> None:
-        self.target = factory
-        self.configuration = find_configuration(factory)
+    def __init__(self, factory: str, fields: Mapping[str, Any]) -> None:
+        self.target, self.fields = factory, fields
+        self.configuration = find_configuration(factory, fields)
         self.rates = dict.fromkeys(self.configuration.rates, 0.0)
         self.whole = build_on_meta(lambda: self.configuration.build({}))
         self.losses = [*list_losses(sys.modules[factory.partition(":")[0]])]
-        self.error = CaseError([Problem("no step of the model works", path=_FACTORY)])
+        self.error: CaseError | None = None
+        self.last: Mapping[str, float] = {}
+        self.width = ""
+
+    def shrink(self) -> tuple[dict[str, int], int | None]:
+        """Return the changed sizes and the number of parameters that are left, or None if no step works.
+
+        A factory of which no step works is tried as that of a layer if it makes no embedding.
+        """
+        own = self.configuration.sizes
+        open_sizes = {name: size for name, size in own.items() if name not in self.configuration.guessed}
+        sizes = shrink(open_sizes, self.count, BUDGET)
+        left = self.count(sizes)
+        is_model = any(isinstance(each, nn.Embedding) for each in self.whole.modules())
+        if left is not None or is_model:
+            return sizes, left
+        error = self.error
+        for name in filter(_WIDTH.search, {**own, **self.fields}):
+            self.width = name
+            sizes = shrink(open_sizes, self.count, BUDGET)
+            left = self.count(sizes)
+            if left is not None:
+                return sizes, left
+        self.width, self.error = "", error
+        return sizes, None
 
     def count(self, sizes: Mapping[str, int]) -> int | None:
         """Return the number of parameters under changed sizes, or None if no step works.
@@ -108,9 +134,10 @@ class Trial:
         """
         changes = {**self.rates, **sizes}
         try:
-            found = count_parameters(build_on_meta(lambda: self.configuration.build(changes)))
+            found = count_parameters(build_on_meta(lambda: self._build(changes)))
             if found <= _MOST_TRIED:
                 self._step(changes)
+                self.error = None
         except CaseError as error:
             self.error = error
             return None
@@ -120,20 +147,40 @@ class Trial:
             return None
         return found
 
-    def _step(self, changes: Mapping[str, float]) -> None:
-        """Train a step with the first loss that works, in the widest precision in which it does.
+    def explain_error(self, error: CaseError) -> CaseError:
+        """Return another error if the step that failed last works in float32."""
+        try:
+            self._step(self.last, "float32")
+        except Exception:  # it does not work in float32 either
+            return error
+        problem = error.problems[0]
+        message = problem.message.replace("no step of the model works", "the model computes in float32 only")
+        return CaseError([replace(problem, message=message, remedy=_ONLY_NARROW)])
+
+    def _find_width(self, changes: Mapping[str, Any]) -> int:
+        return int({**self.configuration.sizes, **self.fields, **changes}[self.width]) if self.width else 0
+
+    def _build(self, changes: Mapping[str, Any]) -> nn.Module:
+        built = self.configuration.build(changes)
+        return AroundLayer(built, self._find_width(changes)) if self.width else built
+
+    def _step(self, changes: Mapping[str, float], precision: _Wide = "float64") -> None:
+        """Train a step with the first loss that works.
 
         Raises: Exception of the first loss when none works.
         """
+        self.last = changes
         factory, arguments = self.configuration.name(changes)
-        built = self.configuration.build(changes)
+        built = self._build(changes)
         self.has_dropout = bool(list_dropouts(built))
-        if self.has_dropout:  # no argument switches it off
+        if self.has_dropout or self.width:  # no argument switches dropout off, or makes a model of a layer
             factory = f"{configured.__name__}:make"
-            arguments = {"model": self.target, "fields": dict(changes)}
-        vocab_size = find_vocabulary(built)
+            fields = {**self.fields, **self.configuration.guessed, **changes}
+            width = {"width": self._find_width(changes)} if self.width else {}
+            arguments = {"model": self.target, "fields": fields, **width}
+        vocab_size = VOCABULARY if self.width else find_vocabulary(built)
         first: Exception | None = None
-        for loss, precision in itertools.product(self.losses, _PRECISIONS):
+        for loss in self.losses:
             model = CustomModel(factory=factory, arguments=arguments, loss=loss, vocab_size=vocab_size)
             data = Data(batch=ROWS, seq_len=POSITIONS, min_valid=0.5)
             recipe = Recipe(name="init", model=model, data=data, precision=precision)
@@ -144,7 +191,7 @@ class Trial:
             except Exception as error:
                 first = first or error
                 continue
-            self.model, self.precision, self.losses = model, precision, [loss]
+            self.model, self.losses = model, [loss]
             self.seconds = time.perf_counter() - begun
             return
         assert first is not None
@@ -198,6 +245,14 @@ def find_framework(model: nn.Module) -> str:
     return next((name for name in packages if name in _FRAMEWORKS), "")
 
 
+def _refuse_size(parameters: int) -> CaseError:
+    message = (
+        f"the model has {parameters} parameters, and no argument or field of a configuration makes it smaller"
+    )
+    remedy = "name a function whose arguments are the sizes of the model"
+    return CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
+
+
 def _refuse_framework(title: str, framework: str) -> CaseError:
     remedy = "name the function that makes the plain model inside it"
     if framework in _OWN_SETTINGS:
@@ -228,17 +283,19 @@ def list_notes(trial: Trial, parameters: int) -> Iterator[str]:
         yield "the dropout modules of the model are switched off"
     if (trial.model.loss or "").endswith("loss_of_first"):
         yield "only the logits are in the loss: for other outputs write a `loss(model, tokens, targets)` beside it"
+    if trial.width:
+        yield f"it is a layer: an embedding is before it and a head behind it, as wide as `{trial.width}`"
     if parameters > BUDGET:
         yield f"{parameters} parameters are left: no argument or field of a configuration makes the model smaller"
     if trial.seconds > _SECOND:
         yield f"a step takes {trial.seconds:.1f} s: a factory with sizes as arguments would be made smaller"
 
 
-def main(factory: str, parallelize: str, file: Path) -> None:
+def main(factory: str, parallelize: str, fields: Mapping[str, Any], file: Path) -> None:
     """Write the result of a trial to a file."""
     found: TriedModel | Refused
     try:
-        found = try_model(factory, parallelize)
+        found = try_model(factory, parallelize, fields)
     except CaseError as error:
         problem = error.problems[0]
         found = Refused(message=problem.message, remedy=problem.remedy or _REMEDY)
@@ -248,4 +305,4 @@ def main(factory: str, parallelize: str, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))

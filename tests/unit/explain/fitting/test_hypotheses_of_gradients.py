@@ -103,6 +103,16 @@ def test_a_sum_that_is_another_multiple_is_logged_and_explains_nothing() -> None
     assert outcome.trials[0].observations[0].factor == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize(("bound", "verdict"), [(1e-12, "no"), (1e-5, "yes")])
+def test_a_float64_model_with_parts_in_float32_rounds_as_much_as_its_bound(
+    bound: float, verdict: str
+) -> None:
+    expected, part = draw(4, 3), draw(4, 3, seed=1)
+    tensor = replace(make_tensor(expected, part, expected - part + 1e-7 * draw(4, 3, seed=2)), bound=bound)
+    assert examine("replica_sum", tensor).trials[0].verdict == verdict
+    assert replace(tensor, bound=1.0).exact == 2.0**-13  # what float32 allows, whatever the bound
+
+
 def test_only_the_axis_that_explains_it_is_named() -> None:
     expected, part = draw(4, 3), draw(4, 3, seed=1)
     tensor = make_tensor(expected, part, part, expected - part, expected - part)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.cases.schema import Checks
+from moeverify.cases.schema import Checks, Precision
 from moeverify.report.words.note import describe_declared
 from moeverify.results.finding import CheckResult
 from moeverify.results.run import Declared
@@ -53,3 +53,16 @@ def test_exactly_what_is_declared_must_differ(
         names=("loss", "gradient"), equal=equal, has_more=has_more, because="means another thing"
     )
     assert describe_declared(declared) == words
+
+
+def test_below_float64_rounding_may_hide_a_declared_difference_but_not_all_of_them() -> None:
+    wanted = Checks(differs=("loss", "gradient"), because="means another thing")
+
+    def decide(precision: Precision, **verdicts: str) -> str:
+        return apply_declared_differences(wanted, make_checks(**verdicts), precision)[0]
+
+    assert decide("bfloat16", loss="mismatch", gradient="pass") == "pass"
+    assert decide("bfloat16", loss="pass", gradient="pass") == "mismatch"
+    assert decide("bfloat16", loss="mismatch", update="mismatch") == "mismatch"
+    assert decide("float64", loss="mismatch", gradient="pass") == "mismatch"
+    assert decide("float64", loss="mismatch", gradient="mismatch") == "pass"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from moeverify.abandoned import LOCK
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError
 from moeverify.report.words.note import describe_golden, describe_nearness
@@ -34,6 +35,36 @@ def test_a_place_that_is_no_folder_is_refused_before_anything_starts(tmp_path: P
     with pytest.raises(CaseError, match="file is no folder") as caught:
         GoldenSet.of(load_cases([CASE]), options)
     assert caught.value.problems[0].path == option
+
+
+def test_an_interrupt_leaves_no_unfinished_golden(tmp_path: Path) -> None:
+    goldens = GoldenSet.of(load_cases([CASE]), RunOptions(cache_folder=tmp_path))
+    unfinished = tmp_path / "golden.1.partial"
+
+    def interrupt() -> None:
+        with goldens.swept():
+            unfinished.mkdir()
+            (unfinished / LOCK).touch()  # its process has ended
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_that_sets_a_limit_limits_its_golden(goldens: GoldenSet) -> None:
+    assert find_order(goldens).timeout is None
+    default = goldens.job(1).timeout
+    (case,), (limited,), (short,) = (
+        load_cases([CASE], overrides=[*settings])
+        for settings in ((), ("checks.timeout=3000",), ("checks.timeout=1",))
+    )
+    assert find_order(GoldenSet.of([short], RunOptions(device="cuda"))).timeout == 120
+    own = GoldenSet.of([limited], RunOptions(device="cuda"))
+    assert find_order(own).timeout == 3000
+    assert own.job(1).timeout > 3000 > default
+    assert find_order(GoldenSet.of([case, limited], RunOptions(device="cuda"))).timeout is None
+    assert find_order(GoldenSet.of([limited], RunOptions(device="cuda", timeout=7.0))).timeout == 7
 
 
 def record(goldens: GoldenSet, device_class: str, **changes: Any) -> Path:

@@ -35,7 +35,7 @@ Rule = Callable[[Case], bool]
 
 
 @pytest.fixture
-def reduce(tmp_path: Path) -> Callable[[Rule], tuple[Case, Reduction]]:
+def reduce(tmp_path: Path) -> Callable[..., tuple[Case, Reduction]]:
     """Return a function that reduces the case as long as a rule holds."""
     file = tmp_path / "case.yaml"
     file.write_text(CASE)
@@ -46,7 +46,7 @@ def reduce(tmp_path: Path) -> Callable[[Rule], tuple[Case, Reduction]]:
         except CaseError:
             return None
 
-    def do(rule: Rule) -> tuple[Case, Reduction]:
+    def do(rule: Rule, is_confirmed: Rule = lambda case: True) -> tuple[Case, Reduction]:
         def shows(candidates: Sequence[Values]) -> list[bool]:
             cases = [load(each) for each in candidates]
             assert None not in cases, "an invalid case was run"
@@ -56,7 +56,12 @@ def reduce(tmp_path: Path) -> Callable[[Rule], tuple[Case, Reduction]]:
             case = load(values)
             return None if case is None else list_reducible(case)
 
-        reduction = Reduction(list_fields, shows)
+        def confirms(values: Values) -> bool:
+            case = load(values)
+            assert case is not None
+            return is_confirmed(case)
+
+        reduction = Reduction(list_fields, shows, confirms)
         reduction.search()
         smallest = load(reduction.values)
         assert smallest is not None
@@ -65,7 +70,7 @@ def reduce(tmp_path: Path) -> Callable[[Rule], tuple[Case, Reduction]]:
     return do
 
 
-def test_only_what_the_failure_needs_is_left(reduce: Callable[[Rule], tuple[Case, Reduction]]) -> None:
+def test_only_what_the_failure_needs_is_left(reduce: Callable[..., tuple[Case, Reduction]]) -> None:
     smallest, reduction = reduce(lambda case: case.layout.ep >= 2 and case.recipe.steps >= 2)
     assert smallest.layout.world_size == smallest.layout.ep == 2
     assert (smallest.recipe.steps, smallest.recipe.data.batch, smallest.recipe.data.seq_len) == (2, 2, 1)
@@ -78,8 +83,18 @@ def test_only_what_the_failure_needs_is_left(reduce: Callable[[Rule], tuple[Case
     assert reduction.num_tried < 150
 
 
+def test_a_case_that_is_not_confirmed_is_not_kept(reduce: Callable[..., tuple[Case, Reduction]]) -> None:
+    smallest, _ = reduce(
+        lambda case: case.layout.ep >= 2, lambda case: case.recipe.steps + case.recipe.data.batch >= 10
+    )
+    assert smallest.recipe.steps + smallest.recipe.data.batch >= 10
+    assert smallest.layout.world_size == 2
+    assert isinstance(smallest.recipe.model, ReferenceModel)
+    assert smallest.recipe.model.num_layers == 1
+
+
 def test_fields_that_need_each_other_shrink_together(
-    reduce: Callable[[Rule], tuple[Case, Reduction]],
+    reduce: Callable[..., tuple[Case, Reduction]],
 ) -> None:
     smallest, _ = reduce(lambda case: case.layout.tp == 2)
     assert smallest.layout.world_size == 2
@@ -88,7 +103,7 @@ def test_fields_that_need_each_other_shrink_together(
     assert smallest.recipe.model.moe is None  # a whole section is left out, with its fields
 
 
-def test_a_section_that_the_failure_needs_stays(reduce: Callable[[Rule], tuple[Case, Reduction]]) -> None:
+def test_a_section_that_the_failure_needs_stays(reduce: Callable[..., tuple[Case, Reduction]]) -> None:
     def rule(case: Case) -> bool:
         moe = case.recipe.model.moe
         return case.layout.tp == 2 and moe is not None and moe.top_k == 3
@@ -101,7 +116,7 @@ def test_a_section_that_the_failure_needs_stays(reduce: Callable[[Rule], tuple[C
 
 
 def test_a_failure_that_needs_everything_leaves_the_case(
-    reduce: Callable[[Rule], tuple[Case, Reduction]],
+    reduce: Callable[..., tuple[Case, Reduction]],
 ) -> None:
     smallest, reduction = reduce(lambda case: False)
     assert not reduction.values

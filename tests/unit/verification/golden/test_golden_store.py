@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,14 @@ def test_what_a_killed_process_has_left_is_swept(tmp_path: Path, weight: Tensor)
         writer.observe(0, "gradient", "w", weight, Region.whole(SHAPE))
         writer.finish({}, {})
     assert sorted(path.name for path in (tmp_path / "g").iterdir()) == ["golden.json", "step0.safetensors"]
+
+
+def test_a_reader_waits_for_a_golden_that_is_replaced(tmp_path: Path, weight: Tensor) -> None:
+    golden, away = store(tmp_path / "golden", weight), tmp_path / "away"
+    golden.folder.rename(away)
+    timer = threading.Timer(0.3, lambda: away.rename(golden.folder))
+    timer.start()
+    found = golden.read(0, "gradient", "w", Region.whole(SHAPE))
+    timer.join()
+    assert found is not None
+    assert torch.equal(found, weight)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moeverify.errors import MOST_TEXT, cut_text
 from moeverify.train.target import describe_error
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.launch import failure_reporter
+from moeverify.verification.launch.evidence import Death, collect_reports
 
 
 class Silent(Exception):
@@ -47,6 +49,33 @@ def test_a_huge_message_is_cut_with_a_note_and_keeps_its_frames(reporter: Any) -
     assert report.stack.count('raise KeyError("K"') == report.stack.count('raise RuntimeError("H"') == 1
     assert report.end.error.startswith("RuntimeError: HHH")
     assert len(message) < 2 * MOST_TEXT
+
+
+def test_an_error_in_a_triton_kernel_without_a_gpu_says_that_it_needs_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "triton" / "driver.py"
+    code = compile("raise RuntimeError('0 active drivers ([])')", str(file), "exec")
+    for has_gpu, said in ((False, "Triton kernels need a GPU"), (True, "0 active drivers ([])")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        with pytest.raises(RuntimeError) as caught:
+            exec(code)
+        assert said in describe_error(caught.value)
+    assert describe_error(caught.value).endswith("0 active drivers ([])")
+
+
+def test_an_error_that_points_to_what_stands_above_it_brings_the_end_of_stderr(
+    reporter: Any, tmp_path: Path
+) -> None:
+    for rank, text in ((0, "see the above report"), (1, "no such key")):
+        report = reporter.describe_error(RuntimeError(text)).model_copy(update={"rank": rank})
+        (tmp_path / f"rank-{rank}.json").write_text(report.model_dump_json())
+        (tmp_path / f"rank-{rank}.err").write_text("".join(f"line {number}\n" for number in range(40)))
+    reports = collect_reports(tmp_path, tmp_path, [0, 1], Death()).reports
+    assert reports[0].stack.endswith(
+        "The end of its stderr:\n" + "\n".join(f"line {n}" for n in range(28, 40))
+    )
+    assert "stderr" not in reports[1].stack
 
 
 def test_short_texts_are_whole() -> None:

@@ -1,0 +1,26 @@
+"""Lines of source as links to an editor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeverify.report.editor_links import link_lines
+
+
+def test_lines_of_existing_files_are_links_and_texts_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my net").mkdir()
+    file = tmp_path / "my net" / "layers.py"
+    file.write_text("")
+    monkeypatch.chdir(tmp_path)
+    found = link_lines(
+        "layers.py:3 > a <b>, nowhere.py:4, moeverify/errors.py:1", str(file.with_name("case.yaml"))
+    )
+    assert found.count("<a ") == 2
+    assert (
+        f'<a href="vscode://file{tmp_path}/my%20net/layers.py:3">layers.py:3</a> &gt; a &lt;b&gt;, nowhere.py:4'
+        in found
+    )
