@@ -28,7 +28,7 @@ class ProcessState:
         self._functions = [(holder, dict(vars(holder))) for holder in list_holders()]
 
     def find_changes(self) -> list[str]:
-        """Return what differs now, e.g. `torch default dtype`."""
+        """Return the names of the changed settings and functions, e.g. `torch default dtype`."""
         now = _read_settings()
         found = [name for name, value in self._settings.items() if now[name] != value]
         for holder, name, old in find_changes(self._functions):

@@ -56,8 +56,10 @@ def test_events_tell_the_launch_and_each_job(run: dict[str, Any]) -> None:
     ]
 
 
-def test_a_job_that_retires_its_ranks_is_the_last_one_of_its_launch(programs: Path, tmp_path: Path) -> None:
-    """Rank 0 has no part in the wish of rank 1, and rank 2 none in the job."""
+def test_a_job_that_retires_its_ranks_ends_its_launch_and_what_they_forked(
+    programs: Path, remains: Any, tmp_path: Path
+) -> None:
+    """Rank 1 alone asks for it. Its child has a session of its own and ignores SIGTERM."""
     sizes, events = [2, 3, 1], list[LaunchEvent]()
     jobs = [
         Job(name=f"{index}", num_ranks=size, payload={"retires": 1} if index < 2 else {})
@@ -70,6 +72,7 @@ def test_a_job_that_retires_its_ranks_is_the_last_one_of_its_launch(programs: Pa
         ("done", 3),
     ]
     assert "lost" not in [event.kind for event in events]
+    assert remains.list_processes(tmp_path) == []
 
 
 def test_output_of_ranks_is_in_their_logs(run: dict[str, Any]) -> None:
