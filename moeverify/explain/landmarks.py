@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch import Tensor
+
 from moeverify.explain.align import Alignment
+from moeverify.explain.content import TOLERANCE
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Program
+from moeverify.explain.relate import Reference
 
 EndName = tuple[str, bool, int]
 """(module, whether it is a gradient, index among several tensors)."""
@@ -51,7 +55,18 @@ class Landmarks:
         known = alignment.find(at)
         if known is None or known.ids is None:
             return False
-        return any(self._one.holds(value, known.ids) for value in self.list_right(at))
+        ends = self.list_right(at)
+        if any(self._one.holds(value, known.ids) for value in ends):
+            return True
+        # Equal elements may belong to several values, such as rows of one table.
+        mine = alignment.data(at)
+        return mine is not None and not known.over and any(self._has_part(value, mine) for value in ends)
+
+    def _has_part(self, value: int, mine: Tensor) -> bool:
+        """Return whether a tensor is a part of a single-device value, or has rows of it."""
+        data = self._one.data(value)
+        relation = None if data is None else Reference(data, TOLERANCE).relate(mine)
+        return relation is not None and relation.error <= TOLERANCE and relation.factor == 1.0
 
     def find_first_wrong(self, alignment: Alignment, targets: Sequence[At]) -> list[At]:
         """Return the first wrong ends that the targets depend on, at most one per rank."""
