@@ -36,6 +36,7 @@ VARIABLE = "MOEVERIFY_SIGNALS_TRIAL"
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 END = {signal.SIGKILL: {-9}, signal.SIGINT: {130, -2}, signal.SIGTERM: {143, -15}}
 PATIENCE = 90.0  # seconds until a command, and all of its processes, must have ended
+LOCKS = 5.0  # seconds until the kernel has released the locks of killed processes
 PRINTED = re.compile(
     r"^\[\d+/\d+\] (?:pass|mismatch|undecided|error)\s+(.+?)  ", re.IGNORECASE | re.MULTILINE
 )
@@ -189,14 +190,22 @@ def find_remains(trial: Trial, folder: Path) -> list[str]:
     """Return the temporary and partial files that a trial left behind."""
     scratch = folder / "tmp"
     if trial.signal == "SIGKILL" and not trial.ended:
+        # A process that ends gives up its environment before its locks.
+        end = time.monotonic() + LOCKS
+        while list((folder / "cache").glob("*.partial")) and time.monotonic() < end:
+            remove_abandoned((folder / "cache").glob("*.partial"))
+            time.sleep(0.1)
         remove_abandoned(path.parent for path in scratch.glob(f"*/{LOCK}"))
-        remove_abandoned((folder / "cache").glob("*.partial"))
     names = [
         path.name
         for path in scratch.iterdir()
         if not path.name.startswith(("torchinductor_", "torchelastic_"))
     ]
-    names += [path.name for path in folder.rglob("*.partial")]
+    names += [
+        path.name
+        for path in folder.rglob("*.partial")
+        if trial.signal != "SIGKILL" or "saved" not in path.name
+    ]
     return [f"files left: {names}"] if names else []
 
 
@@ -236,6 +245,8 @@ def run_trial(trial: Trial, out: Path) -> Trial:
             trial.seconds_to_end = round(time.monotonic() - (started if trial.ended else at), 1)
         bad.append(wait_for_no_process(mark))
         text = (folder / "said").read_text(errors="replace")
+        if not trial.ended and "KeyboardInterrupt" in text and "moeverify/cli" not in text:
+            return trial  # before the first line of moeverify ran
         if "fault of moeverify" in text or ("Traceback" in text and trial.command != "watch"):
             bad.append("traceback")
         ends = END[signal.Signals[trial.signal]] | {

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from moeverify.input_file import LONGEST_NAME
+from moeverify.report.sanitize import MOST_TEXT, clean, elide
 
 _MOST_NUMBER = 1e12  # seconds, bytes or factors; products of two of them are finite
 _MOST_INTEGER = (1 << 63) - 1
@@ -23,9 +24,16 @@ class BoundedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, and refuse a value beyond the limits as bad usage.
 
-        Raises: typer.BadParameter.
+        Raises: typer.BadParameter, or another usage error of click.
         """
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except Exception as error:
+            if isinstance(
+                text := getattr(error, "message", None), str
+            ):  # a usage error, which repeats the value
+                error.message = elide(clean(text), MOST_TEXT)  # type: ignore[attr-defined]
+            raise
         for param in self.params:
             problem = find_problem(ctx.params.get(param.name))
             if problem:

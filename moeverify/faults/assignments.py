@@ -11,7 +11,7 @@ from typing import Any
 Holder = ModuleType | type
 Change = tuple[Holder, str, Any]
 
-_ABSENT: Any = object()
+ABSENT: Any = object()
 
 
 @contextmanager
@@ -22,23 +22,23 @@ def assignments_undone(function: Callable[[], object]) -> Iterator[None]:
     compared before and after the call (0.1 s with torch loaded). Only assignments during the call are
     undone, not later ones by training.
     """
-    before = [(holder, dict(vars(holder))) for holder in _list_holders()]
+    before = [(holder, dict(vars(holder))) for holder in list_holders()]
     changes: list[Change] = []
     try:
         try:
             function()
         finally:
-            changes += _find_changes(before)
+            changes += find_changes(before)
         yield
     finally:
         for holder, name, value in changes:
-            if value is _ABSENT:
+            if value is ABSENT:
                 delattr(holder, name)
             else:
                 setattr(holder, name, value)
 
 
-def _list_holders() -> Iterator[Holder]:
+def list_holders() -> Iterator[Holder]:
     """Yield every loaded module, and every class in the module that defines it."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
@@ -49,11 +49,11 @@ def _list_holders() -> Iterator[Holder]:
                     yield value
 
 
-def _find_changes(before: list[tuple[Holder, dict[str, Any]]]) -> Iterator[Change]:
+def find_changes(before: list[tuple[Holder, dict[str, Any]]]) -> Iterator[Change]:
     for holder, attributes in before:
         now = dict(vars(holder))
         for name in attributes.keys() | now.keys():
-            old, new = attributes.get(name, _ABSENT), now.get(name, _ABSENT)
+            old, new = attributes.get(name, ABSENT), now.get(name, ABSENT)
             if old is not new and _is_assignment(holder, new):
                 yield holder, name, old
 

@@ -10,9 +10,7 @@ from rich.text import Text
 from moeverify.errors import MOST_PROBLEMS, CaseError, MoeverifyError, Problem
 from moeverify.report.console import print_lines
 from moeverify.report.numbers import format_count
-from moeverify.report.sanitize import clean, elide
-
-_MOST_TEXT = 600
+from moeverify.report.sanitize import MOST_TEXT, clean, elide
 
 
 def render_error(error: MoeverifyError, console: Console) -> None:
@@ -51,4 +49,4 @@ def _render_problem(problem: Problem, console: Console) -> None:
 
 def _shorten(text: str) -> str:
     """Return a text of the user for a message, without its middle if it is very long."""
-    return elide(clean(text), _MOST_TEXT)
+    return elide(clean(text), MOST_TEXT)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 
-# Terminal escape sequences (cursor, colours), and characters that XML 1.0 forbids.
+# Terminal escape sequences (cursor, colours); characters that XML 1.0 forbids, and those that reverse text.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_FORBIDDEN = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+MOST_TEXT = 600
+"""Characters of one message of an error."""
 
 
 def clean(text: str) -> str:

@@ -45,8 +45,9 @@ def test_a_value_within_the_limits_is_fine(value: Any) -> None:
         (("check", "CASE", "-k", "(" * 5000), "more than 50 `(`"),
         (("check", "CASE", "-k", "not " * 5000), "expected a word, got the end"),
         (("faults", "list", "-k", "(" * 5000), "more than 50 `(`"),
+        (("run", "CASE", "--device", "\x9b" * 5000), "is not one of"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_a_bad_argument_is_bad_usage(
     invoke: Any, case_file: Path, words: tuple[str, ...], message: str
@@ -55,6 +56,7 @@ def test_a_bad_argument_is_bad_usage(
     assert done.exit_code == 2, done.output
     assert message in done.stderr
     assert len(done.stderr) < 2000
+    assert "\x9b" not in done.stderr
 
 
 def test_a_long_pattern_selects(invoke: Any, case_file: Path) -> None:

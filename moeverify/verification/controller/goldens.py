@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeverify.abandoned import remove_abandoned
@@ -119,6 +119,10 @@ class GoldenSet:
         if len(limits) < len(asked.orders):
             timeout = max(timeout, GOLDEN_TIMEOUT)
         return make_job(GOLDENS, num_ranks, timeout, asked)
+
+    def split(self) -> list[GoldenSet]:
+        """Return a set for each golden."""
+        return [replace(self, orders={folder: order}) for folder, order in self.orders.items()]
 
     def is_sketch(self, name: str) -> bool:
         """Return whether the golden of a case has sketches."""

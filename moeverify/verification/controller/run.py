@@ -182,10 +182,27 @@ class CaseRun:
                 yield self._end(task, self._make_case_result(task, "skipped", reason))
         if not self._runnable:
             return
-        goldens = Task[CaseResult | None](self._goldens.job(self._count_golden_ranks()), self._take_goldens)
-        tasks = [goldens, *(Task(self._make_job(task), self._make_judge(task)) for task in self._runnable)]
+        yield from self._run(self._goldens, folder)
+        if self._may_retry:
+            # The function of one recipe may have ended the ranks of all goldens.
+            for number, alone in enumerate(self._goldens.split()):
+                self._golden_failure = ""
+                yield from self._run(alone, folder / f"golden-{number}")
+
+    @property
+    def _may_retry(self) -> bool:
+        """Return whether the goldens failed together, and each can be made in ranks of its own."""
+        return bool(self._golden_failure) and len(self._goldens.orders) > 1 and external_world() is None
+
+    def _run(self, goldens: GoldenSet, folder: Path) -> Generator[CaseResult]:
+        """Make these goldens, run the tasks that need them, and yield each result when it is known."""
+        own = [task for task in self._runnable if self._goldens.folders[task.case.name] in goldens.orders]
+        first = Task[CaseResult | None](
+            goldens.job(self._count_golden_ranks(goldens)),
+            lambda outcome: self._take_goldens(goldens, outcome),
+        )
         judged = run_tasks(
-            tasks,
+            [first, *(Task(self._make_job(task), self._make_judge(task)) for task in own)],
             entry=WORKER,
             folder=folder,
             device=self._machine.device,
@@ -197,6 +214,8 @@ class CaseRun:
             for result in judged:
                 if result is not None:
                     yield result
+                elif goldens is self._goldens and self._may_retry:
+                    return
 
     def make_result(self, started: str, seconds: float) -> RunResult | None:
         """Return the verdicts of all tasks in order, or None on ranks other than 0 of an external launch."""
@@ -227,11 +246,11 @@ class CaseRun:
         of_needed: Obstacle | None = self._obstacles.get(task.needs)
         return "" if of_needed is None else describe_dependent_obstacle(task.labels["saved_by"], of_needed)
 
-    def _count_golden_ranks(self) -> int:
+    def _count_golden_ranks(self, goldens: GoldenSet) -> int:
         """Return the number of ranks that compute goldens in parallel, at most as many as the cases need."""
         widest = max(task.case.layout.world_size for task in self._runnable)
         most = 2 if self._machine.device == "cpu" else widest
-        return max(1, min(widest, len(self._goldens.orders), most))
+        return max(1, min(widest, len(goldens.orders), most))
 
     def _make_job(self, task: CaseTask) -> Job:
         case, folder = task.case, self.options.folder
@@ -248,13 +267,13 @@ class CaseRun:
         timeout = self.options.timeout if self.options.timeout is not None else case.checks.timeout
         return make_job(case.name, case.layout.world_size, timeout, asked)
 
-    def _take_goldens(self, outcome: JobOutcome) -> None:
+    def _take_goldens(self, goldens: GoldenSet, outcome: JobOutcome) -> None:
         answer = read_outcome(outcome, GoldenResult)
         if answer is None or isinstance(answer, Refusal):
             self._golden_failure = describe_failure(outcome.failure)
             self._golden_reports = outcome.rank_reports
             return
-        for folder, found in zip(self._goldens.orders, answer.goldens, strict=True):
+        for folder, found in zip(goldens.orders, answer.goldens, strict=True):
             self._states[folder] = self._goldens.examine(folder, found, answer.device_class)
 
     def _make_judge(self, task: CaseTask) -> Callable[[JobOutcome], CaseResult | None]:

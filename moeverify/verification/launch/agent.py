@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeverify.verification.launch.die_with_parent import die_with
+from moeverify.verification.launch.die_with_parent import adopt_orphans, die_with, end_descendants
 from moeverify.verification.launch.plan import Plan, write_atomically
 from moeverify.verification.launch.world import set_interpreter
 
@@ -75,7 +75,9 @@ def adopt(plan: Plan, file: int) -> None:
 def run_agent(plan_path: Path) -> None:
     """Run the ranks of a plan, wait for them, and exit. Requires a process that is already set up."""
     plan = Plan.read(plan_path)
+    adopt_orphans()
     end = _launch(plan, plan_path)
+    end_descendants()  # what functions of users have forked
     if end:
         write_atomically(plan.launch_folder / "launch.json", json.dumps(end))
     # Skip the interpreter teardown: after `import torch` it takes a third of a second and has no effect.

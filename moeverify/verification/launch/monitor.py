@@ -17,7 +17,7 @@ from moeverify.results.failure import Cause, JobFailure, Phase, ProcessState
 from moeverify.results.run import RankReport
 from moeverify.verification.launch.clock import ActiveClock, ProcessTree
 from moeverify.verification.launch.evidence import Death, collect_reports, read_death, read_frozen, read_tail
-from moeverify.verification.launch.plan import CLOCK_FILE, Job, JobOutcome, LaunchEvent, Plan
+from moeverify.verification.launch.plan import CLOCK_FILE, USED_UP_FILE, Job, JobOutcome, LaunchEvent, Plan
 from moeverify.verification.launch.stack import find_place
 
 _POLL = 0.01
@@ -120,6 +120,9 @@ class LaunchMonitor:
                 )
                 yield outcome
                 if outcome.state != "done":
+                    break
+                if (self._plan.launch_folder / USED_UP_FILE).exists():
+                    self._await_end()
                     break
             else:
                 self._await_end()

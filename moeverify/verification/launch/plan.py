@@ -13,6 +13,9 @@ from moeverify.results.failure import JobFailure
 from moeverify.results.record import Record
 from moeverify.results.run import RankReport
 
+USED_UP_FILE = "used-up"
+"""File in the folder of a launch whose ranks run no further job, since the last one changed their process."""
+
 CLOCK_FILE = "clock"
 """File in the folder of a launch with the time that its limits count; see `moeverify.verification.launch.clock`."""
 

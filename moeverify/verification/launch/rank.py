@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.launch.clock import PublishedClock
-from moeverify.verification.launch.plan import CLOCK_FILE, Job, Plan, write_atomically
+from moeverify.verification.launch.plan import CLOCK_FILE, USED_UP_FILE, Job, Plan, write_atomically
 from moeverify.verification.launch.runner import JobRunner, RankContext, RunJob, collect_less
 
 __all__ = ["RankContext", "RunJob", "serve"]
@@ -24,6 +24,7 @@ __all__ = ["RankContext", "RunJob", "serve"]
 _EXIT_RAISED = 1
 _EXIT_HUNG = 3
 _PEER_GRACE = 5.0
+_LAST = "last"
 _NO_LIMIT = timedelta(days=365)
 
 
@@ -33,7 +34,7 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
     `run_job` is called on the ranks below the job's `num_ranks`, after the default process group is
     created. The dict (JSON data) that rank 0 returns is the result of the job. A rank whose job raises or
     times out writes its report and exits with status 1 or 3. That ends the launch, and the controller
-    continues with a new one.
+    continues with a new one, as it does when a job retires its ranks.
     """
     plan = Plan.read(Path(plan_path))
     store, rank, _ = next(rendezvous("env://"))
@@ -58,6 +59,8 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
             if rank >= job.num_ranks:
                 # No timeout is needed here: if the job fails, the launch ends.
                 store.wait([done], _NO_LIMIT)
+                if store.get(done).decode() == _LAST:
+                    break
                 continue
             runner.await_ranks(job.num_ranks, math.inf)  # The controller enforces the limit.
             folder = plan.job_folder(position)
@@ -65,11 +68,15 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
             result = runner.run(position, job, folder, run_job)
             if rank == 0:
                 content = {"result": result, "seconds": time.monotonic() - reporter.began}
+                if runner.is_used_up:
+                    (plan.launch_folder / USED_UP_FILE).touch()
                 write_atomically(folder / "result.json", json.dumps(content))
-                store.set(done, "1")
+                store.set(done, _LAST if runner.is_used_up else "1")
             else:
                 # The next job may end this launch, so wait until this result is on disk.
                 store.wait([done], _NO_LIMIT)
+            if runner.is_used_up:
+                break
         runner.close()
 
 

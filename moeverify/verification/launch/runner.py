@@ -50,7 +50,8 @@ class RankContext:
     `store` and `folder` belong to the job. `trace` holds the collectives of this rank since the start of
     the job. `report(text)` on rank 0 sends a `report` event to the controller; on other ranks it has no
     effect. `admit(meshes)` is for jobs with `keeps_meshes`; see `MeshCaches`. `extend()` adds the `grace`
-    of the job to the time of this rank. `clock` returns the time that limits count; see `ActiveClock`.
+    of the job to the time of this rank. `retire()` makes this job the last one of the launch, if a new launch
+    can follow. `clock` returns the time that limits count; see `ActiveClock`.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class RankContext:
     report: Callable[[str], None]
     admit: Callable[[Iterable[DeviceMesh]], None]
     extend: Callable[[], None] = lambda: None
+    retire: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.monotonic
 
 
@@ -97,6 +99,7 @@ class JobRunner:
     ) -> None:
         self.clock = clock
         self.rank = rank
+        self.is_used_up = False  # a rank of the last job asked to retire
         self._store = store
         self._local_rank = local_rank
         self._wanted = backend
@@ -192,6 +195,7 @@ class JobRunner:
                 report=self._make_report(folder),
                 admit=self._caches.admit,
                 extend=lambda: self._extend(job),
+                retire=lambda: store.set("used up", "1"),
                 clock=self.clock,
             )
             result = run_job(context, job)
@@ -200,6 +204,7 @@ class JobRunner:
             if store.add("finished", 1) == job.num_ranks:
                 store.set("all", "1")
             store.wait(["all"], _GROUP_LIMIT)
+            self.is_used_up = store.check(["used up"])
             has_failed = False
             return result
         except BaseException as error:

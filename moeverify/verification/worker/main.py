@@ -6,12 +6,13 @@ The launcher runs `python -m moeverify.verification.worker.main PLAN` in every r
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from moeverify.cases.schema import Case, Recipe
 from moeverify.errors import CaseError
 from moeverify.explain.fitting.order import leaving_out
 from moeverify.faults.injection import check_fault
@@ -31,6 +32,7 @@ from moeverify.verification.jobs import (
     LoadJob,
     PlanJob,
     PlanResult,
+    RankJob,
     RankResult,
     Refusal,
     RouteAnswer,
@@ -45,20 +47,29 @@ from moeverify.verification.launch.runner import RankContext
 from moeverify.verification.launch.single_rank_world import single_rank_world
 from moeverify.verification.worker.debug import debug_case
 from moeverify.verification.worker.golden import find_damage, find_folder, make_goldens, read_error
+from moeverify.verification.worker.leftovers import ProcessState
 from moeverify.verification.worker.reshard import load_case, save_case
 from moeverify.verification.worker.route import follow_case
 from moeverify.verification.worker.verify import verify_case
 
 PACKAGE = Path(__file__).parents[2]
+OWN = f"{PACKAGE.name}."
 
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     """Run one job on this rank; rank 0 returns its result, see `moeverify.verification.jobs`."""
-    return write_result(_run(context, job))
-
-
-def _run(context: RankContext, job: Job) -> RankResult | None:
     asked = read_job(job.payload)
+    cases = [asked.case] if isinstance(asked, CaseJob | BenchJob | RouteJob) else []
+    recipes = [order.recipe for order in asked.orders] if isinstance(asked, GoldenJob) else []
+    targets = [target for target, _ in _list_targets(cases, recipes)]
+    state = None if all(target.startswith(OWN) for target in targets) else ProcessState()
+    result = write_result(_run(context, asked, state))
+    if state is not None and state.find_changes():
+        context.retire()
+    return result
+
+
+def _run(context: RankContext, asked: RankJob, state: ProcessState | None) -> RankResult | None:
     if isinstance(asked, GoldenJob):
         return make_goldens(context, asked)
     if isinstance(asked, PlanJob):
@@ -69,16 +80,18 @@ def _run(context: RankContext, job: Job) -> RankResult | None:
     if isinstance(asked, RouteJob):
         return _follow(context, asked)
     assert isinstance(asked, CaseJob)
-    return _run_case(context, asked)
+    return _run_case(context, asked, state)
 
 
-def _run_case(context: RankContext, job: CaseJob) -> RankResult | None:
+def _run_case(context: RankContext, job: CaseJob, state: ProcessState | None) -> RankResult | None:
     with import_path(job.search_path), leaving_out(job.without):
         problems: list[str] = [""] * context.world_size
         dist.all_gather_object(problems, _prepare(context, job))
         problem = next(filter(None, problems), "")
         if problem:  # every rank returns, so that none waits for another
             return Refusal(error=problem)
+        if state is not None:
+            state.note_functions()
         case, fault = job.case, job.fault
         golden = StoredGolden(find_folder(job.golden, context.device))
         if isinstance(job, SaveJob):
@@ -156,7 +169,7 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
             with single_rank_world(context.device):
                 also = job.case.checks.also
                 make_golden(job.case.recipe, folder, context.device, also=also, sketch=job.sketch)
-        for target, path in _list_targets(job):
+        for target, path in _list_targets([job.case]):
             resolve(target, path)
         if job.fault is not None:
             check_fault(job.fault)
@@ -165,11 +178,13 @@ def _prepare(context: RankContext, job: CaseJob) -> str:
     return ""
 
 
-def _list_targets(job: CaseJob) -> Iterator[tuple[str, str]]:
-    """Yield the import targets of a case's functions, each with the path of its field."""
-    yield from ((target, path) for path, target in job.case.recipe.functions.items())
-    if job.case.layout.parallelize is not None:
-        yield job.case.layout.parallelize, "layout.parallelize"
+def _list_targets(cases: Sequence[Case], recipes: Sequence[Recipe] = ()) -> Iterator[tuple[str, str]]:
+    """Yield the import targets of the functions of cases and recipes, each with the path of its field."""
+    for recipe in (*(case.recipe for case in cases), *recipes):
+        yield from ((target, path) for path, target in recipe.functions.items())
+    for case in cases:
+        if case.layout.parallelize is not None:
+            yield case.layout.parallelize, "layout.parallelize"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from moeverify.report.numbers import excess, format_number, format_range, format
 from moeverify.report.probes import render_probes
 from moeverify.report.problems import render_error
 from moeverify.report.progress import LineProgress, LiveProgress, Progress, open_progress, show_work
-from moeverify.report.sanitize import elide
+from moeverify.report.sanitize import clean, elide
 from moeverify.results.golden import GoldenRow, GoldenState
 from moeverify.results.probe import ProbeRow
 from moeverify.results.run import Event
@@ -84,6 +84,10 @@ def test_format_seconds() -> None:
         "2 min 05 s",
         "1 h 02 min",
     ]
+
+
+def test_clean_leaves_no_character_that_changes_the_terminal_or_the_order_of_text() -> None:
+    assert clean("\x1b[2Jname\u202e\x9b of\u2066\r\n a\ttensor") == "name of\n a\ttensor"
 
 
 def test_elide_keeps_both_ends() -> None:

@@ -56,6 +56,25 @@ def test_events_tell_the_launch_and_each_job(run: dict[str, Any]) -> None:
     ]
 
 
+def test_a_job_that_retires_its_ranks_ends_its_launch_and_what_they_forked(
+    programs: Path, remains: Any, tmp_path: Path
+) -> None:
+    """Rank 1 alone asks for it. Its child has a session of its own and ignores SIGTERM."""
+    sizes, events = [2, 3, 1], list[LaunchEvent]()
+    jobs = [
+        Job(name=f"{index}", num_ranks=size, payload={"retires": 1} if index < 2 else {})
+        for index, size in enumerate(sizes)
+    ]
+    outcomes = list(run_jobs(jobs, entry=str(programs / "jobs.py"), folder=tmp_path, on_event=events.append))
+    assert [(outcome.state, outcome.launch) for outcome in outcomes] == [
+        ("done", 1),
+        ("done", 2),
+        ("done", 3),
+    ]
+    assert "lost" not in [event.kind for event in events]
+    assert remains.list_processes(tmp_path) == []
+
+
 def test_output_of_ranks_is_in_their_logs(run: dict[str, Any]) -> None:
     logs = [(run["folder"] / "launch-1" / f"rank-{rank}.out").read_text() for rank in range(3)]
     assert [log.splitlines() for log in logs] == [["rank 0 adds"] * 4, ["rank 1 adds"] * 3, ["rank 2 adds"]]

@@ -50,9 +50,12 @@ Answers = Mapping[str, RankResult | JobFailure]
 class Ranks:
     """Ranks with scripted responses; `jobs` are those that they received."""
 
-    def __init__(self, answers: Answers, early: Mapping[str, VerifyResult] | None = None) -> None:
+    def __init__(
+        self, answers: Answers, early: Mapping[str, VerifyResult] | None = None, breaks: str = ""
+    ) -> None:
         self.jobs: list[Job] = []
         self._answers = answers
+        self._breaks = breaks  # a recipe whose function ends the ranks of its golden
         self._early = early or {}
 
     def run(self, jobs: Sequence[Job], *, on_event: Any, **_: Any) -> Iterator[JobOutcome]:
@@ -70,6 +73,8 @@ class Ranks:
                 else PASSED
             )
             answer = self._answers.get(job.name, default)
+            if isinstance(asked, GoldenJob) and self._breaks in [order.recipe.name for order in asked.orders]:
+                answer = FAILURE
             if isinstance(answer, JobFailure):
                 reports = (RankReport.of(1, RAISED),)
                 yield JobOutcome(
@@ -135,6 +140,14 @@ def test_ranks_are_told_how_long_to_explain_and_have_time_for_it(
         assert isinstance(asked, VerifyJob)
         assert (asked.explain_seconds, job.grace) == (seconds, 2 * seconds)
         assert asked.without == ("unmoved",)
+
+
+def test_a_recipe_that_ends_the_ranks_of_all_goldens_fails_alone(run: Any) -> None:
+    results, events, ranks = run({}, breaks="stress-sgd")
+    assert {name: case.verdict for name, case in results.items()} == {"ddp": "error", "fsdp2": "pass"}
+    assert results["ddp"].reason == "the goldens could not be made: rank 1 raised ValueError: no"
+    assert [job.name for job in ranks.jobs] == ["goldens", "goldens", "ddp", "goldens", "fsdp2"]
+    assert [event.case for event in events if event.kind == "case-end"] == ["ddp", "fsdp2"]
 
 
 def test_without_goldens_every_case_is_an_error_with_the_reports_in_words(run: Any) -> None:

@@ -22,6 +22,12 @@ def add(context: RankContext, job: Job) -> dict[str, Any]:
     pids: list[Any] = [None] * context.world_size
     dist.all_gather_object(pids, os.getpid())
     context.report(f"{job.name} added")
+    if context.rank == job.payload.get("retires"):
+        context.retire()
+        if os.fork() == 0:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
     sys.stdout.write(f"rank {context.rank} adds\n")
     return {"total": total.item(), "pids": pids, "threads": torch.get_num_threads()}
 
