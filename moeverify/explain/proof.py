@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.compare import is_right
+from moeverify.explain.compare import TOLERANCE, is_right
 from moeverify.explain.content import says_something
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.describe import list_differences, list_numbers
@@ -209,11 +209,9 @@ class Proof:
         An error slightly above the tolerance must not only fall slightly below it.
         """
         for rank, at in target.values.items():
-            data = state.data(at)
-            if at in state.tainted or data is None or not is_target_right(data, target, rank):
-                return False
+            error = measure_target(state.data(at), target, rank)
             before = measure_target(self._joint.data(at), target, rank)
-            if measure_target(data, target, rank) > _LEFT * before:
+            if at in state.tainted or not error <= min(TOLERANCE, _LEFT * before):
                 return False
         return True
 
