@@ -42,7 +42,10 @@ Pattern = str | EllipsisType
 
 @functools.cache
 def run(line: str, folder: Path = ROOT) -> str:
-    """Return the output of a command line in a log. In it `runs/` is a temporary folder."""
+    """Return the output of a command line in a log, or its error. In it `runs/` is a temporary folder.
+
+    Progress goes to stderr and depends on the time that a command takes.
+    """
     words = shlex.split(line.replace("runs/", f"{scratch()}/"))
     own = [*PYTHON, "-m", *words]
     variables = {key: value for key, value in os.environ.items() if key not in ("CI", "COLUMNS")}
@@ -50,7 +53,8 @@ def run(line: str, folder: Path = ROOT) -> str:
     variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(own, capture_output=True, text=True, cwd=folder, env=variables, check=False)
     told = (
-        f"{done.stdout}\n{done.stderr}".replace(f"{folder}/", "")
+        (done.stdout or done.stderr)
+        .replace(f"{folder}/", "")
         .replace(str(scratch()), "runs")
         .replace(f"{ROOT}/", "")
     )

@@ -26,9 +26,12 @@ import os, signal
 import torch.distributed as dist
 
 def parallelize(model, mesh):
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
+        store.wait(["rank 0 is in parallelize"])
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.distributed_c10d._get_default_store().wait(["what the lost peer would have set"])
+    store.set("rank 0 is in parallelize", "")
+    store.wait(["what the lost peer would have set"])
 """
 
 

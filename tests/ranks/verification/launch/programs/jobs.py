@@ -32,10 +32,23 @@ def add(context: RankContext, job: Job) -> dict[str, Any]:
     return {"total": total.item(), "pids": pids, "threads": torch.get_num_threads()}
 
 
+def reduce_in_time(context: RankContext) -> None:
+    """Enter an all-reduce and let the rank that misbehaves go on."""
+    work = dist.all_reduce(torch.ones(2, device=context.device), async_op=True)
+    dist.distributed_c10d._get_default_store().set("the peer is in all_reduce", "")
+    work.wait()
+
+
+def let_the_peer_reduce() -> None:
+    """Wait until the peer is in `reduce_in_time`: on a busy machine it may not have entered the job yet."""
+    dist.distributed_c10d._get_default_store().wait(["the peer is in all_reduce"])
+
+
 def fail(context: RankContext, job: Job) -> None:
     if context.rank == job.payload["rank"]:
+        let_the_peer_reduce()
         raise ArithmeticError("the sum does not add up\nand more")
-    dist.all_reduce(torch.ones(2, device=context.device))
+    reduce_in_time(context)
 
 
 def fail_among_sleepers(context: RankContext, job: Job) -> None:
@@ -67,8 +80,9 @@ def return_a_tensor(context: RankContext, job: Job) -> dict[str, Any]:
 def die(context: RankContext, job: Job) -> None:
     dist.all_reduce(torch.ones(3, device=context.device))
     if context.rank == job.payload["rank"]:
+        let_the_peer_reduce()
         os.kill(os.getpid(), getattr(signal, job.payload["signal"]))
-    dist.all_reduce(torch.ones(2, device=context.device))
+    reduce_in_time(context)
 
 
 def crash(context: RankContext, job: Job) -> None:
