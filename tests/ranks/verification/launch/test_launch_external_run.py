@@ -54,7 +54,18 @@ def lost(tmp_path_factory: pytest.TempPathFactory, python: ForkedPython) -> Lost
     (folder / "dying.py").write_text(DYING)
     outputs = ["--json", "run.json", "--junit", "run.xml", "--html", "run.html", "--keep", "kept.jsonl"]
     cases = ["a-first.yaml", "b-dies.yaml", "c-last.yaml"]
-    command = [*python.torchrun(2, "--standalone"), "-m", "moeverify", "run", *cases, *outputs, "--cache", "cache", "--device", "cpu"]
+    command = [
+        *python.torchrun(2, "--standalone"),
+        "-m",
+        "moeverify",
+        "run",
+        *cases,
+        *outputs,
+        "--cache",
+        "cache",
+        "--device",
+        "cpu",
+    ]
     path = [str(Path(moeverify.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     ended = subprocess.run(
         command,
