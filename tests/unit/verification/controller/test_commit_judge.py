@@ -74,5 +74,6 @@ def test_verdicts_are_kept_by_content(case: CommitCase, tmp_path: Path) -> None:
     assert case.make_key("another tree", cache) != key
     case.file.write_text(CASE + "# changed\n")
     assert case.make_key("tree", cache) != key
-    cache.path.write_text("{")
-    assert cache.read(key) is None
+    for damaged in (cache.path.read_text().replace('"pass"', '"mismatch"'), '{"%s": {"verdict": "pass"}}' % key, "{"):
+        cache.path.write_text(damaged)
+        assert cache.read(key) is None
