@@ -71,7 +71,7 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
 
 
 def _forget_compiled() -> None:
-    """Forget what earlier jobs compiled: torch counts it as compiled again, and has a limit per function."""
+    """Forget the compiled code of earlier jobs: it counts toward the recompilation limit of a function."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
