@@ -58,13 +58,18 @@ def causal_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         return attend(q, k, v, positions, positions)
     num_rows = max(1, MOST_SCORES // row_scores)
     num_queries = min(length, max(1, MOST_SCORES // (heads * k.shape[1])))
-    some_rows = zip(*(x.split(num_rows) for x in (q, k, v, positions)), strict=True)
-    return torch.cat([_attend_in_chunks(*chunk, num_queries) for chunk in some_rows])
+    all_rows = (torch.split(x, num_rows) for x in (q, k, v, positions))
+    chunks = [
+        _attend_in_chunks(*some_rows, num_queries=num_queries) for some_rows in zip(*all_rows, strict=True)
+    ]
+    return torch.cat(chunks)
 
 
-def _attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, num_queries: int) -> Tensor:
+def _attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, num_queries: int) -> Tensor:
     """Return `attend` computed for a number of queries at a time, without keeping scores."""
-    some_queries = zip(q.split(num_queries, dim=1), positions.split(num_queries, dim=1), strict=True)
+    some_queries = zip(
+        torch.split(q, num_queries, dim=1), torch.split(positions, num_queries, dim=1), strict=True
+    )
     attend_again = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([attend_again(part, k, v, at, positions) for part, at in some_queries], dim=1)
 

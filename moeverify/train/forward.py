@@ -64,7 +64,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         loss = _entropy_of_tokens(flat, flat_targets)
     else:
         size = max(1, MOST_LOGITS // flat.shape[-1])
-        chunks = zip(flat.split(size), flat_targets.split(size), strict=True)
+        chunks = zip(torch.split(flat, size), torch.split(flat_targets, size), strict=True)
         again = partial(checkpoint, _entropy_of_tokens, use_reentrant=False, preserve_rng_state=False)
         loss = torch.cat([again(*chunk) for chunk in chunks])
     if isinstance(loss, DTensor):

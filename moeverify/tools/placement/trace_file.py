@@ -151,7 +151,7 @@ def read_trace(path: Path, *, last: int | None = None) -> LoadTrace:
         raise CaseError([Problem("there is no such file", str(path), remedy=_REMEDY)]) from None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CaseError([Problem(f"this file cannot be read: {reason}", str(path))]) from None
+        raise CaseError([Problem(f"this file cannot be read: {reason}", str(path), remedy=_REMEDY)]) from None
 
 
 def compare_headers(expected: TraceHeader, actual: TraceHeader, *, file: str) -> Iterator[Problem]:

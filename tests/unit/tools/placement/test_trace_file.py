@@ -127,8 +127,9 @@ def test_a_trace_without_steps_or_without_a_file_is_said(tmp_path: Path) -> None
     write(path, {})
     with pytest.raises(CaseError, match="holds no step"):
         read_trace(path)
-    with pytest.raises(CaseError, match="save it again"):
+    with pytest.raises(CaseError, match="a folder, and no regular file") as raised:
         read_trace(tmp_path)
+    assert raised.value.problems[0].remedy.startswith("write one with TraceWriter")
 
 
 def test_a_trace_of_another_model_is_not_continued(tmp_path: Path) -> None:
