@@ -8,10 +8,8 @@ from moeverify.results.cause import Cause
 from moeverify.results.factor import Factor, Product
 from moeverify.results.operation import (
     Altered,
-    Carried,
     Misplaced,
     NormOfSlices,
-    Offset,
     Operation,
     OwnValues,
     Rounded,
@@ -79,8 +77,6 @@ class Explanation(Record):
         """
         if isinstance(self.operation, Unreduced | Misplaced | NormOfSlices):
             return self.operation.axes
-        if isinstance(self.operation, Offset):
-            return self.operation.products
         return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
 
     @property
@@ -94,13 +90,11 @@ class Explanation(Record):
         """
         operation = self.operation
         if isinstance(operation, Altered):
-            return operation.tokens is not None or self.cause is Cause.NONDETERMINISM
+            return self.cause is Cause.NONDETERMINISM
         if isinstance(operation, OwnValues | OffUpstream):
             return False
         if isinstance(operation, Rounded):
             return operation.is_representable
-        if isinstance(operation, Carried) and operation.factor is not None:
-            return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):
             return bool(operation.ranks or operation.loss_scale) or any(
                 each.part != WHOLE or each.factor.equals for each in operation.contributions
@@ -120,11 +114,6 @@ class Explanation(Record):
         elif isinstance(operation, Misplaced | NormOfSlices):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})
-        elif isinstance(operation, Carried) and operation.factor is not None:
-            operation = operation.model_copy(update={"factor": narrow(operation.factor)})
-        elif isinstance(operation, Offset):
-            products = tuple(each for each in operation.products if each in left)
-            operation = operation.model_copy(update={"products": products})
         elif isinstance(operation, Scaled):
             kept = tuple(
                 each.model_copy(update={"factor": narrow(each.factor)}) for each in operation.contributions
@@ -139,8 +128,6 @@ class Explanation(Record):
         """Return the measured factors."""
         if isinstance(self.operation, Unreduced):
             return (self.operation.factor,)
-        if isinstance(self.operation, Carried):
-            return () if self.operation.factor is None else (self.operation.factor,)
         if isinstance(self.operation, Scaled):
             extra = (self.operation.means_factor,) if self.operation.means_factor is not None else ()
             return (*(each.factor for each in self.operation.contributions), *extra)

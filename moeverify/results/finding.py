@@ -13,7 +13,6 @@ from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
 from moeverify.results.facts import CheckFacts, Facts, names_operation
 from moeverify.results.observation import DiagnosisFailed, NoValues, Observation
-from moeverify.results.parameter_part import ParameterPart
 from moeverify.results.place import CallSite, Place
 from moeverify.results.record import Record
 from moeverify.results.step_facts import RecomputedFacts
@@ -133,8 +132,8 @@ class Finding(Record):
 
     `explanation` is the result of the diagnosis, and `code` the name of its cause
     (`moeverify.results.cause`). `rivals` explain the numbers too. `observations` are the measurements.
-    `unexplained` lists the tensors that this finding represents if no hypothesis explains them. `part`
-    describes the affected part of all parameters. `facts` are additional results of the check.
+    `unexplained` lists the tensors that this finding represents if no hypothesis explains them. `facts`
+    are additional results of the check.
 
     `follows` names the tensor whose finding also explains this one. Only findings that follow from no other
     have `trials` and `place`; ambiguous ones have a `follow_up`. `wider` has the results of wider
@@ -171,7 +170,6 @@ class Finding(Record):
     rivals: tuple[Explanation, ...] = ()
     unexplained: tuple[str, ...] = ()
     observations: tuple[Observation, ...] = ()
-    part: ParameterPart | None = None
     place: Place | None = None
     sites: tuple[CallSite, ...] = ()
     trials: tuple[Trial, ...] = ()

@@ -52,7 +52,7 @@ def _comes_of(cause: DiagnosedCause, module: DiagnosedCause) -> bool:
         return False
     operation, done = explanation.operation, other.operation
     if isinstance(operation, Unreduced) and isinstance(done, Unreduced):
-        return operation.block is None and not set(operation.axes).isdisjoint(done.axes)
+        return not set(operation.axes).isdisjoint(done.axes)
     if not isinstance(operation, Scaled) or [each.part for each in operation.contributions] != [WHOLE]:
         return False
     return not operation.contributions[0].factor.equals

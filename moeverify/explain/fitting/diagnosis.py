@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from moeverify.explain.fitting.affected import name_parts
 from moeverify.explain.fitting.causes_first import put_cuts_first, put_modules_first
 from moeverify.explain.fitting.data_first import ORIGINS, follow, put_data_first
 from moeverify.explain.fitting.engine import DiagnosedCause, Log, complete_log, explain_tensors
-from moeverify.explain.fitting.families import family_of, split_moment
+from moeverify.explain.fitting.families import family_of
 from moeverify.explain.fitting.first_divergence import Origin, list_search_trials
-from moeverify.explain.fitting.hypotheses.loss_value import TOTAL
 from moeverify.explain.fitting.hypotheses.step_counter import is_counter
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.misplaced import explain_shapes
@@ -35,7 +33,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
-from moeverify.results.operation import Altered, Carried, OwnValues, Zeroed
+from moeverify.results.operation import Altered, OwnValues, Zeroed
 from moeverify.train.module_taps import BACKWARD, FORWARD
 from moeverify.verification.checks.base import Role
 from moeverify.verification.checks.narrower import name_dtype
@@ -47,6 +45,7 @@ _BY_CALLS = frozenset({CheckName.CLIP, CheckName.OPTIMIZER_STEP})
 """Checks without diagnosis whose findings calls in a wrong order nevertheless explain."""
 
 _ROUTING = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT, Quantity.ROUTING_COUNT)
+TOTAL = "total"  # the sum of the loss terms, without information of its own
 _NORMS = (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 MOST_LOGGED = 20
 """Largest number of origins with a complete log: tests that no cause needs are as expensive as the others."""
@@ -68,8 +67,7 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     Each other finding names the origin that it follows.
     """
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
-    named = name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs)
-    return doubt_causes(named, inputs)
+    return doubt_causes(put_data_first(_put_wrong_ranks_first(found)), inputs)
 
 
 def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -287,32 +285,10 @@ def _explain_optimizer_step(inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     """Return causes in updates and optimizer state, with right gradients."""
     states = inputs.of_quantity(Quantity.OPTIMIZER_STATE)
     counters = [tensor for tensor in states if is_counter(tensor)]
-    moments = [tensor for tensor in states if not is_counter(tensor)]
     if counters:
-        # The update uses the step counter, so a wrong counter is its cause. Moments do not depend on it.
-        causes = explain_tensors(moments, inputs)
-        lost = [cause for cause in causes if _is_carried(cause)]
-        return explain_tensors(counters, inputs) + lost
-    causes = explain_tensors([*inputs.of_quantity(Quantity.UPDATE), *states], inputs)
-    # The update uses the moments of its parameter: it follows if the step began with wrong moments.
-    begun = {
-        split_moment(tensor.name)[0] for cause in causes if _is_carried(cause) for tensor in cause.tensors
-    }
-    left = [cause for cause in causes if cause.explanation is not None]
-    for cause in causes:
-        if cause.explanation is None:
-            others = tuple(
-                each
-                for each in cause.tensors
-                if each.quantity is not Quantity.UPDATE or each.name not in begun
-            )
-            left += [replace(cause, tensors=others)] if others else []
-    return left
-
-
-def _is_carried(cause: DiagnosedCause) -> bool:
-    """Return whether a cause is wrong optimizer state at the start of the step."""
-    return cause.explanation is not None and isinstance(cause.explanation.operation, Carried)
+        # The update uses the step counter, so a wrong counter is its cause.
+        return explain_tensors(counters, inputs)
+    return explain_tensors([*inputs.of_quantity(Quantity.UPDATE), *states], inputs)
 
 
 def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> DiagnosedCause:

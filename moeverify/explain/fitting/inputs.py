@@ -57,13 +57,10 @@ class DiagnosisInputs:
     - `search`: first modules that differ; None if modules were not compared.
     - `earlier(key)`: the golden's values of a tensor at other times, by the name of the time.
     - `issued(module, rank)`: the collectives of a module on a rank.
-    - `num_tokens`: the number of tokens of the batch, with padding.
-    - `stale(origin)`: whether the weights of the step before produce the module's output; None if unknown.
     - `saved`: the saved state, after a load.
     - `regions`: the region of each parameter on each rank.
     - `golden(kind, name, before)`: the golden's value `before` steps earlier.
     - `valid`: bool (B, S), true for tokens that are not padding.
-    - `decays`: by moment name, the factor of its previous value in the optimizer step.
     - `shapes`: by name, (golden shape, shape under the layout) of tensors whose shapes differ.
     - `micro_batches`: by rank, the rows and positions of each micro-batch.
     - `limits`: by check, the relative error that it detects in half of its tensors.
@@ -75,13 +72,10 @@ class DiagnosisInputs:
     earlier: Callable[[Key], Mapping[str, Tensor | None]] = lambda key: {}
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
     components: ComponentSource | None = None
-    num_tokens: int = 0
-    stale: Callable[[Origin], bool | None] = lambda origin: None
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
     golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
     valid: Tensor | None = None
-    decays: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)

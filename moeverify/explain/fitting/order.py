@@ -8,19 +8,15 @@ from contextvars import ContextVar
 
 ORDER = (
     ("reordered",),
-    ("stale_weights", "later_micro_batch"),
     ("not_loaded", "unmoved"),
     ("step_counter",),
-    ("carried_state",),
     (
         "detached",
         "replica_sum",
     ),
     (
         "one_factor",
-        "held_sum",
         "loss_terms",
-        "router_terms",
         "tied_uses",
         "batch_shares",
         "share_terms",
@@ -28,15 +24,9 @@ ORDER = (
     ),
     ("gradient_norm",),
     ("another_layer",),
-    ("previous_value", "permutation", "shifted_read"),
+    ("previous_value", "permutation"),
     ("another_tensor",),
     ("lost_elements",),
-    ("block_sum", "block_factors", "wrong_tokens"),
-    ("block_shares",),
-    ("crossed_sums",),
-    ("scaled_loss",),
-    ("loss_value",),
-    ("repeated_shard", "counted_padding"),
     ("rounding",),
     ("own_values", "altered"),
 )

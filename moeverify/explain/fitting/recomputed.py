@@ -19,7 +19,6 @@ from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import (
     Altered,
-    Carried,
     OwnTokens,
     Scaled,
     Unmoved,
@@ -120,16 +119,12 @@ def merge_with_origins(
     """Return both lists with one cause for each bug that both the golden and a recomputation detected.
 
     If the diagnosis explained an origin, it stays the cause and the recomputed finding follows it.
-    Otherwise, the recomputed finding is the cause. This includes moments that look as if the step began
-    with other state: if they do not follow from the rank's own previous moments, the step itself is wrong.
+    Otherwise, the recomputed finding is the cause.
     """
-    in_step = {finding.step for finding in recomputed if finding.kind == Kind.OPTIMIZER_STATE}
     explained = [
         origin
         for origin in origins
-        if origin.explanation is not None
-        and not (_is_carried(origin) and origin.step in in_step)
-        and not _is_contradicted(origin, recomputed)
+        if origin.explanation is not None and not _is_contradicted(origin, recomputed)
     ]
     known = list(recomputed)
     for number, finding in enumerate(known):
@@ -279,10 +274,6 @@ def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Own
         counts.append(int(inputs.valid[list(rows)][:, list(positions)].sum()))
         weights.append(factor)
     return find_own_tokens(weights, counts, noise=_OWN_NOISE)
-
-
-def _is_carried(origin: Finding) -> bool:
-    return origin.explanation is not None and isinstance(origin.explanation.operation, Carried)
 
 
 def _is_of_same(origin: Finding, finding: Finding) -> bool:

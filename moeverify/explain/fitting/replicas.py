@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.fitting.axes import Groups
-from moeverify.explain.fitting.wrong_tensor import EXACT, RankShard, WrongTensor
+from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.factor import SAME, is_same
 from moeverify.results.trial import Reason
 
@@ -68,33 +68,6 @@ def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int
     if max(factors) - min(factors) > SAME * abs(max(factors)):
         return SumOfReplicas(axis, size, None, Reason.UNEQUAL_MULTIPLES, worst)
     return SumOfReplicas(axis, size, factors[0], None, worst, min(map(len, replicas)) == size)
-
-
-def find_partial_slices(tensor: WrongTensor, groups: Sequence[Sequence[int]], dim: int) -> list[int] | None:
-    """Return the slices along a dim whose replicas add up to the golden, if all other slices are right.
-
-    Return None if the ranks do not hold the whole tensor, a group has fewer than two replicas, or all
-    replicas are equal. Return an empty list if some slice is neither right nor such a sum, or if no slice
-    is right. Slices are compared as (slices, elements of a slice).
-    """
-    partial: set[int] = set()
-    replicas = list(find_replicas(tensor, groups))
-    if not replicas or any(len(members) < 2 for members in replicas):
-        return None
-    if not all(member.region.is_whole for members in replicas for member in members):
-        return None
-    if not any(map(_differ, replicas)):
-        return None
-    wanted = tensor.expected.movedim(dim, 0).reshape(tensor.expected.shape[dim], -1)
-    bound = EXACT * float(wanted.norm(dim=1).max())
-    for members in replicas:
-        found = torch.stack([shard.values().movedim(dim, 0).reshape(wanted.shape) for shard in members])
-        wrong = ((found - wanted).norm(dim=2) > bound).any(dim=0)
-        sums = (found.sum(dim=0) - wanted).norm(dim=1) <= bound
-        if bool((wrong & ~sums).any()):
-            return []
-        partial |= set(torch.nonzero(wrong).flatten().tolist())
-    return sorted(partial) if len(partial) < len(wanted) else []
 
 
 def find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Iterator[list[RankShard]]:

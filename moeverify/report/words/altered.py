@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.report.words.part import name_tokens
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
@@ -25,13 +24,6 @@ def describe_altered(operation: Altered, explanation: Explanation) -> str:
             "changes once a step changed between them"
         )
         return text.format(first=operation.first_micro_batch, **names)
-    if operation.tokens is not None and subject.quantity is Quantity.MODULE_GRADIENT:
-        tokens = name_tokens(operation.tokens)
-        return f"what {names['module']} passes back is wrong at {tokens} alone, and all other tokens match"
-    if operation.tokens is not None:
-        return (
-            f"{names['module']} diverges at {name_tokens(operation.tokens)} alone, and all other tokens match"
-        )
     if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
         return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
     text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]

@@ -7,7 +7,6 @@ from moeverify.report.words.culprit import describe_culprit, describe_culprit_pl
 from moeverify.report.words.data import describe_facts
 from moeverify.report.words.observation import describe_observation, describe_residual
 from moeverify.report.words.operation import describe_operation
-from moeverify.report.words.parameter_part import describe_part
 from moeverify.report.words.place import describe_place
 from moeverify.report.words.trial import name_trial
 from moeverify.report.words.wider import describe_wider
@@ -50,19 +49,13 @@ def describe_cause(finding: Finding) -> str:
             )
         if count and not any(isinstance(seen, NoValues) for seen in finding.observations):
             return f"unknown: no hypothesis explains {which}"
-        told = finding.cause or describe_facts(finding.facts, finding).cause
-        return (
-            f"{told}; {describe_part(finding.part)}"
-            if finding.part is not None and not finding.cause
-            else told
-        )
+        return finding.cause or describe_facts(finding.facts, finding).cause
     number = next((seen for seen in finding.observations if isinstance(seen, ScalarValues)), None)
     is_state = explanation.subject.quantity is Quantity.LOADED and isinstance(explanation.operation, Altered)
     if is_state and number is not None:
         return f"it is {number.actual:.10g}, and {number.expected:.10g} was saved"
     doubts = [describe_observation(seen) for seen in finding.observations if isinstance(seen, RightAlike)]
     sentence = describe_explanation(explanation)
-    sentence += f"; {describe_part(finding.part)}" if finding.part is not None else ""
     # An axis whose other gradients match may equal the factor by coincidence; the sentence mentions that.
     return f"{sentence}; not confirmed, {doubts[0]}" if doubts else sentence
 

@@ -20,32 +20,27 @@ from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_slices,
 )
-from moeverify.report.words.part import name_block, name_part, name_some, of_router
+from moeverify.report.words.part import name_part, name_some
 from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
-    describe_unheld,
 )
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost
 from moeverify.report.words.shares import describe_weights
-from moeverify.report.words.subject import MODEL, name_subject
+from moeverify.report.words.subject import name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
     Altered,
-    Carried,
-    Crossed,
     LostElements,
     Moved,
-    Offset,
     OwnValues,
     RepeatedShard,
     Replaced,
     Rounded,
     Scaled,
-    Shifted,
     Stepped,
     Unmoved,
     Unreduced,
@@ -74,7 +69,7 @@ def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
     if operation.local_means or operation.own_tokens:
         return describe_weights(operation)
-    if any(each.part.added or each.part.group or each.part.block for each in wrong):
+    if any(each.part.added or each.part.group for each in wrong):
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
         alone = f", on {format_ranks(operation.ranks)} alone" if operation.ranks else ""
@@ -96,10 +91,7 @@ def name_module_around(tensors: Sequence[str]) -> str:
 
 
 def _describe_shares(wrong: Sequence[Contribution]) -> str:
-    """Return which tokens have a wrong weight, or that padding tokens count."""
-    padding = [each.part.term for each in wrong if not each.part.belongs]
-    if padding:
-        return f"padding tokens count in the {' and the '.join(padding)} loss"
+    """Return which tokens have a wrong weight."""
     names = [name_part(each.part) for each in wrong]
     if all(each.factor.is_zero for each in wrong):
         return f"the share of {name_some(names)} is missing"
@@ -135,7 +127,7 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
 
 
 def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> str:
-    """Return which parts of the subject are wrong: slices, parameter groups, or added tensors."""
+    """Return which parts of the subject are wrong: parameter groups, or added tensors."""
     subject = name_subject(explanation.subject)
     texts = []
     for each in wrong:
@@ -144,20 +136,18 @@ def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> 
             texts.append(
                 f"{times}{name_part(each.part)} was added to {subject}: the buffer was not set to zero"
             )
-        elif each.part.group is not None:
+        else:
             sources = describe_sources(each.factor)
             count = "not at all" if each.factor.is_zero else f"{format_factor(each.factor.value)} times"
             text = f"the gradients match, and {subject} counts the squares of {name_part(each.part)} {count}"
             texts.append(text + (f"; {sources}" if sources else ""))
-        else:
-            texts.append(f"in {subject}, {name_part(each.part)}: {describe_factor(each.factor)}")
     return "; ".join(texts)
 
 
 def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
     parts = []
     for each in wrong:
-        name = name_part(each.part) if each.part.use else f"the {each.part.term} loss{of_router(each.part)}"
+        name = name_part(each.part) if each.part.use else f"the {each.part.term} loss"
         parts.append(
             f"the part of {name} is {describe_factor(each.factor, is_estimate=explanation.is_estimate)}"
         )
@@ -173,12 +163,6 @@ def _(operation: Unreduced, explanation: Explanation) -> str:
     if explanation.subject.quantity is Quantity.GRADIENT_NORM:
         squares = f"the squares of {replicas} sum to the square of the expected value"
         return f"the gradients match, and {subject} is not reduced over {axes}: {squares}"
-    if operation.is_over_holders:
-        return f"{subject} {subject.be} {describe_unheld(operation, total)}"
-    if operation.block is not None:
-        part = name_block(operation.block)
-        sums = f"{replicas} sum to {total}; the rest matches"
-        return f"{subject} {subject.be} not reduced over {axes} in {part}: {sums}"
     return f"{subject} {subject.be} not reduced over {axes}: {replicas} sum to {total}"
 
 
@@ -221,16 +205,6 @@ def _(operation: Moved, explanation: Explanation) -> str:
 
 
 @describe_operation.register
-def _(operation: Shifted, explanation: Explanation) -> str:
-    direction, subject = (
-        "too far along" if operation.offset > 0 else "too early",
-        name_subject(explanation.subject),
-    )
-    places = f"{subject.pick('has', 'have')} the right values in wrong places"
-    return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
-
-
-@describe_operation.register
 def _(operation: LostElements, explanation: Explanation) -> str:
     return describe_lost(operation, str(name_subject(explanation.subject)))
 
@@ -238,9 +212,6 @@ def _(operation: LostElements, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Replaced, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
-    if operation.by == "weights-of-step-before":
-        module = explanation.subject.module or MODEL
-        return f"{module} computes with the weights of the step before: they were not refreshed"
     if operation.by == "tensor" and explanation.subject.quantity is Quantity.LOSS:
         value = f"has the value of the {operation.tensor} loss"
         return f"only a reported number is wrong: {subject} {value}; the gradients match"
@@ -342,43 +313,6 @@ def _(operation: Stepped, explanation: Explanation) -> str:
     direction = "too many" if operation.num_steps > 0 else "too few"
     counts = subject.pick("counts", "count")
     return f"{subject} {counts} {count} step{'s' if count > 1 else ''} {direction}"
-
-
-@describe_operation.register
-def _(operation: Carried, explanation: Explanation) -> str:
-    subject = name_subject(explanation.subject)
-    where = f"in {name_block(operation.block)}" if operation.block is not None else ""
-    where = f" {where}" if where else ""
-    where += f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
-    if operation.moves:
-        moves = ", ".join(f"{to} with that of {origin}" for to, origin in operation.moves[:_MOST_MOVES])
-        assert operation.block is not None
-        left_out = len(operation.block.indices) - len(operation.moves[:_MOST_MOVES])
-        moves += f", and {left_out} more" if left_out > 0 else ""
-        began = f"began the step with the state of other slices along dim {operation.block.dim}: {moves}"
-        return f"{subject}{where} {began}"
-    if operation.factor is None:
-        return f"{subject}{where} began the step with the state of {operation.num_steps} steps before"
-    if operation.factor.is_zero:
-        return f"{subject}{where} began the step at zero: what the steps before had left was lost"
-    sources = describe_sources(operation.factor)
-    began = f"began the step with {format_factor(operation.factor.value)}x what the step before had left"
-    return f"{subject}{where} {began}" + (f"; {sources}" if sources else "")
-
-
-@describe_operation.register
-def _(operation: Crossed, explanation: Explanation) -> str:
-    subject, part = name_subject(explanation.subject), name_block(operation.block)
-    who = format_ranks(operation.ranks) if operation.ranks else "a rank"
-    crossed = f"{who} adds its part of one to the sum of another, in a group of other ranks"
-    return f"in {subject}, {part} are summed with each other: {crossed}"
-
-
-@describe_operation.register
-def _(operation: Offset, explanation: Explanation) -> str:
-    tensors = ", ".join(explanation.subject.tensors)
-    text = f"the {tensors} loss is off by {format_factor(operation.value)}"
-    return f"{text} = log({name_products(operation.products)})" if operation.products else text
 
 
 @describe_operation.register

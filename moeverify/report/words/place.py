@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import name_sources
-from moeverify.report.words.part import name_part, name_some, name_tokens, of_router
+from moeverify.report.words.part import name_part, name_some, name_tokens
 from moeverify.report.words.subject import MODEL
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.operation import (
@@ -15,7 +15,6 @@ from moeverify.results.operation import (
     RepeatedShard,
     Replaced,
     Scaled,
-    Shifted,
 )
 from moeverify.results.part import WHOLE, Part
 
@@ -49,8 +48,6 @@ def describe_place(explanation: Explanation) -> str:
         )
     elif isinstance(operation, RepeatedShard):
         words.append(format_ranks(operation.ranks))
-    elif isinstance(operation, Shifted):
-        words.append(format_ranks([operation.rank]))
     sources = dict.fromkeys(source for product in explanation.candidates for source in product.sources)
     words.append(name_sources(list(sources)))
     return ", ".join(filter(None, words))
@@ -62,6 +59,6 @@ def _name_parts(operation: Scaled) -> str:
 
 
 def _name(part: Part) -> str:
-    if part.tokens is None or part.tokens.padding:
-        return f"{part.term} loss{of_router(part)}" if part.term else name_part(part)
+    if part.tokens is None:
+        return f"{part.term} loss" if part.term else name_part(part)
     return name_part(part) if part.term else name_tokens(part.tokens)

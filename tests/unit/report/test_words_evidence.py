@@ -213,8 +213,8 @@ def test_every_observation_has_words() -> None:
             "unmoved",
             "largest absolute value 2, expected 1",
         ),
-        (Trial(hypothesis="shifted_read", verdict="no"), "shifted read", "does not explain it"),
-        (Trial(hypothesis="shifted_read", verdict="yes"), "shifted read", "explains it"),
+        (Trial(hypothesis="added_values", verdict="no"), "added values", "does not explain it"),
+        (Trial(hypothesis="added_values", verdict="yes"), "added values", "explains it"),
         (Trial(name="an older name", words="older words", verdict="yes"), "an older name", "older words"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from explanations import (
     BACK,
-    EXPERTS,
     GRADIENT,
     OUTPUT,
     explain,
@@ -24,11 +23,10 @@ from moeverify.results.operation import (
     Replaced,
     Rounded,
     Scaled,
-    Shifted,
     Unmoved,
     Zeroed,
 )
-from moeverify.results.part import WHOLE, Contribution, Tokens
+from moeverify.results.part import WHOLE, Contribution
 
 VALUES = [
     # other places
@@ -72,27 +70,7 @@ VALUES = [
         "the gradient has exactly the expected values, in another order",
         "",
     ),
-    (
-        explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=32, rank=0)),
-        "the loaded tensor has the right values in wrong places: read 32 elements too far along",
-        "rank 0",
-    ),
-    (
-        explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=-3, rank=1)),
-        "the loaded tensor has the right values in wrong places: read 3 elements too early",
-        "rank 1",
-    ),
     # other values
-    (
-        explain(
-            Cause.PADDING,
-            Quantity.MODULE_GRADIENT,
-            Altered(tokens=Tokens(padding=True)),
-            tensors=("lm",),
-        ),
-        "what the lm loss passes back is wrong at padding alone, and all other tokens match",
-        "lm loss",
-    ),
     (
         explain(Cause.BACKWARD, Quantity.MODULE_GRADIENT, Altered(), tensors=("lm",)),
         "first divergence in backward: the gradient that the lm loss passes back (no gradient was right before it)",
@@ -144,11 +122,6 @@ VALUES = [
         "up",
     ),
     (
-        explain(Cause.STALE, OUTPUT, Replaced(by="weights-of-step-before"), module="layers.1.norm"),
-        "layers.1.norm computes with the weights of the step before: they were not refreshed",
-        "layers.1.norm",
-    ),
-    (
         explain(Cause.STALE, Quantity.UPDATE, Unmoved()),
         "the update is zero although the gradient matches",
         "optimizer step",
@@ -196,11 +169,6 @@ VALUES = [
     ),
     # counts and ranks
     (
-        explain(Cause.PADDING, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=384, rank=0)),
-        "rank 0 counts 384 choices of experts where 276 are expected: padding tokens count too",
-        "",
-    ),
-    (
         explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=222, rank=1)),
         "rank 1 counts 222 choices of experts where 276 are expected",
         "",
@@ -231,11 +199,6 @@ VALUES = [
         "only a reported number is wrong: the routing counts of 2 router tensors are 2x too large; the choice of "
         "experts matches",
         "",
-    ),
-    (
-        explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=1, rank=0), **EXPERTS),
-        "12 loaded expert tensors have the right values in wrong places: read 1 elements too far along",
-        "rank 0",
     ),
     (
         explain(Cause.STALE, Quantity.CLIP_COEFFICIENT, Replaced(by="step-before")),

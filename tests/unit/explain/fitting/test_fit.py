@@ -311,34 +311,3 @@ def test_coefficients_come_out_to_ten_digits() -> None:
     tensors = combine(components, lambda term, cell: weights[cell])
     (trial,) = fit("batch_shares", tensors, components).trials
     assert [each.factor.value for each in trial.contributions] == pytest.approx(weights, abs=1e-10)
-
-
-def test_rows_that_lack_the_share_of_one_rank_are_named() -> None:
-    components = make_components()
-    tensors = []
-    for tensor in combine(components, lambda term, cell: 1.0):
-        lacking = components.share(2, tensor.name).clone()
-        lacking[:25] = 0  # the first rows have it
-        tensors.append(make_tensor(tensor.expected, tensor.whole - lacking, name=tensor.name))
-    for tensor in tensors:
-        outcome = fit("block_shares", [tensor], components)
-        assert outcome.explanation is not None
-        assert outcome.explanation.cause is Cause.SHARE_WEIGHTS
-        ((part, value),) = wrong_parts(outcome.explanation).items()
-        assert part.tokens == Tokens(data_rank=2)
-        assert part.block is not None
-        assert part.block.indices == tuple(range(25, 40))
-        assert value == pytest.approx(0.0, abs=1e-6)
-
-
-def test_rows_that_no_weights_of_shares_give_are_refused() -> None:
-    components = make_components()
-    (tensor, *_) = combine(components, lambda term, cell: 1.0)
-    wrong = tensor.whole.clone()
-    wrong[25:] += draw(15, seed=9)
-    scaled = tensor.whole.clone()
-    scaled[25:] *= 2.0
-    # Noise in some rows; every row is off; some rows are scaled, which lack no share.
-    for actual in (wrong, tensor.whole * 2.0, scaled):
-        found = make_tensor(tensor.expected, actual, name=tensor.name)
-        assert fit("block_shares", [found], components).explanation is None

@@ -12,7 +12,6 @@ from wrong_tensors import (
     draw,
     examine,
     find_hypothesis,
-    make_components,
     make_inputs,
     make_sharded,
     make_tensor,
@@ -27,7 +26,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Product
 from moeverify.results.observation import LargestValue, MatchingSlices
-from moeverify.results.operation import Altered, Moved, Replaced, Rounded, Unreduced, Zeroed
+from moeverify.results.operation import Moved, Replaced, Rounded, Unreduced, Zeroed
 from moeverify.results.trial import Reason
 
 
@@ -311,108 +310,10 @@ def test_another_value_of_the_step_before_explains_nothing(value, verdict, reaso
 # router_terms
 
 
-@pytest.mark.parametrize(
-    ("weights", "wrong"),
-    [
-        ({("balance", "a"): 0.0, ("z", "a"): 0.0}, {("balance", "a"): 0.0, ("z", "a"): 0.0}),
-        ({("z", "b"): 2.0}, {("z", "b"): 2.0}),
-    ],
-)
-def test_losses_of_one_router_are_told_from_those_of_others(
-    weights: dict[tuple[str, str], float], wrong: dict[tuple[str, str], float]
-) -> None:
-    split = {
-        (term, router): draw(40, seed=10 * ord(router) + len(term))
-        for term in ("balance", "z")
-        for router in "ab"
-    }
-    plain = make_components(names=("up.weight",))
-    components = replace(plain, by_router=lambda: {key: {"up.weight": part} for key, part in split.items()})
-    lm = components.term("lm", "up.weight")
-    golden = lm + torch.stack(list(split.values())).sum(dim=0)
-    actual = lm + torch.stack([weights.get(key, 1.0) * part for key, part in split.items()]).sum(dim=0)
-    tensor = make_tensor(golden, actual, name="up.weight")
-    explanation = examine("router_terms", tensor, make_inputs(tensor, components=components)).explanation
-    assert explanation.cause is Cause.TERM_SCALE
-    found = {
-        (each.part.term, each.part.router): each.factor.value for each in explanation.operation.contributions
-    }
-    assert found == pytest.approx(wrong, abs=1e-9)
-    noise = make_tensor(golden, draw(40, seed=5), name="up.weight")
-    assert examine("router_terms", noise, make_inputs(noise, components=components)).explanation is None
-
-
 # loss_value
 
 
-def test_a_loss_term_whose_value_is_wrong_explains_gradients_that_are_no_sum() -> None:
-    gradient = make_tensor(draw(8), draw(8, seed=1))
-    losses = [
-        make_tensor(torch.tensor(1.0, dtype=torch.float64), torch.tensor(value), name=name, kind="loss")
-        for name, value in (("balance", 1.5), ("total", 1.5))
-    ]
-    inputs = make_inputs(gradient, *losses)
-    (trial,) = examine("loss_value", gradient, inputs).trials
-    assert trial.reason is Reason.MODULES_NOT_COMPARED, "what came into the loss may have been wrong"
-    outcome = examine("loss_value", gradient, replace(inputs, search=Search({}, {}, {}, 0.0)))
-    explanation = outcome.explanation
-    assert (explanation.cause, explanation.operation) == (Cause.FORWARD, Altered())
-    assert explanation.subject.tensors == ("balance",)
-    assert (outcome.observations[0].expected, outcome.observations[0].actual) == (1.0, 1.5)
-
-
-def test_right_losses_explain_no_gradient() -> None:
-    gradient = make_tensor(draw(8), draw(8, seed=1))
-    token_loss = make_tensor(draw(2, 4), draw(2, 4, seed=1), name="lm", kind="token_loss")
-    for others in ((), (token_loss,)):
-        (trial,) = examine("loss_value", gradient, make_inputs(gradient, *others)).trials
-        assert (trial.verdict, trial.reason) == ("no", Reason.LOSSES_MATCH)
-
-
 # scaled_loss
-
-
-@pytest.mark.parametrize(
-    ("of_losses", "of_gradient", "noise", "precision", "named"),
-    [
-        ((0.719, 0.718), 0.7188, 0.02, torch.bfloat16, True),
-        ((1.33, 1.331), 1.333, 0.05, torch.bfloat16, True),
-        ((2.5, 2.5), 2.5, 1e-5, torch.float32, True),
-        (
-            (0.719, 0.719),
-            1.0,
-            0.02,
-            torch.bfloat16,
-            False,
-        ),  # the gradient is right: only the reported number is wrong
-        ((0.719, 0.9), 0.719, 0.02, torch.bfloat16, False),  # a term alone
-        ((0.719, 0.719), 0.719, 0.5, torch.bfloat16, False),  # too noisy to decide
-        ((1.02, 1.02), 1.02, 0.05, torch.bfloat16, False),
-        ((0.719, 0.719), 0.719, 0.0, torch.float64, False),  # a single factor decides it
-    ],
-)
-def test_a_loss_and_its_gradients_that_are_off_by_one_factor(
-    of_losses: tuple[float, float], of_gradient: float, noise: float, precision: torch.dtype, named: bool
-) -> None:
-    golden, one = draw(400), torch.tensor(1.0, dtype=torch.float64)
-    actual = of_gradient * golden + noise * golden.norm() / 20.0 * draw(400, seed=1)
-    gradient = make_tensor(golden, actual, precision=precision)
-    losses = [
-        make_tensor(one, value * one, name=name, kind="loss", precision=precision)
-        for name, value in zip(("total", "lm"), of_losses, strict=True)
-    ]
-    explanation = examine("scaled_loss", gradient, make_inputs(gradient, *losses)).explanation
-    assert (explanation is not None) == named
-    if explanation is not None:
-        (whole,) = explanation.operation.contributions
-        assert whole.factor.value == pytest.approx(of_losses[0], rel=2e-3)
-
-
-def test_a_loss_that_is_computed_otherwise_is_no_scaled_one() -> None:
-    gradient = make_tensor(draw(400), draw(400, seed=1), precision=torch.bfloat16)
-    one = torch.tensor(1.0, dtype=torch.float64)
-    total = make_tensor(one, 0.7 * one, name="total", kind="loss", precision=torch.bfloat16)
-    assert examine("scaled_loss", gradient, make_inputs(gradient, total)).explanation is None
 
 
 # rounding

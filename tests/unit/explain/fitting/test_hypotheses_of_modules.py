@@ -9,39 +9,21 @@ import torch
 from torch import nn
 from wrong_tensors import draw, examine, make_origin, make_tensor
 
-from moeverify.explain.fitting.first_divergence import Known, Origin, Search, find_origins
+from moeverify.explain.fitting.first_divergence import Known, Search, find_origins
 from moeverify.explain.fitting.rank_readings import RankReadings, locate_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.operation import Altered, Replaced, Scaled, Unreduced
+from moeverify.results.operation import Altered, Scaled, Unreduced
 from moeverify.train.module_taps import Reading, Tap
 
 
 def test_a_module_that_is_right_in_the_first_micro_batch_has_changed_state() -> None:
     expected = draw(2, 3, 4)
     tensor, inputs = make_origin(expected, draw(2, 3, 4, seed=1), first_micro_batch=2)
-    explanation = examine("later_micro_batch", tensor, inputs).explanation
+    explanation = examine("altered", tensor, inputs).explanation
     assert (explanation.cause, explanation.operation) == (Cause.STATE, Altered(first_micro_batch=2))
     tensor, inputs = make_origin(expected, draw(2, 3, 4, seed=1))
-    assert examine("later_micro_batch", tensor, inputs).explanation is None
-
-
-@pytest.mark.parametrize(("answer", "verdict"), [(True, "yes"), (False, "no"), (None, "untried")])
-def test_weights_of_the_step_before_are_asked_for(answer: bool | None, verdict: str) -> None:
-    tensor, inputs = make_origin(draw(2, 3, 4), draw(2, 3, 4, seed=1))
-    asked: list[Origin] = []
-
-    def is_stale(origin: Origin) -> bool | None:
-        asked.append(origin)
-        return answer
-
-    outcome = examine("stale_weights", tensor, replace(inputs, stale=is_stale))
-    assert [origin.tensor for origin in asked] == [tensor]
-    assert outcome.trials[0].verdict == verdict
-    assert (outcome.explanation is not None) == (verdict == "yes")
-    if outcome.explanation is not None:
-        assert outcome.explanation.operation == Replaced(by="weights-of-step-before")
-        assert outcome.explanation.subject.module == "layers.0.moe"
+    assert examine("altered", tensor, inputs).explanation.cause is Cause.FORWARD
 
 
 def test_partial_sums_of_an_output_are_a_missing_reduction_of_the_module() -> None:

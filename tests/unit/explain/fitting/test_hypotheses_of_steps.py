@@ -9,7 +9,6 @@ from wrong_tensors import AXES, draw, examine, make_inputs, make_sharded, make_t
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.first_divergence import Search
 from moeverify.explain.fitting.inputs import STEP_BEFORE
-from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
 from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -18,7 +17,6 @@ from moeverify.results.operation import (
     Altered,
     Miscounted,
     OwnValues,
-    RepeatedShard,
     Replaced,
     Scaled,
     Unmoved,
@@ -32,46 +30,6 @@ def scalar(value: float) -> torch.Tensor:
 
 
 # initial values
-
-
-def test_shards_of_two_ranks_that_are_equal_were_drawn_alike() -> None:
-    expected = draw(4, 3)
-    wrong = draw(2, 3, seed=5)
-    tensor = make_sharded(expected, wrong, wrong.clone(), kind="initial_weight")
-    explanation = examine("repeated_shard", tensor).explanation
-    assert (explanation.cause, explanation.operation) == (Cause.DUPLICATE, RepeatedShard(ranks=(0, 1)))
-
-
-def test_replicas_may_be_equal_and_single_numbers_prove_nothing() -> None:
-    wrong = draw(4, 3, seed=5)
-    tensor = make_tensor(draw(4, 3), wrong, wrong.clone(), kind="initial_weight")
-    assert examine("repeated_shard", tensor).explanation is None
-    ones = make_sharded(draw(2), torch.ones(1), torch.ones(1), kind="initial_weight")
-    assert examine("repeated_shard", ones).explanation is None
-
-
-def test_shards_of_a_norm_are_ones_without_having_been_drawn() -> None:
-    ones, other = torch.ones(2, dtype=torch.float64), torch.full((2,), 1.5, dtype=torch.float64)
-    begun_at_ones = make_sharded(
-        torch.ones(4, dtype=torch.float64), ones, ones.clone(), kind="initial_weight"
-    )
-    assert examine("repeated_shard", begun_at_ones).explanation is None
-    tensor = make_sharded(draw(4), other, other.clone(), kind="initial_weight")
-    assert examine("repeated_shard", tensor).explanation is None
-
-
-def test_a_rank_with_nothing_of_a_short_tensor_repeats_nobody() -> None:
-    expected = draw(1, 4)
-    regions = [Region.box((1, 4), (range(rows), range(4))) for rows in (1, 0)]
-    shards = (RankShard(0, regions[0], expected + 1.0), RankShard(1, regions[1], expected[:0]))
-    tensor = WrongTensor((-1, "initial_weight", "gate.weight"), expected, shards)
-    assert examine("repeated_shard", tensor).explanation is None
-
-
-def test_equal_shards_are_right_where_those_of_the_golden_are_equal() -> None:
-    half = draw(2, 3)
-    tensor = make_sharded(half.repeat(2, 1), half, half.clone(), kind="initial_weight")
-    assert examine("repeated_shard", tensor).explanation is None
 
 
 def test_a_rank_that_starts_otherwise_is_named() -> None:
@@ -99,20 +57,6 @@ def count(*per_rank: list[float]) -> object:
     expected = torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
     locals_ = [torch.tensor(values, dtype=torch.float64) for values in per_rank]
     return make_tensor(expected, *locals_, name="layers.1.moe.router", kind="router_counts")
-
-
-def test_as_many_counts_as_there_are_tokens_with_padding() -> None:
-    tensor = count([20.0, 30.0, 50.0], [20.0, 30.0, 50.0])
-    explanation = examine("counted_padding", tensor, make_inputs(tensor, num_tokens=50)).explanation
-    assert explanation.cause is Cause.PADDING
-    assert explanation.operation == Miscounted(expected=60.0, actual=100.0, rank=0)
-
-
-@pytest.mark.parametrize(("values", "num_tokens"), [([20.0, 30.0, 49.0], 50), ([5.0, 20.0, 25.0], 50)])
-def test_other_counts_are_no_padding(values: list[float], num_tokens: int) -> None:
-    tensor = count(values)
-    inputs = make_inputs(tensor, num_tokens=num_tokens)
-    assert examine("counted_padding", tensor, inputs).explanation is None
 
 
 def test_the_count_of_the_worst_rank_is_quoted() -> None:
