@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, model_validator
 
 from moeverify.results.culprit import Culprit
 from moeverify.results.decided import Decided
@@ -16,7 +16,6 @@ from moeverify.results.observation import DiagnosisFailed, NoValues, Observation
 from moeverify.results.place import CallSite, Place
 from moeverify.results.record import Record
 from moeverify.results.step_facts import RecomputedFacts
-from moeverify.results.trial import Trial
 
 MAX_CONCLUSIVE = 0.5
 """The relative bound above which a comparison is inconclusive; a tensor of zeros has an error of 1."""
@@ -136,7 +135,7 @@ class Finding(Record):
     are additional results of the check.
 
     `follows` names the tensor whose finding also explains this one. Only findings that follow from no other
-    have `trials` and `place`; ambiguous ones have a `follow_up`. `wider` has the results of wider
+    have a `place`; ambiguous ones have a `follow_up`. `wider` has the results of wider
     precisions for a finding without a cause. If the finding itself comes from a wider run and names the
     cause, it has one entry, for that precision. `culprit` is the first wrong operation. It leads the report
     if it is proved or if nothing else is known. `sites` are lines of a watched script, the most important
@@ -172,10 +171,15 @@ class Finding(Record):
     observations: tuple[Observation, ...] = ()
     place: Place | None = None
     sites: tuple[CallSite, ...] = ()
-    trials: tuple[Trial, ...] = ()
     follow_up: FollowUp | None = None
     wider: tuple[Wider, ...] = ()
     culprit: Culprit | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_old_keys(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Drop what files of older versions have: the tests of all hypotheses, and the affected part."""
+        return {key: value for key, value in data.items() if key not in ("trials", "part")}
 
     @property
     def is_explained(self) -> bool:

@@ -126,7 +126,7 @@ class Replaced(Record):
     """
 
     kind: Literal["replaced"] = "replaced"
-    by: Literal["step-before", "initial-value", "value-before-load", "tensor"]
+    by: Literal["step-before", "value-before-load", "tensor"]
     tensor: str = ""
     exchanged: bool = False
     ranks: tuple[int, ...] = ()
@@ -217,14 +217,13 @@ class Stepped(Record):
 class Altered(Record):
     """Values that differ in an unknown way, only from micro-batch `first_micro_batch` on.
 
-    `inputs_seen` means that the inputs were compared and are correct. `has_rows` means that the inputs
-    match up to row order. `is_no_number` means that some values are NaN or infinite.
+    `inputs_seen` means that the inputs were compared and are correct. `is_no_number` means that some values
+    are NaN or infinite.
     """
 
     kind: Literal["altered"] = "altered"
     first_micro_batch: int = 0
     inputs_seen: bool = True
-    has_rows: bool = False
     is_no_number: bool = False
 
 

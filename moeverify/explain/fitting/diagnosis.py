@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from moeverify.explain.fitting.causes_first import put_cuts_first, put_modules_first
+from moeverify.explain.fitting.causes_first import put_modules_first
 from moeverify.explain.fitting.data_first import ORIGINS, follow, put_data_first
-from moeverify.explain.fitting.engine import DiagnosedCause, Log, complete_log, explain_tensors
+from moeverify.explain.fitting.engine import DiagnosedCause, explain_tensors
 from moeverify.explain.fitting.families import family_of
-from moeverify.explain.fitting.first_divergence import Origin, list_search_trials
+from moeverify.explain.fitting.first_divergence import Origin
 from moeverify.explain.fitting.hypotheses.step_counter import is_counter
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.misplaced import explain_shapes
@@ -47,8 +47,6 @@ _BY_CALLS = frozenset({CheckName.CLIP, CheckName.OPTIMIZER_STEP})
 _ROUTING = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT, Quantity.ROUTING_COUNT)
 TOTAL = "total"  # the sum of the loss terms, without information of its own
 _NORMS = (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
-MOST_LOGGED = 20
-"""Largest number of origins with a complete log: tests that no cause needs are as expensive as the others."""
 
 
 def origin_step(findings: Sequence[Finding]) -> int | None:
@@ -268,8 +266,7 @@ def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[Di
     if Quantity.GRADIENT in failed:
         # Unexplained gradients stay last: the module where wrong gradients begin says less than a cause.
         causes = explain_tensors(inputs.of_quantity(Quantity.GRADIENT), inputs)
-        causes = put_modules_first([_find_divergence(cause, inputs) for cause in causes], inputs)
-        return put_cuts_first(causes, inputs)
+        return put_modules_first([_find_divergence(cause, inputs) for cause in causes], inputs)
     if Quantity.LOSS in failed:
         # The total is the sum of the terms: if a term is wrong, it is the cause.
         losses = inputs.of_quantity(Quantity.LOSS)
@@ -312,7 +309,7 @@ def _explain_origin(
     """Return the cause of the first wrong module end, as the explanation of `tensors`."""
     (cause,) = explain_tensors([origin.tensor], inputs)
     assert inputs.search is not None
-    seen = inputs.search.observe(origin.direction)
+    seen = inputs.search.observe(origin)
     return replace(cause, tensors=tuple(tensors), observations=(seen, *cause.observations))
 
 
@@ -362,9 +359,7 @@ def make_origins(
         if _identity(head) in explained:
             continue
         finding = _with_explanation(head, cause)
-        if len(origins) < MOST_LOGGED:
-            finding = _with_log(finding, cause, inputs)
-        origins.append(finding)
+        origins.append(finding.model_copy(update={"place": locate(finding, cause, inputs)}))
         explained.add(_identity(head))
     return origins, explained
 
@@ -399,16 +394,3 @@ def _note_rounding(cause: DiagnosedCause) -> list[Observation]:
     if precision == torch.float64:
         return []
     return [HiddenByRounding(precision=name_dtype(precision))]
-
-
-def _with_log(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> Finding:
-    """Return the finding with its place and all trials of its subject."""
-    subject, log = cause.subject, cause.log
-    if subject is not None and inputs.origin_of(subject) is None and subject.name != finding.tensor:
-        # The subject is another tensor of the cause: test the finding's own tensor, to log its numbers.
-        subject = next((tensor for tensor in cause.tensors if tensor.name == finding.tensor), subject)
-        log = Log()
-    trials = complete_log(subject, log, inputs) if subject is not None else ()
-    place = locate(finding, cause, inputs)
-    trials = (*trials, *list_search_trials(inputs.search))
-    return finding.model_copy(update={"place": place, "trials": trials})

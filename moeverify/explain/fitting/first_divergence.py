@@ -10,15 +10,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moeverify.explain.fitting.cuts import find_cuts
 from moeverify.explain.fitting.rank_readings import AllReadings, Coordinates, RankReadings, error_of
 from moeverify.explain.fitting.slices import scale_rows
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.observation import Direction, End, FirstDivergence
-from moeverify.results.trial import Reason, Trial
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
 
-NAME = "first_divergence"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 _DISPATCHER = "dispatcher"  # of a block of experts; it calls the experts and is their sibling
@@ -41,7 +38,7 @@ class Origin:
     its users pass back. `around` is the calling module. `inside` lists modules in the culprit whose
     readings are all right.
 
-    `num_wrong` of `num_tokens` tokens (or rows, if `are_rows`) are wrong. `inputs_seen` is true if an input
+    `num_wrong` of `num_tokens` tokens are wrong. `inputs_seen` is true if an input
     of the culprit was compared and is right; integer inputs such as token ids are never compared. `right`
     lists the module ends of this direction whose readings are all right.
     """
@@ -59,7 +56,6 @@ class Origin:
     inside: tuple[str, ...] = ()
     num_wrong: int = 0
     num_tokens: int = 0
-    are_rows: bool = False
     inputs_seen: bool = True
     slot: str = "0"
     right: frozenset[tuple[str, End]] = frozenset()
@@ -91,7 +87,6 @@ class Search:
     - `beside`: by direction, wrong readings of sibling modules at the same end. Modules may share an input,
       and one of these readings may be more informative.
     - `golden`: the readings of the single device.
-    - `cuts`: unread modules in which the backward pass ends.
     """
 
     origins: Mapping[str, Origin]
@@ -102,23 +97,11 @@ class Search:
     around: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
     beside: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
     golden: Sequence[Reading] = ()
-    cuts: frozenset[str] = frozenset()
 
-    def find_cut(self, origin: Origin) -> str:
-        """Return the only cut module through which an origin receives its gradient, or an empty string."""
-        block, _, own = origin.module.rpartition(".")
-        is_passed_back = origin.direction == BACKWARD and origin.is_of_culprit and own == _DISPATCHER
-        found = sorted(cut for cut in self.cuts if is_passed_back and cut.startswith(f"{block}."))
-        return found[0] if len(found) == 1 else ""
-
-    def observe(self, direction: Direction) -> FirstDivergence:
-        """Return where a direction first differs, and the matching readings before."""
-        num_right, worst_right = self.num_right[direction], self.worst_right[direction]
-        origin = self.origins.get(direction)
-        if origin is None:
-            return FirstDivergence(direction=direction, num_right=num_right, worst_right=worst_right)
+    def observe(self, origin: Origin) -> FirstDivergence:
+        """Return the origin of a direction, and the matching readings before."""
         return FirstDivergence(
-            direction=direction,
+            direction=origin.direction,
             module=origin.module,
             end=origin.end,
             error=origin.error,
@@ -127,26 +110,9 @@ class Search:
             inside=origin.inside,
             num_wrong=origin.num_wrong,
             num_tokens=origin.num_tokens,
-            are_rows=origin.are_rows,
-            num_right=num_right,
-            worst_right=worst_right,
+            num_right=self.num_right[origin.direction],
+            worst_right=self.worst_right[origin.direction],
         )
-
-
-def list_search_trials(search: Search | None) -> tuple[Trial, ...]:
-    """Return the first divergence of module outputs and of their gradients as trials."""
-    if search is None:
-        return (Trial(hypothesis=NAME, verdict="untried", reason=Reason.MODULES_NOT_COMPARED),)
-    found = [search.observe(direction) for direction in DIRECTIONS]
-    return tuple(
-        Trial(
-            hypothesis=NAME,
-            about=each.direction,
-            verdict="no" if each.error is None else "yes",
-            observations=(each,),
-        )
-        for each in found
-    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +145,7 @@ def find_origins(
     """
     known = known or Known()
     bound = max(READING_BOUNDS[precision], known.noise)
-    ranks = AllReadings(by_rank, coordinates, tp, precision, golden, bound)
+    ranks = AllReadings(by_rank, coordinates, tp, precision)
     judged = [
         each
         for reading in sorted(golden, key=lambda reading: reading.order)
@@ -214,8 +180,7 @@ def find_origins(
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
-    cuts = find_cuts(by_rank, known.gradients)
-    return Search(origins, num_right, worst_right, bound, matched, around, beside, golden, cuts)
+    return Search(origins, num_right, worst_right, bound, matched, around, beside, golden)
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
@@ -408,7 +373,6 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Ori
         _find_caller(reading.module, {each.module for each in golden}),
         num_wrong=num_wrong,
         num_tokens=num_tokens,
-        are_rows=reading.is_loose,
         slot=reading.slot,
     )
 

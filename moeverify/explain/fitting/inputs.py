@@ -20,9 +20,6 @@ from moeverify.train.module_taps import BACKWARD
 # Name of the language-model loss term.
 LM = "lm"
 
-# Names of the golden's values at other times.
-STEP_BEFORE, INITIAL_VALUE = "step-before", "initial-value"
-
 # Quantities computed from all tensors: every axis affects them.
 _OF_THE_RUN = (Quantity.LOSS, Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
 
@@ -55,7 +52,7 @@ class DiagnosisInputs:
     """The data about a mismatch that hypotheses use.
 
     - `search`: first modules that differ; None if modules were not compared.
-    - `earlier(key)`: the golden's values of a tensor at other times, by the name of the time.
+    - `earlier(key)`: the golden's value of a tensor one step earlier.
     - `issued(module, rank)`: the collectives of a module on a rank.
     - `saved`: the saved state, after a load.
     - `regions`: the region of each parameter on each rank.
@@ -69,7 +66,7 @@ class DiagnosisInputs:
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
     axes: Axes = field(default_factory=lambda: Axes({}))
     search: Search | None = None
-    earlier: Callable[[Key], Mapping[str, Tensor | None]] = lambda key: {}
+    earlier: Callable[[Key], Tensor | None] = lambda key: None
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
     components: ComponentSource | None = None
     saved: Saved | None = None

@@ -23,7 +23,6 @@ ORDER = (
         "added_values",
     ),
     ("gradient_norm",),
-    ("another_layer",),
     ("previous_value", "permutation"),
     ("another_tensor",),
     ("lost_elements",),

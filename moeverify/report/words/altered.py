@@ -31,8 +31,6 @@ def describe_altered(operation: Altered, explanation: Explanation) -> str:
         text = "only what is reported of {tensors} is wrong: what its block puts out matches"
     if not operation.inputs_seen:
         text = text.replace(_MATCH, _UNSEEN)
-    elif operation.has_rows:
-        text = text.replace(_MATCH, _ROWS_MATCH)
     if operation.is_no_number:
         text = text.replace(_DIFFERS, _IS_NO_NUMBER)
     return text.format(**names)
@@ -41,7 +39,6 @@ def describe_altered(operation: Altered, explanation: Explanation) -> str:
 _REPORTED = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
 _MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
 _DIFFERS, _IS_NO_NUMBER = "does not)", "has values that are no numbers)"
-_ROWS_MATCH = "its rows match, whose order is its caller's"
 
 
 _ALTERED_CAUSES: Mapping[Cause, str] = {

@@ -5,10 +5,9 @@ from __future__ import annotations
 from moeverify.report.numbers import format_count
 from moeverify.report.words.culprit import describe_culprit, describe_culprit_place
 from moeverify.report.words.data import describe_facts
-from moeverify.report.words.observation import describe_observation, describe_residual
+from moeverify.report.words.observation import describe_observation
 from moeverify.report.words.operation import describe_operation
 from moeverify.report.words.place import describe_place
-from moeverify.report.words.trial import name_trial
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.finding import Finding
@@ -86,12 +85,6 @@ def describe_evidence(finding: Finding) -> tuple[str, ...]:
         *([", ".join(f"{each.name}: {each.site}" for each in finding.sites)] if finding.sites else ()),
         *(describe_observation(seen) for seen in finding.observations if not isinstance(seen, left_out)),
     ]
-    if finding.unexplained:
-        lines += [
-            f"{name_trial(trial)}: {describe_residual(trial.residual)}"
-            for trial in finding.trials
-            if trial.verdict == "no" and trial.contributions and trial.residual is not None
-        ]
     # A finding read from a file already has these lines.
     return (*(line for line in finding.evidence if line not in lines), *lines)
 

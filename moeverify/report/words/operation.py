@@ -231,8 +231,6 @@ def _name_source(operation: Replaced, explanation: Explanation) -> str:
     """Return the source of a tensor's wrong values."""
     if operation.by == "value-before-load":
         return "from before the load"
-    if operation.by == "initial-value":
-        return "from before the first step"
     if operation.by == "tensor":
         on = f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
         return f"of {operation.tensor}{on}, which was loaded wrong too"

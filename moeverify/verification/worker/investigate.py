@@ -27,7 +27,7 @@ from moeverify.explain.fitting.components import Components, make_components
 from moeverify.explain.fitting.diagnosis import diagnose, origin_step
 from moeverify.explain.fitting.failure import keep_verdict
 from moeverify.explain.fitting.first_divergence import Known, Search, find_origins
-from moeverify.explain.fitting.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
+from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.rank_readings import RankReadings
 from moeverify.explain.fitting.wrong_tensor import Key
 from moeverify.parallel.regions.local_shard import join_regions
@@ -162,7 +162,6 @@ def _rerun(
         len(program.share.positions),
         scale=program.scale,
         limit=LIMIT,
-        reads_loose=True,
         count=count,
     )
     observer = StepTap(capture, tap, step, count)
@@ -170,7 +169,7 @@ def _rerun(
     train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     observer.close()
     shares = _list_shares(micro_batches, tap.num_passes)
-    readings = RankReadings(tap.readings, shares, frozenset(tap.silent), tap.reached)
+    readings = RankReadings(tap.readings, shares, frozenset(tap.silent))
     regions = join_regions(program.shards)
     issued = list_issued(case, tap, trace)
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
@@ -279,14 +278,12 @@ def _make_axes(case: Case, batch: Batch | None = None) -> Axes:
     )
 
 
-def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:
-    """Return the golden's value of a tensor one step earlier; for a buffer also its initial value."""
+def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> Tensor | None:
+    """Return the golden's value of a tensor one step earlier."""
     step, kind, name = key
-    if step < 0:
-        return {}
-    initial = read((INITIAL, Kind.INITIAL_BUFFER, name)) if kind == Kind.BUFFER else None
-    before = initial if step == 0 else read((step - 1, kind, name))
-    return {STEP_BEFORE: before} | ({INITIAL_VALUE: initial} if kind == Kind.BUFFER and step > 0 else {})
+    if step == 0 and kind == Kind.BUFFER:
+        return read((INITIAL, Kind.INITIAL_BUFFER, name))
+    return read((step - 1, kind, name)) if step > 0 else None
 
 
 def _find_limits(judgement: Judgement) -> dict[str, float]:

@@ -92,11 +92,6 @@ VALUES = [
         "",
     ),
     (
-        explain(Cause.STALE, Quantity.BUFFER, Replaced(by="initial-value")),
-        "the buffer has the values from before the first step",
-        "",
-    ),
-    (
         explain(
             Cause.NOT_LOADED,
             Quantity.LOADED,
@@ -269,11 +264,6 @@ VALUES = [
         "layers.1.moe",
     ),
     # only the place is known
-    (
-        explain(Cause.FORWARD, OUTPUT, Altered(has_rows=True), module="moe.experts"),
-        "first divergence: moe.experts (its rows match, whose order is its caller's, output does not)",
-        "moe.experts",
-    ),
     (
         explain(Cause.FORWARD, OUTPUT, Altered(), module="layers.0.moe.router"),
         "first divergence: layers.0.moe.router (inputs match, output does not)",

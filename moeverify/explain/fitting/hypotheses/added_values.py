@@ -14,7 +14,6 @@ from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
-from moeverify.results.trial import Reason, Trial
 
 # Possible contents of a reused buffer, by the kind of the golden's value a step earlier.
 _ADDED = {"gradient-of-step-before": Kind.GRADIENT, "weight": Kind.WEIGHT}
@@ -30,9 +29,8 @@ class AddedValues(Hypothesis):
     own_scopes = (Scope.TOGETHER, Scope.FAMILY, Scope.ALONE)
     """All scopes: the more tensors one multiple explains, the less likely is chance."""
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Fit the errors on each of the other tensors."""
-        trials: list[Trial] = []
         for added, kind in _ADDED.items():
             known = {tensor.name: inputs.golden(kind, tensor.name, 1) for tensor in tensors}
             part = Part.model_validate({"added": added})
@@ -46,20 +44,11 @@ class AddedValues(Hypothesis):
             fit = fit.settle(list_numbers(sources)) if fit.explains else fit
             factor = find_factor(fit.coefficients[0], sources)
             contributions = (Contribution(part=part, factor=factor),)
-            trials.append(
-                Trial(
-                    hypothesis=self.name,
-                    about=added,
-                    verdict="yes" if fit.explains else "no",
-                    contributions=contributions,
-                    residual=fit.residual,
-                )
-            )
             if fit.explains:
                 operation = Scaled(contributions=contributions)
                 explanation = explain_by(Cause.STALE, operation, tensors, inputs, residual=fit.residual)
-                return Outcome(tuple(trials), explanation, num_coefficients=1)
-        return Outcome(tuple(trials)) if trials else self.untried(Reason.NO_EARLIER_VALUE)
+                return Outcome(explanation, num_coefficients=1)
+        return None
 
 
 HYPOTHESIS = AddedValues()

@@ -14,7 +14,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Observation, ScalarValues, WrongElements
 from moeverify.results.operation import Altered, Miscounted, Operation
-from moeverify.results.trial import Reason
 
 _CAUSES: Mapping[Quantity, Cause] = {
     Quantity.OUTPUT: Cause.FORWARD,
@@ -40,21 +39,21 @@ class AlteredHypothesis(Hypothesis):
     name = "altered"
     quantities = frozenset(_CAUSES)
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Accept without a test, with the observed error; leave no trial."""
         (tensor,) = tensors
         if tensor.quantity in _BEHIND_INPUTS and inputs.search is None:
             # In bfloat16, modules are not compared: the router's input may have been wrong.
-            return self.untried(Reason.MODULES_NOT_COMPARED)
+            return None
         cause = _CAUSES[tensor.quantity]
         if tensor.quantity in _BEHIND_INPUTS and _puts_out_right(tensor, inputs):
             cause = Cause.METRIC
         origin = inputs.origin_of(tensor)
-        is_seen, has_rows = origin is None or origin.inputs_seen, origin is not None and origin.are_rows
+        is_seen = origin is None or origin.inputs_seen
         is_no_number = origin is not None and not _is_finite(tensor)
         first = origin.first_micro_batch if origin is not None and tensor.quantity is Quantity.OUTPUT else 0
         operation: Operation = Altered(
-            first_micro_batch=first, inputs_seen=is_seen, has_rows=has_rows, is_no_number=is_no_number
+            first_micro_batch=first, inputs_seen=is_seen, is_no_number=is_no_number
         )
         seen: list[Observation] = []
         if tensor.quantity is Quantity.ROUTING_COUNT:
@@ -71,7 +70,7 @@ class AlteredHypothesis(Hypothesis):
             num_wrong = int((tensor.whole != tensor.expected).sum())
             seen.append(WrongElements(num_wrong=num_wrong, num_elements=tensor.expected.numel()))
         explanation = explain_by(cause, operation, tensors, inputs)
-        return Outcome((), explanation, tuple(seen))
+        return Outcome(explanation, tuple(seen))
 
 
 def _count_choices(tensor: WrongTensor) -> Miscounted:

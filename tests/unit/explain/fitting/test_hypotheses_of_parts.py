@@ -19,7 +19,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.factor import Source
 from moeverify.results.operation import (
     LostElements,
-    Replaced,
     Scaled,
     Stepped,
     Unmoved,
@@ -69,43 +68,6 @@ def test_a_counter_of_steps_is_read_as_a_number() -> None:
     assert outcome.explanation.operation == Stepped(num_steps=-2)
     moment = make_tensor(draw(3), draw(3, seed=1), name="up.weight.exp_avg", kind="optimizer_state")
     assert not find_hypothesis("step_counter").applies(moment, make_inputs(moment))
-
-
-def test_a_layer_that_is_a_copy_of_another_is_named_and_constants_are_not() -> None:
-    values = {"layers.0.up.weight": draw(4, 3), "layers.1.up.weight": draw(4, 3, seed=1)}
-    regions = {name: {0: Region.whole((4, 3))} for name in values}
-    for actual, other in ((values["layers.0.up.weight"], "layers.0.up.weight"), (draw(4, 3, seed=2), "")):
-        tensor = make_tensor(
-            values["layers.1.up.weight"], actual, name="layers.1.up.weight", kind="initial_weight"
-        )
-        inputs = make_inputs(tensor, regions=regions, golden=lambda kind, name, before: values[name])
-        found = examine("another_layer", tensor, inputs).explanation
-        assert (found.operation if found is not None else None) == (
-            Replaced(by="tensor", tensor=other) if other else None
-        )
-    ones = make_tensor(draw(4), torch.ones(4, dtype=torch.float64), kind="initial_weight")
-    assert examine("another_layer", ones).explanation is None
-
-
-@pytest.mark.parametrize(
-    ("precision", "noise", "named"),
-    [
-        (torch.float64, 0.0, True),
-        (torch.float64, 1e-3, False),
-        (torch.float32, 1e-6, True),
-        (torch.bfloat16, 1e-2, False),
-    ],
-)
-def test_the_gradient_of_another_layer_is_named_where_rounding_shows_it(
-    precision: torch.dtype, noise: float, named: bool
-) -> None:
-    values = {"layers.0.up.weight": draw(4, 3), "layers.1.up.weight": draw(4, 3, seed=1)}
-    regions = {name: {0: Region.whole((4, 3))} for name in values}
-    stale = values["layers.0.up.weight"] + noise * draw(4, 3, seed=2)
-    tensor = make_tensor(values["layers.1.up.weight"], stale, name="layers.1.up.weight", precision=precision)
-    inputs = make_inputs(tensor, regions=regions, golden=lambda kind, name, before: values[name])
-    found = examine("another_layer", tensor, inputs).explanation
-    assert (found is not None) is named
 
 
 def test_elements_that_are_zero_are_named_with_their_place() -> None:
