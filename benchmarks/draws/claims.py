@@ -34,25 +34,21 @@ class Claim:
 _LINE = re.compile(r'([\w./+-]+\.py)(?::|", line )(\d+)')
 
 # Measurements and follow-up questions, which say nothing about the cause.
-_NOT_SAID = ("trials", "follow_up", "wider", "observations", "rivals")
+_NOT_SAID = ("follow_up", "wider", "observations", "rivals")
 _NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
 
 _KIND_OF_OPERATION = {
     "unreduced": "reduction",
     "norm-of-slices": "reduction",
     "miscounted": "reduction",
-    "crossed": "elsewhere",
     "moved": "elsewhere",
-    "shifted": "elsewhere",
     "reordered": "elsewhere",
     "repeated-shard": "elsewhere",
     "misplaced": "layout",
     "unmoved": "state",
     "stepped": "state",
-    "carried": "state",
     "own-values": "state",
     "rounded": "dtype",
-    "offset": "edit",
     "zeroed": "edit",
     "lost-elements": "edit",
 }
@@ -74,7 +70,6 @@ _KIND_OF_CODE = {
     "calls": "loop",
     "optimizer": "optimizer",
     "state": "state",
-    "carried-state": "state",
     "metric": "scale",
     "rounding": "dtype",
     "precision": "dtype",

@@ -107,12 +107,12 @@ class LostElements(Record):
 class Moved(Record):
     """Correct values in other positions; with `copies`, some are in several positions and others in none.
 
-    `moves` has the first (to, from) of `num_moves` pairs: slices along `dim`, or micro-batches. It is empty
-    for elements.
+    `moves` has the first (to, from) of `num_moves` pairs of slices along `dim`. It is
+    empty for elements.
     """
 
     kind: Literal["moved"] = "moved"
-    unit: Literal["slice", "element", "micro-batch"]
+    unit: Literal["slice", "element"]
     dim: int | None = None
     moves: tuple[tuple[int, int], ...] = ()
     num_moves: int = 0

@@ -19,7 +19,6 @@ from moeverify.explain.fitting.missing_state import find_missing_state
 from moeverify.explain.fitting.place import locate
 from moeverify.explain.fitting.recomputed import (
     RECOMPUTED,
-    explain_router_gradient,
     join_alike,
     merge_with_origins,
 )
@@ -30,7 +29,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.comparable import comparable
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFacts, ShardingFacts
+from moeverify.results.facts import ClipFacts, GatheredFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
 from moeverify.results.operation import Altered, OwnValues, Zeroed
@@ -334,8 +333,6 @@ def _subject_of(finding: Finding) -> Subject:
 
 def _explain_apart(finding: Finding, inputs: DiagnosisInputs) -> Finding:
     """Add the cause to a finding of a check that compares a run with itself."""
-    if isinstance(finding.facts, RouterGradientFacts):
-        return explain_router_gradient(finding, finding.facts, inputs)
     if isinstance(finding.facts, ClipFacts):
         return finding if finding.explanation is not None else explain_norm(finding, finding.facts, inputs)
     if finding.check == CheckName.REPEAT:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from moeverify.explain.fitting.rank_readings import AllReadings, Coordinates, RankReadings, error_of
 from moeverify.explain.fitting.slices import scale_rows
@@ -31,16 +30,14 @@ READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
 class Origin:
     """First reading that differs, in the golden's order; `tensor` has the readings of all ranks.
 
-    `direction`, `module`, `end` and `slot` locate the reading: `slot` numbers the tensors of a module end.
-    `input` is the golden reading of the module's forward input.
+    `direction`, `module` and `end` locate the reading.
 
     `also` lists modules with equal golden values at their ends: the gradient of an output is the one that
     its users pass back. `around` is the calling module. `inside` lists modules in the culprit whose
     readings are all right.
 
-    `num_wrong` of `num_tokens` tokens are wrong. `inputs_seen` is true if an input
-    of the culprit was compared and is right; integer inputs such as token ids are never compared. `right`
-    lists the module ends of this direction whose readings are all right.
+    `num_wrong` of `num_tokens` tokens are wrong. `inputs_seen` is true if an input of the culprit was
+    compared and is right; integer inputs such as token ids are never compared.
     """
 
     direction: Direction
@@ -50,15 +47,12 @@ class Origin:
     ranks: tuple[int, ...]
     tensor: WrongTensor
     first_micro_batch: int = 0
-    input: Tensor | None = None
     also: tuple[str, ...] = ()
     around: str = ""
     inside: tuple[str, ...] = ()
     num_wrong: int = 0
     num_tokens: int = 0
     inputs_seen: bool = True
-    slot: str = "0"
-    right: frozenset[tuple[str, End]] = frozenset()
 
     @property
     def is_of_culprit(self) -> bool:
@@ -79,24 +73,15 @@ class Origin:
 class Search:
     """Result of the search: the first divergence of each direction, and the readings that match before it.
 
-    `bound` is the largest relative error of a right reading; `matched` lists the modules whose outputs are
-    right.
-
-    - `around`: by direction, later wrong outputs of modules around or beside the origin. A module may
-      output a partial sum without error, and a calling module completes it.
-    - `beside`: by direction, wrong readings of sibling modules at the same end. Modules may share an input,
-      and one of these readings may be more informative.
-    - `golden`: the readings of the single device.
+    `matched` lists the modules whose outputs are right. `beside` has, by direction, the wrong readings of
+    sibling modules at the same end: modules may share an input, and one of these may be more informative.
     """
 
     origins: Mapping[str, Origin]
     num_right: Mapping[str, int]
     worst_right: Mapping[str, float]
-    bound: float
     matched: frozenset[str] = frozenset()
-    around: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
     beside: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
-    golden: Sequence[Reading] = ()
 
     def observe(self, origin: Origin) -> FirstDivergence:
         """Return the origin of a direction, and the matching readings before."""
@@ -152,7 +137,6 @@ def find_origins(
         if (each := _judge(reading, ranks, bound)) is not None
     ]
     origins: dict[str, Origin] = {}
-    around: dict[str, tuple[Origin, ...]] = {}
     beside: dict[str, tuple[Origin, ...]] = {}
     num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
     worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
@@ -171,16 +155,13 @@ def find_origins(
         if first is not None:
             origin = _make_origin(first, golden, bound)
             seen, inside = _has_right_input(origin, along), _list_right_inside(origin, along)
-            right = _list_right(along)
-            origins[direction] = replace(origin, inputs_seen=seen, inside=inside, right=right)
-            near = _list_near(first, wrong)
-            around[direction] = tuple(_make_origin(each, golden, bound) for each in near)
+            origins[direction] = replace(origin, inputs_seen=seen, inside=inside)
             others = [each for each in wrong if _is_beside(first, each)][:_MOST_AROUND]
             beside[direction] = tuple(_make_origin(each, golden, bound) for each in others)
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
-    return Search(origins, num_right, worst_right, bound, matched, around, beside, golden)
+    return Search(origins, num_right, worst_right, matched, beside)
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
@@ -206,12 +187,6 @@ def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, .
     numbered = {name.rpartition(".")[0] for name in wrong if name.rpartition(".")[2].isdecimal()}
     folded = tuple(dict.fromkeys(_fold_number(name, numbered) for name in found))
     return folded if len(folded) <= _MOST_AROUND else ()
-
-
-def _list_right(along: Sequence[_Judged]) -> frozenset[tuple[str, End]]:
-    """Return the module ends whose readings are all right."""
-    ends = {(each.reading.module, cast(End, each.reading.end), each.is_wrong) for each in along}
-    return frozenset((module, end) for module, end, is_wrong in ends if (module, end, True) not in ends)
 
 
 def _fold_number(name: str, but: Collection[str]) -> str:
@@ -249,14 +224,6 @@ def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
     # If ranks have equal values at both ends, there is no operation between them, and the maker is known.
     made = [each for each in alike if _is_made_there(each) and _have_same(each.tensor, first.tensor)]
     return first if _is_made_there(first) or not made else min(made, key=lambda each: each.order)
-
-
-def _list_near(first: _Judged, wrong: Sequence[_Judged]) -> list[_Judged]:
-    """Return the next wrong outputs of modules around or beside the first wrong one, the innermost first."""
-    own = first.reading.module
-    modules = {*_list_around(own), f"{own.rpartition('.')[0]}.{_DISPATCHER}"} - {"", own}
-    later = wrong[wrong.index(first) + 1 :]
-    return [each for each in later if each.reading.module in modules and _is_made_there(each)][:_MOST_AROUND]
 
 
 def _is_beside(first: _Judged, other: _Judged) -> bool:
@@ -368,12 +335,10 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Ori
             for shard, micro_batch in zip(tensor.shards, first.micro_batches, strict=True)
             if error_of(shard, tensor.expected) > bound
         ),
-        _input_of(golden, reading),
         _list_equal(golden, reading),
         _find_caller(reading.module, {each.module for each in golden}),
         num_wrong=num_wrong,
         num_tokens=num_tokens,
-        slot=reading.slot,
     )
 
 
@@ -409,16 +374,3 @@ def _errors_by_rank(tensor: WrongTensor) -> dict[int, float]:
     for shard in tensor.shards:
         errors[shard.rank] = max(errors.get(shard.rank, 0.0), error_of(shard, tensor.expected))
     return errors
-
-
-def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:
-    """Return the golden's first forward input of a module."""
-    return next(
-        (
-            other.local
-            for other in golden
-            if (other.direction, other.module, other.end, other.slot)
-            == (FORWARD, reading.module, "input", "0")
-        ),
-        None,
-    )

@@ -11,7 +11,7 @@ from moeverify.explain.fitting.axes import Axes, Groups
 from moeverify.explain.fitting.components import ComponentSource
 from moeverify.explain.fitting.first_divergence import Origin, Search
 from moeverify.explain.fitting.wrong_tensor import Key, WrongTensor
-from moeverify.parallel.regions.region import Indices, Region
+from moeverify.parallel.regions.region import Region
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Source
@@ -57,9 +57,7 @@ class DiagnosisInputs:
     - `saved`: the saved state, after a load.
     - `regions`: the region of each parameter on each rank.
     - `golden(kind, name, before)`: the golden's value `before` steps earlier.
-    - `valid`: bool (B, S), true for tokens that are not padding.
     - `shapes`: by name, (golden shape, shape under the layout) of tensors whose shapes differ.
-    - `micro_batches`: by rank, the rows and positions of each micro-batch.
     - `limits`: by check, the relative error that it detects in half of its tensors.
     """
 
@@ -72,9 +70,7 @@ class DiagnosisInputs:
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
     golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
-    valid: Tensor | None = None
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -85,8 +81,8 @@ class DiagnosisInputs:
     def origin_of(self, tensor: WrongTensor) -> Origin | None:
         """Return the module end where a tensor was read; None if it is not a module reading."""
         search = self.search
-        around = (*search.around.values(), *search.beside.values()) if search is not None else ()
-        known = [*self.origins.values(), *(each for found in around for each in found)]
+        beside = search.beside.values() if search is not None else ()
+        known = [*self.origins.values(), *(each for found in beside for each in found)]
         return next((origin for origin in known if origin.tensor is tensor), None)
 
     def list_beside(self, tensor: WrongTensor) -> Sequence[WrongTensor]:

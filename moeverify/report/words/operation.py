@@ -50,7 +50,6 @@ from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.upstream import OffUpstream
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
-_OF_PARAMETERS = (Quantity.GRADIENT, Quantity.UPDATE, Quantity.OPTIMIZER_STATE)
 _MOST_MOVES = 4
 _RIGHT: Mapping[InitialSource, str] = {
     "factory": "those of the model that `recipe.model.factory` makes",
@@ -191,11 +190,6 @@ def _(operation: Moved, explanation: Explanation) -> str:
     have = subject.pick("has", "have")
     if operation.unit == "element":
         return f"{subject} {have} exactly the expected values, in another order"
-    if operation.unit == "micro-batch":
-        to, origin = operation.moves[0]
-        names = ", ".join(explanation.subject.tensors)
-        reported = f"what {names} is said to choose in micro-batch {to} is its choice in micro-batch {origin}"
-        return f"only what is reported is wrong: {reported}; what the modules put out matches"
     moves = ", ".join(f"{to} holds {origin}" for to, origin in operation.moves[:_MOST_MOVES])
     left_out = operation.num_moves - len(operation.moves[:_MOST_MOVES])
     moves += f", and {left_out} more" if left_out > 0 else ""
@@ -212,13 +206,9 @@ def _(operation: LostElements, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Replaced, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
-    if operation.by == "tensor" and explanation.subject.quantity is Quantity.LOSS:
-        value = f"has the value of the {operation.tensor} loss"
-        return f"only a reported number is wrong: {subject} {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
-        of = "of that of" if explanation.subject.quantity in _OF_PARAMETERS else "of"
         on = f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
-        return f"{subject} {subject.pick('is a copy', 'are copies')} {of} {operation.tensor}{on}"
+        return f"{subject} {subject.pick('is a copy', 'are copies')} of {operation.tensor}{on}"
     if explanation.subject.quantity in (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT):
         return f"the gradients match, and {subject} is that of the step before"
     values = f"{subject.pick('has the values', 'have the values')} {_name_source(operation, explanation)}"

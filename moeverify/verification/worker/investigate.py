@@ -209,7 +209,6 @@ def _make_inputs(
     read_right = cache(lambda: read_golden_modules(case.recipe, golden, step, device))
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
-    valid = _find_valid(case, step)
     search = _search(case, evidence, read_right, _find_known(judgement, step))
     bounds = _find_bounds(judgement)
     return DiagnosisInputs(
@@ -225,9 +224,7 @@ def _make_inputs(
         components=_component_source(case, golden, step, device),
         regions=_gather_regions(evidence),
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
-        valid=valid,
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
-        micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
         limits=_find_limits(judgement),
     )
 
@@ -256,15 +253,6 @@ def _make_whole_batch(case: Case, step: int) -> Batch | None:
     recipe = case.recipe
     whole, size = whole_share(recipe.data), recipe.model.vocab_size
     return make_batch(recipe.data, size, recipe.seed, step, whole, torch.device("cpu"))
-
-
-def _find_valid(case: Case, step: int) -> Tensor | None:
-    """Return the mask (B, S) of tokens that are not padding.
-
-    None for a user's model, which may use padding tokens.
-    """
-    batch = None if case.recipe.model.reference is None else _make_whole_batch(case, step)
-    return None if batch is None else batch.valid
 
 
 def _make_axes(case: Case, batch: Batch | None = None) -> Axes:

@@ -47,7 +47,7 @@ def test_a_gradient_that_no_rank_has_is_absent() -> None:
     assert absent.operation == Zeroed(absent=True)
     # Where modules are not compared, a wider run may show what the forward pass leaves out.
     assert absent.is_estimate
-    search = Search({}, {}, {}, 1e-9)
+    search = Search({}, {}, {})
     compared = examine(
         "detached", make_tensor(draw(4), None, None), DiagnosisInputs(search=search)
     ).explanation

@@ -255,15 +255,6 @@ def test_backward_the_module_that_made_a_gradient_is_named_where_ranks_have_the_
     assert search_one_rank(golden, wrong).origins["backward"].module == "attention.q_proj"
 
 
-def test_what_modules_around_made_of_what_began_is_kept() -> None:
-    names = ("moe.experts", "moe.dispatcher", "other", "moe", "layer")
-    golden = [read(name, order, draw(2, 3, 4, seed=order)) for order, name in enumerate(names)]
-    wrong = [replace(each, local=each.local + 1) for each in golden]
-    search = search_one_rank(golden, wrong)
-    assert search.origins["forward"].module == "moe.experts"
-    assert [each.module for each in search.around["forward"]] == ["moe.dispatcher", "moe"]
-
-
 @pytest.mark.parametrize(("num_wrong", "inside"), [(0, ("moe.gate", "moe.experts.*")), (1, ())])
 def test_right_modules_of_a_list_are_named_together(num_wrong: int, inside: tuple[str, ...]) -> None:
     def read(factors: list[float], output: float) -> list[Reading]:

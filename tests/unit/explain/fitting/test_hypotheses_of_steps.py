@@ -95,7 +95,7 @@ def test_counts_of_each_ranks_own_tokens_are_not_reduced() -> None:
 )
 def test_a_router_that_differs_over_right_inputs(kind: str, cause: Cause) -> None:
     tensor = make_tensor(draw(2, 3), draw(2, 3, seed=1), name="layers.1.moe.router", kind=kind)
-    compared = Search({}, {"forward": 9, "backward": 9}, {"forward": 0.0, "backward": 0.0}, 1e-9)
+    compared = Search({}, {"forward": 9, "backward": 9}, {"forward": 0.0, "backward": 0.0})
     assert examine("altered", tensor, make_inputs(tensor, search=compared)).explanation.cause is cause
     # Where no module was compared, its inputs may be wrong.
     assert examine("altered", tensor).explanation is None

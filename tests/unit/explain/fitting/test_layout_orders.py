@@ -42,7 +42,7 @@ def make_output(
     tensor = WrongTensor((0, MODULE_KINDS["forward"], "layers.0.attention"), EXPECTED, shards)
     origin = Origin("forward", "layers.0.attention", "output", 1.0, (0, 1), tensor)
     right_counts = {"forward": 3, "backward": 3}
-    search = Search({"forward": origin}, right_counts, dict.fromkeys(right_counts, 1e-16), 1e-9)
+    search = Search({"forward": origin}, right_counts, dict.fromkeys(right_counts, 1e-16))
     return tensor, DiagnosisInputs(axes=CONTEXT, search=search)
 
 

@@ -80,7 +80,7 @@ def make_origin(
     end: Any = "output" if direction == "forward" else "input"
     origin = Origin(direction, module, end, 1.0, (0, 1), tensor, first_micro_batch)
     right = {"forward": 3, "backward": 3}
-    search = Search({direction: origin}, right, dict.fromkeys(right, 1e-16), 1e-9)
+    search = Search({direction: origin}, right, dict.fromkeys(right, 1e-16))
     return tensor, DiagnosisInputs(axes=AXES, search=search)
 
 
