@@ -8,6 +8,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.factor import Factor, Product
 from moeverify.results.operation import (
     Altered,
+    Carried,
     Misplaced,
     NormOfSlices,
     Operation,
@@ -95,6 +96,8 @@ class Explanation(Record):
             return False
         if isinstance(operation, Rounded):
             return operation.is_representable
+        if isinstance(operation, Carried) and operation.factor is not None:
+            return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):
             return bool(operation.ranks or operation.loss_scale) or any(
                 each.part != WHOLE or each.factor.equals for each in operation.contributions
@@ -114,6 +117,8 @@ class Explanation(Record):
         elif isinstance(operation, Misplaced | NormOfSlices):
             axes = tuple(axis for axis in operation.axes if axis in left)
             operation = operation.model_copy(update={"axes": axes})
+        elif isinstance(operation, Carried) and operation.factor is not None:
+            operation = operation.model_copy(update={"factor": narrow(operation.factor)})
         elif isinstance(operation, Scaled):
             kept = tuple(
                 each.model_copy(update={"factor": narrow(each.factor)}) for each in operation.contributions
@@ -128,6 +133,8 @@ class Explanation(Record):
         """Return the measured factors."""
         if isinstance(self.operation, Unreduced):
             return (self.operation.factor,)
+        if isinstance(self.operation, Carried):
+            return () if self.operation.factor is None else (self.operation.factor,)
         if isinstance(self.operation, Scaled):
             extra = (self.operation.means_factor,) if self.operation.means_factor is not None else ()
             return (*(each.factor for each in self.operation.contributions), *extra)

@@ -178,7 +178,7 @@ class Finding(Record):
     @model_validator(mode="before")
     @classmethod
     def _drop_old_keys(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Drop what files of older versions have: the tests of all hypotheses, and the affected part."""
+        """Drop keys of older versions: the tests of all hypotheses, and the affected part."""
         return {key: value for key, value in data.items() if key not in ("trials", "part")}
 
     @property

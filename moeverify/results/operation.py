@@ -14,7 +14,7 @@ from pydantic import Field
 from moeverify.results.factor import Factor, Product
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.layout import Reordered
-from moeverify.results.part import Contribution, Group
+from moeverify.results.part import Block, Contribution, Group
 from moeverify.results.record import Record
 from moeverify.results.upstream import OffUpstream
 
@@ -126,7 +126,7 @@ class Replaced(Record):
     """
 
     kind: Literal["replaced"] = "replaced"
-    by: Literal["step-before", "value-before-load", "tensor"]
+    by: Literal["step-before", "value-before-load", "tensor", "weights-of-step-before"]
     tensor: str = ""
     exchanged: bool = False
     ranks: tuple[int, ...] = ()
@@ -214,6 +214,21 @@ class Stepped(Record):
     num_steps: int
 
 
+class Carried(Record):
+    """A step that starts with optimizer state other than the one after the previous step.
+
+    The state is `factor` times the previous one; zero means a reset. Without `factor`, it is the state of
+    other slices along the dim of `block`, and `moves` has the first (to, from) pairs. `block` has the wrong
+    slices, or is None if the whole shard is wrong. `ranks` are the wrong ranks, or empty for all.
+    """
+
+    kind: Literal["carried"] = "carried"
+    factor: Factor | None = None
+    moves: tuple[tuple[int, int], ...] = ()
+    block: Block | None = None
+    ranks: tuple[int, ...] = ()
+
+
 class Altered(Record):
     """Values that differ in an unknown way, only from micro-batch `first_micro_batch` on.
 
@@ -244,6 +259,7 @@ Operation = Annotated[
     | RepeatedShard
     | OwnValues
     | Stepped
+    | Carried
     | Altered,
     Field(discriminator="kind"),
 ]

@@ -20,6 +20,14 @@ class Tokens(Record):
     micro_batch: int | None = None
 
 
+class Block(Record):
+    """Some indices along a dim of a tensor; `unit` is their meaning, such as row, head or expert."""
+
+    dim: int
+    indices: tuple[int, ...]
+    unit: str = "index"
+
+
 class Group(Record):
     """Some of the parameters that a sum includes.
 

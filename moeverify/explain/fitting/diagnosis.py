@@ -10,7 +10,7 @@ import torch
 from moeverify.explain.fitting.causes_first import put_modules_first
 from moeverify.explain.fitting.data_first import ORIGINS, follow, put_data_first
 from moeverify.explain.fitting.engine import DiagnosedCause, explain_tensors
-from moeverify.explain.fitting.families import family_of
+from moeverify.explain.fitting.families import family_of, split_moment
 from moeverify.explain.fitting.first_divergence import Origin
 from moeverify.explain.fitting.hypotheses.step_counter import is_counter
 from moeverify.explain.fitting.inputs import DiagnosisInputs
@@ -32,7 +32,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import ClipFacts, GatheredFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
-from moeverify.results.operation import Altered, OwnValues, Zeroed
+from moeverify.results.operation import Altered, Carried, OwnValues, Zeroed
 from moeverify.train.module_taps import BACKWARD, FORWARD
 from moeverify.verification.checks.base import Role
 from moeverify.verification.checks.narrower import name_dtype
@@ -282,9 +282,25 @@ def _explain_optimizer_step(inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     states = inputs.of_quantity(Quantity.OPTIMIZER_STATE)
     counters = [tensor for tensor in states if is_counter(tensor)]
     if counters:
-        # The update uses the step counter, so a wrong counter is its cause.
-        return explain_tensors(counters, inputs)
-    return explain_tensors([*inputs.of_quantity(Quantity.UPDATE), *states], inputs)
+        # The update uses the step counter, so a wrong counter is its cause. Moments do not depend on it.
+        causes = explain_tensors([tensor for tensor in states if not is_counter(tensor)], inputs)
+        return explain_tensors(counters, inputs) + [cause for cause in causes if _is_carried(cause)]
+    causes = explain_tensors([*inputs.of_quantity(Quantity.UPDATE), *states], inputs)
+    # The update uses the moments of its parameter: it follows if the step began with wrong moments.
+    begun = {
+        split_moment(tensor.name)[0] for cause in causes if _is_carried(cause) for tensor in cause.tensors
+    }
+    left = [cause for cause in causes if cause.explanation is not None]
+    for cause in causes:
+        others = tuple(each for each in cause.tensors if each.name not in begun)
+        if cause.explanation is None and others:
+            left.append(replace(cause, tensors=others))
+    return left
+
+
+def _is_carried(cause: DiagnosedCause) -> bool:
+    """Return whether a cause is wrong optimizer state at the start of the step."""
+    return cause.explanation is not None and isinstance(cause.explanation.operation, Carried)
 
 
 def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> DiagnosedCause:

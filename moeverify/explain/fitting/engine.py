@@ -14,7 +14,7 @@ from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Factor
 from moeverify.results.observation import Observation
-from moeverify.results.operation import Altered, Scaled, Unreduced
+from moeverify.results.operation import Altered, Carried, Scaled, Unreduced
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ def _identify(explanation: Explanation | None) -> str:
             each.model_copy(update={"factor": _round(each.factor)}) for each in operation.contributions
         )
         operation = operation.model_copy(update={"contributions": rounded})
+    elif isinstance(operation, Carried) and operation.factor is not None:
+        operation = operation.model_copy(update={"factor": _round(operation.factor)})
     # Without a known operation, two wrong tensors have nothing in common: keep their names in the key.
     names = explanation.subject.tensors if isinstance(operation, Altered) else ()
     subject = explanation.subject.model_copy(update={"tensors": names, "family": ""})

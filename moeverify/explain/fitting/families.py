@@ -25,3 +25,9 @@ def name_family(names: Sequence[str]) -> str:
 def module_of(parameter: str) -> str:
     """Return the module of a parameter."""
     return parameter.rpartition(".")[0]
+
+
+def split_moment(name: str) -> tuple[str, str]:
+    """Split the name of an optimizer state: `up.weight.exp_avg` into `up.weight` and `exp_avg`."""
+    parameter, _, moment = name.rpartition(".")
+    return parameter, moment

@@ -8,6 +8,7 @@ from functools import partial
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from moeverify.explain.fitting.rank_readings import AllReadings, Coordinates, RankReadings, error_of
 from moeverify.explain.fitting.slices import scale_rows
@@ -30,7 +31,8 @@ READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
 class Origin:
     """First reading that differs, in the golden's order; `tensor` has the readings of all ranks.
 
-    `direction`, `module` and `end` locate the reading.
+    `direction`, `module` and `end` locate the reading. `input` is the golden reading of the module's
+    forward input.
 
     `also` lists modules with equal golden values at their ends: the gradient of an output is the one that
     its users pass back. `around` is the calling module. `inside` lists modules in the culprit whose
@@ -47,6 +49,7 @@ class Origin:
     ranks: tuple[int, ...]
     tensor: WrongTensor
     first_micro_batch: int = 0
+    input: Tensor | None = None
     also: tuple[str, ...] = ()
     around: str = ""
     inside: tuple[str, ...] = ()
@@ -335,6 +338,7 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Ori
             for shard, micro_batch in zip(tensor.shards, first.micro_batches, strict=True)
             if error_of(shard, tensor.expected) > bound
         ),
+        _input_of(golden, reading),
         _list_equal(golden, reading),
         _find_caller(reading.module, {each.module for each in golden}),
         num_wrong=num_wrong,
@@ -374,3 +378,11 @@ def _errors_by_rank(tensor: WrongTensor) -> dict[int, float]:
     for shard in tensor.shards:
         errors[shard.rank] = max(errors.get(shard.rank, 0.0), error_of(shard, tensor.expected))
     return errors
+
+
+def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:
+    """Return the golden's first forward input of a module."""
+    end = (FORWARD, reading.module, "input", "0")
+    return next(
+        (each.local for each in golden if (each.direction, each.module, each.end, each.slot) == end), None
+    )

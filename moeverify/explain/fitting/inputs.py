@@ -54,9 +54,11 @@ class DiagnosisInputs:
     - `search`: first modules that differ; None if modules were not compared.
     - `earlier(key)`: the golden's value of a tensor one step earlier.
     - `issued(module, rank)`: the collectives of a module on a rank.
+    - `stale(origin)`: whether the weights of the step before produce the module's output; None if unknown.
     - `saved`: the saved state, after a load.
     - `regions`: the region of each parameter on each rank.
     - `golden(kind, name, before)`: the golden's value `before` steps earlier.
+    - `decays`: by moment name, the factor of its previous value in the optimizer step.
     - `shapes`: by name, (golden shape, shape under the layout) of tensors whose shapes differ.
     - `limits`: by check, the relative error that it detects in half of its tensors.
     """
@@ -67,9 +69,11 @@ class DiagnosisInputs:
     earlier: Callable[[Key], Tensor | None] = lambda key: None
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
     components: ComponentSource | None = None
+    stale: Callable[[Origin], bool | None] = lambda origin: None
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
     golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
+    decays: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
 

@@ -8,8 +8,10 @@ from contextvars import ContextVar
 
 ORDER = (
     ("reordered",),
+    ("stale_weights",),
     ("not_loaded", "unmoved"),
     ("step_counter",),
+    ("carried_state",),
     (
         "detached",
         "replica_sum",

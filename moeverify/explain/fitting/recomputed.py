@@ -15,6 +15,7 @@ from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import (
     Altered,
+    Carried,
     Scaled,
     Unmoved,
 )
@@ -111,12 +112,16 @@ def merge_with_origins(
     """Return both lists with one cause for each bug that both the golden and a recomputation detected.
 
     If the diagnosis explained an origin, it stays the cause and the recomputed finding follows it.
-    Otherwise, the recomputed finding is the cause.
+    Otherwise, the recomputed finding is the cause. This includes moments that look as if the step began
+    with other state: if they do not follow from the rank's own previous moments, the step itself is wrong.
     """
+    in_step = {finding.step for finding in recomputed if finding.kind == Kind.OPTIMIZER_STATE}
     explained = [
         origin
         for origin in origins
-        if origin.explanation is not None and not _is_contradicted(origin, recomputed)
+        if origin.explanation is not None
+        and not (isinstance(origin.explanation.operation, Carried) and origin.step in in_step)
+        and not _is_contradicted(origin, recomputed)
     ]
     known = list(recomputed)
     for number, finding in enumerate(known):

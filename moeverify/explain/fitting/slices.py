@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from moeverify.explain.fitting.families import name_family
 from moeverify.explain.fitting.wrong_tensor import EXACT
+from moeverify.results.part import Block
 
 MOST_SLICES = 4096
 """Distances between all pairs of this many slices take 128 MiB in float64."""
 
 
-def match_slices(expected: Tensor, actual: Tensor, dim: int) -> list[int] | None:
+def make_block(name: str, dim: int, indices: Sequence[int]) -> Block:
+    """Return slices of a tensor as a block, with the unit of the dim: experts, rows or columns."""
+    units = {0: name_family([name]) or "row", 1: "column"}
+    return Block(dim=dim, indices=tuple(indices), unit=units.get(dim, "index"))
+
+
+def match_slices(
+    expected: Tensor, actual: Tensor, dim: int, *, allowed: Tensor | None = None
+) -> list[int] | None:
     """Return, for each slice of `actual` along a dim, the index of the equal slice of `expected`.
 
-    Slices are equal if their distance is at most `EXACT` times the norm.
+    Slices are equal if their distance is at most `allowed` (slices,), by default `EXACT` times the norm.
     Return None if some slice has no equal one, or if slices are too small or too many. Also return None if
     each moved slice is constant, such as zeros: lost values are zero, and not copies of other zeros.
     """
@@ -22,7 +34,7 @@ def match_slices(expected: Tensor, actual: Tensor, dim: int) -> list[int] | None
     if measured is None:
         return None
     distance, norms = measured
-    allowed = EXACT * norms
+    allowed = EXACT * norms if allowed is None else allowed
     best = distance.argmin(dim=1)
     if not bool((distance.amin(dim=1) <= allowed).all()):
         return None

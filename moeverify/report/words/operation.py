@@ -20,7 +20,7 @@ from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_slices,
 )
-from moeverify.report.words.part import name_part, name_some
+from moeverify.report.words.part import name_block, name_part, name_some
 from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
@@ -28,12 +28,13 @@ from moeverify.report.words.reduction import (
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost
 from moeverify.report.words.shares import describe_weights
-from moeverify.report.words.subject import name_subject
+from moeverify.report.words.subject import MODEL, name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
     Altered,
+    Carried,
     LostElements,
     Moved,
     OwnValues,
@@ -206,6 +207,9 @@ def _(operation: LostElements, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Replaced, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
+    if operation.by == "weights-of-step-before":
+        module = explanation.subject.module or MODEL
+        return f"{module} computes with the weights of the step before: they were not refreshed"
     if operation.by == "tensor" and not operation.exchanged:
         on = f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
         return f"{subject} {subject.pick('is a copy', 'are copies')} of {operation.tensor}{on}"
@@ -301,6 +305,24 @@ def _(operation: Stepped, explanation: Explanation) -> str:
     direction = "too many" if operation.num_steps > 0 else "too few"
     counts = subject.pick("counts", "count")
     return f"{subject} {counts} {count} step{'s' if count > 1 else ''} {direction}"
+
+
+@describe_operation.register
+def _(operation: Carried, explanation: Explanation) -> str:
+    subject, block = name_subject(explanation.subject), operation.block
+    where = f"{subject} in {name_block(block)}" if block is not None else str(subject)
+    where += f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
+    if operation.factor is None:
+        assert block is not None
+        moves = ", ".join(f"{to} with that of {origin}" for to, origin in operation.moves[:_MOST_MOVES])
+        left_out = len(block.indices) - len(operation.moves[:_MOST_MOVES])
+        moves += f", and {left_out} more" if left_out > 0 else ""
+        return f"{where} began the step with the state of other slices along dim {block.dim}: {moves}"
+    if operation.factor.is_zero:
+        return f"{where} began the step at zero: what the steps before had left was lost"
+    sources = describe_sources(operation.factor)
+    began = f"began the step with {format_factor(operation.factor.value)}x what the step before had left"
+    return f"{where} {began}" + (f"; {sources}" if sources else "")
 
 
 @describe_operation.register

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.results.part import Contribution, Group, Part, Tokens
+from moeverify.report.numbers import format_range
+from moeverify.results.part import Block, Contribution, Group, Part, Tokens
 
 WHOLE_NAME = "golden"
 _MOST = 4
@@ -20,6 +21,7 @@ def name_part(part: Part) -> str:
     return " of ".join(names) or WHOLE_NAME
 
 
+_PLURALS = {"index": "indices"}
 _USES = {"embedding": "the embedding", "head": "the head"}
 _ADDED = {"weight": "the weight", "gradient-of-step-before": "the gradient of the step before"}
 
@@ -43,6 +45,12 @@ def name_tokens(tokens: Tokens) -> str:
     names += [f"cp {tokens.context_rank}"] if tokens.context_rank is not None else []
     names += [f"micro-batch {tokens.micro_batch}"] if tokens.micro_batch is not None else []
     return ", ".join(names) or "the whole batch"
+
+
+def name_block(block: Block) -> str:
+    """Return indices of a dim in words: `rows 0-3 of dim 0`."""
+    plural = _PLURALS.get(block.unit, f"{block.unit}s")
+    return f"{block.unit if len(block.indices) == 1 else plural} {format_range(block.indices)} of dim {block.dim}"
 
 
 def name_some(names: Sequence[str]) -> str:

@@ -33,6 +33,10 @@ class OptimizerKind(Implementation):
         """Return torch's optimizer over parameter groups; `kernels` are its `foreach` and `fused`."""
         raise NotImplementedError
 
+    def list_decays(self, spec: Optimizer) -> Mapping[str, float]:
+        """Return, by moment, the factor of its previous value in a step's sum."""
+        raise NotImplementedError
+
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
         """Return the expected moments and weight change of a step.
 

@@ -44,6 +44,10 @@ class AdamKind(OptimizerKind):
         built: TorchOptimizer = make(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, **kernels)
         return built
 
+    def list_decays(self, spec: Optimizer) -> Mapping[str, float]:
+        """Return both betas by moment; see `OptimizerKind`."""
+        return dict(zip(self.moments, spec.betas, strict=True))
+
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
         """Return both moments and the weight change; see `OptimizerKind`.
 

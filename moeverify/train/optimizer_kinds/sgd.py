@@ -24,6 +24,9 @@ class _Sgd(OptimizerKind):
 
         return SGD(groups, lr=spec.lr, momentum=spec.momentum, **kernels)
 
+    def list_decays(self, spec: Optimizer) -> Mapping[str, float]:
+        return {self.moments[0]: spec.momentum}
+
     def recompute(self, spec: Optimizer, step: StepValues) -> Sequence[Recomputed]:
         """Return the momentum, if any, and the weight change; see `OptimizerKind`.
 

@@ -29,6 +29,7 @@ from moeverify.explain.fitting.failure import keep_verdict
 from moeverify.explain.fitting.first_divergence import Known, Search, find_origins
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.rank_readings import RankReadings
+from moeverify.explain.fitting.stale import explains_stale
 from moeverify.explain.fitting.wrong_tensor import Key
 from moeverify.parallel.regions.local_shard import join_regions
 from moeverify.parallel.regions.observer import INITIAL
@@ -41,6 +42,7 @@ from moeverify.results.observation import NoValues
 from moeverify.results.timeline import Timeline
 from moeverify.train.data import Batch, Share, make_batch, whole_share
 from moeverify.train.module_taps import Reading, Tap
+from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
 from moeverify.verification.checks.base import Judgement, Role
 from moeverify.verification.checks.registry import CHECKS, choose_checks
@@ -222,8 +224,10 @@ def _make_inputs(
         earlier=lambda key: _read_earlier(read, key),
         issued=lambda module, rank: find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
+        stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),
         golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
+        decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         limits=_find_limits(judgement),
     )

@@ -23,11 +23,12 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, Product
 from moeverify.results.operation import (
+    Carried,
     Stepped,
     Unreduced,
     Zeroed,
 )
-from moeverify.results.part import Part
+from moeverify.results.part import Block, Part
 
 FACTORS = [
     # parts of sums, added values, counters
@@ -47,6 +48,36 @@ FACTORS = [
     (
         explain(Cause.STATE, Quantity.OPTIMIZER_STATE, Stepped(num_steps=1)),
         "the optimizer state counts 1 step too many",
+        "optimizer step",
+    ),
+    (
+        explain(
+            Cause.CARRIED_STATE,
+            Quantity.OPTIMIZER_STATE,
+            Carried(factor=Factor(value=0.0), block=Block(dim=0, indices=(1, 4), unit="expert")),
+            **EXPERTS,
+        ),
+        "12 expert optimizer states in experts 1, 4 of dim 0 began the step at zero: what the steps before had left "
+        "was lost",
+        "optimizer step",
+    ),
+    (
+        explain(
+            Cause.CARRIED_STATE,
+            Quantity.OPTIMIZER_STATE,
+            Carried(factor=Factor(value=2.0, equals=(EP,)), ranks=(1,)),
+        ),
+        "the optimizer state on rank 1 began the step with 2x what the step before had left; 2 = ep",
+        "optimizer step, axis ep",
+    ),
+    (
+        explain(
+            Cause.CARRIED_STATE,
+            Quantity.OPTIMIZER_STATE,
+            Carried(moves=((1, 4), (4, 1)), block=Block(dim=0, indices=(1, 4), unit="expert")),
+        ),
+        "the optimizer state in experts 1, 4 of dim 0 began the step with the state of other slices along dim 0: 1 "
+        "with that of 4, 4 with that of 1",
         "optimizer step",
     ),
     # a factor of everything

@@ -102,6 +102,11 @@ VALUES = [
         "up",
     ),
     (
+        explain(Cause.STALE, OUTPUT, Replaced(by="weights-of-step-before"), module="layers.1.norm"),
+        "layers.1.norm computes with the weights of the step before: they were not refreshed",
+        "layers.1.norm",
+    ),
+    (
         explain(Cause.STALE, Quantity.UPDATE, Unmoved()),
         "the update is zero although the gradient matches",
         "optimizer step",

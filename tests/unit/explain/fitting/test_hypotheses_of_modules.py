@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from wrong_tensors import draw, examine, make_origin, make_tensor
 
-from moeverify.explain.fitting.first_divergence import Known, Search, find_origins
+from moeverify.explain.fitting.first_divergence import Known, Origin, Search, find_origins
 from moeverify.explain.fitting.rank_readings import RankReadings, locate_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.operation import Altered, Scaled, Unreduced
+from moeverify.results.operation import Altered, Replaced, Scaled, Unreduced
 from moeverify.train.module_taps import Reading, Tap
 
 
@@ -24,6 +24,23 @@ def test_a_module_that_is_right_in_the_first_micro_batch_has_changed_state() -> 
     assert (explanation.cause, explanation.operation) == (Cause.STATE, Altered(first_micro_batch=2))
     tensor, inputs = make_origin(expected, draw(2, 3, 4, seed=1))
     assert examine("altered", tensor, inputs).explanation.cause is Cause.FORWARD
+
+
+@pytest.mark.parametrize("answer", [True, False, None])
+def test_weights_of_the_step_before_are_asked_for(answer: bool | None) -> None:
+    tensor, inputs = make_origin(draw(2, 3, 4), draw(2, 3, 4, seed=1))
+    asked: list[Origin] = []
+
+    def is_stale(origin: Origin) -> bool | None:
+        asked.append(origin)
+        return answer
+
+    explanation = examine("stale_weights", tensor, replace(inputs, stale=is_stale)).explanation
+    assert [origin.tensor for origin in asked] == [tensor]
+    assert (explanation is not None) == bool(answer)
+    if explanation is not None:
+        assert explanation.operation == Replaced(by="weights-of-step-before")
+        assert explanation.subject.module == "layers.0.moe"
 
 
 def test_partial_sums_of_an_output_are_a_missing_reduction_of_the_module() -> None:
