@@ -42,6 +42,7 @@ _KIND_OF_OPERATION = {
     "norm-of-slices": "reduction",
     "miscounted": "reduction",
     "moved": "elsewhere",
+    "shifted": "elsewhere",
     "reordered": "elsewhere",
     "repeated-shard": "elsewhere",
     "misplaced": "layout",

@@ -119,6 +119,14 @@ class Moved(Record):
     copies: bool = False
 
 
+class Shifted(Record):
+    """A shard that starts `offset` elements too far along the saved tensor, or too early if negative."""
+
+    kind: Literal["shifted"] = "shifted"
+    offset: int
+    rank: int
+
+
 class Replaced(Record):
     """The values of something else: another step, another tensor, or the state before a load.
 
@@ -250,6 +258,7 @@ Operation = Annotated[
     | LostElements
     | Moved
     | Reordered
+    | Shifted
     | Replaced
     | Unmoved
     | NormOfSlices

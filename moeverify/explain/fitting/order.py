@@ -25,7 +25,7 @@ ORDER = (
         "added_values",
     ),
     ("gradient_norm",),
-    ("previous_value", "permutation"),
+    ("previous_value", "permutation", "shifted_read"),
     ("another_tensor",),
     ("lost_elements",),
     ("rounding",),

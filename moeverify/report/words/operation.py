@@ -42,6 +42,7 @@ from moeverify.results.operation import (
     Replaced,
     Rounded,
     Scaled,
+    Shifted,
     Stepped,
     Unmoved,
     Unreduced,
@@ -197,6 +198,14 @@ def _(operation: Moved, explanation: Explanation) -> str:
     if operation.copies:
         return f"{subject} {have} slices along dim {operation.dim} that are copies of others: {moves}"
     return f"{subject} {have} the right values, permuted along dim {operation.dim}: {moves}"
+
+
+@describe_operation.register
+def _(operation: Shifted, explanation: Explanation) -> str:
+    direction = "too far along" if operation.offset > 0 else "too early"
+    subject = name_subject(explanation.subject)
+    places = f"{subject.pick('has', 'have')} the right values in wrong places"
+    return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
 
 
 @describe_operation.register

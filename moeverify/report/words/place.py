@@ -15,6 +15,7 @@ from moeverify.results.operation import (
     RepeatedShard,
     Replaced,
     Scaled,
+    Shifted,
 )
 from moeverify.results.part import WHOLE, Part
 
@@ -48,6 +49,8 @@ def describe_place(explanation: Explanation) -> str:
         )
     elif isinstance(operation, RepeatedShard):
         words.append(format_ranks(operation.ranks))
+    elif isinstance(operation, Shifted):
+        words.append(format_ranks([operation.rank]))
     sources = dict.fromkeys(source for product in explanation.candidates for source in product.sources)
     words.append(name_sources(list(sources)))
     return ", ".join(filter(None, words))

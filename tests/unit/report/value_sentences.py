@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from explanations import (
     BACK,
+    EXPERTS,
     GRADIENT,
     OUTPUT,
     explain,
@@ -23,6 +24,7 @@ from moeverify.results.operation import (
     Replaced,
     Rounded,
     Scaled,
+    Shifted,
     Unmoved,
     Zeroed,
 )
@@ -59,6 +61,16 @@ VALUES = [
         explain(Cause.PERMUTATION, GRADIENT, Moved(unit="element")),
         "the gradient has exactly the expected values, in another order",
         "",
+    ),
+    (
+        explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=32, rank=0)),
+        "the loaded tensor has the right values in wrong places: read 32 elements too far along",
+        "rank 0",
+    ),
+    (
+        explain(Cause.PERMUTATION, Quantity.LOADED, Shifted(offset=-3, rank=1), **EXPERTS),
+        "12 loaded expert tensors have the right values in wrong places: read 3 elements too early",
+        "rank 1",
     ),
     # other values
     (

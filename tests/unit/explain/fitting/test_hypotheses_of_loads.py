@@ -13,7 +13,7 @@ from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
 from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Altered, Moved, Replaced, Rounded, Zeroed
+from moeverify.results.operation import Altered, Moved, Replaced, Rounded, Shifted, Zeroed
 
 NAME = "weight/embed.weight"
 
@@ -54,6 +54,19 @@ def test_shards_that_were_not_loaded_name_their_rank() -> None:
         expected, expected[:2].clone(), before[2:], kind="loaded", before=(before[:2], before[2:])
     )
     assert examine("not_loaded", tensor).explanation.operation.ranks == (1,)
+
+
+def test_a_wrong_offset_is_found_in_both_directions() -> None:
+    expected = draw(32)
+    late, early = torch.cat([expected[3:], draw(3, seed=1)]), torch.cat([draw(3, seed=1), expected[:-3]])
+    for actual, offset in ((late, 3), (early, -3)):
+        explanation = examine("shifted_read", load(expected, actual)).explanation
+        assert (explanation.cause, explanation.operation) == (
+            Cause.PERMUTATION,
+            Shifted(offset=offset, rank=0),
+        )
+    assert examine("shifted_read", load(expected, draw(32, seed=2))).explanation is None
+    assert examine("shifted_read", load(expected, 0 * expected)).explanation is None
 
 
 def test_a_copy_of_another_tensor_and_two_that_were_exchanged() -> None:
