@@ -45,21 +45,14 @@ class Group(Record):
 class Part(Record):
     """The part of a tensor that every given field selects; without fields, the whole tensor.
 
-    `term` is a loss term (lm, balance, z), for a gradient. `added` is another value that was added to the tensor.
-    `group` are the parameters whose squares are selected, for a norm. `use` is one of several uses of a
-    tied weight, for its gradient.
+    `term` is a loss term (lm, balance, z), for a gradient. `group` are the parameters whose squares are
+    selected, for a norm. `use` is one of several uses of a tied weight, for its gradient.
     """
 
     term: str = ""
     tokens: Tokens | None = None
-    added: Literal["", "weight", "gradient-of-step-before"] = ""
     group: Group | None = None
     use: str = ""
-
-    @property
-    def belongs(self) -> bool:
-        """Return whether the expected value includes this part; it does not include added values."""
-        return not self.added
 
 
 WHOLE = Part()
@@ -74,4 +67,4 @@ class Contribution(Record):
     @property
     def is_right(self) -> bool:
         """Return whether the part has its correct multiple."""
-        return self.factor.is_one if self.part.belongs else self.factor.is_zero
+        return self.factor.is_one

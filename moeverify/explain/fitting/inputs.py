@@ -57,7 +57,6 @@ class DiagnosisInputs:
     - `stale(origin)`: whether the weights of the step before produce the module's output; None if unknown.
     - `saved`: the saved state, after a load.
     - `regions`: the region of each parameter on each rank.
-    - `golden(kind, name, before)`: the golden's value `before` steps earlier.
     - `decays`: by moment name, the factor of its previous value in the optimizer step.
     - `shapes`: by name, (golden shape, shape under the layout) of tensors whose shapes differ.
     - `limits`: by check, the relative error that it detects in half of its tensors.
@@ -72,7 +71,6 @@ class DiagnosisInputs:
     stale: Callable[[Origin], bool | None] = lambda origin: None
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
-    golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
     decays: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)

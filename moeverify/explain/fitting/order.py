@@ -22,7 +22,6 @@ ORDER = (
         "tied_uses",
         "batch_shares",
         "share_terms",
-        "added_values",
     ),
     ("gradient_norm",),
     ("previous_value", "permutation", "shifted_read"),

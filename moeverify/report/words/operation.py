@@ -70,7 +70,7 @@ def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
     if operation.local_means or operation.own_tokens:
         return describe_weights(operation)
-    if any(each.part.added or each.part.group for each in wrong):
+    if any(each.part.group for each in wrong):
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
         alone = f", on {format_ranks(operation.ranks)} alone" if operation.ranks else ""
@@ -128,20 +128,14 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
 
 
 def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> str:
-    """Return which parts of the subject are wrong: parameter groups, or added tensors."""
+    """Return the parameter groups whose squares a norm counts wrongly."""
     subject = name_subject(explanation.subject)
     texts = []
     for each in wrong:
-        if each.part.added:
-            times = "" if each.factor.is_one else f"{format_factor(each.factor.value)} times "
-            texts.append(
-                f"{times}{name_part(each.part)} was added to {subject}: the buffer was not set to zero"
-            )
-        else:
-            sources = describe_sources(each.factor)
-            count = "not at all" if each.factor.is_zero else f"{format_factor(each.factor.value)} times"
-            text = f"the gradients match, and {subject} counts the squares of {name_part(each.part)} {count}"
-            texts.append(text + (f"; {sources}" if sources else ""))
+        sources = describe_sources(each.factor)
+        count = "not at all" if each.factor.is_zero else f"{format_factor(each.factor.value)} times"
+        text = f"the gradients match, and {subject} counts the squares of {name_part(each.part)} {count}"
+        texts.append(text + (f"; {sources}" if sources else ""))
     return "; ".join(texts)
 
 

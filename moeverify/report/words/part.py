@@ -15,7 +15,6 @@ def name_part(part: Part) -> str:
     """Return the name of a part; the whole is called `golden`."""
     names = [part.term] if part.term else []
     names += [name_tokens(part.tokens)] if part.tokens is not None else []
-    names += [_ADDED[part.added]] if part.added else []
     names += [name_group(part.group)] if part.group is not None else []
     names += [f"its use as {_USES[part.use]}"] if part.use else []
     return " of ".join(names) or WHOLE_NAME
@@ -23,7 +22,6 @@ def name_part(part: Part) -> str:
 
 _PLURALS = {"index": "indices"}
 _USES = {"embedding": "the embedding", "head": "the head"}
-_ADDED = {"weight": "the weight", "gradient-of-step-before": "the gradient of the step before"}
 
 
 def name_group(group: Group) -> str:

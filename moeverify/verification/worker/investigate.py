@@ -226,7 +226,6 @@ def _make_inputs(
         components=_component_source(case, golden, step, device),
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),
-        golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
         limits=_find_limits(judgement),
@@ -239,15 +238,6 @@ def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:
         for name, region in each.regions.items():
             found.setdefault(name, {})[rank] = region
     return found
-
-
-def _read_golden_value(
-    read: Callable[[Key], Tensor | None], step: int, kind: str, name: str, before: int
-) -> Tensor | None:
-    """Return the golden's value `before` steps earlier; a weight before step 0 has its initial value."""
-    if kind == Kind.WEIGHT and step - before == INITIAL:
-        kind = Kind.INITIAL_WEIGHT
-    return None if step - before < INITIAL else read((step - before, kind, name))
 
 
 def _make_whole_batch(case: Case, step: int) -> Batch | None:

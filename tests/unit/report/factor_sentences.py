@@ -41,11 +41,6 @@ FACTORS = [
         "gradient norm, the 2 parameters replicated over tp, axis tp",
     ),
     (
-        explain(Cause.STALE, GRADIENT, scaled(scale(1.0, part=Part(added="weight")))),
-        "the weight was added to the gradient: the buffer was not set to zero",
-        "the weight",
-    ),
-    (
         explain(Cause.STATE, Quantity.OPTIMIZER_STATE, Stepped(num_steps=1)),
         "the optimizer state counts 1 step too many",
         "optimizer step",

@@ -101,7 +101,7 @@ def _has_measured(operation: Scaled) -> bool:
 
 def _list_off(contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
     """Return the parts whose factors are off by more than a float64 fit leaves, or else all parts."""
-    off = (each for each in contributions if abs(each.factor.value - float(each.part.belongs)) > _FITTED)
+    off = (each for each in contributions if abs(each.factor.value - 1.0) > _FITTED)
     return tuple(off) or contributions
 
 

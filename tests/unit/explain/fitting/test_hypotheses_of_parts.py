@@ -9,17 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_origin, make_sharded, make_tensor
 
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.counter_tests import count_right_alike
 from moeverify.parallel.regions.region import Region
-from moeverify.results.cause import Cause
 from moeverify.results.factor import Source
 from moeverify.results.operation import (
     LostElements,
-    Scaled,
     Stepped,
     Unmoved,
 )
@@ -32,30 +29,6 @@ SQUARES = {"layers.0.norm.weight": 3.0, "layers.1.norm.weight": 4.0, "layers.0.u
 
 
 # values that were added
-
-
-def test_half_of_the_gradient_of_the_step_before_is_found_in_all_gradients() -> None:
-    old = {name: draw(4, 3, seed=number + 5) for number, name in enumerate(SQUARES)}
-    tensors = [
-        make_tensor(draw(4, 3, seed=number), draw(4, 3, seed=number) + 0.5 * old[name], name=name, step=1)
-        for number, name in enumerate(SQUARES)
-    ]
-
-    def read(kind: str, name: str, before: int) -> Tensor | None:
-        return old[name] if (kind, before) == ("gradient", 1) else None
-
-    outcome = find_hypothesis("added_values").test(tensors, make_inputs(*tensors, golden=read))
-    assert outcome.explanation is not None
-    assert isinstance(outcome.explanation.operation, Scaled)
-    (added,) = outcome.explanation.operation.contributions
-    assert (added.part.added, outcome.explanation.cause) == ("gradient-of-step-before", Cause.STALE)
-    assert added.factor.value == pytest.approx(0.5)
-
-
-def test_noise_is_no_added_weight() -> None:
-    tensor = make_tensor(draw(4, 3), draw(4, 3) + draw(4, 3, seed=9), step=1)
-    inputs = make_inputs(tensor, golden=lambda kind, name, before: draw(4, 3, seed=7))
-    assert examine("added_values", tensor, inputs).explanation is None
 
 
 # counters, copies, losses, ranks
