@@ -34,14 +34,13 @@ class Claim:
 _LINE = re.compile(r'([\w./+-]+\.py)(?::|", line )(\d+)')
 
 # Measurements and follow-up questions, which say nothing about the cause.
-_NOT_SAID = ("trials", "follow_up", "wider", "observations", "rivals")
+_NOT_SAID = ("follow_up", "wider", "observations", "rivals")
 _NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
 
 _KIND_OF_OPERATION = {
     "unreduced": "reduction",
     "norm-of-slices": "reduction",
     "miscounted": "reduction",
-    "crossed": "elsewhere",
     "moved": "elsewhere",
     "shifted": "elsewhere",
     "reordered": "elsewhere",
@@ -52,7 +51,6 @@ _KIND_OF_OPERATION = {
     "carried": "state",
     "own-values": "state",
     "rounded": "dtype",
-    "offset": "edit",
     "zeroed": "edit",
     "lost-elements": "edit",
 }

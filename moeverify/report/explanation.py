@@ -1,4 +1,4 @@
-"""One finding with all of its evidence: the hypotheses tested, their results, and the place of the cause."""
+"""One finding with all of its evidence, and the place of the cause."""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ from moeverify.report.sorting import order_findings
 from moeverify.report.words.cause import describe_cause, describe_explanation, describe_where
 from moeverify.report.words.factor import part_sources
 from moeverify.report.words.issued import describe_issued
-from moeverify.report.words.part import name_contributions
-from moeverify.report.words.trial import describe_trial, name_trial
 from moeverify.results.facts import Facts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RunResult
-from moeverify.results.trial import Trial
-
-_MARKS = {"yes": "yes", "no": "no", "untried": "-"}
-_STYLES = {"yes": "bold yellow", "no": "", "untried": "dim"}
 
 
 @dataclass(frozen=True)
@@ -131,8 +125,6 @@ def render_explanation(item: Numbered, num_findings: int, console: Console) -> N
     followers = [found for found in item.case.findings if found.follows == finding.tensor]
     if followers:
         print_fact(console, "follow", format_count(len(followers), "finding"), indent=2)
-    console.print()
-    _render_trials(finding.trials, console)
 
 
 def _print_facts(facts: Sequence[tuple[str, str]], console: Console) -> None:
@@ -149,17 +141,3 @@ def _describe_place(place: Place, facts: Facts | None) -> list[tuple[str, str]]:
     axes, others = part_sources(place.axes)
     rows += [(label, ", ".join(names)) for label, names in (("axes", axes), ("counts", others)) if names]
     return rows + [("issued", line) for line in describe_issued(place, facts)]
-
-
-def _render_trials(trials: Sequence[Trial], console: Console) -> None:
-    """Print each test as yes, no or not made, followed by its coefficients to ten digits."""
-    if not trials:
-        print_lines(console, Text("  no tests were made: the check itself says all that there is"))
-        return
-    print_lines(console, Text("  tests", style="bold"))
-    for trial in trials:
-        style = _STYLES[trial.verdict]
-        text = f"{name_trial(trial)}: {describe_trial(trial)}"
-        print_fact(console, _MARKS[trial.verdict], text, indent=4, style=style)
-        for part, value in (name_contributions(trial.contributions) or trial.coefficients).items():
-            print_fact(console, "", f"  {part}: {value:#.10g}", indent=4)

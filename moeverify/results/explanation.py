@@ -11,7 +11,6 @@ from moeverify.results.operation import (
     Carried,
     Misplaced,
     NormOfSlices,
-    Offset,
     Operation,
     OwnValues,
     Rounded,
@@ -79,8 +78,6 @@ class Explanation(Record):
         """
         if isinstance(self.operation, Unreduced | Misplaced | NormOfSlices):
             return self.operation.axes
-        if isinstance(self.operation, Offset):
-            return self.operation.products
         return tuple(dict.fromkeys(product for factor in self.factors for product in factor.equals))
 
     @property
@@ -94,7 +91,7 @@ class Explanation(Record):
         """
         operation = self.operation
         if isinstance(operation, Altered):
-            return operation.tokens is not None or self.cause is Cause.NONDETERMINISM
+            return self.cause is Cause.NONDETERMINISM
         if isinstance(operation, OwnValues | OffUpstream):
             return False
         if isinstance(operation, Rounded):
@@ -122,9 +119,6 @@ class Explanation(Record):
             operation = operation.model_copy(update={"axes": axes})
         elif isinstance(operation, Carried) and operation.factor is not None:
             operation = operation.model_copy(update={"factor": narrow(operation.factor)})
-        elif isinstance(operation, Offset):
-            products = tuple(each for each in operation.products if each in left)
-            operation = operation.model_copy(update={"products": products})
         elif isinstance(operation, Scaled):
             kept = tuple(
                 each.model_copy(update={"factor": narrow(each.factor)}) for each in operation.contributions

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, model_validator
 
 from moeverify.results.culprit import Culprit
 from moeverify.results.decided import Decided
@@ -13,11 +13,9 @@ from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
 from moeverify.results.facts import CheckFacts, Facts, names_operation
 from moeverify.results.observation import DiagnosisFailed, NoValues, Observation
-from moeverify.results.parameter_part import ParameterPart
 from moeverify.results.place import CallSite, Place
 from moeverify.results.record import Record
 from moeverify.results.step_facts import RecomputedFacts
-from moeverify.results.trial import Trial
 
 MAX_CONCLUSIVE = 0.5
 """The relative bound above which a comparison is inconclusive; a tensor of zeros has an error of 1."""
@@ -133,11 +131,11 @@ class Finding(Record):
 
     `explanation` is the result of the diagnosis, and `code` the name of its cause
     (`moeverify.results.cause`). `rivals` explain the numbers too. `observations` are the measurements.
-    `unexplained` lists the tensors that this finding represents if no hypothesis explains them. `part`
-    describes the affected part of all parameters. `facts` are additional results of the check.
+    `unexplained` lists the tensors that this finding represents if no hypothesis explains them. `facts`
+    are additional results of the check.
 
     `follows` names the tensor whose finding also explains this one. Only findings that follow from no other
-    have `trials` and `place`; ambiguous ones have a `follow_up`. `wider` has the results of wider
+    have a `place`; ambiguous ones have a `follow_up`. `wider` has the results of wider
     precisions for a finding without a cause. If the finding itself comes from a wider run and names the
     cause, it has one entry, for that precision. `culprit` is the first wrong operation. It leads the report
     if it is proved or if nothing else is known. `sites` are lines of a watched script, the most important
@@ -171,13 +169,17 @@ class Finding(Record):
     rivals: tuple[Explanation, ...] = ()
     unexplained: tuple[str, ...] = ()
     observations: tuple[Observation, ...] = ()
-    part: ParameterPart | None = None
     place: Place | None = None
     sites: tuple[CallSite, ...] = ()
-    trials: tuple[Trial, ...] = ()
     follow_up: FollowUp | None = None
     wider: tuple[Wider, ...] = ()
     culprit: Culprit | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_old_keys(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Drop keys of older versions: the tests of all hypotheses, and the affected part."""
+        return {key: value for key, value in data.items() if key not in ("trials", "part")}
 
     @property
     def is_explained(self) -> bool:

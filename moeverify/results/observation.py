@@ -29,12 +29,12 @@ class FitResult(Record):
 
 
 class ReplicaSum(Record):
-    """The sum of the replicas over a mesh axis; `factor` is set if it is a multiple of the expected value."""
+    """The sum of the replicas over a mesh axis, as a multiple of the expected value."""
 
     kind: Literal["replica-sum"] = "replica-sum"
     axis: str
     num_replicas: int
-    factor: float | None = None
+    factor: float
     residual: float | None = None
 
 
@@ -64,22 +64,6 @@ class RankValues(Record):
     values: tuple[float, ...]
 
 
-class MatchingSlices(Record):
-    """The number of slices along a dim, or of tokens if `dim` is None, that equal an expected one."""
-
-    kind: Literal["matching-slices"] = "matching-slices"
-    dim: int | None
-    num_matching: int
-    num_slices: int
-
-
-class Distance(Record):
-    """The distance of a tensor from the expected value of another step or name, relative to its norm."""
-
-    kind: Literal["distance"] = "distance"
-    error: float
-
-
 class RelativeError(Record):
     """The largest relative error (Frobenius norm), and units of rounding by dtype for comparison."""
 
@@ -91,10 +75,9 @@ class RelativeError(Record):
 class FirstDivergence(Record):
     """The first input or output of a module that differs, in the order of one device.
 
-    `error` is relative, or None if nothing differs. The `num_right` readings before it match, with errors
+    `error` is relative. The `num_right` readings before it match, with errors
     up to `worst_right`. `also` are other modules that take or return the same tensor. `inside` are the
-    inner modules whose readings all match. `num_wrong` of `num_tokens` tokens are wrong; with `are_rows`,
-    rows in an order that the module defines.
+    inner modules whose readings all match. `num_wrong` of `num_tokens` tokens are wrong.
     """
 
     kind: Literal["first-divergence"] = "first-divergence"
@@ -103,28 +86,20 @@ class FirstDivergence(Record):
     end: End = "output"
     also: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
-    error: float | None = None
+    error: float
     ranks: tuple[int, ...] = ()
     num_wrong: int = 0
     num_tokens: int = 0
-    are_rows: bool = False
     num_right: int = 0
     worst_right: float = 0.0
 
 
-class StaleWeights(Record):
-    """Whether the weights of the previous step reproduce the wrong output of a module."""
-
-    kind: Literal["stale-weights"] = "stale-weights"
-    gives_this_output: bool
-
-
 class TriedOrders(Record):
-    """The number of tried orders of the correct values, and of the orders that reproduce every value."""
+    """The number of tried orders of the correct values, and of those that reproduce every value."""
 
     kind: Literal["tried-orders"] = "tried-orders"
     num_tried: int
-    num_giving: int = 0
+    num_giving: int
 
 
 class KeptElements(Record):
@@ -208,11 +183,8 @@ Observation = Annotated[
     | LargestValue
     | ScalarValues
     | RankValues
-    | MatchingSlices
-    | Distance
     | RelativeError
     | FirstDivergence
-    | StaleWeights
     | TriedOrders
     | KeptElements
     | WrongElements

@@ -14,7 +14,7 @@ from pydantic import Field
 from moeverify.results.factor import Factor, Product
 from moeverify.results.initial_values import InitialSource
 from moeverify.results.layout import Reordered
-from moeverify.results.part import Block, Contribution, Group, Tokens
+from moeverify.results.part import Block, Contribution, Group
 from moeverify.results.record import Record
 from moeverify.results.upstream import OffUpstream
 
@@ -56,17 +56,13 @@ class Unreduced(Record):
     """Ranks hold partial sums, because a reduction over a mesh axis is missing.
 
     `axes` are the axes whose groups explain it equally well. `num_replicas` is the size of a group; the sum
-    over a group is `factor` times the expected value. With `block`, only these slices are affected.
-    `is_over_holders` means that each slice should be reduced over the ranks that hold it, at most
-    `num_replicas` ranks.
+    over a group is `factor` times the expected value.
     """
 
     kind: Literal["unreduced"] = "unreduced"
     axes: tuple[Product, ...]
     num_replicas: int
     factor: Factor
-    block: Block | None = None
-    is_over_holders: bool = False
 
 
 class Misplaced(Record):
@@ -111,12 +107,12 @@ class LostElements(Record):
 class Moved(Record):
     """Correct values in other positions; with `copies`, some are in several positions and others in none.
 
-    `moves` has the first (to, from) of `num_moves` pairs: slices along `dim`, or micro-batches. It is empty
-    for elements.
+    `moves` has the first (to, from) of `num_moves` pairs of slices along `dim`. It is
+    empty for elements.
     """
 
     kind: Literal["moved"] = "moved"
-    unit: Literal["slice", "element", "micro-batch"]
+    unit: Literal["slice", "element"]
     dim: int | None = None
     moves: tuple[tuple[int, int], ...] = ()
     num_moves: int = 0
@@ -138,7 +134,7 @@ class Replaced(Record):
     """
 
     kind: Literal["replaced"] = "replaced"
-    by: Literal["step-before", "initial-value", "value-before-load", "tensor", "weights-of-step-before"]
+    by: Literal["step-before", "value-before-load", "tensor", "weights-of-step-before"]
     tensor: str = ""
     exchanged: bool = False
     ranks: tuple[int, ...] = ()
@@ -229,52 +225,28 @@ class Stepped(Record):
 class Carried(Record):
     """A step that starts with optimizer state other than the one after the previous step.
 
-    The state is `factor` times the previous one; zero means a reset. Otherwise it is the state of other
-    slices along the dim of `block`, or the state `num_steps` steps earlier. `moves` has the first (to,
-    from) pairs of slices. `block` has the wrong slices, or is None if the whole shard is wrong. `ranks` are
-    the wrong ranks, or empty for all.
+    The state is `factor` times the previous one; zero means a reset. Without `factor`, it is the state of
+    other slices along the dim of `block`, and `moves` has the first (to, from) pairs. `block` has the wrong
+    slices, or is None if the whole shard is wrong. `ranks` are the wrong ranks, or empty for all.
     """
 
     kind: Literal["carried"] = "carried"
     factor: Factor | None = None
     moves: tuple[tuple[int, int], ...] = ()
-    num_steps: int = 1
     block: Block | None = None
     ranks: tuple[int, ...] = ()
-
-
-class Crossed(Record):
-    """Contributions to the slices of `block` that were added to each other's sums.
-
-    `ranks` has the rank that added them, if known.
-    """
-
-    kind: Literal["crossed"] = "crossed"
-    block: Block
-    ranks: tuple[int, ...] = ()
-
-
-class Offset(Record):
-    """A number with a constant error `value`: the logarithm of `products`, if known."""
-
-    kind: Literal["offset"] = "offset"
-    value: float
-    products: tuple[Product, ...] = ()
 
 
 class Altered(Record):
     """Values that differ in an unknown way, only from micro-batch `first_micro_batch` on.
 
-    With `tokens`, all other tokens are correct. `inputs_seen` means that the inputs were compared and are
-    correct. `has_rows` means that the inputs match up to row order. `is_no_number` means that some values
+    `inputs_seen` means that the inputs were compared and are correct. `is_no_number` means that some values
     are NaN or infinite.
     """
 
     kind: Literal["altered"] = "altered"
     first_micro_batch: int = 0
-    tokens: Tokens | None = None
     inputs_seen: bool = True
-    has_rows: bool = False
     is_no_number: bool = False
 
 
@@ -297,8 +269,6 @@ Operation = Annotated[
     | OwnValues
     | Stepped
     | Carried
-    | Crossed
-    | Offset
     | Altered,
     Field(discriminator="kind"),
 ]

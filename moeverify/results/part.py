@@ -12,13 +12,12 @@ class Tokens(Record):
     """The tokens of the batch that all given fields select.
 
     `data_rank` and `context_rank` are indices among the ranks with different rows and with different
-    positions. `padding` selects the tokens that no loss should include.
+    positions.
     """
 
     data_rank: int | None = None
     context_rank: int | None = None
     micro_batch: int | None = None
-    padding: bool = False
 
 
 class Block(Record):
@@ -46,24 +45,14 @@ class Group(Record):
 class Part(Record):
     """The part of a tensor that every given field selects; without fields, the whole tensor.
 
-    `term` is a loss term (lm, balance, z), for a gradient. `router` is the router whose layer the term
-    belongs to, if the term is a sum over layers. `added` is another value that was added to the tensor.
-    `group` are the parameters whose squares are selected, for a norm. `use` is one of several uses of a
-    tied weight, for its gradient.
+    `term` is a loss term (lm, balance, z), for a gradient. `group` are the parameters whose squares are
+    selected, for a norm. `use` is one of several uses of a tied weight, for its gradient.
     """
 
     term: str = ""
-    router: str = ""
     tokens: Tokens | None = None
-    block: Block | None = None
-    added: Literal["", "weight", "gradient-of-step-before"] = ""
     group: Group | None = None
     use: str = ""
-
-    @property
-    def belongs(self) -> bool:
-        """Return whether the expected value includes this part. Padding and added values are not included."""
-        return not self.added and (self.tokens is None or not self.tokens.padding)
 
 
 WHOLE = Part()
@@ -78,4 +67,4 @@ class Contribution(Record):
     @property
     def is_right(self) -> bool:
         """Return whether the part has its correct multiple."""
-        return self.factor.is_one if self.part.belongs else self.factor.is_zero
+        return self.factor.is_one

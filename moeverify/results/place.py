@@ -36,8 +36,8 @@ class Place(Record):
     """The place where a finding acts: module, wrong ranks, explaining mesh axes and parts of the tensor.
 
     `issued` are the collectives that the worst rank issued inside `issued_in`, or None if they were not
-    recorded. `issued_in` is the module, or the nearest enclosing module with collectives. `tensor` is
-    another tensor involved. `collectives` is `issued` in words; it is filled when JSON is written.
+    recorded. `issued_in` is the module, or the nearest enclosing module with collectives. `collectives` is
+    `issued` in words; it is filled when JSON is written.
     """
 
     module: str = ""
@@ -45,8 +45,6 @@ class Place(Record):
     axes: tuple[str, ...] = ()
     stage: Stage | None = None
     parts: tuple[Part, ...] = ()
-    dim: int | None = None
-    tensor: str = ""
     issued: tuple[IssuedCollective, ...] | None = None
     issued_in: str = ""
     collectives: tuple[str, ...] = ()

@@ -161,10 +161,6 @@ class CustomParts:
                 found[name] = differentiate(term.sum() / num_valid, self.run.shards)
         return found
 
-    def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
-        """Return nothing: a user's loss has no known terms per layer."""
-        return ()
-
     def gradients_by_use(self) -> dict[str, Vector]:
         """Return nothing: the repeated uses of weights in a user's model are unknown."""
         return {}

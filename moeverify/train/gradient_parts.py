@@ -69,17 +69,6 @@ class ReferenceParts:
         terms = {"balance": balance, "z": z}
         return found | {name: differentiate(term, self.run.shards) for name, term in terms.items()}
 
-    def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
-        """Return the gradients of the balance and z loss of each MoE layer; see `GradientParts`."""
-        if self.moe is None:
-            return ()
-        found = []
-        for stats in self._forward(self.batch.valid).routers:
-            balance, z = router_losses(self.moe, [stats], self.batch, self.normalizers, Sums())
-            terms = {"balance": balance, "z": z}
-            found.append({name: differentiate(term, self.run.shards) for name, term in terms.items()})
-        return found
-
     def gradients_by_use(self) -> Mapping[str, Vector]:
         """Return the gradient through each use of a tied weight; see `GradientParts`."""
         model = self.run.model

@@ -37,7 +37,7 @@ class Reading:
     `order` counts the readings of its direction. `end` is `input` or `output`. `slot` identifies the
     tensor: `0` is the first, `1.0` the first of a tuple in second place, `weights` an argument of that
     name. `is_flat` is true where the module has (tokens, n). Shape of `local`: (rows, positions, ...) of
-    this rank. If `is_loose`, it is (rows, n) with any number of rows, in the module's own order.
+    this rank.
     """
 
     direction: str
@@ -48,7 +48,6 @@ class Reading:
     local: Tensor
     slot: str = "0"
     is_flat: bool = False
-    is_loose: bool = False
 
 
 class Tap:
@@ -57,15 +56,13 @@ class Tap:
     Attributes of the result:
 
     - `silent`: (module, end, slot, micro-batch) of forward readings that got no gradient.
-    - `reached`: by end of a module inside a reference `MoE` whose rows are not read, whether a nonzero
-      gradient came back. Only tensors with a graph are listed.
     - `spans`: by direction and module, the values of `count` when each finished visit began and ended.
 
     If `on_reading` is set, the hook calls it with each reading instead of storing the reading.
 
     `num_rows` and `num_positions` are the size of a micro-batch on this rank. Gradients are divided by
-    `scale`, the factor of the loss. `limit` bounds the number of stored elements. `reads_loose` also reads
-    loose rows. `count` returns the number of collectives that this rank has issued so far.
+    `scale`, the factor of the loss. `limit` bounds the number of stored elements. `count` returns the
+    number of collectives that this rank has issued so far.
     """
 
     def __init__(
@@ -76,7 +73,6 @@ class Tap:
         *,
         scale: float,
         limit: int,
-        reads_loose: bool = False,
         count: Callable[[], int] = lambda: 0,
     ) -> None:
         self.spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -89,12 +85,6 @@ class Tap:
         self._tokens = (num_rows, num_positions)
         self._scale = scale
         self._room = limit
-        blocks = tuple(
-            f"{logical_name(name)}." for name, module in model.named_modules() if isinstance(module, MoE)
-        )
-        self._blocks = blocks
-        self._not_loose = blocks if reads_loose else ("",)
-        self.reached: dict[tuple[str, str], bool] = {}
         self._passes = Passes()
         self._seen: set[tuple[str, str, str, int]] = set()
         self.silent: set[tuple[str, str, str, int]] = set()
@@ -178,31 +168,13 @@ class Tap:
             key = (name, end, slot, micro_batch)
             if key in self._seen:
                 continue  # a second visit is a recomputation
-            if not self._is_read(name, tensor):
-                self._watch(name, end, tensor)
+            if not self._is_read(tensor):
                 continue
             self._seen.add(key)
             self._keep(FORWARD, key, unpack(tensor))
             if tensor.requires_grad:
                 self.silent.add(key)
                 tensor.register_hook(self._make_gradient_hook(key, is_first=is_first))  # type: ignore[no-untyped-call]
-
-    def _watch(self, name: str, end: str, tensor: Tensor) -> None:
-        """Record whether a nonzero gradient comes back to rows that are not read."""
-        key = (name, end)
-        if (
-            not tensor.requires_grad
-            or not tensor.numel()
-            or not self._blocks
-            or not name.startswith(self._blocks)
-        ):
-            return
-        self.reached.setdefault(key, False)
-
-        def on_gradient(gradient: Tensor) -> None:
-            self.reached[key] = self.reached[key] or bool(gradient.detach().any())
-
-        tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _make_gradient_hook(
         self, key: tuple[str, str, str, int], *, is_first: bool
@@ -221,11 +193,8 @@ class Tap:
         """Return whether a tensor is (tokens, n), with all tokens of a micro-batch in order."""
         return tensor.ndim == 2 and tensor.shape[0] == math.prod(self._tokens)
 
-    def _is_read(self, name: str, tensor: Tensor) -> bool:
-        return tensor.ndim > 2 or self._is_flat(tensor) or self._is_loose(name, tensor)
-
-    def _is_loose(self, name: str, tensor: Tensor) -> bool:
-        return tensor.ndim == 2 and len(tensor) > 0 and not f"{name}.".startswith(self._not_loose)
+    def _is_read(self, tensor: Tensor) -> bool:
+        return tensor.ndim > 2 or self._is_flat(tensor)
 
     def _begin(self, direction: str, name: str) -> None:
         self._begun[direction, name] = self._count()
@@ -240,14 +209,13 @@ class Tap:
             return  # a partial sum; the reduced tensor is read at the next end
         local = local_part(tensor.detach())
         is_flat = self._is_flat(local)
-        if local.numel() > self._room or not self._is_read(key[0], local):
+        if local.numel() > self._room or not self._is_read(local):
             return
         order = self._orders[direction]
         self._orders[direction] += 1
         name, end, slot, micro_batch = key
         shaped = local.view(*self._tokens, -1) if is_flat else local
-        is_loose = local.ndim == 2 and not is_flat
-        reading = Reading(direction, order, name, end, micro_batch, shaped, slot, is_flat, is_loose)
+        reading = Reading(direction, order, name, end, micro_batch, shaped, slot, is_flat)
         if self.on_reading is not None:
             self.on_reading(reading)
             return

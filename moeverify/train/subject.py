@@ -60,12 +60,6 @@ class GradientParts(Protocol):
         It is normalized like the golden's gradient.
         """
 
-    def gradients_by_layer(self) -> Sequence[dict[str, Vector]]:
-        """Return, for each router in order, the gradients of its balance and z loss over all valid tokens.
-
-        Empty if the losses of single routers are unknown.
-        """
-
     def gradients_by_use(self) -> Mapping[str, Vector]:
         """Return the gradient through each use of a weight that is used several times, by name of the use.
 

@@ -11,36 +11,20 @@ import pytest
 from moeverify.report.formats.registry import write_run
 from moeverify.report.words.cause import describe_explanation
 from moeverify.report.words.issued import describe_collective
-from moeverify.report.words.trial import describe_trial, name_trial
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.finding import Finding
-from moeverify.results.observation import LargestValue
 from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
 from moeverify.results.place import Place
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
-from moeverify.results.trial import Reason, Trial
 
-TRIALS = (
-    Trial(hypothesis="detached", verdict="no", observations=(LargestValue(expected=1.0, actual=2.0),)),
-    Trial(
-        hypothesis="loss_terms",
-        verdict="yes",
-        contributions=tuple(
-            Contribution(part=Part(term=term), factor=Factor(value=value))
-            for term, value in (("lm", 1.0), ("balance", 0.5))
-        ),
-        residual=1e-15,
-    ),
-    Trial(hypothesis="rounding", verdict="untried", reason=Reason.EXPECTED_IS_ZERO),
-)
 EXPLANATION = Explanation(
     cause=Cause.TERM_SCALE,
     subject=Subject(quantity=Quantity.GRADIENT, tensors=("layers.1.moe.experts.up",)),
-    operation=Scaled(contributions=TRIALS[1].contributions[1:]),
+    operation=Scaled(contributions=(Contribution(part=Part(term="balance"), factor=Factor(value=0.5)),)),
     residual=1e-15,
 )
 
@@ -81,7 +65,7 @@ def run(tmp_path: Path) -> Path:
         issued=(issued,),
         issued_in="layers.1.moe",
     )
-    explained = {"explanation": EXPLANATION, "code": "term-scale", "trials": TRIALS, "place": place}
+    explained = {"explanation": EXPLANATION, "code": "term-scale", "place": place}
     first = [
         make_finding("layers.1.moe.experts.up", **explained),
         make_finding("layers.0.q_proj.weight", step=1, follows="layers.1.moe.experts.up"),
@@ -114,7 +98,7 @@ def test_origins_of_all_cases_are_numbered(invoke: Any, run: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("1",), ("experts.up",), ("gradient:", "moe.experts")])
-def test_one_finding_tells_every_test(invoke: Any, run: Path, words: tuple[str, ...]) -> None:
+def test_one_finding_tells_its_cause_and_place(invoke: Any, run: Path, words: tuple[str, ...]) -> None:
     told = invoke("explain", run / "result.json", *words)
     assert told.exit_code == 0, told.stderr
     for part in (
@@ -124,11 +108,6 @@ def test_one_finding_tells_every_test(invoke: Any, run: Path, words: tuple[str, 
         "axes      efsdp, ep",
         "counts    number of micro-batches",
         f"issued    {describe_collective(IssuedCollective(**ISSUED))}",
-        *(
-            f"{mark:<9} {name_trial(trial)}: {describe_trial(trial)}"
-            for mark, trial in zip(("no", "yes", "-"), TRIALS, strict=True)
-        ),
-        "balance: 0.5000000000",
     ):
         assert part in told.stdout
 
@@ -185,8 +164,6 @@ def test_a_run_of_version_1_is_explained_in_its_own_words(invoke: Any, tmp_path:
         "evidence  golden: 2",
         "follow-up axis tp: followed up",
         "issued    all_reduce over tp",
-        "yes       one factor: 1e-15 of the error is left",
-        "golden: 2.000000000",
     ):
         assert part in told.stdout
 
@@ -202,7 +179,7 @@ def test_a_run_of_version_1_is_reported_compared_and_written_anew(invoke: Any, t
     (old,), (found,) = before["cases"][0]["findings"], after["cases"][0]["findings"]
     for key in ("cause", "code", "where", "evidence"):
         assert found[key] == old[key]
-    assert found["trials"][0]["words"] == old["trials"][0]["words"]
+    assert "trials" not in found
     assert found["follow_up"]["answer"] == old["follow_up"]["answer"]
     assert invoke("diff", tmp_path / "old.json", new).stdout.startswith("same verdicts")
 

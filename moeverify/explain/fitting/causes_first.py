@@ -8,7 +8,7 @@ from moeverify.explain.fitting.engine import DiagnosedCause
 from moeverify.explain.fitting.families import module_of
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.results.explanation import Quantity
-from moeverify.results.operation import Scaled, Unreduced, Zeroed
+from moeverify.results.operation import Scaled, Unreduced
 from moeverify.results.part import WHOLE
 
 
@@ -52,27 +52,7 @@ def _comes_of(cause: DiagnosedCause, module: DiagnosedCause) -> bool:
         return False
     operation, done = explanation.operation, other.operation
     if isinstance(operation, Unreduced) and isinstance(done, Unreduced):
-        return operation.block is None and not set(operation.axes).isdisjoint(done.axes)
+        return not set(operation.axes).isdisjoint(done.axes)
     if not isinstance(operation, Scaled) or [each.part for each in operation.contributions] != [WHOLE]:
         return False
     return not operation.contributions[0].factor.equals
-
-
-def put_cuts_first(causes: Sequence[DiagnosedCause], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
-    """Put a module that cuts the graph before its own parameters, which get no gradient as a result."""
-    cuts = inputs.search.cuts if inputs.search is not None else frozenset()
-    zeroed = [
-        (cause, cause.explanation.subject)
-        for cause in causes
-        if cause.explanation is not None and isinstance(cause.explanation.operation, Zeroed)
-    ]
-    first = [id(cause) for cause, subject in zeroed if subject.module in cuts]
-    inner = tuple(f"{cut}." for cut in cuts)
-    absent = [
-        id(cause)
-        for cause, subject in zeroed
-        if subject.tensors and all(name.startswith(inner) for name in subject.tensors)
-    ]
-    if not first or not absent:
-        return list(causes)
-    return sorted(causes, key=lambda cause: (id(cause) not in first, id(cause) not in absent))

@@ -28,7 +28,7 @@ from moeverify.results.part import Tokens
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share, make_batch, whole_share
 from moeverify.train.program import Program
-from moeverify.train.subject import GradientParts, Vector
+from moeverify.train.subject import Vector
 from moeverify.verification.golden.store import StoredGolden
 
 
@@ -48,15 +48,13 @@ class Components:
     `parts[term][cell][parameter]` add up to the golden over terms and cells. Terms are lm, balance and z,
     or have the names of a user's loss. `num_valid` has the number of valid tokens of each cell.
 
-    `by_router` returns the contributions of each router's losses, by (term, router); empty if unknown.
-    `by_use` returns the contributions of each use of a tied weight. Both are computed on demand.
+    `by_use` computes the contributions of each use of a tied weight.
     """
 
     cells: tuple[Cell, ...]
     parts: dict[str, list[Vector]]
     num_valid: tuple[int, ...]
     names: tuple[str, ...]
-    by_router: Callable[[], Mapping[tuple[str, str], Vector]] = dict
     by_use: Callable[[], Mapping[str, Vector]] = dict
 
     @property
@@ -110,7 +108,6 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         parts=_sort_by_term(parts),
         num_valid=tuple(int(mask.sum()) for mask in masks),
         names=tuple(held.name for held in program.shards),
-        by_router=cache(lambda: _split_by_router(gradient, [router.name for router in program.routers])),
         by_use=cache(gradient.gradients_by_use),
     )
 
@@ -121,17 +118,6 @@ def _sort_by_term(parts: Sequence[Mapping[str, Vector]]) -> dict[str, list[Vecto
     some = next(iter(known.values()))
     zero = {name: torch.zeros_like(value) for name, value in some.items()}
     return {term: [part.get(term, zero) for part in parts] for term in known}
-
-
-def _split_by_router(gradient: GradientParts, routers: Sequence[str]) -> dict[tuple[str, str], Vector]:
-    layers = gradient.gradients_by_layer()
-    if len(layers) != len(routers):
-        return {}
-    return {
-        (term, router): vector
-        for router, terms in zip(routers, layers, strict=True)
-        for term, vector in terms.items()
-    }
 
 
 @torch.no_grad()

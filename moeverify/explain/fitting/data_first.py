@@ -44,8 +44,8 @@ def _is_made_of_data(finding: Finding, first: Finding) -> bool:
 
 
 def follow(finding: Finding, first: Finding) -> Finding:
-    """Return a finding that follows another, without a place, trials and follow-up of its own."""
-    cleared = {"follows": first.tensor, "place": None, "trials": (), "follow_up": None}
+    """Return a finding that follows another, without a place and follow-up of its own."""
+    cleared = {"follows": first.tensor, "place": None, "follow_up": None}
     return finding.model_copy(update=cleared)
 
 

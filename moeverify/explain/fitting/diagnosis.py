@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from moeverify.explain.fitting.affected import name_parts
-from moeverify.explain.fitting.causes_first import put_cuts_first, put_modules_first
+from moeverify.explain.fitting.causes_first import put_modules_first
 from moeverify.explain.fitting.data_first import ORIGINS, follow, put_data_first
-from moeverify.explain.fitting.engine import DiagnosedCause, Log, complete_log, explain_tensors
+from moeverify.explain.fitting.engine import DiagnosedCause, explain_tensors
 from moeverify.explain.fitting.families import family_of, split_moment
-from moeverify.explain.fitting.first_divergence import Origin, list_search_trials
-from moeverify.explain.fitting.hypotheses.loss_value import TOTAL
+from moeverify.explain.fitting.first_divergence import Origin
 from moeverify.explain.fitting.hypotheses.step_counter import is_counter
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.misplaced import explain_shapes
@@ -21,7 +19,6 @@ from moeverify.explain.fitting.missing_state import find_missing_state
 from moeverify.explain.fitting.place import locate
 from moeverify.explain.fitting.recomputed import (
     RECOMPUTED,
-    explain_router_gradient,
     join_alike,
     merge_with_origins,
 )
@@ -32,7 +29,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.comparable import comparable
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.facts import ClipFacts, GatheredFacts, RouterGradientFacts, ShardingFacts
+from moeverify.results.facts import ClipFacts, GatheredFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
 from moeverify.results.operation import Altered, Carried, OwnValues, Zeroed
@@ -47,9 +44,8 @@ _BY_CALLS = frozenset({CheckName.CLIP, CheckName.OPTIMIZER_STEP})
 """Checks without diagnosis whose findings calls in a wrong order nevertheless explain."""
 
 _ROUTING = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT, Quantity.ROUTING_COUNT)
+TOTAL = "total"  # the sum of the loss terms, without information of its own
 _NORMS = (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
-MOST_LOGGED = 20
-"""Largest number of origins with a complete log: tests that no cause needs are as expensive as the others."""
 
 
 def origin_step(findings: Sequence[Finding]) -> int | None:
@@ -68,8 +64,7 @@ def diagnose(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
     Each other finding names the origin that it follows.
     """
     found = _put_calls_first(_put_gathered_first(_explain(findings, inputs)))
-    named = name_parts(put_data_first(_put_wrong_ranks_first(found)), inputs)
-    return doubt_causes(named, inputs)
+    return doubt_causes(put_data_first(_put_wrong_ranks_first(found)), inputs)
 
 
 def _put_wrong_ranks_first(findings: Sequence[Finding]) -> list[Finding]:
@@ -270,8 +265,7 @@ def _explain_backward(failed: set[Quantity], inputs: DiagnosisInputs) -> list[Di
     if Quantity.GRADIENT in failed:
         # Unexplained gradients stay last: the module where wrong gradients begin says less than a cause.
         causes = explain_tensors(inputs.of_quantity(Quantity.GRADIENT), inputs)
-        causes = put_modules_first([_find_divergence(cause, inputs) for cause in causes], inputs)
-        return put_cuts_first(causes, inputs)
+        return put_modules_first([_find_divergence(cause, inputs) for cause in causes], inputs)
     if Quantity.LOSS in failed:
         # The total is the sum of the terms: if a term is wrong, it is the cause.
         losses = inputs.of_quantity(Quantity.LOSS)
@@ -287,12 +281,10 @@ def _explain_optimizer_step(inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     """Return causes in updates and optimizer state, with right gradients."""
     states = inputs.of_quantity(Quantity.OPTIMIZER_STATE)
     counters = [tensor for tensor in states if is_counter(tensor)]
-    moments = [tensor for tensor in states if not is_counter(tensor)]
     if counters:
         # The update uses the step counter, so a wrong counter is its cause. Moments do not depend on it.
-        causes = explain_tensors(moments, inputs)
-        lost = [cause for cause in causes if _is_carried(cause)]
-        return explain_tensors(counters, inputs) + lost
+        causes = explain_tensors([tensor for tensor in states if not is_counter(tensor)], inputs)
+        return explain_tensors(counters, inputs) + [cause for cause in causes if _is_carried(cause)]
     causes = explain_tensors([*inputs.of_quantity(Quantity.UPDATE), *states], inputs)
     # The update uses the moments of its parameter: it follows if the step began with wrong moments.
     begun = {
@@ -300,13 +292,9 @@ def _explain_optimizer_step(inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     }
     left = [cause for cause in causes if cause.explanation is not None]
     for cause in causes:
-        if cause.explanation is None:
-            others = tuple(
-                each
-                for each in cause.tensors
-                if each.quantity is not Quantity.UPDATE or each.name not in begun
-            )
-            left += [replace(cause, tensors=others)] if others else []
+        others = tuple(each for each in cause.tensors if each.name not in begun)
+        if cause.explanation is None and others:
+            left.append(replace(cause, tensors=others))
     return left
 
 
@@ -336,7 +324,7 @@ def _explain_origin(
     """Return the cause of the first wrong module end, as the explanation of `tensors`."""
     (cause,) = explain_tensors([origin.tensor], inputs)
     assert inputs.search is not None
-    seen = inputs.search.observe(origin.direction)
+    seen = inputs.search.observe(origin)
     return replace(cause, tensors=tuple(tensors), observations=(seen, *cause.observations))
 
 
@@ -361,8 +349,6 @@ def _subject_of(finding: Finding) -> Subject:
 
 def _explain_apart(finding: Finding, inputs: DiagnosisInputs) -> Finding:
     """Add the cause to a finding of a check that compares a run with itself."""
-    if isinstance(finding.facts, RouterGradientFacts):
-        return explain_router_gradient(finding, finding.facts, inputs)
     if isinstance(finding.facts, ClipFacts):
         return finding if finding.explanation is not None else explain_norm(finding, finding.facts, inputs)
     if finding.check == CheckName.REPEAT:
@@ -386,9 +372,7 @@ def make_origins(
         if _identity(head) in explained:
             continue
         finding = _with_explanation(head, cause)
-        if len(origins) < MOST_LOGGED:
-            finding = _with_log(finding, cause, inputs)
-        origins.append(finding)
+        origins.append(finding.model_copy(update={"place": locate(finding, cause, inputs)}))
         explained.add(_identity(head))
     return origins, explained
 
@@ -423,16 +407,3 @@ def _note_rounding(cause: DiagnosedCause) -> list[Observation]:
     if precision == torch.float64:
         return []
     return [HiddenByRounding(precision=name_dtype(precision))]
-
-
-def _with_log(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> Finding:
-    """Return the finding with its place and all trials of its subject."""
-    subject, log = cause.subject, cause.log
-    if subject is not None and inputs.origin_of(subject) is None and subject.name != finding.tensor:
-        # The subject is another tensor of the cause: test the finding's own tensor, to log its numbers.
-        subject = next((tensor for tensor in cause.tensors if tensor.name == finding.tensor), subject)
-        log = Log()
-    trials = complete_log(subject, log, inputs) if subject is not None else ()
-    place = locate(finding, cause, inputs)
-    trials = (*trials, *list_search_trials(inputs.search))
-    return finding.model_copy(update={"place": place, "trials": trials})

@@ -1,12 +1,9 @@
-"""Test of the hypotheses on wrong tensors, and choice of the simplest explanation.
-
-The log keeps every outcome as evidence; `moeverify explain` prints it.
-"""
+"""Test of the hypotheses on wrong tensors, and choice of the simplest explanation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moeverify.explain.fitting.families import family_of, name_family
 from moeverify.explain.fitting.hypotheses import TIERS
@@ -18,46 +15,13 @@ from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Factor
 from moeverify.results.observation import Observation
 from moeverify.results.operation import Altered, Carried, Scaled, Unreduced
-from moeverify.results.trial import Reason, Trial
-
-_POSITIONS = {
-    hypothesis.name: position
-    for position, hypothesis in enumerate(hypothesis for tier in TIERS for hypothesis in tier)
-}
-
-
-@dataclass
-class Log:
-    """Trials of one tensor, by hypothesis and subject.
-
-    A later trial replaces an earlier one: a hypothesis may be tested on a family first and on the tensor
-    alone later.
-    """
-
-    trials: dict[tuple[str, str], Trial] = field(default_factory=dict)
-
-    def add(self, outcome: Outcome) -> None:
-        """Add the trials of an outcome."""
-        self.trials.update({(trial.hypothesis, trial.about): trial for trial in outcome.trials})
-
-    def has(self, hypothesis: Hypothesis) -> bool:
-        """Return whether the log has a trial of a hypothesis, including an untried one."""
-        return any(name == hypothesis.name for name, _ in self.trials)
-
-    def explained_by(self) -> set[str]:
-        """Return the names of the hypotheses whose tests passed."""
-        return {name for (name, _), trial in self.trials.items() if trial.verdict == "yes"}
-
-    def in_order(self) -> tuple[Trial, ...]:
-        """Return the trials in the order of the hypotheses."""
-        return tuple(sorted(self.trials.values(), key=lambda trial: _POSITIONS[trial.hypothesis]))
 
 
 @dataclass(frozen=True)
 class DiagnosedCause:
     """Wrong tensors with one explanation, or with none.
 
-    `subject` is the tensor that was tested, and `log` has its trials. If `subject` is a module output, it
+    `subject` is the tensor that was tested. If it is a module output, it
     is not one of `tensors`. It is None if only a check found the cause, such as replicas that differ.
     `rivals` are other explanations of the same tensors, with at least as many coefficients.
     """
@@ -65,34 +29,23 @@ class DiagnosedCause:
     tensors: tuple[WrongTensor, ...]
     explanation: Explanation | None
     subject: WrongTensor | None = None
-    log: Log = field(default_factory=Log)
     observations: tuple[Observation, ...] = ()
     rivals: tuple[Explanation, ...] = ()
 
 
 def explain_tensors(tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[DiagnosedCause]:
     """Return the causes of the wrong tensors of one step, ordered as in `merge_causes`."""
-    logs = {id(tensor): Log() for tensor in tensors}
     causes: list[DiagnosedCause] = []
     left = list(tensors)
     for tier in _list_tiers():
         for scope in Scope:
             for group in list(_split(left, scope)):
-                found = _explain_group(group, tier, scope, inputs, logs)
+                found = _explain_group(group, tier, scope, inputs)
                 if found is not None:
                     causes.append(found)
                     left = [tensor for tensor in left if not any(tensor is member for member in group)]
-    causes += [DiagnosedCause((tensor,), None, tensor, logs[id(tensor)]) for tensor in left]
+    causes += [DiagnosedCause((tensor,), None, tensor) for tensor in left]
     return merge_causes(causes)
-
-
-def complete_log(tensor: WrongTensor, log: Log, inputs: DiagnosisInputs) -> tuple[Trial, ...]:
-    """Test the remaining hypotheses on a tensor and return all trials, including those that fail."""
-    for tier in _list_tiers():
-        for hypothesis in tier:
-            if hypothesis.applies(tensor, inputs) and not log.has(hypothesis):
-                log.add(_test(hypothesis, [tensor], inputs, log.explained_by()))
-    return log.in_order()
 
 
 def merge_causes(causes: Sequence[DiagnosedCause]) -> list[DiagnosedCause]:
@@ -126,7 +79,6 @@ def _explain_group(
     tier: Sequence[Hypothesis],
     scope: Scope,
     inputs: DiagnosisInputs,
-    logs: dict[int, Log],
 ) -> DiagnosedCause | None:
     """Test the hypotheses of a tier on a group at this scope, and return the simplest explanation."""
     explaining: dict[str, Outcome] = {}
@@ -137,26 +89,15 @@ def _explain_group(
             continue
         if not all(hypothesis.applies(tensor, inputs) for tensor in group):
             continue
-        outcome = _test(hypothesis, group, inputs, set(explaining))
-        for tensor in group:
-            logs[id(tensor)].add(outcome)
-        if outcome.explanation is not None:
+        if any(name in explaining for name in hypothesis.generalizes):
+            continue
+        if (outcome := hypothesis.test(group, inputs)) is not None:
             explaining[hypothesis.name] = outcome
     if not explaining:
         return None
     best, *rest = sorted(explaining.values(), key=lambda outcome: outcome.num_coefficients)
-    rivals = tuple(outcome.explanation for outcome in rest if outcome.explanation is not None)
-    return DiagnosedCause(
-        tuple(group), best.explanation, group[0], logs[id(group[0])], best.observations, rivals
-    )
-
-
-def _test(
-    hypothesis: Hypothesis, group: Sequence[WrongTensor], inputs: DiagnosisInputs, explained_by: set[str]
-) -> Outcome:
-    if explained_by.intersection(hypothesis.generalizes):
-        return hypothesis.untried(Reason.SIMPLER_EXPLAINS)
-    return hypothesis.test(group, inputs)
+    rivals = tuple(outcome.explanation for outcome in rest)
+    return DiagnosedCause(tuple(group), best.explanation, group[0], best.observations, rivals)
 
 
 def _join(causes: Sequence[DiagnosedCause]) -> DiagnosedCause:
@@ -168,7 +109,7 @@ def _join(causes: Sequence[DiagnosedCause]) -> DiagnosedCause:
         names = tuple(dict.fromkeys(name for cause in causes for name in _names_of(cause)))
         subject = explanation.subject.model_copy(update={"tensors": names, "family": name_family(names)})
         explanation = explanation.model_copy(update={"subject": subject})
-    return DiagnosedCause(tensors, explanation, head.subject, head.log, head.observations, head.rivals)
+    return DiagnosedCause(tensors, explanation, head.subject, head.observations, head.rivals)
 
 
 def _names_of(cause: DiagnosedCause) -> tuple[str, ...]:

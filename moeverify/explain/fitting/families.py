@@ -22,12 +22,6 @@ def name_family(names: Sequence[str]) -> str:
     return ""
 
 
-def number_layer(name: str) -> int | None:
-    """Return the number of the layer of a parameter or module, from 0; None outside of layers."""
-    found = re.search(r"\.(\d+)\.", name)
-    return None if found is None else int(found.group(1))
-
-
 def module_of(parameter: str) -> str:
     """Return the module of a parameter."""
     return parameter.rpartition(".")[0]

@@ -10,15 +10,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moeverify.explain.fitting.cuts import find_cuts
 from moeverify.explain.fitting.rank_readings import AllReadings, Coordinates, RankReadings, error_of
 from moeverify.explain.fitting.slices import scale_rows
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.observation import Direction, End, FirstDivergence
-from moeverify.results.trial import Reason, Trial
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
 
-NAME = "first_divergence"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 _DISPATCHER = "dispatcher"  # of a block of experts; it calls the experts and is their sibling
@@ -34,16 +31,15 @@ READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
 class Origin:
     """First reading that differs, in the golden's order; `tensor` has the readings of all ranks.
 
-    `direction`, `module`, `end` and `slot` locate the reading: `slot` numbers the tensors of a module end.
-    `input` is the golden reading of the module's forward input.
+    `direction`, `module` and `end` locate the reading. `input` is the golden reading of the module's
+    forward input.
 
     `also` lists modules with equal golden values at their ends: the gradient of an output is the one that
     its users pass back. `around` is the calling module. `inside` lists modules in the culprit whose
     readings are all right.
 
-    `num_wrong` of `num_tokens` tokens (or rows, if `are_rows`) are wrong. `inputs_seen` is true if an input
-    of the culprit was compared and is right; integer inputs such as token ids are never compared. `right`
-    lists the module ends of this direction whose readings are all right.
+    `num_wrong` of `num_tokens` tokens are wrong. `inputs_seen` is true if an input of the culprit was
+    compared and is right; integer inputs such as token ids are never compared.
     """
 
     direction: Direction
@@ -59,10 +55,7 @@ class Origin:
     inside: tuple[str, ...] = ()
     num_wrong: int = 0
     num_tokens: int = 0
-    are_rows: bool = False
     inputs_seen: bool = True
-    slot: str = "0"
-    right: frozenset[tuple[str, End]] = frozenset()
 
     @property
     def is_of_culprit(self) -> bool:
@@ -83,42 +76,20 @@ class Origin:
 class Search:
     """Result of the search: the first divergence of each direction, and the readings that match before it.
 
-    `bound` is the largest relative error of a right reading; `matched` lists the modules whose outputs are
-    right.
-
-    - `around`: by direction, later wrong outputs of modules around or beside the origin. A module may
-      output a partial sum without error, and a calling module completes it.
-    - `beside`: by direction, wrong readings of sibling modules at the same end. Modules may share an input,
-      and one of these readings may be more informative.
-    - `golden`: the readings of the single device.
-    - `cuts`: unread modules in which the backward pass ends.
+    `matched` lists the modules whose outputs are right. `beside` has, by direction, the wrong readings of
+    sibling modules at the same end: modules may share an input, and one of these may be more informative.
     """
 
     origins: Mapping[str, Origin]
     num_right: Mapping[str, int]
     worst_right: Mapping[str, float]
-    bound: float
     matched: frozenset[str] = frozenset()
-    around: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
     beside: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
-    golden: Sequence[Reading] = ()
-    cuts: frozenset[str] = frozenset()
 
-    def find_cut(self, origin: Origin) -> str:
-        """Return the only cut module through which an origin receives its gradient, or an empty string."""
-        block, _, own = origin.module.rpartition(".")
-        is_passed_back = origin.direction == BACKWARD and origin.is_of_culprit and own == _DISPATCHER
-        found = sorted(cut for cut in self.cuts if is_passed_back and cut.startswith(f"{block}."))
-        return found[0] if len(found) == 1 else ""
-
-    def observe(self, direction: Direction) -> FirstDivergence:
-        """Return where a direction first differs, and the matching readings before."""
-        num_right, worst_right = self.num_right[direction], self.worst_right[direction]
-        origin = self.origins.get(direction)
-        if origin is None:
-            return FirstDivergence(direction=direction, num_right=num_right, worst_right=worst_right)
+    def observe(self, origin: Origin) -> FirstDivergence:
+        """Return the origin of a direction, and the matching readings before."""
         return FirstDivergence(
-            direction=direction,
+            direction=origin.direction,
             module=origin.module,
             end=origin.end,
             error=origin.error,
@@ -127,26 +98,9 @@ class Search:
             inside=origin.inside,
             num_wrong=origin.num_wrong,
             num_tokens=origin.num_tokens,
-            are_rows=origin.are_rows,
-            num_right=num_right,
-            worst_right=worst_right,
+            num_right=self.num_right[origin.direction],
+            worst_right=self.worst_right[origin.direction],
         )
-
-
-def list_search_trials(search: Search | None) -> tuple[Trial, ...]:
-    """Return the first divergence of module outputs and of their gradients as trials."""
-    if search is None:
-        return (Trial(hypothesis=NAME, verdict="untried", reason=Reason.MODULES_NOT_COMPARED),)
-    found = [search.observe(direction) for direction in DIRECTIONS]
-    return tuple(
-        Trial(
-            hypothesis=NAME,
-            about=each.direction,
-            verdict="no" if each.error is None else "yes",
-            observations=(each,),
-        )
-        for each in found
-    )
 
 
 @dataclass(frozen=True)
@@ -179,14 +133,13 @@ def find_origins(
     """
     known = known or Known()
     bound = max(READING_BOUNDS[precision], known.noise)
-    ranks = AllReadings(by_rank, coordinates, tp, precision, golden, bound)
+    ranks = AllReadings(by_rank, coordinates, tp, precision)
     judged = [
         each
         for reading in sorted(golden, key=lambda reading: reading.order)
         if (each := _judge(reading, ranks, bound)) is not None
     ]
     origins: dict[str, Origin] = {}
-    around: dict[str, tuple[Origin, ...]] = {}
     beside: dict[str, tuple[Origin, ...]] = {}
     num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
     worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
@@ -205,17 +158,13 @@ def find_origins(
         if first is not None:
             origin = _make_origin(first, golden, bound)
             seen, inside = _has_right_input(origin, along), _list_right_inside(origin, along)
-            right = _list_right(along)
-            origins[direction] = replace(origin, inputs_seen=seen, inside=inside, right=right)
-            near = _list_near(first, wrong)
-            around[direction] = tuple(_make_origin(each, golden, bound) for each in near)
+            origins[direction] = replace(origin, inputs_seen=seen, inside=inside)
             others = [each for each in wrong if _is_beside(first, each)][:_MOST_AROUND]
             beside[direction] = tuple(_make_origin(each, golden, bound) for each in others)
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
-    cuts = find_cuts(by_rank, known.gradients)
-    return Search(origins, num_right, worst_right, bound, matched, around, beside, golden, cuts)
+    return Search(origins, num_right, worst_right, matched, beside)
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
@@ -241,12 +190,6 @@ def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, .
     numbered = {name.rpartition(".")[0] for name in wrong if name.rpartition(".")[2].isdecimal()}
     folded = tuple(dict.fromkeys(_fold_number(name, numbered) for name in found))
     return folded if len(folded) <= _MOST_AROUND else ()
-
-
-def _list_right(along: Sequence[_Judged]) -> frozenset[tuple[str, End]]:
-    """Return the module ends whose readings are all right."""
-    ends = {(each.reading.module, cast(End, each.reading.end), each.is_wrong) for each in along}
-    return frozenset((module, end) for module, end, is_wrong in ends if (module, end, True) not in ends)
 
 
 def _fold_number(name: str, but: Collection[str]) -> str:
@@ -284,14 +227,6 @@ def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
     # If ranks have equal values at both ends, there is no operation between them, and the maker is known.
     made = [each for each in alike if _is_made_there(each) and _have_same(each.tensor, first.tensor)]
     return first if _is_made_there(first) or not made else min(made, key=lambda each: each.order)
-
-
-def _list_near(first: _Judged, wrong: Sequence[_Judged]) -> list[_Judged]:
-    """Return the next wrong outputs of modules around or beside the first wrong one, the innermost first."""
-    own = first.reading.module
-    modules = {*_list_around(own), f"{own.rpartition('.')[0]}.{_DISPATCHER}"} - {"", own}
-    later = wrong[wrong.index(first) + 1 :]
-    return [each for each in later if each.reading.module in modules and _is_made_there(each)][:_MOST_AROUND]
 
 
 def _is_beside(first: _Judged, other: _Judged) -> bool:
@@ -408,8 +343,6 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Ori
         _find_caller(reading.module, {each.module for each in golden}),
         num_wrong=num_wrong,
         num_tokens=num_tokens,
-        are_rows=reading.is_loose,
-        slot=reading.slot,
     )
 
 
@@ -449,12 +382,7 @@ def _errors_by_rank(tensor: WrongTensor) -> dict[int, float]:
 
 def _input_of(golden: Sequence[Reading], reading: Reading) -> Tensor | None:
     """Return the golden's first forward input of a module."""
+    end = (FORWARD, reading.module, "input", "0")
     return next(
-        (
-            other.local
-            for other in golden
-            if (other.direction, other.module, other.end, other.slot)
-            == (FORWARD, reading.module, "input", "0")
-        ),
-        None,
+        (each.local for each in golden if (each.direction, each.module, each.end, each.slot) == end), None
     )

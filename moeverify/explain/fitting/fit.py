@@ -98,8 +98,6 @@ def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fi
     matrix = torch.stack([stacked[number] / lengths[number] for number in used], dim=1)
     solution = torch.linalg.lstsq(matrix, target.unsqueeze(1), driver="gelsd").solution
     parts = tuple(columns[number][0] for number in used)
-    # The golden contains every part once, and no padding.
-    right = [1.0 if part.belongs else 0.0 for part in parts]
     sizes = [len(error) for error in errors]
     scales = [lengths[number] for number in used]
 
@@ -107,11 +105,12 @@ def fit_columns(tensors: Sequence[WrongTensor], columns: Sequence[Column]) -> Fi
         return (matrix @ found - target.unsqueeze(1)).squeeze(1)
 
     def measure(coefficients: Sequence[float]) -> float:
-        off = [(value - base) * scale for value, base, scale in zip(coefficients, right, scales, strict=True)]
+        # The golden contains every part once.
+        off = [(value - 1.0) * scale for value, scale in zip(coefficients, scales, strict=True)]
         left = leave(torch.tensor(off, dtype=matrix.dtype, device=matrix.device).unsqueeze(1))
         return float(left.square().sum())
 
     off = [float(value) / scale for value, scale in zip(solution, scales, strict=True)]
-    found = tuple(base + value for base, value in zip(right, off, strict=True))
+    found = tuple(1.0 + value for value in off)
     residual = max(float(part.norm()) for part in torch.split(leave(solution), sizes))
     return Fit(parts, found, residual, measure, len(target))

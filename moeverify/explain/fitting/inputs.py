@@ -11,7 +11,7 @@ from moeverify.explain.fitting.axes import Axes, Groups
 from moeverify.explain.fitting.components import ComponentSource
 from moeverify.explain.fitting.first_divergence import Origin, Search
 from moeverify.explain.fitting.wrong_tensor import Key, WrongTensor
-from moeverify.parallel.regions.region import Indices, Region
+from moeverify.parallel.regions.region import Region
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Source
@@ -19,9 +19,6 @@ from moeverify.train.module_taps import BACKWARD
 
 # Name of the language-model loss term.
 LM = "lm"
-
-# Names of the golden's values at other times.
-STEP_BEFORE, INITIAL_VALUE = "step-before", "initial-value"
 
 # Quantities computed from all tensors: every axis affects them.
 _OF_THE_RUN = (Quantity.LOSS, Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT)
@@ -55,35 +52,27 @@ class DiagnosisInputs:
     """The data about a mismatch that hypotheses use.
 
     - `search`: first modules that differ; None if modules were not compared.
-    - `earlier(key)`: the golden's values of a tensor at other times, by the name of the time.
+    - `earlier(key)`: the golden's value of a tensor one step earlier.
     - `issued(module, rank)`: the collectives of a module on a rank.
-    - `num_tokens`: the number of tokens of the batch, with padding.
     - `stale(origin)`: whether the weights of the step before produce the module's output; None if unknown.
     - `saved`: the saved state, after a load.
     - `regions`: the region of each parameter on each rank.
-    - `golden(kind, name, before)`: the golden's value `before` steps earlier.
-    - `valid`: bool (B, S), true for tokens that are not padding.
     - `decays`: by moment name, the factor of its previous value in the optimizer step.
     - `shapes`: by name, (golden shape, shape under the layout) of tensors whose shapes differ.
-    - `micro_batches`: by rank, the rows and positions of each micro-batch.
     - `limits`: by check, the relative error that it detects in half of its tensors.
     """
 
     tensors: Mapping[Key, WrongTensor] = field(default_factory=dict)
     axes: Axes = field(default_factory=lambda: Axes({}))
     search: Search | None = None
-    earlier: Callable[[Key], Mapping[str, Tensor | None]] = lambda key: {}
+    earlier: Callable[[Key], Tensor | None] = lambda key: None
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
     components: ComponentSource | None = None
-    num_tokens: int = 0
     stale: Callable[[Origin], bool | None] = lambda origin: None
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
-    golden: Callable[[str, str, int], Tensor | None] = lambda kind, name, before: None
-    valid: Tensor | None = None
     decays: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    micro_batches: Mapping[int, Sequence[tuple[Indices, Indices]]] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -94,8 +83,8 @@ class DiagnosisInputs:
     def origin_of(self, tensor: WrongTensor) -> Origin | None:
         """Return the module end where a tensor was read; None if it is not a module reading."""
         search = self.search
-        around = (*search.around.values(), *search.beside.values()) if search is not None else ()
-        known = [*self.origins.values(), *(each for found in around for each in found)]
+        beside = search.beside.values() if search is not None else ()
+        known = [*self.origins.values(), *(each for found in beside for each in found)]
         return next((origin for origin in known if origin.tensor is tensor), None)
 
     def list_beside(self, tensor: WrongTensor) -> Sequence[WrongTensor]:

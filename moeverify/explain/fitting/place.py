@@ -8,8 +8,8 @@ from moeverify.explain.fitting.engine import DiagnosedCause
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding
-from moeverify.results.operation import Carried, Crossed, Moved, OwnValues, Replaced, Scaled
-from moeverify.results.part import WHOLE, Part
+from moeverify.results.operation import OwnValues, Scaled
+from moeverify.results.part import WHOLE
 from moeverify.results.place import Place, Stage
 
 _STAGES: Mapping[Quantity, Stage] = {
@@ -48,12 +48,6 @@ def locate(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> 
         if isinstance(operation, Scaled):
             parts = (each.part for each in operation.contributions)
             fields["parts"] = tuple(part for part in parts if part != WHOLE)
-        elif isinstance(operation, Carried | Crossed) and operation.block is not None:
-            fields["parts"] = (Part(block=operation.block),)
-        elif isinstance(operation, Moved):
-            fields["dim"] = operation.dim
-        elif isinstance(operation, Replaced):
-            fields["tensor"] = operation.tensor
         elif isinstance(operation, OwnValues):
             fields["axes"] = operation.axes
     place = Place(

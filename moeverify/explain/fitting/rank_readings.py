@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from moeverify.explain.fitting.loose_rows import Places, place_rows, rows_of
 from moeverify.explain.fitting.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor
 from moeverify.parallel.regions.region import Indices, Region, as_indices
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
@@ -21,13 +20,12 @@ class RankReadings:
     """Readings of one rank's tap, with the rows and positions of each micro-batch; empty if unknown.
 
     `silent` has (module, end, slot, micro-batch) of tensors that were read forward and received no
-    gradient. `reached` maps unread module ends to whether a gradient arrived there (see `Tap`).
+    gradient.
     """
 
     readings: Sequence[Reading]
     shares: Sequence[tuple[Indices, Indices]]
     silent: Collection[tuple[str, str, str, int]] = ()
-    reached: Mapping[tuple[str, str], bool] = field(default_factory=dict)
 
 
 _Read = tuple[int, Reading, tuple[Indices, Indices]]
@@ -46,49 +44,34 @@ class AllReadings:
         coordinates: Coordinates,
         tp: int,
         precision: torch.dtype,
-        golden: Sequence[Reading] = (),
-        bound: float = 0.0,
     ) -> None:
         self._places = {rank: place.get("tp", 0) for rank, place in coordinates.items()}
         self._tp = tp
         self._precision = precision
-        self._bound = bound
         self._batch = _global_batch(by_rank)
         # Large models have thousands of readings on each side: index them instead of searching.
         self._read: dict[tuple[str, str, str, str], list[_Read]] = {}
-        self._rows_of_golden: dict[str, list[Reading]] = {}
-        self._rows_of_ranks: dict[str, list[tuple[int, Reading]]] = {}
-        self._places_of_rows: dict[str, Places] = {}
         for rank, read in enumerate(by_rank):
             for reading in read.readings:
                 self._add(rank, reading, read)
         for rank, read in enumerate(by_rank):
             for reading in _list_silent(read):
                 self._add(rank, reading, read)
-        for reading in filter(_has_forward_rows, golden):
-            self._rows_of_golden.setdefault(reading.module, []).append(reading)
 
     def _add(self, rank: int, reading: Reading, read: RankReadings) -> None:
         if reading.micro_batch >= len(read.shares):
             return  # an extra pass without a micro-batch, such as validation
         found = (rank, reading, read.shares[reading.micro_batch])
         self._read.setdefault(_end_of(reading), []).append(found)
-        if _has_forward_rows(reading):
-            self._rows_of_ranks.setdefault(reading.module, []).append((rank, reading))
 
     def gather(self, golden: Reading) -> tuple[WrongTensor, list[int], int] | None:
         """Assemble a tensor of all ranks over the global batch.
 
         Return the tensor, the micro-batch of each shard, and the smallest order. Return None if no rank
-        read it. Rows in a module's own order become a tensor (1, rows, columns).
+        read it.
         """
-        read = self._read.get(_end_of(golden), [])
-        are_rows = golden.is_loose or any(reading.is_loose for _, reading, _ in read)
-        expected = (rows_of(golden)[None] if are_rows else golden.local).to(torch.float64)
-        located = (
-            self._locate_rows(golden, expected, read) if are_rows else self._locate(golden, expected, read)
-        )
-        parts = list(located)
+        expected = golden.local.to(torch.float64)
+        parts = list(self._locate(golden, expected, self._read.get(_end_of(golden), [])))
         if not parts:
             return None
         key = (0, MODULE_KINDS[golden.direction], golden.module)
@@ -110,37 +93,6 @@ class AllReadings:
             region = locate_tokens(expected, reading.local, rows, positions, place)
             if region is not None:
                 yield rank, reading, region, reading.local
-
-    def _locate_rows(self, golden: Reading, expected: Tensor, read: Sequence[_Read]) -> Iterator[_Located]:
-        """Yield the readings of rows in the ranks' own order, with their regions of (1, rows, columns)."""
-        module = golden.module
-        if module not in self._places_of_rows:
-            of_golden = self._rows_of_golden.get(module, [])
-            of_ranks = self._rows_of_ranks.get(module, [])
-            self._places_of_rows[module] = place_rows(of_golden, of_ranks, self._places, self._bound)
-        places = self._places_of_rows[module]
-        if golden.direction == BACKWARD and places.is_shared:
-            return  # each rank has only a part of the gradient of shared rows
-        for rank, reading, _ in read:
-            call = (rank, module, reading.micro_batch)
-            rows = places.of_call.get(call)
-            if not rows:
-                continue
-            local = rows_of(reading)[None]
-            if golden.direction == BACKWARD:
-                # A gradient belongs to a forward row. Skip rows that the single device did not feed to the
-                # module.
-                sure = [at for at, is_sure in enumerate(places.are_sure[call]) if is_sure]
-                rows, local = tuple(rows[at] for at in sure), local[:, sure]
-                if not rows:
-                    continue
-            region = locate_tokens(expected, local, range(1), as_indices(rows), (0, 1))
-            if region is not None:
-                yield rank, reading, region, local
-
-
-def _has_forward_rows(reading: Reading) -> bool:
-    return reading.direction == FORWARD and (reading.is_loose or reading.is_flat)
 
 
 def _list_silent(read: RankReadings) -> Iterator[Reading]:

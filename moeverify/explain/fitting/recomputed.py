@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from moeverify.explain.fitting.factors import find_factor
-from moeverify.explain.fitting.inputs import DiagnosisInputs
-from moeverify.explain.fitting.weighted_shares import find_own_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.factor import Factor
+from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import (
     Altered,
     Carried,
-    OwnTokens,
     Scaled,
     Unmoved,
 )
-from moeverify.results.part import WHOLE, Contribution, Part
+from moeverify.results.part import WHOLE
 from moeverify.results.step_facts import RecomputedFacts
 from moeverify.verification.checks.registry import KIND_ORDER
 from moeverify.verification.checks.step_findings import result_of
@@ -44,9 +39,6 @@ RECOMPUTED: Mapping[str, frozenset[str]] = {
 
 LIKE = 0.05
 """Tolerance for equal factors in 16 bits, relative to the larger factor or to 1."""
-
-_OWN_NOISE = 1e-5
-"""Relative error that float32 arithmetic leaves in a factor of a router's gradient."""
 
 _SCALARS = (
     CheckName.CLIP,
@@ -128,7 +120,7 @@ def merge_with_origins(
         origin
         for origin in origins
         if origin.explanation is not None
-        and not (_is_carried(origin) and origin.step in in_step)
+        and not (isinstance(origin.explanation.operation, Carried) and origin.step in in_step)
         and not _is_contradicted(origin, recomputed)
     ]
     known = list(recomputed)
@@ -237,52 +229,6 @@ def _comes_before(finding: Finding, origin: Finding) -> bool:
         return False
     after = (origin.step, KIND_ORDER.get(origin.kind, -1))
     return (finding.step, KIND_ORDER[finding.kind]) <= after or _is_contradicted(origin, [finding])
-
-
-def explain_router_gradient(finding: Finding, facts: RouterGradientFacts, inputs: DiagnosisInputs) -> Finding:
-    """Explain the factors of a router's gradient by integers of the run or by the ranks' valid tokens."""
-    own = _find_own_tokens(facts, inputs)
-    if own is not None:
-        factor = Factor(value=facts.factors[finding.rank] or 0.0)
-        part = Contribution(part=Part(term=facts.term), factor=factor)
-        explanation = Explanation(
-            cause=Cause.TERM_SCALE,
-            subject=Subject(quantity=Quantity.GRADIENT, tensors=(finding.tensor,), family="router"),
-            operation=Scaled(contributions=(part,), own_tokens=own),
-        )
-        return finding.model_copy(update={"explanation": explanation})
-    factors = {None if each is None else float(f"{each:.6g}") for each in facts.factors.values()}
-    value = next(iter(facts.factors.values()), None)
-    if facts.in_router or facts.form or facts.term == "combine" or len(factors) != 1 or not value:
-        return finding
-    factor = find_factor(value, inputs.axes.sources, counts=inputs.axes.loss_counts)
-    contribution = Contribution(part=Part(term=facts.term), factor=factor)
-    explanation = Explanation(
-        cause=Cause.TERM_SCALE,
-        subject=Subject(quantity=Quantity.GRADIENT, tensors=(finding.tensor,), family="router"),
-        operation=Scaled(contributions=(contribution,)),
-    )
-    return finding.model_copy(update={"explanation": explanation})
-
-
-def _find_own_tokens(facts: RouterGradientFacts, inputs: DiagnosisInputs) -> OwnTokens | None:
-    """Return how the ranks' own numbers of valid tokens explain the factors of a loss term, or None."""
-    if facts.in_router or facts.form or facts.term == "combine" or inputs.valid is None:
-        return None
-    counts: list[int] = []
-    weights: list[float] = []
-    for rank, factor in facts.factors.items():
-        shares = inputs.micro_batches.get(rank, ())
-        if factor is None or len(shares) != 1:  # several micro-batches have separate weights
-            return None
-        rows, positions = shares[0]
-        counts.append(int(inputs.valid[list(rows)][:, list(positions)].sum()))
-        weights.append(factor)
-    return find_own_tokens(weights, counts, noise=_OWN_NOISE)
-
-
-def _is_carried(origin: Finding) -> bool:
-    return origin.explanation is not None and isinstance(origin.explanation.operation, Carried)
 
 
 def _is_of_same(origin: Finding, finding: Finding) -> bool:

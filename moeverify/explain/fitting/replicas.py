@@ -14,25 +14,22 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.fitting.axes import Groups
-from moeverify.explain.fitting.wrong_tensor import EXACT, RankShard, WrongTensor
+from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.factor import SAME, is_same
-from moeverify.results.trial import Reason
 
 
 @dataclass(frozen=True)
 class SumOfReplicas:
-    """Sum of the replicas over one axis: `factor` times the golden, or None and the reason.
+    """Sum of the replicas over one axis: `factor` times the golden.
 
-    `residual` is the relative remainder of the sum, None if there was nothing to add. `is_whole` is true if
-    all ranks of each group hold a replica; if only some do, the reduction may belong to an axis inside of
-    this one.
+    `residual` is the relative remainder of the sum. `is_whole` is true if all ranks of each group hold a
+    replica; if only some do, the reduction may belong to an axis inside of this one.
     """
 
     axis: str
     num_replicas: int
-    factor: float | None
-    reason: Reason | None = None
-    residual: float | None = None
+    factor: float
+    residual: float
     is_whole: bool = True
 
     @property
@@ -42,59 +39,31 @@ class SumOfReplicas:
         A mean that was scaled by the number of ranks n in advance, or twice, leaves the factor n or 1/n.
         """
         wanted = (1.0, float(self.num_replicas), 1.0 / self.num_replicas)
-        return self.factor is not None and any(is_same(self.factor, each) for each in wanted)
+        return any(is_same(self.factor, each) for each in wanted)
 
 
 def sum_replicas(tensor: WrongTensor, groups: Groups) -> list[SumOfReplicas]:
-    """Return the sum of the replicas over each axis."""
-    return [_sum_over_axis(tensor, axis, members) for axis, members in groups.items()]
+    """Return the sum of the replicas over each axis over which it is a multiple of the golden."""
+    found = (_sum_over_axis(tensor, axis, members) for axis, members in groups.items())
+    return [each for each in found if each is not None]
 
 
-def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int]]) -> SumOfReplicas:
+def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int]]) -> SumOfReplicas | None:
     """Return k if the sum of the replicas is k times the golden for every region and group."""
     size = max(map(len, groups))
     replicas = list(find_replicas(tensor, groups))
-    if not replicas or min(map(len, replicas)) < 2:
-        return SumOfReplicas(axis, size, None, Reason.OTHER_REGIONS if replicas else Reason.NOT_HELD)
-    if not any(map(_differ, replicas)):
-        return SumOfReplicas(axis, size, None, Reason.REPLICAS_EQUAL)
+    if not replicas or min(map(len, replicas)) < 2 or not any(map(_differ, replicas)):
+        return None
     measured = [_factor(members, tensor.expected) for members in replicas]
     factors = [factor for factor, _ in measured if factor is not None]
     if len(factors) < len(measured):
-        return SumOfReplicas(axis, size, None, Reason.ZERO_IN_A_PART)
+        return None
     worst = max(residual for _, residual in measured)
     if not all(residual < tensor.exact for _, residual in measured):  # also if NaN
-        return SumOfReplicas(axis, size, None, Reason.NO_MULTIPLE, worst)
+        return None
     if max(factors) - min(factors) > SAME * abs(max(factors)):
-        return SumOfReplicas(axis, size, None, Reason.UNEQUAL_MULTIPLES, worst)
-    return SumOfReplicas(axis, size, factors[0], None, worst, min(map(len, replicas)) == size)
-
-
-def find_partial_slices(tensor: WrongTensor, groups: Sequence[Sequence[int]], dim: int) -> list[int] | None:
-    """Return the slices along a dim whose replicas add up to the golden, if all other slices are right.
-
-    Return None if the ranks do not hold the whole tensor, a group has fewer than two replicas, or all
-    replicas are equal. Return an empty list if some slice is neither right nor such a sum, or if no slice
-    is right. Slices are compared as (slices, elements of a slice).
-    """
-    partial: set[int] = set()
-    replicas = list(find_replicas(tensor, groups))
-    if not replicas or any(len(members) < 2 for members in replicas):
         return None
-    if not all(member.region.is_whole for members in replicas for member in members):
-        return None
-    if not any(map(_differ, replicas)):
-        return None
-    wanted = tensor.expected.movedim(dim, 0).reshape(tensor.expected.shape[dim], -1)
-    bound = EXACT * float(wanted.norm(dim=1).max())
-    for members in replicas:
-        found = torch.stack([shard.values().movedim(dim, 0).reshape(wanted.shape) for shard in members])
-        wrong = ((found - wanted).norm(dim=2) > bound).any(dim=0)
-        sums = (found.sum(dim=0) - wanted).norm(dim=1) <= bound
-        if bool((wrong & ~sums).any()):
-            return []
-        partial |= set(torch.nonzero(wrong).flatten().tolist())
-    return sorted(partial) if len(partial) < len(wanted) else []
+    return SumOfReplicas(axis, size, factors[0], worst, min(map(len, replicas)) == size)
 
 
 def find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Iterator[list[RankShard]]:

@@ -46,15 +46,6 @@ def match_slices(
     return [int(index) for index in torch.where(own, torch.arange(len(best)), best)]
 
 
-def count_matches(expected: Tensor, actual: Tensor, dim: int) -> int | None:
-    """Return how many slices of `actual` equal some slice of `expected`; None if too small or too many."""
-    measured = _measure_slices(expected, actual, dim)
-    if measured is None:
-        return None
-    distance, norms = measured
-    return int((distance.amin(dim=1) <= EXACT * norms).sum())
-
-
 def has_same_values(expected: Tensor, actual: Tensor) -> bool:
     """Return whether both tensors hold exactly the same values, in any order."""
     return bool(torch.equal(expected.reshape(-1).sort().values, actual.reshape(-1).sort().values))

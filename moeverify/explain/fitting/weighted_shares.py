@@ -21,20 +21,18 @@ _COUNTS: Mapping[OwnTokens, Callable[[int, float, int], float]] = {
 }
 
 
-def find_own_tokens(
-    weights: Sequence[float], counts: Sequence[int], *, noise: float = SAME
-) -> OwnTokens | None:
+def find_own_tokens(weights: Sequence[float], counts: Sequence[int]) -> OwnTokens | None:
     """Return the formula that gives each share's weight from its number of valid tokens, or None.
 
     Every share needs a valid token, and at least two counts must differ: with equal counts, the weights are
-    a common factor. `noise` is the relative tolerance of a weight.
+    a common factor.
     """
     if len(set(counts)) < 2 or min(counts) < 1:
         return None
     mean = sum(counts) / len(counts)
     for name, formula in _COUNTS.items():
         wanted = [formula(own, mean, max(counts)) for own in counts]
-        if all(abs(each - right) <= noise * right for each, right in zip(weights, wanted, strict=True)):
+        if all(abs(each - right) <= SAME * right for each, right in zip(weights, wanted, strict=True)):
             return name
     return None
 

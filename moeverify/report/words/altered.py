@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeverify.report.words.part import name_tokens
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
@@ -25,13 +24,6 @@ def describe_altered(operation: Altered, explanation: Explanation) -> str:
             "changes once a step changed between them"
         )
         return text.format(first=operation.first_micro_batch, **names)
-    if operation.tokens is not None and subject.quantity is Quantity.MODULE_GRADIENT:
-        tokens = name_tokens(operation.tokens)
-        return f"what {names['module']} passes back is wrong at {tokens} alone, and all other tokens match"
-    if operation.tokens is not None:
-        return (
-            f"{names['module']} diverges at {name_tokens(operation.tokens)} alone, and all other tokens match"
-        )
     if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
         return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
     text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
@@ -39,8 +31,6 @@ def describe_altered(operation: Altered, explanation: Explanation) -> str:
         text = "only what is reported of {tensors} is wrong: what its block puts out matches"
     if not operation.inputs_seen:
         text = text.replace(_MATCH, _UNSEEN)
-    elif operation.has_rows:
-        text = text.replace(_MATCH, _ROWS_MATCH)
     if operation.is_no_number:
         text = text.replace(_DIFFERS, _IS_NO_NUMBER)
     return text.format(**names)
@@ -49,7 +39,6 @@ def describe_altered(operation: Altered, explanation: Explanation) -> str:
 _REPORTED = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
 _MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
 _DIFFERS, _IS_NO_NUMBER = "does not)", "has values that are no numbers)"
-_ROWS_MATCH = "its rows match, whose order is its caller's"
 
 
 _ALTERED_CAUSES: Mapping[Cause, str] = {

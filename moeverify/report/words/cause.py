@@ -5,11 +5,9 @@ from __future__ import annotations
 from moeverify.report.numbers import format_count
 from moeverify.report.words.culprit import describe_culprit, describe_culprit_place
 from moeverify.report.words.data import describe_facts
-from moeverify.report.words.observation import describe_observation, describe_residual
+from moeverify.report.words.observation import describe_observation
 from moeverify.report.words.operation import describe_operation
-from moeverify.report.words.parameter_part import describe_part
 from moeverify.report.words.place import describe_place
-from moeverify.report.words.trial import name_trial
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.finding import Finding
@@ -50,19 +48,13 @@ def describe_cause(finding: Finding) -> str:
             )
         if count and not any(isinstance(seen, NoValues) for seen in finding.observations):
             return f"unknown: no hypothesis explains {which}"
-        told = finding.cause or describe_facts(finding.facts, finding).cause
-        return (
-            f"{told}; {describe_part(finding.part)}"
-            if finding.part is not None and not finding.cause
-            else told
-        )
+        return finding.cause or describe_facts(finding.facts, finding).cause
     number = next((seen for seen in finding.observations if isinstance(seen, ScalarValues)), None)
     is_state = explanation.subject.quantity is Quantity.LOADED and isinstance(explanation.operation, Altered)
     if is_state and number is not None:
         return f"it is {number.actual:.10g}, and {number.expected:.10g} was saved"
     doubts = [describe_observation(seen) for seen in finding.observations if isinstance(seen, RightAlike)]
     sentence = describe_explanation(explanation)
-    sentence += f"; {describe_part(finding.part)}" if finding.part is not None else ""
     # An axis whose other gradients match may equal the factor by coincidence; the sentence mentions that.
     return f"{sentence}; not confirmed, {doubts[0]}" if doubts else sentence
 
@@ -93,12 +85,6 @@ def describe_evidence(finding: Finding) -> tuple[str, ...]:
         *([", ".join(f"{each.name}: {each.site}" for each in finding.sites)] if finding.sites else ()),
         *(describe_observation(seen) for seen in finding.observations if not isinstance(seen, left_out)),
     ]
-    if finding.unexplained:
-        lines += [
-            f"{name_trial(trial)}: {describe_residual(trial.residual)}"
-            for trial in finding.trials
-            if trial.verdict == "no" and trial.contributions and trial.residual is not None
-        ]
     # A finding read from a file already has these lines.
     return (*(line for line in finding.evidence if line not in lines), *lines)
 

@@ -13,22 +13,18 @@ from moeverify.results.factor import is_same
 from moeverify.results.observation import (
     AmbiguousCount,
     DiagnosisFailed,
-    Distance,
     FirstDivergence,
     FitResult,
     HiddenByRounding,
     KeptElements,
     LargestValue,
-    MatchingSlices,
     NoValues,
-    Observation,
     OtherPasses,
     RankValues,
     RelativeError,
     ReplicaSum,
     RightAlike,
     ScalarValues,
-    StaleWeights,
     TriedOrders,
     WrongElements,
 )
@@ -41,11 +37,6 @@ _MOST_VALUES = 4
 def describe_observation(seen: object) -> str:
     """Return one line about a measurement."""
     raise TypeError(f"there are no words for {type(seen).__name__}")
-
-
-def describe_observations(observations: Sequence[Observation]) -> str:
-    """Return one line about several measurements."""
-    return "; ".join(describe_observation(seen) for seen in observations)
 
 
 def describe_residual(residual: float) -> str:
@@ -68,8 +59,6 @@ def _(seen: FitResult) -> str:
 @describe_observation.register
 def _(seen: ReplicaSum) -> str:
     over = f" over {seen.axis}" if seen.axis else ""
-    if seen.factor is None:
-        return f"the {seen.num_replicas} replicas{over} sum to no multiple of the expected value"
     total = (
         "the expected value"
         if is_same(seen.factor, 1.0)
@@ -99,18 +88,6 @@ def _(seen: RankValues) -> str:
 
 
 @describe_observation.register
-def _(seen: MatchingSlices) -> str:
-    if seen.dim is None:
-        return f"{seen.num_matching} of {seen.num_slices} tokens equal some expected token"
-    return f"{seen.num_matching} of {seen.num_slices} slices along dim {seen.dim} equal some expected slice"
-
-
-@describe_observation.register
-def _(seen: Distance) -> str:
-    return f"relative distance {seen.error:.3g}"
-
-
-@describe_observation.register
 def _(seen: RelativeError) -> str:
     units = ", ".join(f"{dtype} {unit:.2g}" for dtype, unit in seen.units.items())
     return f"relative error {seen.error:.3g}" + (f"; units of rounding: {units}" if units else "")
@@ -119,8 +96,6 @@ def _(seen: RelativeError) -> str:
 @describe_observation.register
 def _(seen: FirstDivergence) -> str:
     right = f"{seen.num_right} readings match to {format_number(seen.worst_right)}"
-    if seen.error is None:
-        return right
     end = f"{'gradient of the ' if seen.direction == 'backward' else ''}{seen.end} of {seen.module or MODEL}"
     others = " and ".join(module or MODEL for module in seen.also)
     also = (
@@ -128,8 +103,7 @@ def _(seen: FirstDivergence) -> str:
         if others
         else ""
     )
-    unit = "rows" if seen.are_rows else "tokens"
-    at = f" at {seen.num_wrong} of {seen.num_tokens} {unit}" if 0 < seen.num_wrong < seen.num_tokens else ""
+    at = f" at {seen.num_wrong} of {seen.num_tokens} tokens" if 0 < seen.num_wrong < seen.num_tokens else ""
     inside = f"; {_name_right(seen)} right" if seen.inside else ""
     where = f"{at} on {format_ranks(seen.ranks)}"
     return f"{end}{also} is off by {seen.error:.3g}{where}; before it {right}{inside}"
@@ -143,15 +117,8 @@ def _name_right(seen: FirstDivergence) -> str:
 
 
 @describe_observation.register
-def _(seen: StaleWeights) -> str:
-    which = "this very output" if seen.gives_this_output else "another output"
-    return f"the weights of the step before give {which}"
-
-
-@describe_observation.register
 def _(seen: TriedOrders) -> str:
     giving = f"{seen.num_giving} of them {'give' if seen.num_giving > 1 else 'gives'}"
-    giving = giving if seen.num_giving else "none gives"
     return f"{format_count(seen.num_tried, 'order')} of the right values tried, {giving} every value"
 
 

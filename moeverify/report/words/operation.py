@@ -20,11 +20,10 @@ from moeverify.report.words.norms import (
     describe_loss_scale,
     describe_norm_of_slices,
 )
-from moeverify.report.words.part import name_block, name_part, name_some, of_router
+from moeverify.report.words.part import name_block, name_part, name_some
 from moeverify.report.words.reduction import (
     describe_miscounted,
     describe_misplaced,
-    describe_unheld,
 )
 from moeverify.report.words.rounded import describe_rounded
 from moeverify.report.words.rows import describe_lost
@@ -36,10 +35,8 @@ from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
     Altered,
     Carried,
-    Crossed,
     LostElements,
     Moved,
-    Offset,
     OwnValues,
     RepeatedShard,
     Replaced,
@@ -55,7 +52,6 @@ from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.upstream import OffUpstream
 
 _OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
-_OF_PARAMETERS = (Quantity.GRADIENT, Quantity.UPDATE, Quantity.OPTIMIZER_STATE)
 _MOST_MOVES = 4
 _RIGHT: Mapping[InitialSource, str] = {
     "factory": "those of the model that `recipe.model.factory` makes",
@@ -74,7 +70,7 @@ def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
     if operation.local_means or operation.own_tokens:
         return describe_weights(operation)
-    if any(each.part.added or each.part.group or each.part.block for each in wrong):
+    if any(each.part.group for each in wrong):
         return _describe_parts(wrong, explanation)
     if [each.part for each in wrong] == [WHOLE]:
         alone = f", on {format_ranks(operation.ranks)} alone" if operation.ranks else ""
@@ -96,10 +92,7 @@ def name_module_around(tensors: Sequence[str]) -> str:
 
 
 def _describe_shares(wrong: Sequence[Contribution]) -> str:
-    """Return which tokens have a wrong weight, or that padding tokens count."""
-    padding = [each.part.term for each in wrong if not each.part.belongs]
-    if padding:
-        return f"padding tokens count in the {' and the '.join(padding)} loss"
+    """Return which tokens have a wrong weight."""
     names = [name_part(each.part) for each in wrong]
     if all(each.factor.is_zero for each in wrong):
         return f"the share of {name_some(names)} is missing"
@@ -135,29 +128,21 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
 
 
 def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> str:
-    """Return which parts of the subject are wrong: slices, parameter groups, or added tensors."""
+    """Return the parameter groups whose squares a norm counts wrongly."""
     subject = name_subject(explanation.subject)
     texts = []
     for each in wrong:
-        if each.part.added:
-            times = "" if each.factor.is_one else f"{format_factor(each.factor.value)} times "
-            texts.append(
-                f"{times}{name_part(each.part)} was added to {subject}: the buffer was not set to zero"
-            )
-        elif each.part.group is not None:
-            sources = describe_sources(each.factor)
-            count = "not at all" if each.factor.is_zero else f"{format_factor(each.factor.value)} times"
-            text = f"the gradients match, and {subject} counts the squares of {name_part(each.part)} {count}"
-            texts.append(text + (f"; {sources}" if sources else ""))
-        else:
-            texts.append(f"in {subject}, {name_part(each.part)}: {describe_factor(each.factor)}")
+        sources = describe_sources(each.factor)
+        count = "not at all" if each.factor.is_zero else f"{format_factor(each.factor.value)} times"
+        text = f"the gradients match, and {subject} counts the squares of {name_part(each.part)} {count}"
+        texts.append(text + (f"; {sources}" if sources else ""))
     return "; ".join(texts)
 
 
 def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
     parts = []
     for each in wrong:
-        name = name_part(each.part) if each.part.use else f"the {each.part.term} loss{of_router(each.part)}"
+        name = name_part(each.part) if each.part.use else f"the {each.part.term} loss"
         parts.append(
             f"the part of {name} is {describe_factor(each.factor, is_estimate=explanation.is_estimate)}"
         )
@@ -173,12 +158,6 @@ def _(operation: Unreduced, explanation: Explanation) -> str:
     if explanation.subject.quantity is Quantity.GRADIENT_NORM:
         squares = f"the squares of {replicas} sum to the square of the expected value"
         return f"the gradients match, and {subject} is not reduced over {axes}: {squares}"
-    if operation.is_over_holders:
-        return f"{subject} {subject.be} {describe_unheld(operation, total)}"
-    if operation.block is not None:
-        part = name_block(operation.block)
-        sums = f"{replicas} sum to {total}; the rest matches"
-        return f"{subject} {subject.be} not reduced over {axes} in {part}: {sums}"
     return f"{subject} {subject.be} not reduced over {axes}: {replicas} sum to {total}"
 
 
@@ -207,11 +186,6 @@ def _(operation: Moved, explanation: Explanation) -> str:
     have = subject.pick("has", "have")
     if operation.unit == "element":
         return f"{subject} {have} exactly the expected values, in another order"
-    if operation.unit == "micro-batch":
-        to, origin = operation.moves[0]
-        names = ", ".join(explanation.subject.tensors)
-        reported = f"what {names} is said to choose in micro-batch {to} is its choice in micro-batch {origin}"
-        return f"only what is reported is wrong: {reported}; what the modules put out matches"
     moves = ", ".join(f"{to} holds {origin}" for to, origin in operation.moves[:_MOST_MOVES])
     left_out = operation.num_moves - len(operation.moves[:_MOST_MOVES])
     moves += f", and {left_out} more" if left_out > 0 else ""
@@ -222,10 +196,8 @@ def _(operation: Moved, explanation: Explanation) -> str:
 
 @describe_operation.register
 def _(operation: Shifted, explanation: Explanation) -> str:
-    direction, subject = (
-        "too far along" if operation.offset > 0 else "too early",
-        name_subject(explanation.subject),
-    )
+    direction = "too far along" if operation.offset > 0 else "too early"
+    subject = name_subject(explanation.subject)
     places = f"{subject.pick('has', 'have')} the right values in wrong places"
     return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
 
@@ -241,13 +213,9 @@ def _(operation: Replaced, explanation: Explanation) -> str:
     if operation.by == "weights-of-step-before":
         module = explanation.subject.module or MODEL
         return f"{module} computes with the weights of the step before: they were not refreshed"
-    if operation.by == "tensor" and explanation.subject.quantity is Quantity.LOSS:
-        value = f"has the value of the {operation.tensor} loss"
-        return f"only a reported number is wrong: {subject} {value}; the gradients match"
     if operation.by == "tensor" and not operation.exchanged:
-        of = "of that of" if explanation.subject.quantity in _OF_PARAMETERS else "of"
         on = f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
-        return f"{subject} {subject.pick('is a copy', 'are copies')} {of} {operation.tensor}{on}"
+        return f"{subject} {subject.pick('is a copy', 'are copies')} of {operation.tensor}{on}"
     if explanation.subject.quantity in (Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT):
         return f"the gradients match, and {subject} is that of the step before"
     values = f"{subject.pick('has the values', 'have the values')} {_name_source(operation, explanation)}"
@@ -260,8 +228,6 @@ def _name_source(operation: Replaced, explanation: Explanation) -> str:
     """Return the source of a tensor's wrong values."""
     if operation.by == "value-before-load":
         return "from before the load"
-    if operation.by == "initial-value":
-        return "from before the first step"
     if operation.by == "tensor":
         on = f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
         return f"of {operation.tensor}{on}, which was loaded wrong too"
@@ -346,39 +312,20 @@ def _(operation: Stepped, explanation: Explanation) -> str:
 
 @describe_operation.register
 def _(operation: Carried, explanation: Explanation) -> str:
-    subject = name_subject(explanation.subject)
-    where = f"in {name_block(operation.block)}" if operation.block is not None else ""
-    where = f" {where}" if where else ""
+    subject, block = name_subject(explanation.subject), operation.block
+    where = f"{subject} in {name_block(block)}" if block is not None else str(subject)
     where += f" on {format_ranks(operation.ranks)}" if operation.ranks else ""
-    if operation.moves:
-        moves = ", ".join(f"{to} with that of {origin}" for to, origin in operation.moves[:_MOST_MOVES])
-        assert operation.block is not None
-        left_out = len(operation.block.indices) - len(operation.moves[:_MOST_MOVES])
-        moves += f", and {left_out} more" if left_out > 0 else ""
-        began = f"began the step with the state of other slices along dim {operation.block.dim}: {moves}"
-        return f"{subject}{where} {began}"
     if operation.factor is None:
-        return f"{subject}{where} began the step with the state of {operation.num_steps} steps before"
+        assert block is not None
+        moves = ", ".join(f"{to} with that of {origin}" for to, origin in operation.moves[:_MOST_MOVES])
+        left_out = len(block.indices) - len(operation.moves[:_MOST_MOVES])
+        moves += f", and {left_out} more" if left_out > 0 else ""
+        return f"{where} began the step with the state of other slices along dim {block.dim}: {moves}"
     if operation.factor.is_zero:
-        return f"{subject}{where} began the step at zero: what the steps before had left was lost"
+        return f"{where} began the step at zero: what the steps before had left was lost"
     sources = describe_sources(operation.factor)
     began = f"began the step with {format_factor(operation.factor.value)}x what the step before had left"
-    return f"{subject}{where} {began}" + (f"; {sources}" if sources else "")
-
-
-@describe_operation.register
-def _(operation: Crossed, explanation: Explanation) -> str:
-    subject, part = name_subject(explanation.subject), name_block(operation.block)
-    who = format_ranks(operation.ranks) if operation.ranks else "a rank"
-    crossed = f"{who} adds its part of one to the sum of another, in a group of other ranks"
-    return f"in {subject}, {part} are summed with each other: {crossed}"
-
-
-@describe_operation.register
-def _(operation: Offset, explanation: Explanation) -> str:
-    tensors = ", ".join(explanation.subject.tensors)
-    text = f"the {tensors} loss is off by {format_factor(operation.value)}"
-    return f"{text} = log({name_products(operation.products)})" if operation.products else text
+    return f"{where} {began}" + (f"; {sources}" if sources else "")
 
 
 @describe_operation.register

@@ -1,4 +1,4 @@
-"""Parts of tensors in words: `lm of dp 0, micro-batch 1`, `lm of padding`."""
+"""Parts of tensors in words: `lm of dp 0, micro-batch 1`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,14 @@ _MOST = 4
 def name_part(part: Part) -> str:
     """Return the name of a part; the whole is called `golden`."""
     names = [part.term] if part.term else []
-    names += [part.router] if part.router else []
     names += [name_tokens(part.tokens)] if part.tokens is not None else []
-    names += [name_block(part.block)] if part.block is not None else []
-    names += [_ADDED[part.added]] if part.added else []
     names += [name_group(part.group)] if part.group is not None else []
     names += [f"its use as {_USES[part.use]}"] if part.use else []
     return " of ".join(names) or WHOLE_NAME
 
 
-def of_router(part: Part) -> str:
-    """Return ` of layers.1.moe.router`, or an empty string if a term covers all layers."""
-    return f" of {part.router}" if part.router else ""
-
-
 _PLURALS = {"index": "indices"}
 _USES = {"embedding": "the embedding", "head": "the head"}
-_ADDED = {"weight": "the weight", "gradient-of-step-before": "the gradient of the step before"}
 
 
 def name_group(group: Group) -> str:
@@ -47,11 +38,10 @@ def name_group(group: Group) -> str:
 
 
 def name_tokens(tokens: Tokens) -> str:
-    """Return a set of tokens in words: `dp 0, cp 1, micro-batch 2`, `padding`."""
+    """Return a set of tokens in words: `dp 0, cp 1, micro-batch 2`."""
     names = [f"dp {tokens.data_rank}"] if tokens.data_rank is not None else []
     names += [f"cp {tokens.context_rank}"] if tokens.context_rank is not None else []
     names += [f"micro-batch {tokens.micro_batch}"] if tokens.micro_batch is not None else []
-    names += ["padding"] if tokens.padding else []
     return ", ".join(names) or "the whole batch"
 
 

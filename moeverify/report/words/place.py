@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import name_sources
-from moeverify.report.words.part import name_part, name_some, name_tokens, of_router
+from moeverify.report.words.part import name_part, name_some, name_tokens
 from moeverify.report.words.subject import MODEL
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.operation import (
@@ -62,6 +62,6 @@ def _name_parts(operation: Scaled) -> str:
 
 
 def _name(part: Part) -> str:
-    if part.tokens is None or part.tokens.padding:
-        return f"{part.term} loss{of_router(part)}" if part.term else name_part(part)
+    if part.tokens is None:
+        return f"{part.term} loss" if part.term else name_part(part)
     return name_part(part) if part.term else name_tokens(part.tokens)

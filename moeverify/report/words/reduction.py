@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.report.words.factor import describe_sources, name_products
-from moeverify.results.cause import Cause
+from moeverify.report.words.factor import name_products
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import (
     Miscounted,
     Misplaced,
-    Unreduced,
 )
-
-
-def describe_unheld(operation: Unreduced, total: str) -> str:
-    """Return that slices are not summed over the ranks that hold them; the partial sums give `total`."""
-    sums = f"what the ranks have of each, up to {operation.num_replicas} of them, sums to {total}"
-    sources = describe_sources(operation.factor)
-    return f"not reduced over the ranks that hold the same slice: {sums}" + (
-        f"; {sources}" if sources else ""
-    )
 
 
 def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
     """Return how many choices of experts a rank counts, compared with the expected number."""
-    padding = ": padding tokens count too" if explanation.cause is Cause.PADDING else ""
     count = len(explanation.subject.tensors)
     routers = f" of each of {count} routers" if count > 1 else ""
     if operation.actual == operation.expected:
@@ -35,7 +23,7 @@ def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
         )
     return (
         f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
-        f"{operation.expected:.0f} are expected{padding}"
+        f"{operation.expected:.0f} are expected"
     )
 
 

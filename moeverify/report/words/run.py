@@ -13,11 +13,8 @@ from moeverify.report.words.cause import (
 )
 from moeverify.report.words.follow_up import describe_follow_up
 from moeverify.report.words.issued import describe_issued
-from moeverify.report.words.part import name_contributions
-from moeverify.report.words.trial import describe_trial, name_trial
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult, GoldenTime, RunResult
-from moeverify.results.trial import Trial
 
 _NUM_GOLDENS = 4
 
@@ -60,7 +57,6 @@ def word_finding(finding: Finding) -> Finding:
         "cause": describe_cause(finding),
         "where": describe_where(finding),
         "evidence": describe_evidence(finding),
-        "trials": tuple(map(word_trial, finding.trials)),
     }
     if finding.place is not None:
         changes["place"] = finding.place.model_copy(
@@ -70,11 +66,3 @@ def word_finding(finding: Finding) -> Finding:
         answer = describe_follow_up(finding.follow_up)
         changes["follow_up"] = finding.follow_up.model_copy(update={"answer": answer})
     return finding.model_copy(update=changes)
-
-
-def word_trial(trial: Trial) -> Trial:
-    """Return a trial with its name, its result and its named coefficients."""
-    coefficients = name_contributions(trial.contributions) or trial.coefficients
-    return trial.model_copy(
-        update={"name": name_trial(trial), "words": describe_trial(trial), "coefficients": coefficients}
-    )

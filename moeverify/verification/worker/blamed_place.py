@@ -131,7 +131,7 @@ class BlamedStop:
             others |= {"expected": expected, "actual": value.actual, "region": value.region}
         self._stop_rank(self._place.about, frame, others)
 
-    # Stop at a reading inside a module (loose inputs), or at a gradient.
+    # Stop at a reading inside a module, or at a gradient.
 
     @contextmanager
     def _watch_readings(self) -> Iterator[None]:
@@ -142,7 +142,6 @@ class BlamedStop:
             len(self._program.share.positions),
             scale=self._program.scale,
             limit=1 << 62,
-            reads_loose=True,
         )
         tap.on_reading = self._look_at_reading
         with tap.reading():
@@ -151,9 +150,6 @@ class BlamedStop:
     def _look_at_reading(self, reading: Reading) -> None:
         is_due = reading.micro_batch == self._place.micro_batch and is_at(self._place, reading)
         if self.has_stopped or not is_due:
-            return
-        if reading.is_loose:  # matching its rows to the single device needs the readings of all ranks
-            self._stop(None, None, actual=reading.local)
             return
         value = self._find_value(reading.local, reading.micro_batch, reading.slot)
         if value is not None:
@@ -219,7 +215,7 @@ class BlamedStop:
             local = local.view(len(share.rows), len(share.positions), -1)
         for reading in self._expected:
             expected = reading.local.to(torch.float64)
-            if reading.is_loose or (slot and reading.slot != slot):
+            if slot and reading.slot != slot:
                 continue
             if reading.direction == BACKWARD and len(expected) < self._num_rows:
                 continue  # a gradient that all rows share: this rank has only a partial sum of it

@@ -22,7 +22,7 @@ def read_golden_modules(
     """
     program = assemble_single(recipe, device, compute="float64")
     batch = recipe.data
-    tap = Tap(program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62, reads_loose=True)
+    tap = Tap(program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62)
     observer = StepTap(Capture(()), tap, step)
     train(recipe, program, observer, golden=golden, num_steps=step + 1)
     observer.close()

@@ -27,7 +27,7 @@ from moeverify.explain.fitting.components import Components, make_components
 from moeverify.explain.fitting.diagnosis import diagnose, origin_step
 from moeverify.explain.fitting.failure import keep_verdict
 from moeverify.explain.fitting.first_divergence import Known, Search, find_origins
-from moeverify.explain.fitting.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
+from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.rank_readings import RankReadings
 from moeverify.explain.fitting.stale import explains_stale
 from moeverify.explain.fitting.wrong_tensor import Key
@@ -164,7 +164,6 @@ def _rerun(
         len(program.share.positions),
         scale=program.scale,
         limit=LIMIT,
-        reads_loose=True,
         count=count,
     )
     observer = StepTap(capture, tap, step, count)
@@ -172,7 +171,7 @@ def _rerun(
     train_observed(case, golden, program, observer, checks, num_steps=max(step, 0) + 1)
     observer.close()
     shares = _list_shares(micro_batches, tap.num_passes)
-    readings = RankReadings(tap.readings, shares, frozenset(tap.silent), tap.reached)
+    readings = RankReadings(tap.readings, shares, frozenset(tap.silent))
     regions = join_regions(program.shards)
     issued = list_issued(case, tap, trace)
     timeline = note_timeline(case, trace.since(observer.num_before), tap.spans)
@@ -212,7 +211,6 @@ def _make_inputs(
     read_right = cache(lambda: read_golden_modules(case.recipe, golden, step, device))
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
-    valid = _find_valid(case, step)
     search = _search(case, evidence, read_right, _find_known(judgement, step))
     bounds = _find_bounds(judgement)
     return DiagnosisInputs(
@@ -226,14 +224,10 @@ def _make_inputs(
         earlier=lambda key: _read_earlier(read, key),
         issued=lambda module, rank: find_issued(evidence.by_rank[rank].issued, module),
         components=_component_source(case, golden, step, device),
-        num_tokens=case.recipe.data.batch * case.recipe.data.seq_len,
         stale=lambda origin: explains_stale(case.recipe, golden, step, origin, device),
         regions=_gather_regions(evidence),
-        golden=cache(lambda kind, name, before: _read_golden_value(read, step, kind, name, before)),
-        valid=valid,
         decays=OPTIMIZER.find(case.recipe.optimizer.name).list_decays(case.recipe.optimizer),
         shapes=find_other_shapes([each.captured for each in evidence.by_rank], read) if step < 0 else {},
-        micro_batches={rank: each.readings.shares for rank, each in enumerate(evidence.by_rank)},
         limits=_find_limits(judgement),
     )
 
@@ -246,15 +240,6 @@ def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:
     return found
 
 
-def _read_golden_value(
-    read: Callable[[Key], Tensor | None], step: int, kind: str, name: str, before: int
-) -> Tensor | None:
-    """Return the golden's value `before` steps earlier; a weight before step 0 has its initial value."""
-    if kind == Kind.WEIGHT and step - before == INITIAL:
-        kind = Kind.INITIAL_WEIGHT
-    return None if step - before < INITIAL else read((step - before, kind, name))
-
-
 def _make_whole_batch(case: Case, step: int) -> Batch | None:
     """Return the global batch of a step, or None before step 0."""
     if step < 0:
@@ -262,15 +247,6 @@ def _make_whole_batch(case: Case, step: int) -> Batch | None:
     recipe = case.recipe
     whole, size = whole_share(recipe.data), recipe.model.vocab_size
     return make_batch(recipe.data, size, recipe.seed, step, whole, torch.device("cpu"))
-
-
-def _find_valid(case: Case, step: int) -> Tensor | None:
-    """Return the mask (B, S) of tokens that are not padding.
-
-    None for a user's model, which may use padding tokens.
-    """
-    batch = None if case.recipe.model.reference is None else _make_whole_batch(case, step)
-    return None if batch is None else batch.valid
 
 
 def _make_axes(case: Case, batch: Batch | None = None) -> Axes:
@@ -284,14 +260,12 @@ def _make_axes(case: Case, batch: Batch | None = None) -> Axes:
     )
 
 
-def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> dict[str, Tensor | None]:
-    """Return the golden's value of a tensor one step earlier; for a buffer also its initial value."""
+def _read_earlier(read: Callable[[Key], Tensor | None], key: Key) -> Tensor | None:
+    """Return the golden's value of a tensor one step earlier."""
     step, kind, name = key
-    if step < 0:
-        return {}
-    initial = read((INITIAL, Kind.INITIAL_BUFFER, name)) if kind == Kind.BUFFER else None
-    before = initial if step == 0 else read((step - 1, kind, name))
-    return {STEP_BEFORE: before} | ({INITIAL_VALUE: initial} if kind == Kind.BUFFER and step > 0 else {})
+    if step == 0 and kind == Kind.BUFFER:
+        return read((INITIAL, Kind.INITIAL_BUFFER, name))
+    return read((step - 1, kind, name)) if step > 0 else None
 
 
 def _find_limits(judgement: Judgement) -> dict[str, float]:

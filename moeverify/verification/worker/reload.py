@@ -12,7 +12,7 @@ from torch import Tensor
 from moeverify.cases.schema import Case
 from moeverify.explain.fitting.capture import LIMIT
 from moeverify.explain.fitting.failure import keep_verdict
-from moeverify.explain.fitting.inputs import STEP_BEFORE, DiagnosisInputs, Saved
+from moeverify.explain.fitting.inputs import DiagnosisInputs, Saved
 from moeverify.explain.fitting.loading import diagnose_load
 from moeverify.explain.fitting.wrong_tensor import Key, RankShard, WrongTensor
 from moeverify.parallel.regions.region import Region
@@ -80,7 +80,7 @@ def _gather_inputs(
             tensors[key] = WrongTensor(key, expected.to(torch.float64), tuple(shards))
     return DiagnosisInputs(
         tensors=tensors,
-        earlier=lambda key: {STEP_BEFORE: _read_earlier(golden, step - 1, key[2])},
+        earlier=lambda key: _read_earlier(golden, step - 1, key[2]),
         saved=Saved(
             read=lambda name: _read(held, step, Kind.LOADED, name),
             by_shape=_index_shapes(held, step),

@@ -80,7 +80,6 @@ def make_finding(**changes: Any) -> dict[str, Any]:
         "code": "missing-reduction",
         "explanation": explanation,
         "place": {"module": "layers.0.norm", "axes": ["tp"], "issued": [{"site": "code.py:11 in finish"}]},
-        "trials": [{"words": "code.py:12"}],
     }
     return finding | changes
 

@@ -12,7 +12,6 @@ from moeverify.report.words.follow_up import describe_follow_up, name_candidates
 from moeverify.report.words.issued import describe_issued
 from moeverify.report.words.observation import describe_observation
 from moeverify.report.words.run import list_notes, word_case, word_finding
-from moeverify.report.words.trial import describe_trial, name_trial
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
@@ -22,13 +21,11 @@ from moeverify.results.finding import Finding, FollowUp
 from moeverify.results.observation import (
     AmbiguousCount,
     DiagnosisFailed,
-    Distance,
     FirstDivergence,
     FitResult,
     HiddenByRounding,
     KeptElements,
     LargestValue,
-    MatchingSlices,
     NoValues,
     Observation,
     OtherPasses,
@@ -37,7 +34,6 @@ from moeverify.results.observation import (
     ReplicaSum,
     RightAlike,
     ScalarValues,
-    StaleWeights,
     TriedOrders,
     WrongElements,
 )
@@ -45,7 +41,6 @@ from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place, Stage
 from moeverify.results.run import CaseResult
-from moeverify.results.trial import Reason, Trial
 
 
 def weigh(**terms: float) -> tuple[Contribution, ...]:
@@ -78,10 +73,6 @@ LINES = [
         "the 2 replicas over tp sum to 2x the expected value",
     ),
     (
-        ReplicaSum(axis="tp", num_replicas=2),
-        "the 2 replicas over tp sum to no multiple of the expected value",
-    ),
-    (
         LargestValue(expected=0.5, actual=0.0, absent_on=(1, 2, 3)),
         "largest absolute value 0, expected 0.5; absent on ranks 1-3",
     ),
@@ -89,16 +80,9 @@ LINES = [
     (RankValues(values=(1.0, 2.0)), "ranks disagree: 1, 2"),
     (RankValues(values=tuple(map(float, range(6)))), "ranks disagree: 0, 1, 2, 3, and 2 more"),
     (
-        MatchingSlices(dim=0, num_matching=3, num_slices=8),
-        "3 of 8 slices along dim 0 equal some expected slice",
-    ),
-    (MatchingSlices(dim=None, num_matching=3, num_slices=8), "3 of 8 tokens equal some expected token"),
-    (Distance(error=0.25), "relative distance 0.25"),
-    (
         RelativeError(error=0.001, units={"bfloat16": 2.0**-8}),
         "relative error 0.001; units of rounding: bfloat16 0.0039",
     ),
-    (FirstDivergence(direction="forward", num_right=102), "102 readings match to 0"),
     (
         FirstDivergence(
             direction="backward",
@@ -136,13 +120,10 @@ LINES = [
             ranks=(1,),
             num_wrong=9,
             num_tokens=9,
-            are_rows=True,
         ),
         "gradient of the output of experts, which moe takes or returns too, is off by 0.5 on rank 1; "
         "before it 0 readings match to 0; the gradients at both ends of experts.act are right",
     ),
-    (StaleWeights(gives_this_output=True), "the weights of the step before give this very output"),
-    (StaleWeights(gives_this_output=False), "the weights of the step before give another output"),
     (
         TriedOrders(num_tried=25, num_giving=1),
         "25 orders of the right values tried, 1 of them gives every value",
@@ -151,7 +132,6 @@ LINES = [
         TriedOrders(num_tried=25, num_giving=2),
         "25 orders of the right values tried, 2 of them give every value",
     ),
-    (TriedOrders(num_tried=1), "1 order of the right values tried, none gives every value"),
     (
         KeptElements(num_kept=3, num_elements=12),
         "3 of 12 elements are wrong and as they were before the load",
@@ -193,38 +173,6 @@ def test_every_observation_is_one_line(seen: Observation, line: str) -> None:
 def test_every_observation_has_words() -> None:
     union, _ = get_args(Observation)
     assert {type(seen) for seen, _ in LINES} == set(get_args(union))
-
-
-@pytest.mark.parametrize(
-    ("trial", "name", "words"),
-    [
-        (
-            Trial(hypothesis="replica_sum", about="tp", verdict="untried", reason=Reason.REPLICAS_EQUAL),
-            "replica sum, tp",
-            "the replicas are equal, so they are no partial sums",
-        ),
-        (
-            Trial(hypothesis="loss_terms", verdict="no", contributions=weigh(lm=1.0), residual=0.25),
-            "loss terms",
-            "relative fit residual 0.25",
-        ),
-        (
-            Trial(hypothesis="unmoved", verdict="no", observations=(LargestValue(expected=1.0, actual=2.0),)),
-            "unmoved",
-            "largest absolute value 2, expected 1",
-        ),
-        (Trial(hypothesis="shifted_read", verdict="no"), "shifted read", "does not explain it"),
-        (Trial(hypothesis="shifted_read", verdict="yes"), "shifted read", "explains it"),
-        (Trial(name="an older name", words="older words", verdict="yes"), "an older name", "older words"),
-    ],
-)
-def test_trials(trial: Trial, name: str, words: str) -> None:
-    assert (name_trial(trial), describe_trial(trial)) == (name, words)
-
-
-def test_every_reason_has_words() -> None:
-    for reason in Reason:
-        assert describe_trial(Trial(hypothesis="x", verdict="untried", reason=reason))
 
 
 SEEN = Explanation(
@@ -304,16 +252,6 @@ def test_evidence_is_what_the_check_said_and_what_was_measured() -> None:
     assert describe_evidence(word_finding(finding)) == lines
 
 
-def test_the_evidence_of_what_nothing_explains_are_the_fits_that_failed() -> None:
-    trials = (
-        Trial(hypothesis="one_factor", verdict="no", contributions=weigh(lm=2.0), residual=0.5),
-        Trial(hypothesis="detached", verdict="no"),
-    )
-    assert describe_evidence(find(unexplained=("w",), trials=trials)) == (
-        "one factor: relative fit residual 0.5",
-    )
-
-
 def test_a_diagnosis_that_failed_is_a_note_of_the_case() -> None:
     failed = DiagnosisFailed(message="rank 1 was killed by SIGKILL")
     case = CaseResult(
@@ -332,16 +270,13 @@ def test_a_diagnosis_that_failed_is_a_note_of_the_case() -> None:
 
 
 def test_words_are_filled_in_for_programs() -> None:
-    trial = Trial(hypothesis="one_factor", verdict="yes", contributions=weigh(lm=4.0), residual=1e-15)
     issued = IssuedCollective(direction="forward", op="barrier", axis="tp", group=(0, 1))
     place = Place(module="m", issued=(issued,), issued_in="m")
     question = FollowUp(axes=("ep",), layout={"ep": 4}, outcome="not-shown")
-    finding = find(explanation=SEEN, code="scale", trials=(trial,), place=place, follow_up=question)
+    finding = find(explanation=SEEN, code="scale", place=place, follow_up=question)
     worded = word_finding(finding)
     assert worded.cause == "the gradient is 4x too large; 4 = ep"
     assert worded.where == "axis ep"
-    assert (worded.trials[0].name, worded.trials[0].coefficients) == ("one factor", {"lm": 4.0})
-    assert worded.trials[0].words == "relative fit residual 1e-15"
     assert worded.place.collectives == ("forward: barrier over tp (0,1)",)
     assert worded.follow_up.answer == "not decided: under {ep: 4}, nothing differs"
     assert word_finding(worded) == worded

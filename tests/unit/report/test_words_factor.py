@@ -10,7 +10,7 @@ from moeverify.faults.setting import make_case
 from moeverify.report.words.factor import describe_factor, format_factor, name_product, name_sources
 from moeverify.report.words.part import name_part
 from moeverify.results.factor import Factor, Product
-from moeverify.results.part import WHOLE, Block, Part, Tokens
+from moeverify.results.part import WHOLE, Part, Tokens
 from moeverify.scripts.compare.counts import MICRO_BATCHES, RANKS
 
 
@@ -60,9 +60,7 @@ def test_products(product: Product, name: str) -> None:
         (Part(term="lm"), "lm"),
         (Part(tokens=Tokens()), "the whole batch"),
         (Part(tokens=Tokens(data_rank=0, context_rank=1, micro_batch=2)), "dp 0, cp 1, micro-batch 2"),
-        (Part(term="lm", tokens=Tokens(padding=True)), "lm of padding"),
-        (Part(block=Block(dim=0, indices=(4, 5, 6, 7), unit="row")), "rows 4-7 of dim 0"),
-        (Part(term="z", block=Block(dim=1, indices=(3,), unit="head")), "z of head 3 of dim 1"),
+        (Part(term="lm", tokens=Tokens(micro_batch=1)), "lm of micro-batch 1"),
     ],
 )
 def test_parts(part: Part, name: str) -> None:

@@ -122,19 +122,6 @@ def test_the_parts_of_rows_and_positions_add_up_to_the_gradient(kind: str, folde
     assert {tuple(cell) for cell in cells} == {terms}
 
 
-def test_the_losses_of_the_layers_add_up_to_their_terms(folder: str) -> None:
-    with import_path([folder]):
-        parts, valid = take_apart(
-            recipe := make_recipe("reference"), assemble_single(recipe, CPU, compute="float64")
-        )
-        whole, layers = parts.gradients(valid), parts.gradients_by_layer()
-    assert layers
-    for term in ("balance", "z"):
-        for name, expected in whole[term].items():
-            total = torch.stack([layer[term][name] for layer in layers]).sum(dim=0)
-            torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-14, msg=f"{term} {name}")
-
-
 def test_the_uses_of_a_tied_weight_add_up_to_its_gradient() -> None:
     tied = make_case("subject", preset="stress-tied", data={"batch": 4, "min_valid": 0.3}).recipe
     program = assemble_single(tied, CPU, compute="float64")

@@ -8,14 +8,12 @@ import torch
 
 from moeverify.explain.fitting.families import module_of
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, explain_by
-from moeverify.explain.fitting.hypotheses.counted_padding import count_choices
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import Observation, ScalarValues, WrongElements
-from moeverify.results.operation import Altered, Operation
-from moeverify.results.trial import Reason
+from moeverify.results.operation import Altered, Miscounted, Operation
 
 _CAUSES: Mapping[Quantity, Cause] = {
     Quantity.OUTPUT: Cause.FORWARD,
@@ -41,22 +39,27 @@ class AlteredHypothesis(Hypothesis):
     name = "altered"
     quantities = frozenset(_CAUSES)
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Accept without a test, with the observed error; leave no trial."""
         (tensor,) = tensors
         if tensor.quantity in _BEHIND_INPUTS and inputs.search is None:
             # In bfloat16, modules are not compared: the router's input may have been wrong.
-            return self.untried(Reason.MODULES_NOT_COMPARED)
+            return None
         cause = _CAUSES[tensor.quantity]
         if tensor.quantity in _BEHIND_INPUTS and _puts_out_right(tensor, inputs):
             cause = Cause.METRIC
         origin = inputs.origin_of(tensor)
-        is_seen, has_rows = origin is None or origin.inputs_seen, origin is not None and origin.are_rows
+        is_seen = origin is None or origin.inputs_seen
         is_no_number = origin is not None and not _is_finite(tensor)
-        operation: Operation = Altered(inputs_seen=is_seen, has_rows=has_rows, is_no_number=is_no_number)
+        first = origin.first_micro_batch if origin is not None and tensor.quantity is Quantity.OUTPUT else 0
+        operation: Operation = Altered(
+            first_micro_batch=first, inputs_seen=is_seen, is_no_number=is_no_number
+        )
         seen: list[Observation] = []
         if tensor.quantity is Quantity.ROUTING_COUNT:
-            operation = count_choices(tensor)
+            operation = _count_choices(tensor)
+        elif first:
+            cause = Cause.STATE
         elif tensor.quantity is Quantity.OUTPUT and chooses_otherwise(tensor, inputs):
             cause = Cause.ROUTING
         elif tensor.expected.numel() == 1:
@@ -67,7 +70,14 @@ class AlteredHypothesis(Hypothesis):
             num_wrong = int((tensor.whole != tensor.expected).sum())
             seen.append(WrongElements(num_wrong=num_wrong, num_elements=tensor.expected.numel()))
         explanation = explain_by(cause, operation, tensors, inputs)
-        return Outcome((), explanation, tuple(seen))
+        return Outcome(explanation, tuple(seen))
+
+
+def _count_choices(tensor: WrongTensor) -> Miscounted:
+    """Return the expected and actual sum of counts on the worst rank."""
+    worst = tensor.worst_shard
+    expected, actual = (float(each.sum()) for each in (tensor.expected_of(worst), worst.values()))
+    return Miscounted(expected=expected, actual=actual, rank=worst.rank)
 
 
 def _is_finite(tensor: WrongTensor) -> bool:

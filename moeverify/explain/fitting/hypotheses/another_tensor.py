@@ -13,7 +13,6 @@ from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.operation import Replaced
-from moeverify.results.trial import Reason
 
 
 class AnotherTensor(Hypothesis):
@@ -26,7 +25,7 @@ class AnotherTensor(Hypothesis):
     name = "another_tensor"
     quantities = frozenset({Quantity.LOADED})
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Compare with all saved tensors of the same shape."""
         (tensor,) = tensors
         saved, wrong = inputs.saved, _list_wrong(tensor)
@@ -34,7 +33,7 @@ class AnotherTensor(Hypothesis):
         if saved is None or not any(
             bool((each.values() != each.values().flatten()[0]).any()) for each in wrong
         ):
-            return self.untried(Reason.NOT_COMPARABLE)
+            return None
         ranks = tuple(sorted({each.rank for each in wrong}))
         is_everywhere = set(ranks) == {each.rank for each in tensor.shards if each.region.numel}
         for other in saved.by_shape.get(tuple(tensor.expected.shape), ()):
@@ -47,8 +46,8 @@ class AnotherTensor(Hypothesis):
             where = () if is_everywhere else ranks
             operation = Replaced(by="tensor", tensor=other, exchanged=exchanged, ranks=where)
             cause = Cause.PERMUTATION if exchanged else Cause.DUPLICATE
-            return self.accept(explain_by(cause, operation, tensors, inputs), about=other)
-        return self.refuse()
+            return self.accept(explain_by(cause, operation, tensors, inputs))
+        return None
 
 
 def _list_wrong(tensor: WrongTensor) -> list[RankShard]:

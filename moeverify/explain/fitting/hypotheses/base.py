@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moeverify.explain.fitting.families import name_family
 from moeverify.explain.fitting.inputs import LM, DiagnosisInputs
@@ -15,7 +15,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.observation import Observation
 from moeverify.results.operation import Operation
-from moeverify.results.trial import Reason, Trial
 
 
 class Scope(IntEnum):
@@ -28,15 +27,14 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of testing a hypothesis on some tensors: the trials, and the explanation if one passed.
+    """The explanation of some tensors by a hypothesis whose test passed.
 
     `num_coefficients` counts the free numbers of the explanation. If several hypotheses explain the same
     tensors, the engine reports the one with the fewest coefficients and lists the others as rivals.
     `observations` are its evidence.
     """
 
-    trials: tuple[Trial, ...] = ()
-    explanation: Explanation | None = None
+    explanation: Explanation
     observations: tuple[Observation, ...] = ()
     num_coefficients: int = 0
 
@@ -60,27 +58,20 @@ class Hypothesis(ABC):
         return self.own_scopes
 
     def applies(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> bool:
-        """Return whether the hypothesis covers this tensor. If not, the log has no entry for it."""
+        """Return whether the hypothesis covers this tensor."""
         del inputs
         return tensor.quantity in self.quantities
 
     @abstractmethod
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Test the hypothesis on `tensors` together. There is at least one, and each satisfies `applies`."""
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
+        """Test the hypothesis on `tensors` together; return None if it does not explain them.
 
-    def untried(self, reason: Reason) -> Outcome:
-        """Return an outcome without a test, with the reason."""
-        return Outcome((Trial(hypothesis=self.name, verdict="untried", reason=reason),))
+        There is at least one tensor, and each satisfies `applies`.
+        """
 
-    def refuse(self, *observations: Observation, reason: Reason | None = None, **fields: Any) -> Outcome:
-        """Return an outcome whose test failed, with the observations."""
-        trial = Trial(hypothesis=self.name, verdict="no", reason=reason, observations=observations, **fields)
-        return Outcome((trial,))
-
-    def accept(self, explanation: Explanation, *observations: Observation, **fields: Any) -> Outcome:
-        """Return an outcome whose test passed. The observations are also the evidence."""
-        trial = Trial(hypothesis=self.name, verdict="yes", observations=observations, **fields)
-        return Outcome((trial,), explanation, observations)
+    def accept(self, explanation: Explanation, *observations: Observation) -> Outcome:
+        """Return the outcome of a test that passed, with the observations as evidence."""
+        return Outcome(explanation, observations)
 
 
 def explain_by(

@@ -4,8 +4,8 @@ An optimizer accumulates s' = d * s + h(gradient), with a decay d from the recip
 here, so the error of s' is d times the error of s. The initial s follows from the golden and the result: s
 = s_golden + (s' - s'_golden) / d.
 
-If this s is zero, a multiple, older, or another slice's state, the state was lost or replaced between the
-two steps: in an exchange of experts, a load or a reset.
+If this s is zero, a multiple, or another slice's state, the state was lost or replaced between the two
+steps: in an exchange of experts, a load or a reset.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeverify.explain.fitting.factors import find_factor
 from moeverify.explain.fitting.families import split_moment
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.explain.fitting.hypotheses.permutation import MOST_MOVES
-from moeverify.explain.fitting.inputs import STEP_BEFORE, DiagnosisInputs
+from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.slices import make_block, match_slices
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.parallel.regions.region import Region
@@ -28,10 +28,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import SAME, Factor, is_same
 from moeverify.results.operation import Carried
-from moeverify.results.trial import Reason
-
-_OLDEST = 3
-"""Maximum age in steps of a stale state; copies are usually one or two steps older."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Began:
 
 
 class CarriedState(Hypothesis):
-    """In all wrong parts, the initial state is zero, a multiple, older, or another slice's."""
+    """In all wrong parts, the initial state is zero, a multiple, or another slice's."""
 
     name = "carried_state"
     quantities = frozenset({Quantity.OPTIMIZER_STATE})
@@ -81,25 +77,21 @@ class CarriedState(Hypothesis):
         """Return whether the tensor is a moment that accumulates over steps."""
         return super().applies(tensor, inputs) and inputs.decays.get(split_moment(tensor.name)[1], 0.0) > 0.0
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Compute the initial state, and compare it by rank, then by slice."""
         (tensor,) = tensors
-        before = inputs.earlier(tensor.key).get(STEP_BEFORE)
+        before = inputs.earlier(tensor.key)
         if before is None or before.numel() != tensor.expected.numel():
-            return self.untried(Reason.NO_EARLIER_VALUE)
+            return None
         whole = _find_began(tensor, Region.whole(before.shape), tensor.whole, before, inputs)
         by_rank = [
             (shard.rank, _find_began(tensor, shard.region, shard.values(), before, inputs))
             for shard in tensor.shards
             if shard.local is not None and shard.region.numel
         ]
-        operation = (
-            _explain_ranks(by_rank, tensor, inputs)
-            or _explain_by_age(by_rank, tensor, inputs)
-            or _explain_slices(whole, tensor, inputs)
-        )
+        operation = _explain_ranks(by_rank, tensor, inputs) or _explain_slices(whole, tensor, inputs)
         if operation is None:
-            return self.refuse()
+            return None
         ranks = tuple(sorted({rank for rank, began in by_rank if not began.equals(began.expected)}))
         is_everywhere = len(ranks) == len({rank for rank, _ in by_rank})
         operation = operation.model_copy(update={"ranks": () if is_everywhere else ranks})
@@ -134,25 +126,6 @@ def _explain_ranks(
     """Return the multiple with which some shards began, if all others began right."""
     factor = _find_one([began.find_multiple() for _, began in by_rank])
     return None if factor is None else Carried(factor=_name(factor, tensor, inputs))
-
-
-def _explain_by_age(
-    by_rank: Sequence[tuple[int, Began]], tensor: WrongTensor, inputs: DiagnosisInputs
-) -> Carried | None:
-    """Return the age of the state with which some shards began, if all others began right."""
-    regions = [shard.region for shard in tensor.shards if shard.local is not None and shard.region.numel]
-    for num_steps in range(2, _OLDEST + 1):
-        older = inputs.golden(tensor.key[1], tensor.name, num_steps)
-        if older is None or older.numel() != tensor.expected.numel():
-            continue
-        values = older.to("cpu", torch.float64).reshape(tensor.expected.shape)
-        fits = [
-            began.equals(began.expected) or began.equals(region.take(values).reshape(region.local_shape))
-            for (_, began), region in zip(by_rank, regions, strict=True)
-        ]
-        if all(fits) and not all(began.equals(began.expected) for _, began in by_rank):
-            return Carried(num_steps=num_steps)
-    return None
 
 
 def _explain_slices(whole: Began, tensor: WrongTensor, inputs: DiagnosisInputs) -> Carried | None:

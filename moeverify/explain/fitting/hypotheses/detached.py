@@ -8,10 +8,9 @@ from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, expla
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
-from moeverify.results.explanation import Explanation, Quantity
+from moeverify.results.explanation import Quantity
 from moeverify.results.observation import LargestValue
 from moeverify.results.operation import Zeroed
-from moeverify.results.trial import Reason
 
 
 class Detached(Hypothesis):
@@ -22,12 +21,12 @@ class Detached(Hypothesis):
         {Quantity.GRADIENT, Quantity.MODULE_GRADIENT, Quantity.INITIAL_VALUE, Quantity.LOADED}
     )
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Check the largest absolute value on any rank."""
         (tensor,) = tensors
         expected = float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
         if expected == 0.0:
-            return self.untried(Reason.EXPECTED_IS_ZERO)
+            return None
         held = [shard for shard in tensor.shards if shard.local is not None and shard.region.numel]
         # Require zeros on all ranks: if ranks differ they may have partial sums, and zeros on one are no
         # cause.
@@ -36,24 +35,14 @@ class Detached(Hypothesis):
         seen = LargestValue(expected=expected, actual=actual, absent_on=absent)
         is_single_number = tensor.quantity is Quantity.LOADED and tensor.expected.numel() == 1
         if actual != 0.0 or is_single_number:
-            return self.refuse(seen)
+            return None
         operation = Zeroed(absent=bool(tensor.shards) and len(absent) == len(tensor.shards))
-        explanation = _name_cut(explain_by(Cause.DETACHED, operation, tensors, inputs), tensor, inputs)
+        explanation = explain_by(Cause.DETACHED, operation, tensors, inputs)
         if tensor.quantity is Quantity.GRADIENT and inputs.search is None:
             # Modules outside of the graph have no gradient either. Without module readings, report an
             # estimate.
             explanation = explanation.model_copy(update={"is_estimate": True})
         return self.accept(explanation, seen)
-
-
-def _name_cut(explanation: Explanation, tensor: WrongTensor, inputs: DiagnosisInputs) -> Explanation:
-    """Replace the dispatcher by the cut module inside of it as the subject, if it is known."""
-    origin = inputs.origin_of(tensor)
-    cut = inputs.search.find_cut(origin) if inputs.search is not None and origin is not None else ""
-    if not cut:
-        return explanation
-    subject = explanation.subject.model_copy(update={"module": cut})
-    return explanation.model_copy(update={"subject": subject})
 
 
 HYPOTHESIS = Detached()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeverify.explain.fitting.factors import find_factor
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, explain_by
-from moeverify.explain.fitting.inputs import STEP_BEFORE, DiagnosisInputs
+from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import EXACT, WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -35,12 +35,12 @@ class GradientNorm(Hypothesis):
     name = "gradient_norm"
     quantities = frozenset({Quantity.GRADIENT_NORM, Quantity.CLIP_COEFFICIENT})
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Measure the factor on the worst rank, and whether ranks agree."""
         (tensor,) = tensors
         worst = tensor.worst_shard
         expected, actual = float(tensor.expected), float(worst.values())
-        before = inputs.earlier(tensor.key).get(STEP_BEFORE)
+        before = inputs.earlier(tensor.key)
         if tensor.precision == torch.float64 and before is not None and _is_old(actual, expected, before):
             old = explain_by(Cause.STALE, Replaced(by="step-before"), tensors, inputs)
             return self.accept(old, ScalarValues(expected=expected, actual=actual, rank=worst.rank))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
@@ -20,7 +19,6 @@ from moeverify.results.factor import Source
 from moeverify.results.observation import FitResult
 from moeverify.results.operation import Scaled
 from moeverify.results.part import Contribution, Part
-from moeverify.results.trial import Reason, Trial
 
 _FITTED = 1e-10  # of a coefficient: the rounding that a fit leaves
 
@@ -42,18 +40,16 @@ class LinearFit(Hypothesis):
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
         """Return the parts that may have wrong coefficients; empty if they are unknown."""
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Fit the errors, and explain them if only rounding remains."""
         if not all(bool(torch.isfinite(tensor.whole).all()) for tensor in tensors):
-            return self.untried(Reason.NOT_COMPARABLE)
+            return None
         columns = self.columns(tensors, inputs)
         if not columns:
-            return self.untried(Reason.NO_SUCH_PARTS)
+            return None
         fit = fit_columns(tensors, columns)
-        if fit is None:
-            return self.untried(Reason.TOO_FEW_NUMBERS)
-        if not fit.explains:
-            return Outcome((self._log("no", list_contributions(fit, ()), fit),))
+        if fit is None or not fit.explains:
+            return None
         sources, counts = self.sources(tensors, inputs), self.counts(inputs)
         fit = fit.settle([*list_numbers(sources, counts), *self.numbers(inputs)])
         contributions = list_contributions(fit, sources, counts)
@@ -64,8 +60,7 @@ class LinearFit(Hypothesis):
         if _has_measured(operation) and any(tensor.precision.itemsize <= 2 for tensor in tensors):
             explanation = explanation.model_copy(update={"is_estimate": True})
         evidence = (FitResult(contributions=contributions, residual=fit.residual),)
-        trials = (self._log("yes", contributions, fit),)
-        return Outcome(trials, explanation, evidence, num_coefficients=len(fit.parts))
+        return Outcome(explanation, evidence, num_coefficients=len(fit.parts))
 
     def sources(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Source]:
         """Return the integers of the run that may explain a wrong coefficient."""
@@ -85,11 +80,6 @@ class LinearFit(Hypothesis):
         """Return the operation for the parts that are off."""
         del fit, inputs
         return Scaled(contributions=wrong)
-
-    def _log(self, verdict: Literal["yes", "no"], contributions: tuple[Contribution, ...], fit: Fit) -> Trial:
-        return Trial(
-            hypothesis=self.name, verdict=verdict, contributions=contributions, residual=fit.residual
-        )
 
 
 def list_contributions(
@@ -111,7 +101,7 @@ def _has_measured(operation: Scaled) -> bool:
 
 def _list_off(contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...]:
     """Return the parts whose factors are off by more than a float64 fit leaves, or else all parts."""
-    off = (each for each in contributions if abs(each.factor.value - float(each.part.belongs)) > _FITTED)
+    off = (each for each in contributions if abs(each.factor.value - 1.0) > _FITTED)
     return tuple(off) or contributions
 
 

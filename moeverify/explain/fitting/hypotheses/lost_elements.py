@@ -14,7 +14,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import WrongElements
 from moeverify.results.operation import LostElements
-from moeverify.results.trial import Reason
 
 _LEAST = 2  # a single element may be zero by chance or by rounding
 _MOST_SLICES = 4
@@ -26,7 +25,7 @@ class Lost(Hypothesis):
     name = "lost_elements"
     quantities = frozenset({Quantity.GRADIENT, Quantity.LOADED})
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Check the wrong elements of each shard."""
         (tensor,) = tensors
         allowed = tensor.exact * float(tensor.expected.abs().max()) if tensor.expected.numel() else 0.0
@@ -36,12 +35,12 @@ class Lost(Hypothesis):
         at_end = True
         for shard in tensor.shards:
             if shard.local is None:
-                return self.untried(Reason.NOT_COMPARABLE)
+                return None
             actual = shard.values().reshape(-1)
             wrong = (actual - tensor.expected_of(shard).reshape(-1)).abs() > allowed
             num_wrong = int(wrong.sum())
             if bool((wrong & (actual != 0.0)).any()):
-                return self.refuse(WrongElements(num_wrong=num_wrong, num_elements=actual.numel()))
+                return None
             num_elements = max(num_elements, actual.numel())
             if num_wrong:
                 num_lost = max(num_lost, num_wrong)
@@ -50,7 +49,7 @@ class Lost(Hypothesis):
                 at_end = at_end and _are_last(shard, num_wrong)
         seen = WrongElements(num_wrong=num_lost, num_elements=num_elements)
         if num_lost < _LEAST or num_lost == num_elements:
-            return self.refuse(seen)
+            return None
         dim, slices = _find_slices(masks)
         operation = LostElements(
             num_lost=num_lost,

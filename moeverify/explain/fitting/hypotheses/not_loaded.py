@@ -19,7 +19,7 @@ class NotLoaded(Hypothesis):
     name = "not_loaded"
     quantities = frozenset({Quantity.LOADED})
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Count the wrong elements that did not change."""
         (tensor,) = tensors
         num_kept = num_wrong = num_elements = 0
@@ -37,7 +37,7 @@ class NotLoaded(Hypothesis):
                 ranks.append(shard.rank)
         seen = KeptElements(num_kept=num_kept, num_elements=num_elements)
         if not num_wrong or num_kept < num_wrong:
-            return self.refuse(seen)
+            return None
         operation = Replaced(by="value-before-load", ranks=tuple(sorted(set(ranks))))
         return self.accept(explain_by(Cause.NOT_LOADED, operation, tensors, inputs), seen)
 

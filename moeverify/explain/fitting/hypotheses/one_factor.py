@@ -18,7 +18,6 @@ from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Contribution
-from moeverify.results.trial import Reason
 
 # Quantities that ranks reduce: their factor may be the size of a group.
 _REDUCED = (
@@ -77,13 +76,13 @@ class OneFactor(LinearFit):
         """Return the token counts of the batch: no axis has this size by chance."""
         return [each for each in inputs.axes.loss_counts if each.name in (TOKENS, VALID_TOKENS)]
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Fit one coefficient; a scalar loss always has one."""
         first = tensors[0]
         if not any(bool(tensor.expected.any()) for tensor in tensors):
-            return self.untried(Reason.EXPECTED_IS_ZERO)
+            return None
         if first.quantity is Quantity.LOADED and _is_constant(first):
-            return self.untried(Reason.EXPECTED_IS_CONSTANT)  # constants are multiples of each other
+            return None  # constants are multiples of each other
         if first.quantity is Quantity.LOSS and first.expected.numel() == 1:
             value = float(first.whole) / float(first.expected)
             factor = find_factor(value, self.sources(tensors, inputs), counts=inputs.axes.loss_counts)
@@ -91,13 +90,13 @@ class OneFactor(LinearFit):
             return self.accept(explain_by(Cause.METRIC, operation, tensors, inputs))
         outcome = super().test(tensors, inputs)
         cause = _CAUSES.get(first.quantity)
-        if outcome.explanation is not None:
-            seen = (*outcome.observations, *count_right_alike(outcome.explanation, tensors, inputs))
-            outcome = replace(outcome, observations=seen, explanation=_restrict(outcome.explanation, tensors))
-        if outcome.explanation is None or cause is None:
-            return outcome
-        explanation = outcome.explanation.model_copy(update={"cause": cause})
-        return Outcome(outcome.trials, explanation, outcome.observations, outcome.num_coefficients)
+        if outcome is None:
+            return None
+        seen = (*outcome.observations, *count_right_alike(outcome.explanation, tensors, inputs))
+        explanation = _restrict(outcome.explanation, tensors)
+        if cause is not None:
+            explanation = explanation.model_copy(update={"cause": cause})
+        return replace(outcome, observations=seen, explanation=explanation)
 
 
 def _restrict(explanation: Explanation, tensors: Sequence[WrongTensor]) -> Explanation:

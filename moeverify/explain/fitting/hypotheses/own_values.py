@@ -20,7 +20,7 @@ class OwnValuesHypothesis(Hypothesis):
     name = "own_values"
     quantities = frozenset({Quantity.INITIAL_VALUE})
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """List the ranks whose values differ from the golden."""
         (tensor,) = tensors
         wrong = {

@@ -8,13 +8,11 @@ import torch
 
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.explain.fitting.inputs import DiagnosisInputs
-from moeverify.explain.fitting.slices import count_matches, has_same_values, match_slices
+from moeverify.explain.fitting.slices import has_same_values, match_slices
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.observation import MatchingSlices
 from moeverify.results.operation import Moved
-from moeverify.results.trial import Reason
 
 MOST_MOVES = 16  # kept as evidence; a permuted embedding has thousands
 _LEAST_ELEMENTS = 8  # fewer elements have the same values in another order by chance
@@ -35,7 +33,7 @@ class Permutation(Hypothesis):
         }
     )
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Match slices along every dim, then elements regardless of order."""
         (tensor,) = tensors
         actual, expected = tensor.whole, tensor.expected
@@ -49,20 +47,14 @@ class Permutation(Hypothesis):
                 unit="slice", dim=dim, moves=tuple(moves[:MOST_MOVES]), num_moves=len(moves), copies=copies
             )
             cause = Cause.DUPLICATE if copies else Cause.PERMUTATION
-            matching = MatchingSlices(dim=dim, num_matching=len(source), num_slices=len(source))
-            return self.accept(explain_by(cause, operation, tensors, inputs), matching)
+            return self.accept(explain_by(cause, operation, tensors, inputs))
         if (
             actual.numel() > _LEAST_ELEMENTS
             and not torch.equal(actual, expected)
             and has_same_values(expected, actual)
         ):
             return self.accept(explain_by(Cause.PERMUTATION, Moved(unit="element"), tensors, inputs))
-        seen = [
-            MatchingSlices(dim=dim, num_matching=found, num_slices=actual.shape[dim])
-            for dim in range(actual.ndim)
-            if (found := count_matches(expected, actual, dim)) is not None
-        ]
-        return self.refuse(*seen) if seen else self.untried(Reason.NOT_COMPARABLE)
+        return None
 
 
 HYPOTHESIS = Permutation()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, explain_by
-from moeverify.explain.fitting.inputs import STEP_BEFORE, DiagnosisInputs
+from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import EXACT, WrongTensor, measure_distance
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
-from moeverify.results.observation import Distance
 from moeverify.results.operation import Replaced, Unmoved
-from moeverify.results.trial import Reason, Trial
 
 
 class PreviousValue(Hypothesis):
@@ -30,29 +26,15 @@ class PreviousValue(Hypothesis):
         }
     )
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
-        """Compare with the golden's values at other times."""
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
+        """Compare with the golden's value a step earlier."""
         (tensor,) = tensors
-        trials = tuple(self._try(tensor, time, value) for time, value in inputs.earlier(tensor.key).items())
-        is_old = any(trial.verdict == "yes" and trial.about == STEP_BEFORE for trial in trials)
-        return Outcome(trials, self._explain(tensor, inputs) if is_old else None)
-
-    def _try(self, tensor: WrongTensor, time: str, value: Tensor | None) -> Trial:
-        reason = None
+        value = inputs.earlier(tensor.key)
         if value is None or value.numel() != tensor.expected.numel():
-            reason = Reason.NO_EARLIER_VALUE
-        else:
-            error, right = measure_distance(tensor, value)
-            if right >= EXACT:
-                return Trial(
-                    hypothesis=self.name,
-                    about=time,
-                    verdict="yes" if error < EXACT else "no",
-                    residual=error,
-                    observations=(Distance(error=error),),
-                )
-            reason = Reason.EARLIER_IS_RIGHT
-        return Trial(hypothesis=self.name, about=time, verdict="untried", reason=reason)
+            return None
+        error, right = measure_distance(tensor, value)
+        # A value that equals the expected one too is no evidence.
+        return self.accept(self._explain(tensor, inputs)) if error < EXACT <= right else None
 
     def _explain(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> Explanation:
         if tensor.quantity is Quantity.LOADED:

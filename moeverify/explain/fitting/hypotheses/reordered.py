@@ -36,23 +36,19 @@ class ReorderedHypothesis(Hypothesis):
         }
     )
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Test the orders of each rank's values, of groups of ranks, and of the whole tensor."""
-        outcome = self._search(tensors[0], inputs)
-        for other in inputs.list_beside(tensors[0]):
-            if outcome.explanation is not None:
-                break
-            found = self._search(other, inputs)
-            outcome = outcome if found.explanation is None else found
-        return outcome
+        for tensor in (tensors[0], *inputs.list_beside(tensors[0])):
+            if (outcome := self._search(tensor, inputs)) is not None:
+                return outcome
+        return None
 
-    def _search(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> Outcome:
+    def _search(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> Outcome | None:
         search = OrderSearch(tensor)
         found = search.run(_list_levels(tensor, inputs))
-        num_giving = 0 if found is None else len(found.orders)
-        seen = TriedOrders(num_tried=search.num_tried, num_giving=num_giving)
         if found is None:
-            return self.refuse(*([seen] if search.num_tried else []))
+            return None
+        seen = TriedOrders(num_tried=search.num_tried, num_giving=len(found.orders))
         where = found.where
         operation = Reordered(
             scope=found.scope, orders=found.orders, ranks=where.ranks, micro_batches=where.micro_batches

@@ -14,15 +14,12 @@ from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.factor import Product, Source
 from moeverify.results.observation import ReplicaSum
 from moeverify.results.operation import Unreduced
-from moeverify.results.trial import Reason, Trial
 
 _CAUSES = {
     # Gradients were compared before and are right: only the reported number is wrong.
     Quantity.LOSS: Cause.METRIC,
     Quantity.ROUTING_COUNT: Cause.STATE,
 }
-# There was nothing to add, which differs from a wrong sum.
-_UNTRIED = (Reason.OTHER_REGIONS, Reason.NOT_HELD, Reason.REPLICAS_EQUAL, Reason.ZERO_IN_A_PART)
 
 
 class ReplicaSumHypothesis(Hypothesis):
@@ -45,21 +42,20 @@ class ReplicaSumHypothesis(Hypothesis):
         }
     )
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Add the replicas over every axis."""
         (tensor,) = tensors
         groups = inputs.groups_of(tensor)
         sums = sum_replicas(tensor, groups)
-        trials = tuple(self._log_sum(each) for each in sums)
         fitting = [each for each in sums if each.explains]
         if not fitting:
-            return Outcome(trials)
+            return None
         # If only the dp_shard ranks that share an expert's slices over etp hold a part, the axis is etp.
         first = next((each for each in fitting if each.is_whole), fitting[0])
         alike = [each for each in fitting if _same_groups(groups[each.axis], groups[first.axis])]
         explanation = self._explain(tensor, first, alike, inputs)
         evidence = tuple(_observe(each) for each in fitting)
-        return Outcome(trials, explanation, evidence, num_coefficients=1)
+        return Outcome(explanation, evidence, num_coefficients=1)
 
     def _explain(
         self,
@@ -77,19 +73,6 @@ class ReplicaSumHypothesis(Hypothesis):
         )
         cause = _CAUSES.get(tensor.quantity, Cause.MISSING_REDUCTION)
         return explain_by(cause, operation, [tensor], inputs, residual=first.residual)
-
-    def _log_sum(self, found: SumOfReplicas) -> Trial:
-        verdict = "untried" if found.reason in _UNTRIED else "yes" if found.explains else "no"
-        return Trial.model_validate(
-            {
-                "hypothesis": self.name,
-                "about": found.axis,
-                "verdict": verdict,
-                "reason": found.reason,
-                "residual": found.residual,
-                "observations": () if verdict == "untried" else (_observe(found),),
-            }
-        )
 
 
 def _observe(found: SumOfReplicas) -> ReplicaSum:

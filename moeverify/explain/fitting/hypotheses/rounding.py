@@ -31,7 +31,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import RelativeError
 from moeverify.results.operation import Rounded
-from moeverify.results.trial import Reason
 from moeverify.train.module_taps import BACKWARD
 from moeverify.verification.checks.narrower import list_narrower, name_dtype
 
@@ -75,11 +74,11 @@ class Rounding(Hypothesis):
         """Return the widest scope for gradients: a single one may look like rounding by chance."""
         return (Scope.TOGETHER,) if quantity is Quantity.GRADIENT else (Scope.ALONE,)
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Test the narrower dtypes."""
         errors = [(tensor, error) for tensor in tensors if (error := measure_error(tensor)) > 0.0]
         if not errors:
-            return self.untried(Reason.EXPECTED_IS_ZERO)
+            return None
         units = {name_dtype(dtype): unit for dtype, unit in _UNITS.items()}
         seen = RelativeError(error=max(error for _, error in errors), units=units)
         if tensors[0].quantity is Quantity.LOADED:
@@ -99,17 +98,17 @@ class Rounding(Hypothesis):
             ):
                 operation = Rounded(dtype=name_dtype(dtype), is_representable=is_narrow)
                 return self.accept(explain_by(Cause.ROUNDING, operation, tensors, inputs), seen)
-        return self.refuse(seen)
+        return None
 
     def _test_cast(
         self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs, seen: RelativeError
-    ) -> Outcome:
+    ) -> Outcome | None:
         """Compare loaded values with a cast of the saved ones, bit for bit: a load computes nothing."""
         for dtype in list_narrower(*(tensor.precision for tensor in tensors)):
             if all(_is_cast(tensor, dtype) for tensor in tensors):
                 operation = Rounded(dtype=name_dtype(dtype), is_representable=True)
                 return self.accept(explain_by(Cause.ROUNDING, operation, tensors, inputs), seen)
-        return self.refuse(seen)
+        return None
 
 
 def _is_cast(tensor: WrongTensor, dtype: torch.dtype) -> bool:

@@ -23,7 +23,7 @@ class ShiftedRead(Hypothesis):
     name = "shifted_read"
     quantities = frozenset({Quantity.LOADED})
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Test every offset on every wrong rank."""
         (tensor,) = tensors
         for shard in tensor.shards:
@@ -34,7 +34,7 @@ class ShiftedRead(Hypothesis):
             if offset:
                 operation = Shifted(offset=offset, rank=shard.rank)
                 return self.accept(explain_by(Cause.PERMUTATION, operation, tensors, inputs))
-        return self.refuse()
+        return None
 
 
 def _find_offset(expected: Tensor, actual: Tensor) -> int:

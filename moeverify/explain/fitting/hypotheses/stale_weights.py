@@ -9,9 +9,7 @@ from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
-from moeverify.results.observation import StaleWeights
 from moeverify.results.operation import Replaced
-from moeverify.results.trial import Reason
 
 
 class StaleWeightsHypothesis(Hypothesis):
@@ -20,18 +18,14 @@ class StaleWeightsHypothesis(Hypothesis):
     name = "stale_weights"
     quantities = frozenset({Quantity.OUTPUT})
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Run the module with the golden's weights of the previous step."""
         (tensor,) = tensors
         origin = inputs.origin_of(tensor)
-        is_stale = inputs.stale(origin) if origin is not None else None
-        if is_stale is None:
-            return self.untried(Reason.NO_EARLIER_VALUE)
-        seen = StaleWeights(gives_this_output=is_stale)
-        if not is_stale:
-            return self.refuse(seen)
+        if origin is None or not inputs.stale(origin):
+            return None
         operation = Replaced(by="weights-of-step-before")
-        return self.accept(explain_by(Cause.STALE, operation, tensors, inputs), seen)
+        return self.accept(explain_by(Cause.STALE, operation, tensors, inputs))
 
 
 HYPOTHESIS = StaleWeightsHypothesis()

@@ -26,14 +26,14 @@ class StepCounter(Hypothesis):
         """Return whether the tensor is a step counter."""
         return super().applies(tensor, inputs) and is_counter(tensor)
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Compare the numbers."""
         (tensor,) = tensors
         worst = tensor.worst_shard
         expected, actual = float(tensor.expected), float(worst.values())
         seen = ScalarValues(expected=expected, actual=actual, rank=worst.rank)
         if actual == expected or actual != round(actual):
-            return self.refuse(seen)
+            return None
         operation = Stepped(num_steps=round(actual - expected))
         return self.accept(explain_by(Cause.STATE, operation, tensors, inputs), seen)
 

@@ -18,7 +18,6 @@ from moeverify.results.factor import Factor, Product, is_same
 from moeverify.results.observation import FitResult
 from moeverify.results.operation import Scaled, Unreduced
 from moeverify.results.part import Contribution, Part
-from moeverify.results.trial import Reason
 
 Weights = tuple[float, ...]
 """Coefficient of the gradient through each use."""
@@ -40,20 +39,20 @@ class TiedUses(Hypothesis):
         has_uses = any(source.name == TIED_USES for source in inputs.axes.sources_of(tensor.name))
         return super().applies(tensor, inputs) and has_uses
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Fit every copy on the gradients through the uses."""
         (tensor,) = tensors
         by_use = inputs.components().by_use() if inputs.components is not None else {}
         parts = {use: vector[tensor.name] for use, vector in by_use.items() if tensor.name in vector}
         if len(parts) < 2:
-            return self.untried(Reason.NO_SUCH_PARTS)
+            return None
         shards = [shard for shard in tensor.shards if shard.region.numel]
         if not shards or any(shard.local is None for shard in shards):
-            return self.untried(Reason.NOT_HELD)
+            return None
         fits = [_fit(shard, parts, tensor) for shard in shards]
         residual = max(left for _, left in fits)
         if not residual <= tensor.exact:
-            return self.refuse(residual=residual)
+            return None
         # The sum may have reached only some copies: a wrong copy shows the cause.
         found = {weights for weights, _ in fits if set(weights) != {1.0}} or {fits[0][0]}
         if len(found) > 1:
@@ -68,23 +67,22 @@ class TiedUses(Hypothesis):
         cause = Cause.MISSING_REDUCTION if lost else Cause.TERM_SCALE
         explanation = explain_by(cause, Scaled(contributions=wrong), tensors, inputs, residual=residual)
         seen = FitResult(contributions=contributions, residual=residual)
-        outcome = self.accept(explanation, seen, contributions=contributions, residual=residual)
-        return Outcome(outcome.trials, explanation, outcome.observations, num_coefficients=len(parts))
+        return Outcome(explanation, (seen,), num_coefficients=len(parts))
 
     def _explain_unsummed(
         self, tensor: WrongTensor, found: Sequence[Weights], residual: float, inputs: DiagnosisInputs
-    ) -> Outcome:
+    ) -> Outcome | None:
         """Explain copies that each have one use, if every use has a copy."""
         single = {
             tuple(float(use == other) for other in range(len(found[0]))) for use in range(len(found[0]))
         }
         if set(found) != single:
-            return self.refuse(residual=residual)
+            return None
         operation = Unreduced(
             axes=(Product(times=(TIED_USES,)),), num_replicas=len(single), factor=Factor(value=1.0)
         )
         explanation = explain_by(Cause.MISSING_REDUCTION, operation, [tensor], inputs, residual=residual)
-        return self.accept(explanation, residual=residual)
+        return self.accept(explanation)
 
 
 def _fit(shard: RankShard, parts: Mapping[str, Tensor], tensor: WrongTensor) -> tuple[Weights, float]:

@@ -12,7 +12,6 @@ from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import LargestValue
 from moeverify.results.operation import Unmoved
-from moeverify.results.trial import Reason
 
 
 class UnmovedHypothesis(Hypothesis):
@@ -21,16 +20,16 @@ class UnmovedHypothesis(Hypothesis):
     name = "unmoved"
     quantities = frozenset({Quantity.UPDATE, Quantity.OPTIMIZER_STATE})
 
-    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome:
+    def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Check the largest change."""
         (tensor,) = tensors
         expected, actual = (float(each.abs().max()) for each in (tensor.expected, tensor.whole))
         if expected == 0.0:
-            return self.untried(Reason.EXPECTED_IS_ZERO)
+            return None
         seen = LargestValue(expected=expected, actual=actual)
         ranks = _find_unmoved(tensor)
         if actual != 0.0 and not ranks:
-            return self.refuse(seen)
+            return None
         is_everywhere = set(ranks) == {shard.rank for shard in tensor.shards if shard.region.numel}
         if not ranks or is_everywhere:
             return self.accept(explain_by(Cause.STALE, Unmoved(), tensors, inputs), seen)

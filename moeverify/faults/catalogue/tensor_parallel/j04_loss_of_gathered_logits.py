@@ -42,6 +42,7 @@ FAULT = Fault(
     expected=Expected(
         where=(
             At(name="lm"),
+            At(name="sum_again"),
             At(axis="tp"),
             At(term="lm"),
         ),

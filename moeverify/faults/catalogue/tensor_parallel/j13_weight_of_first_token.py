@@ -47,6 +47,7 @@ FAULT = Fault(
     expected=Expected(
         where=(
             At(name="lm_head*"),
+            At(name="backward"),
             At(term="lm"),
         ),
         causes=(Cause.PADDING,),

@@ -38,7 +38,7 @@ def double(name: str = NAME, **fields: Any) -> Any:
     return make_tensor(expected, 2 * expected, 2 * expected, name=name, **fields)
 
 
-def test_an_origin_carries_its_place_and_trials_and_what_follows_none() -> None:
+def test_an_origin_carries_its_place_and_what_follows_none() -> None:
     tensor = double()
     collective = IssuedCollective(direction="backward", op="all_reduce", axis="ep", group=(0, 1))
     inputs = make_inputs(tensor, issued=lambda module, rank: Issued(module, (collective,)))
@@ -53,9 +53,8 @@ def test_an_origin_carries_its_place_and_trials_and_what_follows_none() -> None:
         issued=(collective,),
         issued_in="layers.0.mlp",
     )
-    assert [trial.verdict for trial in origin.trials if trial.hypothesis == "one_factor"] == ["yes"]
     assert follower.follows == origin.tensor
-    assert (follower.trials, follower.place, follower.explanation) == ((), None, None)
+    assert (follower.place, follower.explanation) == (None, None)
 
 
 @pytest.mark.parametrize("how", ["is_repeated", "is_elsewhere"])
@@ -86,7 +85,6 @@ def test_no_words_are_made() -> None:
     tensors = [double(), make_tensor(draw(8), draw(8, seed=4), name="head")]
     for finding in diagnose([find("gradient"), find("gradient", "head")], make_inputs(*tensors)):
         assert (finding.cause, finding.where, finding.evidence) == ("", "", ())
-        assert {(trial.name, trial.words) for trial in finding.trials} <= {("", "")}
 
 
 def test_the_earliest_step_and_the_earliest_part_of_it_are_the_origin() -> None:
@@ -174,26 +172,6 @@ def test_a_cause_comes_before_the_module_from_which_on_more_gradients_are_wrong(
     findings = [find("gradient", tensor.name) for tensor in tensors.values()]
     told = diagnose(findings, replace(inputs, tensors=tensors))
     assert [finding.code for finding in told if not finding.follows] == [Cause.DETACHED, Cause.BACKWARD]
-
-
-def test_a_module_that_is_cut_comes_before_its_own_parameters_that_get_no_gradient() -> None:
-    block = "layers.1.moe"
-    _, inputs = make_origin(
-        draw(2, 3, 4), *2 * [0 * draw(2, 3, 4)], module=f"{block}.dispatcher", direction="backward"
-    )
-    absent = [make_tensor(draw(8), None, None, name=f"{block}.experts.w{n}") for n in range(3)]
-    other = make_tensor(draw(8), *2 * [draw(8, seed=5)], name="layers.0.w")
-    tensors = {tensor.key: tensor for tensor in (*absent, other)}
-    findings = [find("gradient", tensor.name) for tensor in tensors.values()]
-    leads = {}
-    for cuts in (frozenset(), frozenset({f"{block}.experts"})):
-        assert inputs.search is not None
-        search = replace(inputs.search, cuts=cuts)
-        told = diagnose(findings, replace(inputs, tensors=tensors, search=search))
-        leads[cuts] = [
-            each.explanation.subject.module for each in told if each.explanation and not each.follows
-        ]
-    assert list(leads.values()) == [["", f"{block}.dispatcher"], [f"{block}.experts", ""]]
 
 
 @pytest.mark.parametrize(

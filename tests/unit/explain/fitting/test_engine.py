@@ -1,4 +1,4 @@
-"""The engine: the hypotheses it tries, their order, its choice, and the contents of its log."""
+"""The engine: the hypotheses it tries, their order, its choice, and its rivals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wrong_tensors import (
 from moeverify.cases.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.explain.fitting import engine, hypotheses
 from moeverify.explain.fitting.axes import Axes
-from moeverify.explain.fitting.engine import complete_log, explain_tensors
+from moeverify.explain.fitting.engine import explain_tensors
 from moeverify.explain.fitting.factors import find_factor
 from moeverify.explain.fitting.families import family_of, name_family
 from moeverify.explain.fitting.hypotheses import TIERS
@@ -30,7 +30,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.factor import Factor, Product, Source
 from moeverify.results.operation import Altered, Unreduced
-from moeverify.results.trial import Reason, Trial
 
 
 def test_every_file_of_a_hypothesis_has_its_place_and_its_name() -> None:
@@ -77,14 +76,14 @@ class Planted(Hypothesis):
         """Return the configured scopes."""
         return self._scopes
 
-    def test(self, tensors: Any, inputs: Any) -> Outcome:
+    def test(self, tensors: Any, inputs: Any) -> Outcome | None:
         """Explain the tensors if all of them are to be explained."""
         names = tuple(tensor.name for tensor in tensors)
         self.tested.append(names)
         is_explained = set(names) <= self.explains
-        trial = Trial(hypothesis=self.name, verdict="yes" if is_explained else "no")
-        cause = explain_by(Cause.SCALE, Altered(), tensors, inputs) if is_explained else None
-        return Outcome((trial,), cause, num_coefficients=self._number)
+        if not is_explained:
+            return None
+        return Outcome(explain_by(Cause.SCALE, Altered(), tensors, inputs), num_coefficients=self._number)
 
 
 @pytest.fixture
@@ -93,8 +92,6 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def do(*tiers: Sequence[Planted]) -> None:
         monkeypatch.setattr(engine, "TIERS", tuple(map(tuple, tiers)))
-        names = [hypothesis.name for tier in tiers for hypothesis in tier]
-        monkeypatch.setattr(engine, "_POSITIONS", {name: place for place, name in enumerate(names)})
 
     return do
 
@@ -111,15 +108,13 @@ def test_what_a_tier_explains_no_later_one_sees(plant: Any) -> None:
     assert [cause.tensors[0].name for cause in causes] == ["a", "b"]
 
 
-def test_what_is_left_out_is_neither_tried_nor_in_the_log(plant: Any) -> None:
+def test_what_is_left_out_is_not_tried(plant: Any) -> None:
     first, second = Planted("first", ["a"]), Planted("second", ["a"])
     plant([first], [second])
     (tensor,) = gradients("a")
     with leaving_out(["first"]):
-        (cause,) = explain_tensors([tensor], make_inputs())
-        trials = complete_log(tensor, cause.log, make_inputs())
+        explain_tensors([tensor], make_inputs())
     assert (first.tested, second.tested) == ([], [("a",)])
-    assert [trial.hypothesis for trial in trials] == ["second"]
     explain_tensors([tensor], make_inputs())
     assert first.tested == [("a",)]
 
@@ -146,7 +141,6 @@ def test_of_two_that_explain_the_one_with_fewer_coefficients_is_chosen_and_the_o
     plant([Planted("large", ["a"], num_coefficients=5), Planted("small", ["a"], num_coefficients=2)])
     (cause,) = explain_tensors(gradients("a"), make_inputs())
     assert len(cause.rivals) == 1
-    assert [trial.verdict for trial in cause.log.in_order()] == ["yes", "yes"]
     plant([Planted("first", ["a"]), Planted("second", ["a"])])
     (cause,) = explain_tensors(gradients("a"), make_inputs())
     assert len(cause.rivals) == 1
@@ -155,31 +149,8 @@ def test_of_two_that_explain_the_one_with_fewer_coefficients_is_chosen_and_the_o
 def test_a_generalization_of_what_explains_is_not_tried(plant: Any) -> None:
     simple, wider = Planted("simple", ["a"]), Planted("wider", ["a", "b"], generalizes=["simple"])
     plant([simple, wider])
-    causes = explain_tensors(gradients("a", "b"), make_inputs())
+    explain_tensors(gradients("a", "b"), make_inputs())
     assert wider.tested == [("b",)]
-    log = next(cause.log for cause in causes if cause.tensors[0].name == "a")
-    assert [(trial.verdict, trial.reason) for trial in log.in_order()] == [
-        ("yes", None),
-        ("untried", Reason.SIMPLER_EXPLAINS),
-    ]
-
-
-def test_the_log_is_completed_in_the_order_of_the_hypotheses(plant: Any) -> None:
-    tiers = [[Planted("first")], [Planted("second", ["a"])], [Planted("third")]]
-    plant(*tiers)
-    (tensor,) = gradients("a")
-    (cause,) = explain_tensors([tensor], make_inputs())
-    assert [trial.hypothesis for trial in cause.log.in_order()] == ["first", "second"]
-    trials = complete_log(tensor, cause.log, make_inputs())
-    assert [trial.hypothesis for trial in trials] == ["first", "second", "third"]
-    complete_log(tensor, cause.log, make_inputs())
-    assert tiers[2][0].tested == [("a",)]
-
-
-def test_a_hypothesis_about_other_quantities_leaves_no_trace() -> None:
-    tensor = make_tensor(draw(4), draw(4, seed=1), kind="buffer")
-    trials = complete_log(tensor, engine.Log(), make_inputs(tensor))
-    assert {trial.hypothesis for trial in trials} == {"rounding"}
 
 
 # the real hypotheses, one after another
@@ -192,9 +163,6 @@ def test_one_factor_of_all_gradients_is_one_cause_and_the_simplest() -> None:
     assert cause.explanation.cause is Cause.SCALE
     assert cause.explanation.subject.tensors == PARAMETERS
     assert cause.rivals == ()
-    reasons = {trial.hypothesis: trial.reason for trial in cause.log.in_order()}
-    for name in ("loss_terms", "batch_shares", "share_terms"):
-        assert reasons[name] is Reason.SIMPLER_EXPLAINS
 
 
 def test_shares_with_weights_of_their_own_are_one_cause_although_one_tensor_sees_a_single_share() -> None:
@@ -216,8 +184,7 @@ def test_zeros_are_detached_and_not_zero_times_the_right_value() -> None:
     tensor = make_tensor(draw(8), 0 * draw(8), 0 * draw(8))
     (cause,) = explain_tensors([tensor], make_inputs(tensor))
     assert cause.explanation.cause is Cause.DETACHED
-    trials = {trial.hypothesis: trial for trial in complete_log(tensor, cause.log, make_inputs(tensor))}
-    assert trials["one_factor"].reason is Reason.SIMPLER_EXPLAINS
+    assert cause.rivals == ()
 
 
 def test_a_missing_reduction_of_dense_and_expert_tensors_is_one_cause_with_the_fewest_axes() -> None:

@@ -12,7 +12,6 @@ from wrong_tensors import (
     draw,
     examine,
     find_hypothesis,
-    make_components,
     make_inputs,
     make_sharded,
     make_tensor,
@@ -20,15 +19,13 @@ from wrong_tensors import (
 
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.first_divergence import Search
-from moeverify.explain.fitting.inputs import INITIAL_VALUE, STEP_BEFORE, DiagnosisInputs
+from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.slices import match_slices
 from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
 from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Product
-from moeverify.results.observation import LargestValue, MatchingSlices
-from moeverify.results.operation import Altered, Moved, Replaced, Rounded, Unreduced, Zeroed
-from moeverify.results.trial import Reason
+from moeverify.results.operation import Moved, Replaced, Rounded, Unreduced, Zeroed
 
 
 def on_axes(**groups: list[list[int]]) -> Axes:
@@ -50,7 +47,7 @@ def test_a_gradient_that_no_rank_has_is_absent() -> None:
     assert absent.operation == Zeroed(absent=True)
     # Where modules are not compared, a wider run may show what the forward pass leaves out.
     assert absent.is_estimate
-    search = Search({}, {}, {}, 1e-9)
+    search = Search({}, {}, {})
     compared = examine(
         "detached", make_tensor(draw(4), None, None), DiagnosisInputs(search=search)
     ).explanation
@@ -62,16 +59,12 @@ def test_zeros_of_one_rank_alone_are_not_detached() -> None:
     expected = draw(4, 3)
     outcome = examine("detached", make_tensor(expected, expected, 0 * expected))
     assert outcome.explanation is None
-    assert examine("detached", make_tensor(expected, None, expected)).trials[0].observations == (
-        LargestValue(
-            expected=float(expected.abs().max()), actual=float(expected.abs().max()), absent_on=(0,)
-        ),
-    )
+    assert examine("detached", make_tensor(expected, None, expected)).explanation is None
 
 
 def test_a_golden_of_zeros_says_nothing_of_zeros() -> None:
-    (trial,) = examine("detached", make_tensor(torch.zeros(4, dtype=torch.float64), draw(4))).trials
-    assert (trial.verdict, trial.reason) == ("untried", Reason.EXPECTED_IS_ZERO)
+    zeros = torch.zeros(4, dtype=torch.float64)
+    assert examine("detached", make_tensor(zeros, zeros)).explanation is None
 
 
 # replica_sum
@@ -95,21 +88,19 @@ def test_replicas_of_a_mean_are_partial_sums_too(scale: float, factor: float) ->
     assert operation.factor.value == pytest.approx(factor)
 
 
-def test_a_sum_that_is_another_multiple_is_logged_and_explains_nothing() -> None:
+def test_a_sum_that_is_another_multiple_explains_nothing() -> None:
     expected, part = draw(4, 3), draw(4, 3, seed=1)
     outcome = examine("replica_sum", make_tensor(expected, 3 * part, 3 * (expected - part)))
     assert outcome.explanation is None
-    assert {trial.verdict for trial in outcome.trials} == {"no"}
-    assert outcome.trials[0].observations[0].factor == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize(("bound", "verdict"), [(1e-12, "no"), (1e-5, "yes")])
+@pytest.mark.parametrize(("bound", "explains"), [(1e-12, False), (1e-5, True)])
 def test_a_float64_model_with_parts_in_float32_rounds_as_much_as_its_bound(
-    bound: float, verdict: str
+    bound: float, explains: bool
 ) -> None:
     expected, part = draw(4, 3), draw(4, 3, seed=1)
     tensor = replace(make_tensor(expected, part, expected - part + 1e-7 * draw(4, 3, seed=2)), bound=bound)
-    assert examine("replica_sum", tensor).trials[0].verdict == verdict
+    assert (examine("replica_sum", tensor).explanation is not None) == explains
     assert replace(tensor, bound=1.0).exact == 2.0**-13  # what float32 allows, whatever the bound
 
 
@@ -119,8 +110,7 @@ def test_only_the_axis_that_explains_it_is_named() -> None:
     axes = on_axes(cp=[[0, 1], [2, 3]], tp=[[0, 2], [1, 3]])
     outcome = examine("replica_sum", tensor, make_inputs(tensor, axes=axes))
     assert outcome.explanation.candidates == (Product(times=("tp",)),)
-    reasons = {trial.about: (trial.verdict, trial.reason) for trial in outcome.trials}
-    assert reasons == {"cp": ("untried", Reason.REPLICAS_EQUAL), "tp": ("yes", None)}
+    assert [seen.axis for seen in outcome.observations] == ["tp"]
 
 
 @pytest.mark.parametrize(("inner", "holders"), [("etp", [[0, 1], [2, 3]]), ("efsdp", [[0, 2], [1, 3]])])
@@ -156,23 +146,19 @@ def test_equal_replicas_are_no_partial_sums() -> None:
     expected = draw(4, 3)
     outcome = examine("replica_sum", make_tensor(expected, expected / 2, expected / 2))
     assert outcome.explanation is None
-    assert {trial.reason for trial in outcome.trials} == {Reason.REPLICAS_EQUAL}
 
 
-def test_a_sum_that_is_something_else_is_refused_with_what_is_left() -> None:
+def test_a_sum_that_is_something_else_is_refused() -> None:
     expected = draw(4, 3)
     outcome = examine("replica_sum", make_tensor(expected, draw(4, 3, seed=1), draw(4, 3, seed=2)))
     assert outcome.explanation is None
-    assert {(trial.verdict, trial.reason) for trial in outcome.trials} == {("no", Reason.NO_MULTIPLE)}
-    assert outcome.trials[0].residual > 0.1
 
 
 def test_a_sum_with_something_that_is_not_a_number_explains_nothing() -> None:
     expected = draw(4, 3)
     broken = expected.clone()
     broken[0, 0] = float("nan")
-    outcome = examine("replica_sum", make_tensor(expected, broken, expected))
-    assert {trial.verdict for trial in outcome.trials} == {"no"}
+    assert examine("replica_sum", make_tensor(expected, broken, expected)).explanation is None
 
 
 def test_shards_are_summed_region_by_region() -> None:
@@ -186,7 +172,6 @@ def test_shards_are_summed_region_by_region() -> None:
     axes = on_axes(dp_replicate=[[0, 2], [1, 3]], dp_shard=[[0, 1], [2, 3]])
     outcome = examine("replica_sum", tensor, make_inputs(tensor, axes=axes))
     assert outcome.explanation.candidates == (Product(times=("dp_replicate",)),)
-    assert {trial.about: trial.reason for trial in outcome.trials}["dp_shard"] is Reason.OTHER_REGIONS
 
 
 def test_multiples_that_differ_between_regions_explain_nothing() -> None:
@@ -200,7 +185,6 @@ def test_multiples_that_differ_between_regions_explain_nothing() -> None:
     axes = on_axes(dp_replicate=[[0, 2], [1, 3]])
     outcome = examine("replica_sum", tensor, make_inputs(tensor, axes=axes))
     assert outcome.explanation is None
-    assert outcome.trials[0].reason is Reason.UNEQUAL_MULTIPLES
 
 
 def test_a_reported_loss_that_is_a_partial_sum_is_a_metric() -> None:
@@ -246,9 +230,7 @@ def test_few_elements_in_another_order_may_be_chance() -> None:
 def test_a_tensor_some_of_whose_slices_are_right_is_no_permutation() -> None:
     expected = draw(8, 8)
     mixed = torch.cat([expected[:3], draw(5, 8, seed=3)])
-    (trial,) = examine("permutation", make_tensor(expected, mixed)).trials
-    assert trial.verdict == "no"
-    assert trial.observations[0] == MatchingSlices(dim=0, num_matching=3, num_slices=8)
+    assert examine("permutation", make_tensor(expected, mixed)).explanation is None
 
 
 def test_a_tensor_whose_slices_are_all_equal_has_not_moved() -> None:
@@ -283,136 +265,32 @@ def test_slices_that_are_scaled_are_no_permutation() -> None:
 def test_the_gradient_of_the_step_before_is_stale() -> None:
     expected, before = draw(4, 4), draw(4, 4, seed=1)
     tensor = make_tensor(expected, before, before, step=1)
-    inputs = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: before})
+    inputs = make_inputs(tensor, earlier=lambda key: before)
     explanation = examine("previous_value", tensor, inputs).explanation
     assert (explanation.cause, explanation.operation) == (Cause.STALE, Replaced(by="step-before"))
 
 
 @pytest.mark.parametrize(
-    ("value", "verdict", "reason"),
+    ("value", "actual"),
     [
-        (None, "untried", Reason.NO_EARLIER_VALUE),
-        (draw(4, 4), "untried", Reason.EARLIER_IS_RIGHT),
-        (2 * draw(4, 4, seed=1), "no", None),
+        (None, draw(4, 4, seed=1)),
+        (draw(4, 4), draw(4, 4)),  # it equals the expected value
+        (2 * draw(4, 4, seed=1), draw(4, 4, seed=1)),
     ],
 )
-def test_another_value_of_the_step_before_explains_nothing(value, verdict, reason) -> None:
-    expected, actual = draw(4, 4), draw(4, 4, seed=1)
-    tensor = make_tensor(expected, actual)
-    inputs = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: value, INITIAL_VALUE: None})
-    outcome = examine("previous_value", tensor, inputs)
-    assert outcome.explanation is None
-    assert [(trial.about, trial.verdict, trial.reason) for trial in outcome.trials] == [
-        (STEP_BEFORE, verdict, reason),
-        (INITIAL_VALUE, "untried", Reason.NO_EARLIER_VALUE),
-    ]
+def test_another_value_of_the_step_before_explains_nothing(value, actual) -> None:
+    tensor = make_tensor(draw(4, 4), actual)
+    inputs = make_inputs(tensor, earlier=lambda key: value)
+    assert examine("previous_value", tensor, inputs).explanation is None
 
 
 # router_terms
 
 
-@pytest.mark.parametrize(
-    ("weights", "wrong"),
-    [
-        ({("balance", "a"): 0.0, ("z", "a"): 0.0}, {("balance", "a"): 0.0, ("z", "a"): 0.0}),
-        ({("z", "b"): 2.0}, {("z", "b"): 2.0}),
-    ],
-)
-def test_losses_of_one_router_are_told_from_those_of_others(
-    weights: dict[tuple[str, str], float], wrong: dict[tuple[str, str], float]
-) -> None:
-    split = {
-        (term, router): draw(40, seed=10 * ord(router) + len(term))
-        for term in ("balance", "z")
-        for router in "ab"
-    }
-    plain = make_components(names=("up.weight",))
-    components = replace(plain, by_router=lambda: {key: {"up.weight": part} for key, part in split.items()})
-    lm = components.term("lm", "up.weight")
-    golden = lm + torch.stack(list(split.values())).sum(dim=0)
-    actual = lm + torch.stack([weights.get(key, 1.0) * part for key, part in split.items()]).sum(dim=0)
-    tensor = make_tensor(golden, actual, name="up.weight")
-    explanation = examine("router_terms", tensor, make_inputs(tensor, components=components)).explanation
-    assert explanation.cause is Cause.TERM_SCALE
-    found = {
-        (each.part.term, each.part.router): each.factor.value for each in explanation.operation.contributions
-    }
-    assert found == pytest.approx(wrong, abs=1e-9)
-    noise = make_tensor(golden, draw(40, seed=5), name="up.weight")
-    assert examine("router_terms", noise, make_inputs(noise, components=components)).explanation is None
-
-
 # loss_value
 
 
-def test_a_loss_term_whose_value_is_wrong_explains_gradients_that_are_no_sum() -> None:
-    gradient = make_tensor(draw(8), draw(8, seed=1))
-    losses = [
-        make_tensor(torch.tensor(1.0, dtype=torch.float64), torch.tensor(value), name=name, kind="loss")
-        for name, value in (("balance", 1.5), ("total", 1.5))
-    ]
-    inputs = make_inputs(gradient, *losses)
-    (trial,) = examine("loss_value", gradient, inputs).trials
-    assert trial.reason is Reason.MODULES_NOT_COMPARED, "what came into the loss may have been wrong"
-    outcome = examine("loss_value", gradient, replace(inputs, search=Search({}, {}, {}, 0.0)))
-    explanation = outcome.explanation
-    assert (explanation.cause, explanation.operation) == (Cause.FORWARD, Altered())
-    assert explanation.subject.tensors == ("balance",)
-    assert (outcome.observations[0].expected, outcome.observations[0].actual) == (1.0, 1.5)
-
-
-def test_right_losses_explain_no_gradient() -> None:
-    gradient = make_tensor(draw(8), draw(8, seed=1))
-    token_loss = make_tensor(draw(2, 4), draw(2, 4, seed=1), name="lm", kind="token_loss")
-    for others in ((), (token_loss,)):
-        (trial,) = examine("loss_value", gradient, make_inputs(gradient, *others)).trials
-        assert (trial.verdict, trial.reason) == ("no", Reason.LOSSES_MATCH)
-
-
 # scaled_loss
-
-
-@pytest.mark.parametrize(
-    ("of_losses", "of_gradient", "noise", "precision", "named"),
-    [
-        ((0.719, 0.718), 0.7188, 0.02, torch.bfloat16, True),
-        ((1.33, 1.331), 1.333, 0.05, torch.bfloat16, True),
-        ((2.5, 2.5), 2.5, 1e-5, torch.float32, True),
-        (
-            (0.719, 0.719),
-            1.0,
-            0.02,
-            torch.bfloat16,
-            False,
-        ),  # the gradient is right: only the reported number is wrong
-        ((0.719, 0.9), 0.719, 0.02, torch.bfloat16, False),  # a term alone
-        ((0.719, 0.719), 0.719, 0.5, torch.bfloat16, False),  # too noisy to decide
-        ((1.02, 1.02), 1.02, 0.05, torch.bfloat16, False),
-        ((0.719, 0.719), 0.719, 0.0, torch.float64, False),  # a single factor decides it
-    ],
-)
-def test_a_loss_and_its_gradients_that_are_off_by_one_factor(
-    of_losses: tuple[float, float], of_gradient: float, noise: float, precision: torch.dtype, named: bool
-) -> None:
-    golden, one = draw(400), torch.tensor(1.0, dtype=torch.float64)
-    actual = of_gradient * golden + noise * golden.norm() / 20.0 * draw(400, seed=1)
-    gradient = make_tensor(golden, actual, precision=precision)
-    losses = [
-        make_tensor(one, value * one, name=name, kind="loss", precision=precision)
-        for name, value in zip(("total", "lm"), of_losses, strict=True)
-    ]
-    explanation = examine("scaled_loss", gradient, make_inputs(gradient, *losses)).explanation
-    assert (explanation is not None) == named
-    if explanation is not None:
-        (whole,) = explanation.operation.contributions
-        assert whole.factor.value == pytest.approx(of_losses[0], rel=2e-3)
-
-
-def test_a_loss_that_is_computed_otherwise_is_no_scaled_one() -> None:
-    gradient = make_tensor(draw(400), draw(400, seed=1), precision=torch.bfloat16)
-    one = torch.tensor(1.0, dtype=torch.float64)
-    total = make_tensor(one, 0.7 * one, name="total", kind="loss", precision=torch.bfloat16)
-    assert examine("scaled_loss", gradient, make_inputs(gradient, total)).explanation is None
 
 
 # rounding
@@ -451,8 +329,8 @@ def test_nearly_all_gradients_that_are_left_must_look_like_rounding() -> None:
     rounded = [make_tensor(expected, expected.bfloat16().double(), name=f"layers.{n}.w") for n in range(3)]
     off = make_tensor(expected, expected + 3.0, name="layers.3.w")
     hypothesis = find_hypothesis("rounding")
-    assert hypothesis.test(rounded, make_inputs(*rounded)).explanation is not None
-    assert hypothesis.test([*rounded, off], make_inputs(*rounded, off)).explanation is None
+    assert hypothesis.test(rounded, make_inputs(*rounded)) is not None
+    assert hypothesis.test([*rounded, off], make_inputs(*rounded, off)) is None
 
 
 # a rank's own part

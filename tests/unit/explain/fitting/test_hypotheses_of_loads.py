@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 from wrong_tensors import draw, examine, make_inputs, make_sharded
 
-from moeverify.explain.fitting.inputs import STEP_BEFORE, Saved
+from moeverify.explain.fitting.inputs import Saved
 from moeverify.explain.fitting.loading import diagnose_load
 from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
 from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Moved, Replaced, Rounded, Shifted, Zeroed
-from moeverify.results.trial import Reason
 
 NAME = "weight/embed.weight"
 
@@ -55,14 +54,6 @@ def test_shards_that_were_not_loaded_name_their_rank() -> None:
         expected, expected[:2].clone(), before[2:], kind="loaded", before=(before[:2], before[2:])
     )
     assert examine("not_loaded", tensor).explanation.operation.ranks == (1,)
-
-
-def test_rows_that_a_load_left_zero_are_named() -> None:
-    expected = draw(8, 3)
-    actual = expected.clone()
-    actual[2:4] = 0
-    (contribution,) = examine("block_factors", load(expected, actual)).explanation.operation.contributions
-    assert (contribution.factor.value, contribution.part.block.indices) == (0.0, (2, 3))
 
 
 def test_a_wrong_offset_is_found_in_both_directions() -> None:
@@ -114,13 +105,13 @@ def test_zeros_and_single_numbers_are_nobodys_values() -> None:
         assert examine("another_tensor", tensor, inputs).explanation is None
     number = load(draw(1), draw(1, seed=1))
     inputs = make_inputs(number, saved=save({"weight/other": draw(1, seed=1)}))
-    assert examine("another_tensor", number, inputs).trials[0].reason is Reason.NOT_COMPARABLE
+    assert examine("another_tensor", number, inputs).explanation is None
 
 
 def test_a_state_of_the_step_before_the_save() -> None:
     expected, before = draw(4, 3), draw(4, 3, seed=1)
     tensor = load(expected, before)
-    inputs = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: before})
+    inputs = make_inputs(tensor, earlier=lambda key: before)
     explanation = examine("previous_value", tensor, inputs).explanation
     assert (explanation.cause, explanation.operation) == (Cause.STATE, Replaced(by="step-before"))
 
@@ -150,7 +141,7 @@ def test_a_load_of_narrow_numbers_that_are_not_the_saved_ones_is_no_rounding() -
 
 def test_a_constant_tensor_is_no_multiple_of_another() -> None:
     tensor = load(torch.ones(4, dtype=torch.float64), 3 * torch.ones(4, dtype=torch.float64))
-    assert examine("one_factor", tensor).trials[0].reason is Reason.EXPECTED_IS_CONSTANT
+    assert examine("one_factor", tensor).explanation is None
     expected = draw(4, 3)
     assert examine("one_factor", load(expected, 3 * expected)).explanation.cause is Cause.SCALE
 
@@ -171,7 +162,6 @@ def test_tensors_of_one_cause_follow_the_worst_of_them() -> None:
     head = explained["weight/1"]
     assert head.code == Cause.NOT_LOADED
     assert set(head.explanation.subject.tensors) == {"weight/0", "weight/1", "weight/2"}
-    assert head.trials
     assert [explained[name].follows for name in ("weight/0", "weight/2", "loss")] == [
         "weight/1",
         "weight/1",

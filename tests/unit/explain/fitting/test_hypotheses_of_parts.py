@@ -5,33 +5,21 @@ Each is tested on a new bug of its class, and on a bug of another class that it 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_origin, make_sharded, make_tensor
 
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.counter_tests import count_right_alike
-from moeverify.explain.fitting.first_divergence import Search
 from moeverify.parallel.regions.region import Region
-from moeverify.results.cause import Cause
-from moeverify.results.factor import Product, Source
-from moeverify.results.observation import FitResult
+from moeverify.results.factor import Source
 from moeverify.results.operation import (
-    Altered,
     LostElements,
-    Offset,
-    Replaced,
-    Scaled,
     Stepped,
     Unmoved,
-    Unreduced,
 )
-from moeverify.results.part import Tokens
 
 TP = Axes({"tp": [[0, 1]]}, [Source(name="tp", size=2)])
 SQUARES = {"layers.0.norm.weight": 3.0, "layers.1.norm.weight": 4.0, "layers.0.up.weight": 12.0}
@@ -40,93 +28,7 @@ SQUARES = {"layers.0.norm.weight": 3.0, "layers.1.norm.weight": 4.0, "layers.0.u
 # slices along a dim
 
 
-def test_experts_with_a_factor_of_their_own_are_named() -> None:
-    expected = draw(4, 3, 2)
-    actual = expected.clone()
-    actual[2:] *= 0.5
-    outcome = examine("block_factors", make_tensor(expected, actual, name="layers.0.moe.experts.up"))
-    assert outcome.explanation is not None
-    operation = outcome.explanation.operation
-    assert isinstance(operation, Scaled)
-    (wrong,) = operation.contributions
-    assert wrong.part.block is not None
-    assert (wrong.part.block.unit, wrong.part.block.indices) == ("expert", (2, 3))
-    assert wrong.factor.value == pytest.approx(0.5)
-
-
-def test_factors_of_slices_are_numbers_of_the_run_up_to_rounding() -> None:
-    expected = draw(4, 8)
-    actual = expected.clone()
-    actual[2:] *= 0.5
-    rounded = (actual * (1.0 + 1e-6 * draw(4, 8, seed=1))).float()
-    tensor = replace(make_tensor(expected, rounded), precision=torch.float32)
-    outcome = examine("block_factors", tensor, make_inputs(tensor, axes=TP))
-    assert outcome.explanation is not None
-    operation = outcome.explanation.operation
-    assert isinstance(operation, Scaled)
-    (wrong,) = operation.contributions
-    assert (wrong.factor.value, [product.over for product in wrong.factor.equals]) == (0.5, [("tp",)])
-    (fit,) = [each for each in outcome.observations if isinstance(each, FitResult)]
-    assert 1e-8 < fit.residual < 1e-5
-    assert examine("block_factors", make_tensor(expected, rounded)).explanation is None
-
-
-def test_slices_that_are_no_multiples_or_each_another_one_are_refused() -> None:
-    expected = draw(6, 3)
-    each = expected * torch.arange(1.0, 7.0, dtype=torch.float64).unsqueeze(1)
-    for actual in (each, expected + 1e-3 * draw(6, 3, seed=1)):
-        assert examine("block_factors", make_tensor(expected, actual)).explanation is None
-
-
-def test_columns_whose_replicas_are_partial_sums_are_named() -> None:
-    expected, part = draw(4, 6), draw(4, 6, seed=1)
-    first, second = expected.clone(), expected.clone()
-    first[:, 4:], second[:, 4:] = part[:, 4:], (expected - part)[:, 4:]
-    tensor = make_tensor(expected, first, second)
-    outcome = examine("block_sum", tensor, make_inputs(tensor, axes=TP))
-    assert outcome.explanation is not None
-    operation = outcome.explanation.operation
-    assert isinstance(operation, Unreduced)
-    assert (operation.axes, outcome.explanation.cause) == ((Product(times=("tp",)),), Cause.MISSING_REDUCTION)
-    assert operation.block is not None
-    assert (operation.block.unit, operation.block.indices) == ("column", (4, 5))
-
-
-def test_slices_that_are_neither_right_nor_partial_sums_are_refused() -> None:
-    expected = draw(4, 6)
-    first, second = expected.clone(), expected.clone()
-    first[:, 4:] *= 2.0  # a factor on one rank
-    tensor = make_tensor(expected, first, second)
-    assert examine("block_sum", tensor, make_inputs(tensor, axes=TP)).explanation is None
-    shards = make_sharded(expected, expected[:2], 2 * expected[2:])  # nothing there to add up
-    assert examine("block_sum", shards, make_inputs(shards, axes=TP)).explanation is None
-
-
 # values that were added
-
-
-def test_half_of_the_gradient_of_the_step_before_is_found_in_all_gradients() -> None:
-    old = {name: draw(4, 3, seed=number + 5) for number, name in enumerate(SQUARES)}
-    tensors = [
-        make_tensor(draw(4, 3, seed=number), draw(4, 3, seed=number) + 0.5 * old[name], name=name, step=1)
-        for number, name in enumerate(SQUARES)
-    ]
-
-    def read(kind: str, name: str, before: int) -> Tensor | None:
-        return old[name] if (kind, before) == ("gradient", 1) else None
-
-    outcome = find_hypothesis("added_values").test(tensors, make_inputs(*tensors, golden=read))
-    assert outcome.explanation is not None
-    assert isinstance(outcome.explanation.operation, Scaled)
-    (added,) = outcome.explanation.operation.contributions
-    assert (added.part.added, outcome.explanation.cause) == ("gradient-of-step-before", Cause.STALE)
-    assert added.factor.value == pytest.approx(0.5)
-
-
-def test_noise_is_no_added_weight() -> None:
-    tensor = make_tensor(draw(4, 3), draw(4, 3) + draw(4, 3, seed=9), step=1)
-    inputs = make_inputs(tensor, golden=lambda kind, name, before: draw(4, 3, seed=7))
-    assert examine("added_values", tensor, inputs).explanation is None
 
 
 # counters, copies, losses, ranks
@@ -139,43 +41,6 @@ def test_a_counter_of_steps_is_read_as_a_number() -> None:
     assert outcome.explanation.operation == Stepped(num_steps=-2)
     moment = make_tensor(draw(3), draw(3, seed=1), name="up.weight.exp_avg", kind="optimizer_state")
     assert not find_hypothesis("step_counter").applies(moment, make_inputs(moment))
-
-
-def test_a_layer_that_is_a_copy_of_another_is_named_and_constants_are_not() -> None:
-    values = {"layers.0.up.weight": draw(4, 3), "layers.1.up.weight": draw(4, 3, seed=1)}
-    regions = {name: {0: Region.whole((4, 3))} for name in values}
-    for actual, other in ((values["layers.0.up.weight"], "layers.0.up.weight"), (draw(4, 3, seed=2), "")):
-        tensor = make_tensor(
-            values["layers.1.up.weight"], actual, name="layers.1.up.weight", kind="initial_weight"
-        )
-        inputs = make_inputs(tensor, regions=regions, golden=lambda kind, name, before: values[name])
-        found = examine("another_layer", tensor, inputs).explanation
-        assert (found.operation if found is not None else None) == (
-            Replaced(by="tensor", tensor=other) if other else None
-        )
-    ones = make_tensor(draw(4), torch.ones(4, dtype=torch.float64), kind="initial_weight")
-    assert examine("another_layer", ones).explanation is None
-
-
-@pytest.mark.parametrize(
-    ("precision", "noise", "named"),
-    [
-        (torch.float64, 0.0, True),
-        (torch.float64, 1e-3, False),
-        (torch.float32, 1e-6, True),
-        (torch.bfloat16, 1e-2, False),
-    ],
-)
-def test_the_gradient_of_another_layer_is_named_where_rounding_shows_it(
-    precision: torch.dtype, noise: float, named: bool
-) -> None:
-    values = {"layers.0.up.weight": draw(4, 3), "layers.1.up.weight": draw(4, 3, seed=1)}
-    regions = {name: {0: Region.whole((4, 3))} for name in values}
-    stale = values["layers.0.up.weight"] + noise * draw(4, 3, seed=2)
-    tensor = make_tensor(values["layers.1.up.weight"], stale, name="layers.1.up.weight", precision=precision)
-    inputs = make_inputs(tensor, regions=regions, golden=lambda kind, name, before: values[name])
-    found = examine("another_layer", tensor, inputs).explanation
-    assert (found is not None) is named
 
 
 def test_elements_that_are_zero_are_named_with_their_place() -> None:
@@ -222,19 +87,6 @@ def test_zeros_beside_other_errors_are_no_lost_elements() -> None:
     assert examine("lost_elements", make_sharded(expected, first, expected[2:])).explanation is None
 
 
-@pytest.mark.parametrize(("offset", "axes"), [(-math.log(2.0), True), (0.5, False)])
-def test_a_loss_that_is_off_by_the_logarithm_of_an_axis_names_it(offset: float, axes: bool) -> None:
-    expected = torch.tensor(5.0, dtype=torch.float64)
-    loss = make_tensor(expected, expected + offset, name="lm", kind="loss")
-    gradient = make_tensor(draw(4), draw(4, seed=1))
-    # The number shows how it was computed, whether or not modules were compared.
-    search = None if axes else Search({}, {}, {}, 0.0)
-    outcome = examine("loss_value", gradient, make_inputs(gradient, loss, axes=TP, search=search))
-    assert outcome.explanation is not None
-    assert isinstance(outcome.explanation.operation, Offset if axes else Altered)
-    assert outcome.explanation.candidates == ((Product(over=("tp",)),) if axes else ())
-
-
 def test_an_update_that_stands_still_on_one_rank_names_it() -> None:
     expected = draw(4, 3)
     still = make_sharded(expected, expected[:2], torch.zeros(2, 3, dtype=torch.float64), kind="update")
@@ -243,19 +95,6 @@ def test_an_update_that_stands_still_on_one_rank_names_it() -> None:
     assert outcome.explanation.operation == Unmoved(ranks=(1,))
     others = make_sharded(expected, 2 * expected[:2], torch.zeros(2, 3, dtype=torch.float64), kind="update")
     assert examine("unmoved", others).explanation is None
-
-
-@pytest.mark.parametrize(("wrong", "padding"), [((0, 2), True), ((1, 0), False)])
-def test_tokens_that_are_wrong_are_padding_or_not(wrong: tuple[int, int], padding: bool) -> None:
-    expected = draw(2, 3, 4)
-    actual = expected.clone()
-    actual[wrong] += 1.0
-    tensor, inputs = make_origin(expected, actual, direction="backward")
-    inputs.valid = torch.tensor([[True, True, False], [True, True, True]])
-    found = examine("wrong_tokens", tensor, inputs).explanation
-    assert (found is not None) == padding
-    if found is not None:
-        assert (found.operation, found.cause) == (Altered(tokens=Tokens(padding=True)), Cause.PADDING)
 
 
 # rounding needs rounding's error pattern

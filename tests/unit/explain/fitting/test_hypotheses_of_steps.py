@@ -8,9 +8,6 @@ from wrong_tensors import AXES, draw, examine, make_inputs, make_sharded, make_t
 
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.first_divergence import Search
-from moeverify.explain.fitting.inputs import STEP_BEFORE
-from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
-from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.observation import RankValues, ScalarValues, WrongElements
@@ -18,13 +15,11 @@ from moeverify.results.operation import (
     Altered,
     Miscounted,
     OwnValues,
-    RepeatedShard,
     Replaced,
     Scaled,
     Unmoved,
     Zeroed,
 )
-from moeverify.results.trial import Reason
 
 
 def scalar(value: float) -> torch.Tensor:
@@ -32,46 +27,6 @@ def scalar(value: float) -> torch.Tensor:
 
 
 # initial values
-
-
-def test_shards_of_two_ranks_that_are_equal_were_drawn_alike() -> None:
-    expected = draw(4, 3)
-    wrong = draw(2, 3, seed=5)
-    tensor = make_sharded(expected, wrong, wrong.clone(), kind="initial_weight")
-    explanation = examine("repeated_shard", tensor).explanation
-    assert (explanation.cause, explanation.operation) == (Cause.DUPLICATE, RepeatedShard(ranks=(0, 1)))
-
-
-def test_replicas_may_be_equal_and_single_numbers_prove_nothing() -> None:
-    wrong = draw(4, 3, seed=5)
-    tensor = make_tensor(draw(4, 3), wrong, wrong.clone(), kind="initial_weight")
-    assert examine("repeated_shard", tensor).explanation is None
-    ones = make_sharded(draw(2), torch.ones(1), torch.ones(1), kind="initial_weight")
-    assert examine("repeated_shard", ones).explanation is None
-
-
-def test_shards_of_a_norm_are_ones_without_having_been_drawn() -> None:
-    ones, other = torch.ones(2, dtype=torch.float64), torch.full((2,), 1.5, dtype=torch.float64)
-    begun_at_ones = make_sharded(
-        torch.ones(4, dtype=torch.float64), ones, ones.clone(), kind="initial_weight"
-    )
-    assert examine("repeated_shard", begun_at_ones).explanation is None
-    tensor = make_sharded(draw(4), other, other.clone(), kind="initial_weight")
-    assert examine("repeated_shard", tensor).explanation is None
-
-
-def test_a_rank_with_nothing_of_a_short_tensor_repeats_nobody() -> None:
-    expected = draw(1, 4)
-    regions = [Region.box((1, 4), (range(rows), range(4))) for rows in (1, 0)]
-    shards = (RankShard(0, regions[0], expected + 1.0), RankShard(1, regions[1], expected[:0]))
-    tensor = WrongTensor((-1, "initial_weight", "gate.weight"), expected, shards)
-    assert examine("repeated_shard", tensor).explanation is None
-
-
-def test_equal_shards_are_right_where_those_of_the_golden_are_equal() -> None:
-    half = draw(2, 3)
-    tensor = make_sharded(half.repeat(2, 1), half, half.clone(), kind="initial_weight")
-    assert examine("repeated_shard", tensor).explanation is None
 
 
 def test_a_rank_that_starts_otherwise_is_named() -> None:
@@ -101,20 +56,6 @@ def count(*per_rank: list[float]) -> object:
     return make_tensor(expected, *locals_, name="layers.1.moe.router", kind="router_counts")
 
 
-def test_as_many_counts_as_there_are_tokens_with_padding() -> None:
-    tensor = count([20.0, 30.0, 50.0], [20.0, 30.0, 50.0])
-    explanation = examine("counted_padding", tensor, make_inputs(tensor, num_tokens=50)).explanation
-    assert explanation.cause is Cause.PADDING
-    assert explanation.operation == Miscounted(expected=60.0, actual=100.0, rank=0)
-
-
-@pytest.mark.parametrize(("values", "num_tokens"), [([20.0, 30.0, 49.0], 50), ([5.0, 20.0, 25.0], 50)])
-def test_other_counts_are_no_padding(values: list[float], num_tokens: int) -> None:
-    tensor = count(values)
-    inputs = make_inputs(tensor, num_tokens=num_tokens)
-    assert examine("counted_padding", tensor, inputs).explanation is None
-
-
 def test_the_count_of_the_worst_rank_is_quoted() -> None:
     tensor = count([10.0, 20.0, 30.0], [10.0, 20.0, 24.0])
     explanation = examine("altered", tensor).explanation
@@ -122,33 +63,13 @@ def test_the_count_of_the_worst_rank_is_quoted() -> None:
     assert explanation.operation == Miscounted(expected=60.0, actual=54.0, rank=1)
 
 
-@pytest.mark.parametrize(("time", "found"), [("step-before", Replaced(by="step-before")), ("", None)])
-def test_counts_of_the_step_before_were_not_counted_again(time: str, found: Replaced | None) -> None:
+@pytest.mark.parametrize(("is_old", "found"), [(True, Replaced(by="step-before")), (False, None)])
+def test_counts_of_the_step_before_were_not_counted_again(is_old: bool, found: Replaced | None) -> None:
     tensor = count([30.0, 20.0, 10.0])
     old = torch.tensor([30.0, 20.0, 10.0], dtype=torch.float64)
-    inputs = make_inputs(tensor, earlier=lambda key: {time: old} if time else {})
+    inputs = make_inputs(tensor, earlier=lambda key: old if is_old else None)
     explanation = examine("previous_value", tensor, inputs).explanation
     assert (explanation.operation if explanation is not None else None) == found
-
-
-@pytest.mark.parametrize(
-    ("values", "other"), [([5.0, 35.0, 20.0], "layers.2.moe.router"), ([1.0, 2.0, 57.0], "")]
-)
-def test_counts_of_another_router_are_named(values: list[float], other: str) -> None:
-    tensor = count(values)
-    goldens = {"layers.2.moe.router": [5.0, 35.0, 20.0], "layers.1.moe.router": [10.0, 20.0, 30.0]}
-
-    def read(kind: str, name: str, before: int) -> torch.Tensor | None:
-        known = goldens.get(name) if kind == "router_counts" else None
-        return None if known is None else torch.tensor(known, dtype=torch.float64)
-
-    regions = {f"{name}.weight": {0: Region.whole((3, 4))} for name in goldens}
-    explanation = examine(
-        "another_layer", tensor, make_inputs(tensor, golden=read, regions=regions)
-    ).explanation
-    assert (explanation.operation if explanation is not None else None) == (
-        Replaced(by="tensor", tensor=other) if other else None
-    )
 
 
 # losses
@@ -174,11 +95,10 @@ def test_counts_of_each_ranks_own_tokens_are_not_reduced() -> None:
 )
 def test_a_router_that_differs_over_right_inputs(kind: str, cause: Cause) -> None:
     tensor = make_tensor(draw(2, 3), draw(2, 3, seed=1), name="layers.1.moe.router", kind=kind)
-    compared = Search({}, {"forward": 9, "backward": 9}, {"forward": 0.0, "backward": 0.0}, 1e-9)
+    compared = Search({}, {"forward": 9, "backward": 9}, {"forward": 0.0, "backward": 0.0})
     assert examine("altered", tensor, make_inputs(tensor, search=compared)).explanation.cause is cause
     # Where no module was compared, its inputs may be wrong.
-    outcome = examine("altered", tensor)
-    assert (outcome.explanation, outcome.trials[0].reason) == (None, Reason.MODULES_NOT_COMPARED)
+    assert examine("altered", tensor).explanation is None
 
 
 # reported losses
@@ -194,7 +114,7 @@ def test_a_reported_number_always_has_a_factor() -> None:
 
 def test_a_reported_number_that_should_be_zero_has_none() -> None:
     tensor = make_tensor(scalar(0.0), scalar(3.0), name="z", kind="loss")
-    assert examine("one_factor", tensor).trials[0].reason is Reason.EXPECTED_IS_ZERO
+    assert examine("one_factor", tensor).explanation is None
     outcome = examine("altered", tensor)
     assert (outcome.explanation.cause, outcome.explanation.operation) == (Cause.METRIC, Altered())
     assert outcome.observations == (ScalarValues(expected=0.0, actual=3.0, rank=0),)
@@ -281,7 +201,7 @@ def test_an_update_of_another_size_is_scaled() -> None:
 def test_a_buffer_that_is_that_of_the_step_before_did_not_move() -> None:
     expected, before = draw(8), draw(8, seed=1)
     tensor = make_tensor(expected, before, name="layers.0.moe.router.selection_bias", kind="buffer")
-    inputs = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: before})
+    inputs = make_inputs(tensor, earlier=lambda key: before)
     explanation = examine("previous_value", tensor, inputs).explanation
     assert (explanation.cause, explanation.operation) == (Cause.STALE, Unmoved())
 
@@ -299,11 +219,11 @@ def test_a_buffer_that_moved_otherwise_counts_its_wrong_elements() -> None:
 def test_a_clip_by_the_norm_of_the_step_before_is_stale(actual: float, is_old: bool) -> None:
     numbers = [torch.tensor(value, dtype=torch.float64) for value in (0.25, actual, 0.19)]
     tensor = make_tensor(*numbers[:2], name="clip_coefficient", kind="gradient_norm", step=1)
-    inputs = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: numbers[2]})
+    inputs = make_inputs(tensor, earlier=lambda key: numbers[2])
     explanation = examine("gradient_norm", tensor, inputs).explanation
     assert (explanation.cause is Cause.STALE) is is_old
     # If the step before had the same right number, nothing shows that it is old.
-    same = make_inputs(tensor, earlier=lambda key: {STEP_BEFORE: numbers[0]})
+    same = make_inputs(tensor, earlier=lambda key: numbers[0])
     assert examine("gradient_norm", tensor, same).explanation.cause is Cause.NORM
 
 

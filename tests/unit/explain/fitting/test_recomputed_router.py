@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moeverify.explain.fitting.axes import Axes
-from moeverify.explain.fitting.inputs import DiagnosisInputs
-from moeverify.explain.fitting.recomputed import explain_router_gradient, join_alike, merge_with_origins
+from moeverify.explain.fitting.recomputed import join_alike, merge_with_origins
 from moeverify.report.words.cause import describe_cause
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.factor import Factor, Source
+from moeverify.results.factor import Factor
 from moeverify.results.facts import ObjectiveFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered, Scaled
@@ -100,14 +98,6 @@ def test_a_gradient_that_nothing_explains_follows_from_the_loss_that_is_computed
 def test_a_gradient_that_nothing_explains_follows_from_one_that_something_does() -> None:
     wrong, known = join_alike([unknown(), gradient()])
     assert (wrong.follows, known.follows) == (known.tensor, "")
-
-
-def test_a_factor_gets_the_integers_that_equal_it() -> None:
-    finding = gradient()
-    assert isinstance(finding.facts, RouterGradientFacts)
-    inputs = DiagnosisInputs(axes=Axes({}, [Source(name="tp", size=2)]))
-    explained = explain_router_gradient(finding, finding.facts, inputs)
-    assert "0.5 = 1/tp" in describe_cause(explained)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ def make_products(number: int, how: Callable[[Tensor], Tensor], *, factor: float
 
 
 def is_rounding(tensors: list[WrongTensor], inputs: DiagnosisInputs | None = None) -> bool:
-    outcome = find_hypothesis("rounding").test(tensors, inputs or make_inputs(*tensors))
-    return outcome.explanation is not None
+    return find_hypothesis("rounding").test(tensors, inputs or make_inputs(*tensors)) is not None
 
 
 def to_bfloat16(values: Tensor) -> Tensor:

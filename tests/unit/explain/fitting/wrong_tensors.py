@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def make_origin(
     end: Any = "output" if direction == "forward" else "input"
     origin = Origin(direction, module, end, 1.0, (0, 1), tensor, first_micro_batch)
     right = {"forward": 3, "backward": 3}
-    search = Search({direction: origin}, right, dict.fromkeys(right, 1e-16), 1e-9)
+    search = Search({direction: origin}, right, dict.fromkeys(right, 1e-16))
     return tensor, DiagnosisInputs(axes=AXES, search=search)
 
 
@@ -129,9 +130,17 @@ def find_hypothesis(name: str) -> Hypothesis:
     return next(hypothesis for tier in TIERS for hypothesis in tier if hypothesis.name == name)
 
 
-def examine(name: str, tensor: WrongTensor, inputs: DiagnosisInputs | None = None) -> Outcome:
+@dataclass(frozen=True)
+class Refused:
+    """What a hypothesis says that does not explain a tensor."""
+
+    explanation: None = None
+    observations: tuple[()] = ()
+
+
+def examine(name: str, tensor: WrongTensor, inputs: DiagnosisInputs | None = None) -> Outcome | Refused:
     """Return the result of a hypothesis for a tensor in its scope."""
     hypothesis = find_hypothesis(name)
     inputs = inputs if inputs is not None else make_inputs(tensor)
     assert hypothesis.applies(tensor, inputs)
-    return hypothesis.test([tensor], inputs)
+    return hypothesis.test([tensor], inputs) or Refused()

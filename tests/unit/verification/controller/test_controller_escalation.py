@@ -18,7 +18,7 @@ from moeverify.results.facts import ClipFacts, ObjectiveFacts, OwnStep, RouterFa
 from moeverify.results.finding import CheckResult, Finding, Wider
 from moeverify.results.observation import HiddenByRounding
 from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved
-from moeverify.results.part import WHOLE, Contribution, Part, Tokens
+from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.run import CaseResult
 from moeverify.results.step_facts import RecomputedFacts, TermFacts
 from moeverify.results.upstream import OffUpstream
@@ -91,7 +91,6 @@ def test_a_place_a_size_and_a_measured_number_name_no_operation(operation: Opera
 @pytest.mark.parametrize(
     "operation",
     [
-        Altered(tokens=Tokens(padding=True)),
         Rounded(dtype="bfloat16", is_representable=True),
         Unmoved(),
         scale(2.0, Product(times=("tp",))),
