@@ -64,12 +64,12 @@ class Upstream:
             self._list_parts(taken) if cause.repairs and cause.repairs[0].kind == "total" else (),
             self._list_missing(cause),
         )
+        is_met = self._joint.op(cause.ops[0]).meeting is not None
         return found or self._choose(
             named,
             self._list_applied(cause),
-            self._list_groups(cause, lineage) if cause.known else (),
+            self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._list_definitions(cause.ops[0]) if defines else (),
-            self._list_groups(cause, lineage) if defines else (),
         )
 
     def _choose(self, named: Collection[tuple[str, int]], *sources: Iterable[Origin]) -> tuple[Origin, ...]:
