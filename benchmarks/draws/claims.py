@@ -158,7 +158,7 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
         axes=tuple(sorted(_find_axes(explanation, place, facts) - {""})),
         is_location_only=is_location_only,
-        shown=tuple(dict.fromkeys(_find_lines(said))),
+        shown=tuple(dict.fromkeys([*_find_lines(said), *_list_origins(finding.get("culprit") or {})])),
     )
 
 
@@ -201,7 +201,13 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         axes=tuple(sorted(culprit["axes"])),
         is_location_only=not culprit["proved"],
         shown=tuple(
-            dict.fromkeys([*lines, *(line for each in others for line in _list_lines(each, callers=4))])
+            dict.fromkeys(
+                [
+                    *lines,
+                    *(line for each in others for line in _list_lines(each, callers=4)),
+                    *_list_origins(culprit),
+                ]
+            )
         ),
     )
 
@@ -237,6 +243,12 @@ def _read_kind_of_culprit(
 def _list_lines(operation: Mapping[str, Any], *, callers: int) -> list[tuple[str, int]]:
     """Return the lines of an operation and of some calls around it."""
     lines = [operation.get("line"), *operation.get("callers", ())[:callers]]
+    return [(line["file"], line["line"]) for line in lines if line]
+
+
+def _list_origins(culprit: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the lines from which a wrong result may come, and those that call them."""
+    lines = [each for origin in culprit.get("origins", ()) for each in (origin["line"], origin.get("caller"))]
     return [(line["file"], line["line"]) for line in lines if line]
 
 

@@ -214,6 +214,15 @@ class Alignment:
         theirs = len(self._one_by_key.get(self.key(at), ()))
         return theirs > 0 and sum(each[0] == at[0] for each in self.siblings(at)) % theirs == 0
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The factors under which a multiple of a right value is known."""
+        return self._scales
+
+    def list_counterparts(self, at: At) -> list[int]:
+        """Return the single-device values of the same place of the program."""
+        return sorted(self._one_by_key.get(self.key(at), ()))
+
     def siblings(self, at: At) -> list[At]:
         """Return the values of all ranks and micro-batches that the same place of the program computes."""
         return self._by_key[self.key(at)]

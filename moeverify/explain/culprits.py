@@ -26,6 +26,7 @@ from moeverify.explain.origins import Origins
 from moeverify.explain.program import HIDDEN, SETUP, Op
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
+from moeverify.explain.upstream import Upstream
 from moeverify.results.culprit import Culprit, Operation, Source
 
 _ADDING = frozenset({"add", "sub", "pow"})
@@ -37,6 +38,10 @@ _MOST_MIXED = 2
 _LEAST_SHARE = 0.05
 """Minimum fraction of a mixed value's elements for which a source is named."""
 _MOST_BETWEEN = 12
+_OF_TENSORS = frozenset(
+    {"operator", "operand", "whole", "inserted", "removed", "returned", "moved", "reduction", "total"}
+)
+"""Mechanisms that leave no number, group or flag in doubt."""
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
@@ -54,10 +59,55 @@ class Culprits:
         self._landmarks = explainer.landmarks
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._origins = Origins(self._alignment, self._one)
+        self._upstream = Upstream(self._alignment, self._one, explainer.right)
         self._groups = groups
 
     def make(self, cause: Cause) -> Culprit:
-        """Return the record of a cause."""
+        """Return the record of a cause, with the lines from which it may come."""
+        culprit = self._make(cause)
+        if cause.launch is not None or culprit.mechanism == "written":
+            return culprit
+        shown = (culprit.here, culprit.there, culprit.made, *culprit.moves, *culprit.moves_there)
+        named = {line_of(each) for each in shown if each is not None and each.line is not None}
+        origins = self._upstream.find(
+            cause, _list_taken(cause), named, defines=culprit.mechanism not in _OF_TENSORS
+        )
+        return culprit.model_copy(update={"origins": origins})
+
+    def make_makers(self) -> dict[str, Culprit]:
+        """Return the operation of user code that made each named tensor before the first step, on any rank."""
+        found: dict[str, Culprit] = {}
+        for rank, program in enumerate(self._joint.programs):
+            for value in program.values:
+                at = (rank, value.op)
+                if not value.label or value.label in found or self._joint.op(at).step >= 0:
+                    continue
+                if origins := self._upstream.find_made(at):
+                    place = Culprit(mechanism="place", proved=False, here=self._operation(at))
+                    absent = self._list_absent(value.label)
+                    found[value.label] = place.model_copy(update={"origins": origins, "absent": absent})
+        return found
+
+    def _list_absent(self, name: str) -> tuple[tuple[int, int, int], ...]:
+        """Return (dim, first, stop) of the runs of a tensor's indices that no rank has before the first step."""
+        regions = [
+            shown.region
+            for program in self._joint.programs
+            for mark, shown in program.marks.items()
+            if mark[0] == SETUP and mark[2] == name
+        ]
+        found: list[tuple[int, int, int]] = []
+        if not regions or any(region.flat is not None for region in regions):
+            return ()
+        for dim, size in enumerate(regions[0].shape):
+            held = {index for region in regions for index in region.dims[dim]}
+            absent = [index for index in range(size) if index not in held]
+            starts = [index for index in absent if index - 1 not in absent]
+            stops = [index + 1 for index in absent if index + 1 not in absent]
+            found += [(dim, first, stop) for first, stop in zip(starts, stops, strict=True)]
+        return tuple(found[:_MOST_OTHERS])
+
+    def _make(self, cause: Cause) -> Culprit:
         first = cause.ops[0]
         edit = cause.repairs[0] if cause.repairs else None
         other = None if edit is None else edit.other
@@ -271,6 +321,12 @@ class Culprits:
         if not found and len(ranks) > 1:
             found = [f"ranks {', '.join(map(str, ranks))}"]
         return tuple(found[:1]) + (("micro-batches",) if len(over) > len(ranks) else ())
+
+
+def _list_taken(cause: Cause) -> list[At]:
+    """Return the operands that a repair of the first operation replaces."""
+    changed = cause.repairs[0].changes.values if cause.repairs and cause.repairs[0].kind != "value" else ()
+    return [at for at in changed if at[0] == cause.ops[0][0]]
 
 
 def _find_place(op: Op, number: int) -> int:

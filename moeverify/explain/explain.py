@@ -82,7 +82,7 @@ class Explainer:
         self._scales = tuple(scales)
         self.alignment = Alignment(self.joint, one, scales)
         self.one = OneDevice(one, self.alignment.elements)
-        wrong, self._right = find_targets(self.joint, one, step)
+        wrong, self.right = find_targets(self.joint, one, step)
         self.wrong = sorted(wrong, key=_order)
         self.causes: list[Cause] = []
         self.tried = 0
@@ -91,7 +91,7 @@ class Explainer:
         self._on_place: Callable[[list[Cause]], object] | None = None
         self.landmarks = Landmarks(programs, self.one, step)
         self._further = Further(self.joint, self.one, step)
-        self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self._right)
+        self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.right)
 
     def explain(
         self,

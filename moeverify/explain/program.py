@@ -228,6 +228,8 @@ class Program:
     - `ends`: the tensors at the ends of modules.
     - `races`: uses of memory that a collective might still be using.
     - `shares`: (rows, positions) of the batch, for each micro-batch.
+    - `cuts`: (next operator, value, lines of the call) of each `detach` of a tensor with a gradient.
+    - `groups`: the calls that took each process group from a mesh or made it, by the group's name.
     - `is_complete`: False if the program was too large to keep all values.
     """
 
@@ -237,6 +239,8 @@ class Program:
     ends: list[End] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     shares: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
+    cuts: list[tuple[int, int, tuple[Site, ...]]] = field(default_factory=list)
+    groups: dict[str, list[tuple[Site, ...]]] = field(default_factory=dict)
     is_complete: bool = True
 
     def sites_of(self, op: Op) -> tuple[Site, ...]:

@@ -33,6 +33,7 @@ from moeverify.explain.arguments import (
     storage_of,
 )
 from moeverify.explain.fused import list_decompositions, plain_attention
+from moeverify.explain.groups import follow_groups
 from moeverify.explain.meetings import Call, read_filling, read_returning
 from moeverify.explain.memory import Memory, Pending, Use
 from moeverify.explain.operators import NotExecutable, execute
@@ -136,7 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         ]
         self._is_open = True
         try:
-            with self._waits.following(), self, plain_attention():
+            with self._waits.following(), follow_groups(self.program.groups), self, plain_attention():
                 yield
         finally:
             self._is_open = False
@@ -185,6 +186,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         if func.overloadpacket.__name__ in _SAME:
             result = func(*args, **named)
             self._note_same(args, result)
+            if func.overloadpacket.__name__ == "detach" and args[0].requires_grad and is_direct(3):
+                self.program.cuts.append((len(self.program.ops), self._find(args[0]), find_sites(3)))
             return result
         consists = list_decompositions().get(func)
         if consists is not None:

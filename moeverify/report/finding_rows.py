@@ -9,7 +9,7 @@ from moeverify.report.words.cause import (
     describe_where,
     leads_with_culprit,
 )
-from moeverify.report.words.culprit import list_culprit, list_source
+from moeverify.report.words.culprit import list_culprit, list_origins, list_source
 from moeverify.report.words.follow_up import describe_follow_up
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
@@ -51,6 +51,8 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
         facts += list_culprit(culprit)
     elif cause := describe_cause(finding):
         facts.append(("cause", cause))
+    if finding.culprit is not None:
+        facts.extend(("look at", line) for line in list_origins(finding.culprit))
     if where := describe_where(finding):
         facts.append(("where", where))
     if culprit is not None:

@@ -83,6 +83,42 @@ class Source(Record):
     zeros: float = 0.0
 
 
+OriginKind = Literal[
+    "cut",
+    "value",
+    "extra",
+    "number",
+    "part",
+    "missing",
+    "applied",
+    "collective",
+    "group",
+    "definition",
+    "made",
+]
+"""Relation of a line to the first wrong operation, which comes later:
+
+- `cut`: it detaches a tensor through which one device passes a gradient;
+- `value`: its inputs match, and its integers, masks or numbers differ;
+- `extra`: one device does not run it, and its result enters the wrong one;
+- `number`: it multiplies by a number that one device does not have there;
+- `part`: it passes on a part of a sum, without a reduction;
+- `missing`: most right results of this kind pass its collective, and this one does not;
+- `applied`: it applies the function whose backward is wrong;
+- `collective`, `group`: it reduced or moved the wrong result, or took the process group for that;
+- `definition`: it defines a number, group, index or flag of the operation in Python;
+- `made`: it made the tensor before the first step.
+"""
+
+
+class Origin(Record):
+    """A line of user code from which a wrong result may come, and the line that calls its function."""
+
+    kind: OriginKind
+    line: CodeLine
+    caller: CodeLine | None = None
+
+
 class Culprit(Record):
     """The first wrong operation: `here` on the ranks, and `there`, its counterpart on one device if any.
 
@@ -94,14 +130,16 @@ class Culprit(Record):
 
     `operand` is the index of the wrong operand; its value is `taken` and should be `right`. `made` is the
     operation of the rank that computed `taken`. For the mechanism `written` it is the operation that wrote
-    the correct values before the first step. `numbers` are pairs of different numbers, (here, there).
-    `moves` are the operations that moved an operand from its producer to `here`, and `moves_there` the ones
-    on one device. `others` are more lines with the same mistake.
+    the correct values before the first step. A culprit without `ranks` only names the maker of a tensor;
+    no rank has the indices `absent` of it, as (dim, first, stop). `numbers` are pairs of different numbers,
+    (here, there). `moves` are the operations that moved an operand from its producer to `here`, and
+    `moves_there` the ones on one device. `others` are more lines with the same mistake.
 
     `results` are the wrong results that the culprit explains; they are `factor` times the correct ones.
     `leads` means that the report states this culprit as the cause, not as evidence for another one. If no
     change is proved, `between` has one operation per source line, from correct inputs to the first wrong
-    result.
+    result. `origins` are lines of user code before `here` from which its wrong operands, groups and numbers
+    come.
     """
 
     mechanism: Mechanism
@@ -125,6 +163,8 @@ class Culprit(Record):
     results: tuple[str, ...] = ()
     factor: float = 1.0
     between: tuple[Operation, ...] = ()
+    origins: tuple[Origin, ...] = ()
+    absent: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def code(self) -> Cause:

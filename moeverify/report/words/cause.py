@@ -78,8 +78,11 @@ def describe_evidence(finding: Finding) -> tuple[str, ...]:
     lines = [*describe_wider(finding)]
     if leads_with_culprit(finding):
         lines += [describe_explanation(finding.explanation)] if finding.explanation is not None else []
-    elif finding.culprit is not None:
+    elif finding.culprit is not None and finding.culprit.ranks:
         lines.append(describe_culprit(finding.culprit))
+    elif finding.culprit is not None and finding.culprit.absent:
+        slices = [f"[{first}:{stop}] of dim {dim}" for dim, first, stop in finding.culprit.absent]
+        lines.append(f"no rank holds {', '.join(slices)}")
     lines += [
         *describe_facts(finding.facts, finding).evidence,
         *([", ".join(f"{each.name}: {each.site}" for each in finding.sites)] if finding.sites else ()),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from textwrap import shorten
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.results.checks import Kind
-from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Source
+from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, OriginKind, Source
 
 Row = tuple[str, str]
 """A label and a text."""
 
 _MOST_REPAIRED = 3
+_LONGEST = 100
 
 _NUMBERS = (f"{Kind.LOSS}/", f"{Kind.GRADIENT_NORM}/")
 """Kinds of results that are one number."""
@@ -66,6 +68,32 @@ def describe_culprit_place(culprit: Culprit) -> str:
     if calls:
         where.append("called from " + ", ".join(calls))
     return "; ".join(where)
+
+
+_ORIGINS: Mapping[OriginKind, str] = {
+    "cut": "passes no gradient",
+    "value": "has matching inputs and other values than on one device",
+    "extra": "is not run on one device, and its result enters",
+    "number": "takes a number that one device does not have there",
+    "part": "passes on a part of the sum",
+    "missing": "carries most right results of this kind, and not this one",
+    "applied": "applies the function in the forward pass",
+    "collective": "carries the wrong result",
+    "group": "takes the process group",
+    "definition": "defines a value that it takes",
+    "made": "made the tensor",
+}
+"""Relation of a line to the wrong result that may come from it."""
+
+
+def list_origins(culprit: Culprit) -> list[str]:
+    """Return one sentence for each line from which the wrong result may come."""
+    return [
+        f"`{shorten(each.line.expression, _LONGEST)}`, {_name_line(each.line)}"
+        + (f", called from {_name_line(each.caller)}" if each.caller is not None else "")
+        + f": {_ORIGINS[each.kind]}"
+        for each in culprit.origins
+    ]
 
 
 def list_source(culprit: Culprit) -> list[str]:

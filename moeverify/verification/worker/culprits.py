@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -47,7 +47,8 @@ class Found:
     """Result of the search on rank 0: each culprit with the (kind, tensor) pairs of its wrong results.
 
     `is_complete`: the culprits are proved and explain all wrong results. `failure` is set if the search
-    raised an error. `operators` is the path of the file with the operators of both sides, or empty.
+    raised an error. `operators` is the path of the file with the operators of both sides, or empty. `makers`
+    has the operation that made each named tensor, where no operation is known to be wrong.
     """
 
     step: int = -1
@@ -55,6 +56,7 @@ class Found:
     is_complete: bool = False
     failure: DiagnosisFailed | None = None
     operators: str = ""
+    makers: Mapping[str, Culprit] = field(default_factory=dict)
 
 
 def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
@@ -122,7 +124,7 @@ def find_culprits(
                 (culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes
             ]
             is_complete = explainer.is_done and all(culprit.proved for culprit, _ in found)
-            return Found(recorded.step, found, is_complete)
+            return Found(recorded.step, found, is_complete, makers=culprits.make_makers())
 
         causes = explainer.explain(
             end - time.monotonic(), proves=proves, on_place=lambda places: tell(describe(places))
@@ -156,7 +158,23 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
         lead = named or _find_lead(left, found.step, marks if culprit.proved else ())
         if lead is not None:
             left = _attach(left, lead, culprit, everything=found.is_complete)
-    return left
+    return _name_maker(left, found.makers)
+
+
+def _name_maker(findings: Sequence[Finding], makers: Mapping[str, Culprit]) -> list[Finding]:
+    """Return the findings; the first one before the first step names the operation that made its tensor."""
+    first = next(
+        (
+            each
+            for each in findings
+            if not (each.follows or each.culprit) and each.step < 0 and each.tensor in makers
+        ),
+        None,
+    )
+    return [
+        each.model_copy(update={"culprit": makers[each.tensor]}) if each is first else each
+        for each in findings
+    ]
 
 
 def _without_refuted(finding: Finding, culprit: Culprit) -> Finding:

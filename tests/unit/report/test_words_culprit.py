@@ -11,9 +11,10 @@ from moeverify.report.words.culprit import (
     describe_culprit,
     describe_culprit_place,
     list_culprit,
+    list_origins,
     list_source,
 )
-from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Source
+from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, OriginKind, Source
 
 HERE = Operation(
     operator="mul",
@@ -168,6 +169,23 @@ def test_a_value_to_which_one_device_does_more_is_named_with_what_follows() -> N
         ("reference", f"followed by {X_B}, then `a @ w` (mm), mine/ffn.py:9"),
     ]
     assert list_culprit(culprit)[:2] == rows
+
+
+def test_lines_to_look_at_are_named_with_their_callers() -> None:
+    origins = (
+        {"kind": "group", "line": THERE.line, "caller": OTHER.line},
+        {"kind": "cut", "line": HERE.line},
+    )
+    group, cut = list_origins(make("place", origins=origins))
+    assert group == "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9: takes the process group"
+    assert cut == "`x * 0.9`, mine/ffn.py:12 in forward: passes no gradient"
+
+
+def test_every_origin_has_words() -> None:
+    for kind in get_args(OriginKind):
+        (text,) = list_origins(make("place", origins=({"kind": kind, "line": HERE.line},)))
+        assert text.startswith("`x * 0.9`, mine/ffn.py:12 in forward: ")
+        assert not PRIVATE.search(text.replace("`", ""))
 
 
 def test_every_mechanism_has_words() -> None:

@@ -261,12 +261,22 @@ def test_what_is_found_is_told_before_operators_are_compared(
             heard.append("search")
             return [place, cause]
 
+    class Makers:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def make(self, cause: Any) -> Culprit:
+            return made[id(cause)]
+
+        def make_makers(self) -> dict[str, Culprit]:
+            return {"w": made[id(place)]}
+
     one = SimpleNamespace(is_complete=True)
     made = {id(place): blame(proved=False), id(cause): blame()}
     monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
     monkeypatch.setattr(culprits, "record_one_device", lambda *_: one)
     monkeypatch.setattr(culprits, "Explainer", Explainer)
-    monkeypatch.setattr(culprits, "Culprits", lambda *_: SimpleNamespace(make=lambda cause: made[id(cause)]))
+    monkeypatch.setattr(culprits, "Culprits", Makers)
     monkeypatch.setattr(culprits, "keep_operators", lambda *_: heard.append("operators") or "kept")
     golden, programs = None, [one]
     found = find_culprits(
@@ -281,3 +291,11 @@ def test_what_is_found_is_told_before_operators_are_compared(
     first, second = made.values()
     assert heard == [[first], "search", [first, second], "operators"]
     assert ([culprit for culprit, _ in found.culprits], found.operators) == ([first, second], "kept")
+    assert found.makers == {"w": first}
+
+
+def test_a_difference_before_the_first_step_shows_the_operation_that_made_the_tensor() -> None:
+    maker = blame(proved=False)
+    found = Found(-1, makers={"w": maker, "v": maker})
+    told = lead_with([find("w", step=0), find("u", step=-1), find("v", step=-1), find("w", step=-1)], found)
+    assert [each.culprit for each in told] == [None, None, maker, None]

@@ -1,0 +1,97 @@
+"""Definitions of the numbers, groups and flags that a call takes, found in source code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from moeverify.explain.definitions import Definitions
+from moeverify.explain.program import Site
+
+SOURCE = """
+class Bucket:
+    def __init__(self, group, size):
+        self.group = group
+        self.size = size
+        self.armed = False
+
+    def begin(self, last):
+        self.armed = last
+
+    def reduce(self, flat):
+        if self.armed:
+            collect(flat, self.group)
+            flat.clone()
+
+def add(items, group, size):
+    return Bucket(group, size)
+
+def rank_of(group):
+    return group.rank() + 1
+
+def step(plan, flats, count):
+    scale = plan.ranks / count
+    for i, flat in enumerate(flats):
+        plan.bucket.begin(i == 0)
+        use(flat * scale)
+    keep = flat.chunk(4)[rank_of(plan.group)]
+
+def setup(mesh):
+    return Plan(ranks=mesh.size("dp"), bucket=add([], mesh.group("dp"), 1 + 1))
+
+class Plan:
+    ranks: int
+    bucket: Bucket
+"""
+
+
+def find(path: Path, source: str, expression: str, right: Collection[int] = ()) -> list[str]:
+    """Return the code of the lines that define what an expression takes."""
+    path.write_text(source)
+    node = next(
+        each
+        for each in ast.walk(ast.parse(source))
+        if isinstance(each, ast.expr) and ast.get_source_segment(source, each) == expression
+    )
+    span = (node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0)
+    definitions = Definitions([str(path)], lambda file, line: line in right)
+    lines = source.splitlines()
+    return [
+        lines[site.line - 1].strip() for site in definitions.find([Site(str(path), node.lineno, "", 0, span)])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "line"),
+    [
+        (
+            "collect(flat, self.group)",
+            'return Plan(ranks=mesh.size("dp"), bucket=add([], mesh.group("dp"), 1 + 1))',
+        ),
+        ("flat * scale", "scale = plan.ranks / count"),
+        ("flat * scale", 'return Plan(ranks=mesh.size("dp"), bucket=add([], mesh.group("dp"), 1 + 1))'),
+        ("flat.clone()", "plan.bucket.begin(i == 0)"),
+        ("flat.chunk(4)[rank_of(plan.group)]", "return group.rank() + 1"),
+    ],
+    ids=["attribute and parameter", "local", "field", "condition", "returned"],
+)
+def test_names_are_followed_to_where_their_values_are_made(
+    tmp_path: Path, expression: str, line: str
+) -> None:
+    assert line in find(tmp_path / "code.py", SOURCE, expression)
+
+
+def test_lines_with_right_tensors_are_passed_over(tmp_path: Path) -> None:
+    number = SOURCE.splitlines().index("    scale = plan.ranks / count") + 1
+    found = find(tmp_path / "code.py", SOURCE, "flat * scale", right=[number])
+    assert found == []
+
+
+def test_code_that_cannot_be_read_defines_nothing(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.py")
+    assert (
+        Definitions([missing], lambda file, line: False).find([Site(missing, 1, "f", 0, (1, 0, 1, 3))]) == []
+    )

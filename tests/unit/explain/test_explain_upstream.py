@@ -1,0 +1,101 @@
+"""Lines before the first wrong operation: integers, detached tensors and numbers that enter it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from generated import explain
+from recordings import make, record_call
+from torch import Tensor
+
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.groups import follow_groups
+from moeverify.explain.program import SETUP, Program, Site
+from moeverify.explain.record import Recorder
+from moeverify.parallel.regions.region import Region
+from moeverify.results.culprit import Culprit
+
+
+def explain_call(run: Callable[..., Tensor], here: int, there: int) -> list[Culprit]:
+    """Explain the results of a function for one number on the rank and another on one device."""
+    return explain(
+        record_call(lambda x: run(x, here), None, x=make(8, 4)),
+        record_call(lambda x: run(x, there), None, x=make(8, 4)),
+    )
+
+
+def list_origins(culprit: Culprit) -> list[tuple[str, str]]:
+    return [(each.kind, each.line.expression) for each in culprit.origins]
+
+
+def test_the_first_integers_that_differ_are_named() -> None:
+    def run(x: Tensor, first: int) -> Tensor:
+        places = torch.arange(8)
+        start = (places // 2) * 2
+        begin = start.flip(0) if first else start
+        warmth = torch.log1p((places - begin).double() / 3)
+        return torch.tanh(x * warmth[:, None])
+
+    culprit, *_ = explain_call(run, 4, 0)
+    assert ("extra", "start.flip(0)") in list_origins(culprit)
+
+
+def test_a_tensor_that_is_detached_cuts_its_gradient() -> None:
+    def run(x: Tensor, cuts: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        kept = leaf.sin()
+        other = kept.detach() if cuts else kept
+        (other * leaf.exp()).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    culprit, *_ = explain_call(run, 1, 0)
+    assert ("cut", "kept.detach()") in list_origins(culprit)
+
+
+def test_a_number_that_one_device_does_not_have_is_named_with_its_definition() -> None:
+    def run(x: Tensor, size: int) -> Tensor:
+        share = 3 / size
+        return torch.tanh(x * share)
+
+    culprit, *_ = explain_call(run, 7, 5)
+    assert ("definition", "3 / size") in list_origins(culprit)
+
+
+def test_a_tensor_that_no_rank_has_whole_names_the_line_that_cut_it() -> None:
+    def record(count: int) -> Program:
+        recorder = Recorder()
+        with recorder.recording():
+            whole = make(4, 2)
+            index = count - 1
+            part = whole.chunk(2)[index].clone() if count else whole.clone()
+            recorder.name_tensors([("w", part)])
+            held = Region.box((4, 2), [range(2), range(2)]) if count else Region.whole((4, 2))
+            recorder.observe(SETUP, "initial_weight", "w", part, held)
+        return recorder.program
+
+    explainer = Explainer([record(1)], record(0), SETUP, ())
+    maker = Culprits(explainer, {}).make_makers()["w"]
+    assert maker.absent == ((0, 2, 4),)
+    origins = list_origins(maker)
+    assert origins[0] == ("made", "whole.chunk(2)[index].clone()")
+    assert ("definition", "count - 1") in origins
+
+
+def test_the_lines_that_make_a_group_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group(dist.ProcessGroup):
+        group_name = "pair"
+
+    group = Group(0, 1)
+    monkeypatch.setattr(dist, "new_group", lambda: group)
+    found: dict[str, list[tuple[Site, ...]]] = {}
+    with follow_groups(found):
+        dist.new_group()
+    ((sites,),) = found.values()
+    assert sites[0].function == "test_the_lines_that_make_a_group_are_kept"
+    dist.new_group()
+    assert len(found["pair"]) == 1
