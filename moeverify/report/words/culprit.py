@@ -69,16 +69,22 @@ def describe_culprit_place(culprit: Culprit) -> str:
 
 
 def list_source(culprit: Culprit) -> list[str]:
-    """Return source lines: around the operation, the producer of its wrong input, and its counterpart."""
+    """Return source lines: around the operation, the producer of its wrong input, and its counterpart.
+
+    Where only the place of the mistake is known, the lines around the call of the function are there, too.
+    """
+    caller = culprit.here.callers[:1] if culprit.mechanism == "place" else ()
+    made = culprit.made if culprit.mechanism == "operand" else None
     sites = [
-        ("", culprit.here),
-        ("input: ", culprit.made if culprit.mechanism == "operand" else None),
-        ("collective: " if culprit.mechanism == "race" else "reference: ", culprit.there),
+        ("", culprit.here.line),
+        ("caller: ", next(iter(caller), None)),
+        ("input: ", made and made.line),
+        ("collective: " if culprit.mechanism == "race" else "reference: ", culprit.there and culprit.there.line),
     ]
     shown: dict[tuple[tuple[int, str], ...], list[str]] = {}
-    for title, operation in sites:
-        if operation is not None and operation.line is not None:
-            shown.setdefault(operation.line.lines, _show_lines(title, operation.line))
+    for title, line in sites:
+        if line is not None:
+            shown.setdefault(line.lines, _show_lines(title, line))
     return [line for lines in shown.values() for line in lines]
 
 

@@ -30,7 +30,7 @@ globalThis.Option = class extends Element {};
 globalThis.location = { hash: "" };
 globalThis.history = { replaceState: (state, title, hash) => { location.hash = hash; } };
 globalThis.addEventListener = () => {};
-new Function("module", html.match(/<script>([\s\S]*?)<\/script>/)[1])(undefined);
+new Function("module", html.match(/<script>([\s\S]*?)<\/script>/)[1])(ids.module);
 
 const lines = () => ids.lines.children;
 const rows = () => lines().filter((each) => !each.className.includes("group"));
