@@ -1,4 +1,4 @@
-"""How far a program gets that knows only the packaged skill: it runs a case, reads the short JSON, and follows `next`.
+"""Measures how far a program gets by the packaged skill alone: a case, its short JSON, and the commands of `next`.
 
     python benchmarks/draws/agent.py --out runs/agent p24 p32 p47
 
@@ -51,7 +51,11 @@ def follow(plant: Plant, out: Path) -> list[str]:
     assert plant.truth is not None
     case = write_case(plant, out / "cases" / plant.stack)
     kept = out / plant.id
-    again = ["report", str(kept)] if (kept / "result.json").is_file() else [plant.way, str(case), "--out", str(kept)]
+    again = (
+        ["report", str(kept)]
+        if (kept / "result.json").is_file()
+        else [plant.way, str(case), "--out", str(kept)]
+    )
     answer = ask(["moeverify", *again], out)
     lines, num_commands, left = list_lines(answer), 1, answer.get("next", [])
     while not lines and left:
@@ -82,7 +86,9 @@ def list_functions(plant: Plant) -> list[Line]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ids", nargs="+", help="ids or globs of plants")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     options = parser.parse_args()

@@ -107,20 +107,25 @@ def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
 
 
 def list_lines(culprit: Culprit | None) -> list[str]:
-    """Return `file:line: code` of the first wrong operation, its counterpart, their callers, and others.
+    """Return `file:line: code` of the first wrong operation, its counterpart, and the lines between and around.
 
-    Callers are lines of the package of the operation itself, innermost first.
+    These are the moves of a wrong operand, callers in the package of the operation itself, innermost first,
+    and others with the same mistake.
     """
     if culprit is None:
         return []
     first = [each for each in (culprit.here, culprit.made, culprit.there) if each is not None]
+    own = [operation.line for operation in (*first, *culprit.moves)]
+    # The producer of a wrong operand is nearer to the mistake.
+    called = [*_list_callers(culprit.made), *_list_callers(culprit.here)]
     others = [each.line for each in (*culprit.others, *culprit.between)]
-    called = [each for operation in first if operation is not culprit.there for each in _list_callers(operation)]
-    lines = [each for each in (*(operation.line for operation in first), *called, *others) if each is not None]
+    lines = [each for each in (*own, *called, *others) if each is not None]
     return list(dict.fromkeys(f"{line.file}:{line.line}: {line.expression}".rstrip(": ") for line in lines))
 
 
-def _list_callers(operation: Operation) -> list[CodeLine]:
+def _list_callers(operation: Operation | None) -> list[CodeLine]:
+    if operation is None:
+        return []
     line = operation.line or next(iter(operation.callers), None)
     top = line.file.partition("/")[0] if line is not None else ""
     return [caller for caller in operation.callers if caller.file.partition("/")[0] == top]

@@ -79,7 +79,10 @@ def list_source(culprit: Culprit) -> list[str]:
         ("", culprit.here.line),
         ("caller: ", next(iter(caller), None)),
         ("input: ", made and made.line),
-        ("collective: " if culprit.mechanism == "race" else "reference: ", culprit.there and culprit.there.line),
+        (
+            "collective: " if culprit.mechanism == "race" else "reference: ",
+            culprit.there and culprit.there.line,
+        ),
     ]
     shown: dict[tuple[tuple[int, str], ...], list[str]] = {}
     for title, line in sites:
