@@ -2,7 +2,7 @@
 
     python benchmarks/newcomer.py --out DIR
     python benchmarks/newcomer.py --out DIR --checkouts FOLDER    # with nanoGPT, from FOLDER/nanoGPT
-    python benchmarks/newcomer.py --out DIR --only clone my_moe
+    python benchmarks/newcomer.py --out DIR --only clone my_moe --python python3.12
 
 `clone` is a clone of this repository and `make verify` of one case. Every other row begins with the wheel in an
 environment that all of them share, and ends with what `moeverify init` verified. Packages come from the index of pip.
@@ -68,12 +68,12 @@ class Clock:
         return done.stdout
 
 
-def install(out: Path) -> tuple[Path, Clock]:
+def install(python: str, out: Path) -> tuple[Path, Clock]:
     """Return the programs of a fresh environment that has the wheel, and the clock of its two commands."""
     build = Clock(out / "build.log")
     build.run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out / "wheel", ROOT, folder=out)
     clock = Clock(out / "install.log")
-    clock.run(sys.executable, "-m", "venv", "env", folder=out)
+    clock.run(python, "-m", "venv", "env", folder=out)
     (wheel,) = (out / "wheel").glob("*.whl")
     clock.run(out / "env" / "bin" / "pip", "install", "-q", wheel, folder=out)
     return out / "env" / "bin", clock
@@ -126,6 +126,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--checkouts", type=Path, metavar="FOLDER")
+    parser.add_argument("--python", default=sys.executable, help="makes the environment of the wheel")
     parser.add_argument("--only", nargs="+", metavar="NAME")
     options = parser.parse_args()
     out = options.out.resolve()
@@ -134,7 +135,7 @@ def main() -> int:
     rows = [clone(out)] if "clone" in wanted else []
     models = [each for each in MODELS if each.name in wanted]
     if models:
-        programs, installed = install(out)
+        programs, installed = install(options.python, out)
         rows += [start(each, programs, options.checkouts, out, installed) for each in models]
     headers = ["start", "commands", "install, s", "init, s", "layouts that passed", "last line"]
     print(tabulate(rows, headers, disable_numparse=True))

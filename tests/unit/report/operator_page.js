@@ -68,6 +68,11 @@ const seen = {
   own: filter("own", true),
   moves: filter("moves", true),
 };
+const press = (key) => {
+  ids.list.fire("keydown", { key });
+  return [lines().length, having("selected")];
+};
+seen.keys = ["ArrowLeft", "ArrowRight", "ArrowUp", "End"].map(press);
 ids.fold.fire("click");
 seen.folded = lines().map((each) => each.textContent);
 ids.search.value = "all_reduce";

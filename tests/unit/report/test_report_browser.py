@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 from report_cases import EXPERTS, WITHOUT_PICTURES, make_failing
+from test_operator_page import make_table
 
-from moeverify.report import fault_page
+from moeverify.report import fault_page, operator_page
 from moeverify.report.formats.html import format_page
 from moeverify.report.pictures.registry import draw_case
 from moeverify.report.pictures.theme import PALETTE
@@ -138,6 +139,7 @@ def test_a_page_of_all_verdicts_breaks_no_rule_of_accessibility(
         pytest.skip("needs axe-core-python")
     page = format_page(make_run(make_failing(extra=3), *make_run().cases))
     assert screenshots.audit(page, scheme) == []
+    assert screenshots.audit(operator_page.format_page(make_table()), scheme) == []
     bad = page.replace("</main>", "<img></main>")
     assert [line.split(": ")[1] for line in screenshots.audit(bad, scheme)] == ["image-alt"]
 
