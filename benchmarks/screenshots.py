@@ -43,7 +43,7 @@ FLAGS = (
     "--disable-sync",
     "--enable-logging=stderr",
 )
-NUM_COLORS = 16  # enough for text and boxes, and a quarter of the bytes
+NUM_COLORS = 32  # enough for text and boxes, and a quarter of the bytes
 SCHEMES = {"dark": 0, "light": 1}  # as Blink numbers them
 
 Scheme = Literal["light", "dark"]
@@ -89,8 +89,8 @@ class Shot(NamedTuple):
 
 
 SHOTS = (
-    Shot("report-page", "mismatch", (), "light", 1180, 700),
-    Shot("report-page-dark", "mismatch", (), "dark", 1180, 700),
+    Shot("report-page", "mismatch", (), "light", 1180, 740),
+    Shot("report-page-dark", "mismatch", (), "dark", 1180, 740),
     Shot("report-hang", "hang", ("last-collectives",), "dark", 1000, 440),
 )
 

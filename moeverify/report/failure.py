@@ -17,6 +17,9 @@ from moeverify.report.words.cause import (
 from moeverify.report.words.culprit import list_source
 from moeverify.results.run import CaseResult, RankReport
 
+FIRST_FACTS = ("since", "first tensor", "where", "source", "seen in")
+"""Labels of the facts that say where to look; a page shows the next commands after them."""
+
 _MOST_EVIDENCE = 3
 _MOST_GROUPS = 2
 _MOST_SOURCE = 6  # lines around the operation
@@ -45,9 +48,10 @@ def describe_failure(case: CaseResult) -> Iterator[tuple[str, str]]:
     yield "first tensor", name_tensor(first.check, first.tensor)
     if where := describe_where(first):
         yield "where", where
-    if leads_with_culprit(first) and first.culprit is not None:
+    if first.culprit is not None:
+        label = "source" if leads_with_culprit(first) else "seen in"
         for line in list_source(first.culprit)[:_MOST_SOURCE]:
-            yield "source", line
+            yield label, line
     for label, text in describe_finding(first):
         if label in ("error", "rank", "scale", "follow-up"):
             yield label, text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
@@ -110,9 +111,10 @@ _ABOUT: Mapping[Mechanism, str] = {
 
 
 def _show_lines(title: str, line: CodeLine) -> list[str]:
+    texts = textwrap.dedent("\n".join(text for _, text in line.lines)).split("\n")
     return [
         f"{title}{line.file}:{number}{' >' if number == line.line else '  '} {text}"
-        for number, text in line.lines
+        for (number, _), text in zip(line.lines, texts, strict=False)  # no lines give one empty text
     ]
 
 
