@@ -74,15 +74,16 @@ def list_source(culprit: Culprit) -> list[str]:
 
     Where only the place of the mistake is known, the lines around the call of the function are there, too.
     """
-    caller = culprit.here.callers[:1] if culprit.mechanism == "place" else ()
+    caller = culprit.here.callers[0] if culprit.mechanism == "place" and culprit.here.callers else None
     made = culprit.made if culprit.mechanism == "operand" else None
+    there = culprit.there
     sites = [
         ("", culprit.here.line),
-        ("caller: ", next(iter(caller), None)),
-        ("input: ", made and made.line),
+        ("caller: ", caller),
+        ("input: ", None if made is None else made.line),
         (
             "collective: " if culprit.mechanism == "race" else "reference: ",
-            culprit.there and culprit.there.line,
+            None if there is None else there.line,
         ),
     ]
     shown: dict[tuple[tuple[int, str], ...], list[str]] = {}
