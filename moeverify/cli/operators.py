@@ -48,12 +48,14 @@ def operators(
         from moeverify.report.files import check_writable
         from moeverify.report.operator_file import write as write_json
         from moeverify.report.operator_page import describe_table, write
+        from moeverify.report.progress import show_work
 
         check_writable([html, *([] if json is None else [json])])
-        table = _read_kept(run, case) if other is None else _compare(run, other, case)
-        if json is not None:
-            write_json(table, json)
-        write(table, html)
+        with show_work(context.err, f"listing the operators of {run}"):
+            table = _read_kept(run, case) if other is None else _compare(run, other, case)
+            if json is not None:
+                write_json(table, json)
+            write(table, html)
         for line in describe_table(table):
             context.out.print(line, soft_wrap=True, highlight=False, markup=False)
         context.out.print(f"written: {html}", soft_wrap=True)

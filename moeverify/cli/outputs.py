@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from pathlib import Path
@@ -15,6 +16,8 @@ from moeverify.cli.options import OptionGroup
 from moeverify.report.formats.registry import FORMATS, write_run
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from moeverify.cli.context import CommandContext
     from moeverify.report.next_steps import Kept
     from moeverify.results.run import RunResult
@@ -107,16 +110,29 @@ class Outputs(OptionGroup):
 
             typer.echo(format_brief(run, kept))
 
-    def write(self, run: RunResult) -> list[str]:
-        """Write all requested files, and return the failures with their reasons."""
+    def write(self, run: RunResult, console: Console | None = None, *, quiet: bool = False) -> list[str]:
+        """Write all requested files, and return the failures with their reasons.
+
+        The console, if any, shows that this is going on. Files are written even if its reader is gone.
+        """
+        from moeverify.report.progress import show_work
+
+        files = list(self._list_files())
         failures = []
-        for name, path in self._list_files():
+        shown = ExitStack()
+        if files and console is not None:
+            names = ", ".join(str(path) for _, path in files)
+            with suppress(OSError):
+                shown.enter_context(show_work(console, f"writing {names}", quiet=quiet))
+        for name, path in files:
             try:
                 write_run(name, run, path)
             except OSError as error:
                 failures.append(f"{path} was not written: {error.strerror or error}")
             except Exception as error:  # while drawing or rendering; the rest is still written
                 failures.append(f"{path} was not written: {type(error).__name__}: {error}")
+        with suppress(OSError):
+            shown.close()
         return failures
 
     def publish(self, run: RunResult, context: CommandContext) -> list[str]:

@@ -32,7 +32,7 @@ def report(
         result = read_run(run)
         outputs.check()
         with postponed_signals():
-            failures = outputs.write(result)
+            failures = outputs.write(result, context.err, quiet=quiet)
             outputs.render(result, context, Kept.at(run), quiet=quiet)
             failures += outputs.publish(result, context)
             for failure in failures:

@@ -334,7 +334,7 @@ def _deliver(
 
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
-    failures = outputs.write(result)
+    failures = outputs.write(result, context.err, quiet=quiet)
     with suppress(BrokenPipeError):  # the verdict does not depend on the reader
         if timings:
             from moeverify.report.timings import render_timings

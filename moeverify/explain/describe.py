@@ -18,13 +18,16 @@ _AROUND = 1
 
 
 def describe_op(program: Program, op: Op) -> Operation:
-    """Return an operator with the lines that call it."""
+    """Return an operator with the lines that call it, the innermost caller with the lines around it."""
     sites = program.sites_of(op)
     callers = sites[1:] if sites and is_own(sites[0]) else [site for site in sites[1:] if not is_own(site)]
     return Operation(
         operator=op.short,
         line=make_line(sites[0]) if sites else None,
-        callers=tuple(make_line(site).model_copy(update={"lines": ()}) for site in callers),
+        callers=tuple(
+            line if number == 0 else line.model_copy(update={"lines": ()})
+            for number, line in enumerate(map(make_line, callers))
+        ),
         module=op.module,
         phase=op.phase,
         step=op.step,

@@ -10,7 +10,7 @@ from moeverify.report.sorting import count_verdicts
 from moeverify.report.stacks import find_reason
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
 from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
-from moeverify.results.culprit import Culprit
+from moeverify.results.culprit import CodeLine, Culprit, Operation
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
 
 
@@ -21,16 +21,17 @@ class _Limits:
     cases: int
     findings: int
     items: int
+    lines: int
     characters: int
 
 
 # From much to little: the first that fits is taken.
 _LIMITS = (
-    _Limits(8, 3, 4, 500),
-    _Limits(4, 2, 3, 400),
-    _Limits(3, 1, 3, 300),
-    _Limits(2, 1, 2, 250),
-    _Limits(1, 1, 2, 200),
+    _Limits(8, 3, 4, 8, 500),
+    _Limits(4, 2, 3, 6, 400),
+    _Limits(3, 1, 3, 6, 300),
+    _Limits(2, 1, 2, 4, 250),
+    _Limits(1, 1, 2, 2, 200),
 )
 
 
@@ -100,18 +101,34 @@ def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
         proved=culprit is not None and culprit.proved,
         cause=_cut(describe_cause(finding), limits),
         where=_cut(describe_where(finding), limits),
-        lines=tuple(_cut(line, limits) for line in list_lines(culprit)[: limits.items]),
+        lines=tuple(_cut(line, limits) for line in list_lines(culprit)[: limits.lines]),
         evidence=tuple(_cut(line, limits) for line in describe_evidence(finding)[: limits.items]),
     )
 
 
 def list_lines(culprit: Culprit | None) -> list[str]:
-    """Return `file:line: code` of the first wrong operation, its counterpart, and others with the mistake."""
+    """Return `file:line: code` of the first wrong operation, its counterpart, and the lines between and around.
+
+    These are the moves of a wrong operand, callers in the package of the operation itself, innermost first,
+    and others with the same mistake.
+    """
     if culprit is None:
         return []
-    operations = (culprit.here, culprit.made, culprit.there, *culprit.others, *culprit.between)
-    lines = [each.line for each in operations if each is not None and each.line is not None]
+    first = [each for each in (culprit.here, culprit.made, culprit.there) if each is not None]
+    own = [operation.line for operation in (*first, *culprit.moves)]
+    # The producer of a wrong operand is nearer to the mistake.
+    called = [*_list_callers(culprit.made), *_list_callers(culprit.here)]
+    others = [each.line for each in (*culprit.others, *culprit.between)]
+    lines = [each for each in (*own, *called, *others) if each is not None]
     return list(dict.fromkeys(f"{line.file}:{line.line}: {line.expression}".rstrip(": ") for line in lines))
+
+
+def _list_callers(operation: Operation | None) -> list[CodeLine]:
+    if operation is None:
+        return []
+    line = operation.line or next(iter(operation.callers), None)
+    top = line.file.partition("/")[0] if line is not None else ""
+    return [caller for caller in operation.callers if caller.file.partition("/")[0] == top]
 
 
 def _cut(text: str, limits: _Limits) -> str:

@@ -15,7 +15,10 @@ from moeverify.report.words.cause import (
     leads_with_culprit,
 )
 from moeverify.report.words.culprit import list_source
-from moeverify.results.run import CaseResult
+from moeverify.results.run import CaseResult, RankReport
+
+FIRST_FACTS = ("since", "first tensor", "where", "source", "seen in")
+"""Labels of the facts that say where to look; a page shows the next commands after them."""
 
 _MOST_EVIDENCE = 3
 _MOST_GROUPS = 2
@@ -26,13 +29,16 @@ def name_failure(case: CaseResult) -> str:
     """Return the cause of the first finding, or the best available substitute."""
     first = next(iter(order_findings(case.findings)), None)
     if first is None:
-        return case.reason or "A rank failed."
+        hung = _find_hung(case)
+        return f"rank {hung.rank} {hung.state}: {hung.summary}" if hung else case.reason or "A rank failed."
     return describe_cause(first) or f"{name_finding(first)} differs; no cause was found"
 
 
 def describe_failure(case: CaseResult) -> Iterator[tuple[str, str]]:
     """Yield (label, text) pairs of the first finding, or of the failed ranks if there is no finding."""
     if not case.findings:
+        if _find_hung(case):
+            yield "reason", case.reason
         for group in group_ranks(case.rank_reports)[:_MOST_GROUPS]:
             said = "; ".join(text for text, _ in group.summaries)
             yield format_ranks(group.ranks), f"{group.state}{': ' if said else ''}{said}"
@@ -42,9 +48,10 @@ def describe_failure(case: CaseResult) -> Iterator[tuple[str, str]]:
     yield "first tensor", name_tensor(first.check, first.tensor)
     if where := describe_where(first):
         yield "where", where
-    if leads_with_culprit(first) and first.culprit is not None:
+    if first.culprit is not None:
+        label = "source" if leads_with_culprit(first) else "seen in"
         for line in list_source(first.culprit)[:_MOST_SOURCE]:
-            yield "source", line
+            yield label, line
     for label, text in describe_finding(first):
         if label in ("error", "rank", "scale", "follow-up"):
             yield label, text
@@ -52,3 +59,10 @@ def describe_failure(case: CaseResult) -> Iterator[tuple[str, str]]:
         yield "evidence", line
     num_following = sum(bool(finding.follows) for finding in case.findings)
     yield "findings", f"{len(case.findings)}, of which {num_following} follow from others"
+
+
+def _find_hung(case: CaseResult) -> RankReport | None:
+    """Return the rank in no collective for which others wait; the reason of a hang describes all ranks."""
+    first = next(iter(case.rank_reports), None)
+    waiting = first.end.waiting if first is not None and first.end is not None else None
+    return first if waiting is not None and waiting.collective is None else None

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from moeverify.report.editor_links import link_lines
-from moeverify.report.failure import describe_failure, name_failure
+from moeverify.report.failure import FIRST_FACTS, describe_failure, name_failure
 from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
 from moeverify.report.matrix import describe_cell
 from moeverify.report.numbers import (
@@ -79,6 +79,7 @@ def _make_environment() -> Environment:
         name_tensor=name_tensor,
         describe_finding=describe_finding,
         describe_cell=describe_cell,
+        FIRST_FACTS=FIRST_FACTS,
         name_failure=name_failure,
         describe_failure=describe_failure,
         list_notes=list_notes,

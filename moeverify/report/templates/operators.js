@@ -91,7 +91,8 @@
     return lines;
   }
 
-  if (typeof module === "object") {
+  // In a browser `module` is the element with that id.
+  if (typeof module === "object" && module.exports) {
     module.exports = { pairRows, makeTexts, isShown, groupLines };
     return;
   }
@@ -145,14 +146,22 @@
     return name === "differs" ? `differs by ${error}` : data.outcomes[outcome][1];
   }
 
+  function makeCell(className, text) {
+    const cell = make("span", className, text);
+    cell.setAttribute("role", "gridcell");
+    return cell;
+  }
+
   function drawLine(line, at) {
     const element = make("div", `line ${line.kind === "row" ? "" : "group"} ${line.kind}`);
     element.style.top = `${at * HEIGHT}px`;
     element.setAttribute("role", "row");
+    element.setAttribute("aria-rowindex", String(at + 1));
     if (line.kind !== "row") {
       const name = line.kind === "phase" ? data.phases[line.of] : data.strings[line.of] || "outside of modules";
       const off = line.off ? `, ${line.off} differ` : "";
-      element.textContent = `${folded.has(line.key) ? "\u25b8" : "\u25be"} ${name} (${line.count}${off})`;
+      element.append(makeCell("", `${folded.has(line.key) ? "\u25b8" : "\u25be"} ${name} (${line.count}${off})`));
+      element.setAttribute("aria-expanded", String(!folded.has(line.key)));
       element.addEventListener("click", () => fold(line));
       return element;
     }
@@ -162,10 +171,14 @@
     const left = row.left >= 0 ? nameOperator(data.expected[row.leftRank], row.left) : "";
     const right = row.right >= 0 ? nameOperator(data.actual[rank], row.right) : "";
     const compared = row.right >= 0 ? data.compared[rank][row.right] : null;
-    element.append(make("span", "", left), make("span", "", right + (compared && data.strings[compared[3]] ? ` (${data.strings[compared[3]]})` : "")));
-    element.append(make("span", "", op[3].length ? nameSite(side, op[3][0]) : ""));
-    element.append(make("span", `outcome ${outcomeOf(data, rank, row)}`, compared ? nameOutcome(compared) : "without counterpart"));
-    if (row === selected) element.classList.add("selected");
+    element.append(makeCell("", left), makeCell("", right + (compared && data.strings[compared[3]] ? ` (${data.strings[compared[3]]})` : "")));
+    element.append(makeCell("", op[3].length ? nameSite(side, op[3][0]) : ""));
+    element.append(makeCell(`outcome ${outcomeOf(data, rank, row)}`, compared ? nameOutcome(compared) : "without counterpart"));
+    if (row === selected) {
+      element.classList.add("selected");
+      element.id = "selected";
+    }
+    element.setAttribute("aria-selected", String(row === selected));
     if (causes.has(`${rank} ${row.right}`)) element.classList.add("cause");
     element.addEventListener("click", () => select(row, false));
     return element;
@@ -176,6 +189,8 @@
     const last = Math.min(lines.length, first + Math.ceil(list.clientHeight / HEIGHT) + 2 * SPARE);
     box.style.height = `${lines.length * HEIGHT}px`;
     box.replaceChildren(...lines.slice(first, last).map((line, at) => drawLine(line, first + at)));
+    list.setAttribute("aria-rowcount", String(lines.length));
+    list.setAttribute("aria-activedescendant", selected === null ? "" : "selected");
   }
 
   function arrange() {
@@ -208,6 +223,16 @@
   function fold(line) {
     if (!folded.delete(line.key)) folded.add(line.key);
     arrange();
+  }
+
+  // Folds or unfolds the module of the selected row, so that the keyboard does all that a click does.
+  function foldSelected(folds) {
+    const line = groupLines(data, rank, rows, new Set()).find((each) => selected !== null && each.row === selected);
+    if (!line) return;
+    if (folds) folded.add(line.module.key);
+    else for (const header of [line.phase, line.module]) folded.delete(header.key);
+    arrange();
+    if (!folds) scrollTo(selected);
   }
 
   function clear() {
@@ -332,10 +357,13 @@
   });
   list.addEventListener("scroll", draw);
   list.addEventListener("keydown", (event) => {
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!step) return;
+    const page = Math.floor(list.clientHeight / HEIGHT);
+    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -rows.length, End: rows.length }[event.key];
+    const folds = { ArrowLeft: true, ArrowRight: false }[event.key];
+    if (step === undefined && folds === undefined) return;
     event.preventDefault();
-    move(step);
+    if (step === undefined) foldSelected(folds);
+    else move(step);
   });
   addEventListener("resize", draw);
   addEventListener("hashchange", openHash);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from textwrap import shorten
 
@@ -97,16 +98,26 @@ def list_origins(culprit: Culprit) -> list[str]:
 
 
 def list_source(culprit: Culprit) -> list[str]:
-    """Return source lines: around the operation, the producer of its wrong input, and its counterpart."""
+    """Return source lines: around the operation, the producer of its wrong input, and its counterpart.
+
+    Where only the place of the mistake is known, the lines around the call of the function are there, too.
+    """
+    caller = culprit.here.callers[0] if culprit.mechanism == "place" and culprit.here.callers else None
+    made = culprit.made if culprit.mechanism == "operand" else None
+    there = culprit.there
     sites = [
-        ("", culprit.here),
-        ("input: ", culprit.made if culprit.mechanism == "operand" else None),
-        ("collective: " if culprit.mechanism == "race" else "reference: ", culprit.there),
+        ("", culprit.here.line),
+        ("caller: ", caller),
+        ("input: ", None if made is None else made.line),
+        (
+            "collective: " if culprit.mechanism == "race" else "reference: ",
+            None if there is None else there.line,
+        ),
     ]
     shown: dict[tuple[tuple[int, str], ...], list[str]] = {}
-    for title, operation in sites:
-        if operation is not None and operation.line is not None:
-            shown.setdefault(operation.line.lines, _show_lines(title, operation.line))
+    for title, line in sites:
+        if line is not None:
+            shown.setdefault(line.lines, _show_lines(title, line))
     return [line for lines in shown.values() for line in lines]
 
 
@@ -129,9 +140,10 @@ _ABOUT: Mapping[Mechanism, str] = {
 
 
 def _show_lines(title: str, line: CodeLine) -> list[str]:
+    texts = textwrap.dedent("\n".join(text for _, text in line.lines)).split("\n")
     return [
         f"{title}{line.file}:{number}{' >' if number == line.line else '  '} {text}"
-        for number, text in line.lines
+        for (number, _), text in zip(line.lines, texts, strict=False)  # no lines give one empty text
     ]
 
 

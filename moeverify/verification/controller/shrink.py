@@ -40,8 +40,9 @@ class Reduction:
     def search(self) -> None:
         """Reduce fields until no single field can be reduced further.
 
-        Every round tries one smaller value of each field, then all of these together that show the failure,
-        or as many of them as do. Values that failed are tried again after other fields have changed.
+        Every round tries one smaller value of each field: all of them together, and if that does not show the
+        failure, each alone, then those together that show it, or as many of them as do. Values that failed are
+        tried again after other fields have changed.
         """
         before = dict(self.values)
         while True:
@@ -51,6 +52,11 @@ class Reduction:
                     return
                 before = dict(self.values)
                 self._failed.clear()
+                continue
+            whole = self._merge(list(singles.values()))
+            is_new = _name(whole) != _name(self.values) and self.list_fields(whole) is not None
+            if is_new and self._try([whole])[0] and self.confirms(whole):
+                self.values = whole
                 continue
             shown = self._try(list(singles.values()))
             found = {}

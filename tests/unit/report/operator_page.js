@@ -30,7 +30,7 @@ globalThis.Option = class extends Element {};
 globalThis.location = { hash: "" };
 globalThis.history = { replaceState: (state, title, hash) => { location.hash = hash; } };
 globalThis.addEventListener = () => {};
-new Function("module", html.match(/<script>([\s\S]*?)<\/script>/)[1])(undefined);
+new Function("module", html.match(/<script>([\s\S]*?)<\/script>/)[1])(ids.module);
 
 const lines = () => ids.lines.children;
 const rows = () => lines().filter((each) => !each.className.includes("group"));
@@ -68,6 +68,11 @@ const seen = {
   own: filter("own", true),
   moves: filter("moves", true),
 };
+const press = (key) => {
+  ids.list.fire("keydown", { key });
+  return [lines().length, having("selected")];
+};
+seen.keys = ["ArrowLeft", "ArrowRight", "ArrowUp", "End"].map(press);
 ids.fold.fire("click");
 seen.folded = lines().map((each) => each.textContent);
 ids.search.value = "all_reduce";

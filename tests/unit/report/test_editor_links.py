@@ -24,3 +24,14 @@ def test_lines_of_existing_files_are_links_and_texts_are_escaped(
         f'<a href="vscode://file{tmp_path}/my%20net/layers.py:3">layers.py:3</a> &gt; a &lt;b&gt;, nowhere.py:4'
         in found
     )
+
+
+def test_a_link_shows_the_path_below_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "net").mkdir()
+    file = tmp_path / "net" / "layers.py"
+    file.write_text("")
+    monkeypatch.chdir(tmp_path)
+    found = link_lines(f"rank 2 is at {file}:9 in sleep", "cases/case.yaml")
+    assert found == f'rank 2 is at <a href="vscode://file{file}:9">net/layers.py:9</a> in sleep'

@@ -182,6 +182,9 @@ def test_the_script_of_the_page_searches_filters_folds_and_jumps(tmp_path: Path)
         "marked": ["#2 mul.Tensor float64[4, 8]"],
         "hash": "#r1-1",
     }
+    # Keys fold and unfold the module of the selected row, and select the row above and the last one.
+    view, last = "#1 view.default float64[4, 8]", "#3 mm.default float64[4, 8]"
+    assert found["keys"] == [[5, []], [9, ["#2 mul.Tensor float64[4, 8]"]], [9, [view]], [9, [last]]]
     rows = {name: found[name] for name in ("search", "phase", "outcome", "not", "module", "own", "moves")}
     assert rows == {
         "search": ["#2 mul.Tensor float64[4, 8]"],

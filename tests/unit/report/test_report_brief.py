@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moeverify.cli.schema import make_results_schema
-from moeverify.report.brief import format_brief
+from moeverify.report.brief import format_brief, list_lines
 from moeverify.report.explanation import number_findings
 from moeverify.report.next_steps import Kept
 from moeverify.results.brief import MOST_BYTES
@@ -70,6 +70,25 @@ def test_a_run_of_any_size_fits() -> None:
         assert first["findings"][0]["lines"][0] == "model.py:7: x @ w"
         assert first["findings"][0]["proved"] is True
         assert told["next"][0]["command"] == "moeverify explain runs/1 1"
+
+
+def test_lines_lead_from_the_operation_to_the_producer_of_its_operand_and_their_callers() -> None:
+    def make(number: int, *callers: str) -> Operation:
+        outer = tuple(CodeLine(file=file, line=number + 50) for file in callers)
+        return Operation(operator="mm", line=CodeLine(file="net/a.py", line=number), callers=outer)
+
+    culprit = Culprit(
+        mechanism="operand",
+        proved=True,
+        here=make(1, "net/model.py", "multiprocessing/process.py"),
+        made=make(2, "net/gather.py"),
+        there=make(3, "net/reference.py"),
+        moves=(make(4),),
+        between=(make(5),),
+        ranks=(0,),
+    )
+    expected = ["a.py:1", "a.py:2", "a.py:3", "a.py:4", "gather.py:52", "model.py:51", "a.py:5"]
+    assert list_lines(culprit) == [f"net/{each}" for each in expected]
 
 
 def test_one_finding_can_be_asked_for() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib
 import re
-import subprocess
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -16,8 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 from report_cases import EXPERTS, WITHOUT_PICTURES, make_failing
+from test_operator_page import make_table
 
-from moeverify.report import fault_page
+from moeverify.report import fault_page, operator_page
 from moeverify.report.formats.html import format_page
 from moeverify.report.pictures.registry import draw_case
 from moeverify.report.pictures.theme import PALETTE
@@ -25,19 +23,6 @@ from moeverify.results.benchmark_rows import FaultRow
 
 Load = Callable[[str], tuple[str, list[str]]]
 
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-    "--virtual-time-budget=3000",
-)
 # A reader's actions, after the page's script: open, filter, show more.
 READER = """
 const details = document.querySelector("details.rows");
@@ -70,28 +55,11 @@ def screenshots(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def load(tmp_path: Path, screenshots: ModuleType) -> Load:
+def load(screenshots: ModuleType) -> Load:
     """Return a function that opens a page and returns its elements and its console output."""
-    browser = screenshots.find_browser()
-    if browser is None:
+    if screenshots.find_browser() is None:
         pytest.skip(f"needs a browser: one of {', '.join(screenshots.BROWSERS)}")
-
-    def do(page: str) -> tuple[str, list[str]]:
-        number = sum(1 for _ in tmp_path.iterdir())
-        path = tmp_path / f"page-{number}.html"
-        path.write_text(page, encoding="utf-8")
-        profile = tmp_path / f"profile-{number}"
-        done = subprocess.run(
-            [browser, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", path.as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-    return do
+    return screenshots.dump
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +70,10 @@ def page() -> str:
     return format_page(RunResult(verdict="mismatch", environment={"torch": "2.13"}, cases=cases))
 
 
-def add_script(page: str, code: str) -> str:
-    """Return a page whose only script has more to do, with the hash that lets it run."""
-    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    longer = script + code
-    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, longer)]
-    assert digests[0] in page
-    return page.replace(script, longer).replace(*digests)
-
-
-def test_rows_are_made_when_they_are_asked_for_and_filtered(load: Load, page: str) -> None:
-    elements, console = load(add_script(page, READER))
+def test_rows_are_made_when_they_are_asked_for_and_filtered(
+    load: Load, page: str, screenshots: ModuleType
+) -> None:
+    elements, console = load(screenshots.add_script(page, READER))
     assert console == []
     (log,) = re.findall(r'data-log="([^"]*)"', elements)
     # 918 findings follow: none at first, 200 and 400 of them, those with both words, 200 again.
@@ -167,6 +128,20 @@ def test_a_screenshot_has_the_colours_of_its_screen(
     expected = PALETTE["back"][scheme == "dark"]
     assert corner == pytest.approx([int(expected[at : at + 2], 16) for at in (1, 3, 5)], abs=6)
     assert num_colors > 8  # more than an empty page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.usefixtures("load")
+def test_a_page_of_all_verdicts_breaks_no_rule_of_accessibility(
+    scheme: str, screenshots: ModuleType, make_run: Any
+) -> None:
+    if screenshots.find_rules() is None:
+        pytest.skip("needs axe-core-python")
+    page = format_page(make_run(make_failing(extra=3), *make_run().cases))
+    assert screenshots.audit(page, scheme) == []
+    assert screenshots.audit(operator_page.format_page(make_table()), scheme) == []
+    bad = page.replace("</main>", "<img></main>")
+    assert [line.split(": ")[1] for line in screenshots.audit(bad, scheme)] == ["image-alt"]
 
 
 def test_a_script_that_came_with_a_name_does_not_run(load: Load, page: str) -> None:

@@ -15,14 +15,17 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from moeverify.errors import CaseError, FormatError
+from moeverify.report.failure import describe_failure, name_failure
 from moeverify.report.files import check_writable, write_atomically
 from moeverify.report.formats import registry
 from moeverify.report.formats.html import format_page
 from moeverify.report.formats.json import read_run
 from moeverify.report.formats.junit import format_junit
 from moeverify.report.formats.registry import FORMATS, write_run
+from moeverify.results.failure import End, RankEnd, Waiting
 from moeverify.results.load import ExpertLoad
-from moeverify.results.run import SCHEMA_VERSION
+from moeverify.results.run import SCHEMA_VERSION, RankReport
+from moeverify.results.trace import CollectiveRecord
 from moeverify.tools.placement.trace_file import read_trace
 
 NASTY = "a \x00b\x1b[31m <tag> & \"quote\" \x0b\ufffe 'x' ]]>"
@@ -285,6 +288,28 @@ def test_page_is_complete_and_needs_nothing_else(make_run: Any, tmp_path: Path) 
         "exact",
     ):
         assert part in text
+
+
+def test_a_hang_begins_with_the_rank_that_others_wait_for(make_case: Any) -> None:
+    pending = CollectiveRecord.model_validate(
+        {"number": 3, "op": "all_reduce", "group": (0, 1), "sequence": 1, "state": "started"}
+        | {"signature": "all_reduce", "group_name": "g"}
+    )
+    late, early = (
+        RankReport(
+            rank=rank,
+            state="hung",
+            end=RankEnd(how=End.OVER_TIME, timeout=20.0, waiting=waiting),
+            summary=f"it is at net.py:{rank}",
+            stack="",
+        )
+        for rank, waiting in ((1, Waiting(place="net.py:1")), (0, Waiting(collective=pending)))
+    )
+    case = make_case("hung", "error", reason="over its 20 s", rank_reports=(late, early))
+    assert name_failure(case) == "rank 1 hung: it is at net.py:1"
+    assert ("reason", "over its 20 s") in list(describe_failure(case))
+    # Ranks that are all in collectives disagree: no one of them is the cause.
+    assert name_failure(case.model_copy(update={"rank_reports": (early,)})) == "over its 20 s"
 
 
 def test_page_escapes_what_ranks_say(make_run: Any, make_case: Any, make_finding: Any) -> None:

@@ -260,12 +260,15 @@ def test_a_place_is_module_phase_step_and_callers() -> None:
     assert describe_culprit_place(make("removed", here=before)) == "before the first step"
 
 
-def test_the_lines_around_are_shown_with_those_of_one_device() -> None:
-    own = ["mine/ffn.py:11       # scaled", "mine/ffn.py:12 >     y = x * 0.9"]
+def test_the_lines_around_are_shown_with_those_of_one_device_without_their_common_indentation() -> None:
+    own = ["mine/ffn.py:11   # scaled", "mine/ffn.py:12 > y = x * 0.9"]
     assert list_source(make("removed")) == own
     assert list_source(make("operator", there=HERE)) == own, "the same lines are shown once"
     for mechanism, title in (("operator", "reference: "), ("race", "collective: ")):
-        assert list_source(make(mechanism, there=THERE)) == [*own, f"{title}one/ffn.py:7 >     y = x + b"]  # type: ignore[arg-type]
+        assert list_source(make(mechanism, there=THERE)) == [*own, f"{title}one/ffn.py:7 > y = x + b"]  # type: ignore[arg-type]
     made = OTHER.model_copy(update={"line": THERE.line})
-    assert list_source(make("operand", made=made)) == [*own, "input: one/ffn.py:7 >     y = x + b"]
+    assert list_source(make("operand", made=made)) == [*own, "input: one/ffn.py:7 > y = x + b"]
     assert list_source(make("removed", here=BY_AUTOGRAD)) == []
+    caller = CodeLine(file="mine/model.py", line=30, lines=((30, "    for ffn in self.ffns:"),))
+    called = make("place", here=HERE.model_copy(update={"callers": (caller,)}))
+    assert list_source(called) == [*own, "caller: mine/model.py:30 > for ffn in self.ffns:"]
