@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moeverify.results.finding import Finding
-from moeverify.results.guard import DriftFacts, GuardCheck
+from moeverify.results.guard import DriftCause, DriftFacts, GuardCheck
+from moeverify.scripts.guard.drift import find_cause
 from moeverify.scripts.guard.exchange_groups import exchange_activations
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine
 
@@ -179,7 +180,26 @@ class ReplicaRule:
         # example.
         found = {key: [each for each in sets if each[1] >= _MAIN * largest] for key, sets in found.items()}
         step = next(iter(records.values())).step
-        return [_make_finding(step, key, sets) for key, sets in found.items() if sets]
+        return [
+            _make_finding(step, key, sets, self._explain(key, sets, records))
+            for key, sets in found.items()
+            if sets
+        ]
+
+    def _explain(
+        self, key: object, sets: Sequence[tuple[ReplicaSet, float]], records: Mapping[int, StepRecord]
+    ) -> DriftCause | None:
+        """Return the cause of the largest difference."""
+        assert isinstance(key, tuple)
+        ranks, gradients, _, since = key
+        if since != "update":
+            return None
+        worst = max(sets, key=lambda each: each[1])[0]
+        whole = {each.name for each in self.equal if set(ranks) <= set(each.ranks)}
+        apart = {each.name.rpartition(".")[0] for each in self.equal if each.name not in whole}
+        shared = {name.rpartition(".")[0] for name in whole} - apart
+        members = {member.rank: member.number for member in worst.members}
+        return find_cause(worst.name, members, records, gradients, shared)
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
         """Return whether tensors with different values are replicas, so that no norm is right.
@@ -260,7 +280,9 @@ def is_expert(name: str) -> bool:
     return any("expert" in part and "shared" not in part for part in name.split("."))
 
 
-def _make_finding(step: int, key: object, sets: Sequence[tuple[ReplicaSet, float]]) -> Finding:
+def _make_finding(
+    step: int, key: object, sets: Sequence[tuple[ReplicaSet, float]], cause: DriftCause | None
+) -> Finding:
     assert isinstance(key, tuple)
     ranks, gradients, are_experts, since = key
     distance = max(each for _, each in sets)
@@ -278,5 +300,6 @@ def _make_finding(step: int, key: object, sets: Sequence[tuple[ReplicaSet, float
             gradients=gradients,
             distance=distance,
             are_experts=are_experts,
+            cause=cause,
         ),
     )

@@ -15,7 +15,7 @@ from moeverify.scripts.record.lines import Header, Options
 from moeverify.scripts.record.read import RankRecord
 from moeverify.train.calls.call import Call
 from moeverify.train.calls.listener import find_scale
-from moeverify.train.calls.rules import find_early_clip, find_scaled_clip
+from moeverify.train.calls.rules import find_misplaced_clip, find_scaled_clip
 
 DISCARDS = ("forward", "backward", "zero_grad", "forward", "backward", "optimizer step")
 CLIPS_EARLY = ("forward", "backward", "clip_grad_norm_", "forward", "backward", "optimizer step")
@@ -127,12 +127,12 @@ def test_a_scaler_that_unscales_by_a_method_of_its_own_leaves_no_scale() -> None
 
 def test_a_clip_in_the_loop_is_wrong_although_the_last_one_follows_all_backward_passes() -> None:
     loop = make_calls("backward", "clip_grad_norm_", "backward", "clip_grad_norm_")
-    found = find_early_clip([*loop, *make_calls("clip_grad_norm_", site="b")])
+    found = find_misplaced_clip([*loop, *make_calls("clip_grad_norm_", site="b")])
     assert found is not None
     assert found.actual == 2
     # Two losses, each with a clip of its own parameters.
     own = [call.model_copy(update={"target": place}) for place, call in enumerate(loop)]
-    assert find_early_clip(own) is None
+    assert find_misplaced_clip(own) is None
 
 
 def test_parameters_of_another_copy_of_the_model_are_named() -> None:
