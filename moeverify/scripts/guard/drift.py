@@ -75,12 +75,13 @@ def _find_module(
     members: Mapping[int, int], records: Mapping[int, StepRecord], shared: Collection[str]
 ) -> str:
     """Return the first of these modules with another largest output on one of the ranks, or an empty string."""
-    first, *others = ([each for each in records[rank].outputs if each[0] in shared] for rank in members)
-    for one, *rest in zip(first, *others, strict=False):
-        if any(name != one[0] for name, _ in rest):
+    outputs = [[each for each in records[rank].outputs if each[0] in shared] for rank in members]
+    for together in zip(*outputs, strict=False):
+        if len({name for name, _ in together}) > 1:
             return ""
-        if not all(_are_close((one[1],), (value,)) for _, value in rest):
-            return one[0]
+        name, value = together[0]
+        if not all(_are_close((value,), (other,)) for _, other in together[1:]):
+            return name
     return ""
 
 
