@@ -234,4 +234,5 @@ def test_a_tensor_that_a_module_changes_in_place_is_hashed_again(tmp_path: Path)
     outputs.watch([("same", same), ("relu", relu)])
     outputs.begin(0, 0, (ROWS, LENGTH))
     relu(same(torch.randn(ROWS, LENGTH, WIDTH)))
+    file.close()
     assert [len({line.bits for line in lines[:count]}) for count in (1, 3, 4)] == [1, 1, 2]
