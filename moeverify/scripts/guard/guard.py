@@ -32,7 +32,7 @@ from moeverify.scripts.guard.settings import GuardSettings
 from moeverify.scripts.guard.update import UpdateWatch
 from moeverify.scripts.record.draw import find_draw
 from moeverify.scripts.record.listener import ModelListener, identify, list_parameters, measure_norms
-from moeverify.scripts.record.model import find_rows, hash_rows, is_number, list_dropouts
+from moeverify.scripts.record.model import find_rows, hash_rows, is_number, list_dropouts, unwrap
 from moeverify.scripts.record.options import list_options
 from moeverify.train.calls.call import Call
 from moeverify.train.calls.listener import find_scale, find_site, is_inner_file, safely
@@ -93,7 +93,7 @@ class Guard(ModelListener):
         if not learns:
             return
         self.model.note_use(module)
-        if not module.training:
+        if not unwrap(module).training:
             # A step begins with the first pass in training mode: an evaluation may forget to disable gradients.
             self._add_call("eval forward")
             self._sampling.num_off = len(list_dropouts(module, trains=False)) if self.is_sampled else 0

@@ -63,7 +63,7 @@ def find_replicas(
     DTensors of several meshes, are replicas if their initial values are equal. Others may be parts, such as
     a rank's experts, or replicas that were seeded differently. Their gradients distinguish the two. Tensors
     of different pipeline `stages` are never replicas. Constant values, such as zero biases, are evidence
-    only beside equal random values in the same module.
+    only beside equal random values in the same module, or if the module has equal outputs for equal rows.
     """
     by_place: dict[object, list[Shard]] = {}
     for rank, header in headers.items():
@@ -71,7 +71,7 @@ def find_replicas(
         for number, (tensor, bits) in enumerate(zip(header.tensors, began, strict=False)):
             place = (tensor.name, tensor.shape, tensor.region, (stages or {}).get(rank, 0))
             by_place.setdefault(place, []).append(Shard(Member(rank, number), tensor, bits))
-    evidence = Evidence(headers, by_place.values())
+    evidence = Evidence(headers, by_place.values(), first)
     equal: list[ReplicaSet] = []
     unequal: list[ReplicaSet] = []
     for shards in by_place.values():
@@ -109,8 +109,14 @@ def _belongs(known: object, shard: Shard, sets: Mapping[object, ReplicaSet], evi
 class Evidence:
     """Ranks with equal random values, by module: of its own parameters, and of those below it too."""
 
-    def __init__(self, headers: Mapping[int, RankHeader], places: Iterable[Sequence[Shard]]) -> None:
+    def __init__(
+        self,
+        headers: Mapping[int, RankHeader],
+        places: Iterable[Sequence[Shard]],
+        first: Mapping[int, StepRecord],
+    ) -> None:
         self._headers = headers
+        self._first = first
         # (module, whether parameters below it count) -> sets of ranks with equal values of one parameter
         self._equal: dict[tuple[str, bool], set[frozenset[int]]] = {}
         for shards in places:
@@ -131,8 +137,16 @@ class Evidence:
         for module in _list_enclosing(name):
             for key in ((module, False), (module, True)):
                 if {one, two} <= self._holders.get(key, frozenset()):
-                    return any({one, two} <= ranks for ranks in self._equal[key])
+                    is_equal = any({one, two} <= ranks for ranks in self._equal[key])
+                    return is_equal or self._has_equal_outputs(name.rpartition(".")[0], one, two)
         return two in self._headers[one].data_ranks
+
+    def _has_equal_outputs(self, module: str, one: int, two: int) -> bool:
+        """Return whether a module has the same outputs on two ranks with the same rows."""
+        records = [self._first[rank] for rank in (one, two) if rank in self._first]
+        outputs = [[value for name, value in record.outputs if name == module] for record in records]
+        is_same_batch = len(records) > 1 and bool(records[0].rows) and records[0].rows == records[1].rows
+        return is_same_batch and any(outputs[0]) and outputs[0] == outputs[1]
 
 
 def _list_enclosing(name: str) -> Iterator[str]:

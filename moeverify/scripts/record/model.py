@@ -220,6 +220,16 @@ def _is_rows(value: Tensor) -> bool:
     return value.ndim > 1 and not value.is_floating_point() and not value.is_complex()
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers, which have one child and no tensors of their own.
+
+    A script may set the mode of the module alone.
+    """
+    while len(children := list(module.children())) == 1 and not module._parameters and not module._buffers:
+        module = children[0]
+    return module
+
+
 def list_dropouts(module: nn.Module, *, trains: bool) -> list[_DropoutNd]:
     """Return the dropout modules of a model that are in training mode, or those that are not."""
     modules = (each for each in module.modules() if isinstance(each, _DropoutNd))
