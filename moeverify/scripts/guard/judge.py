@@ -87,7 +87,7 @@ class Judge:
             for each in sampled.values()
             for one, two in zip(each.stepped, each.ended, strict=False)
         ):
-            self.unjudged["weights that are changed between optimizer steps, equally on all ranks"] = None
+            self.unjudged["changes of weights between optimizer steps"] = None
         if not is_complete:
             self.unjudged["replicas, data and norms of steps that some ranks did not finish"] = None
         if self._replicas is None or not is_complete:

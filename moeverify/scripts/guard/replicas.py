@@ -142,7 +142,9 @@ class Evidence:
         return two in self._headers[one].data_ranks
 
     def _has_equal_outputs(self, module: str, one: int, two: int) -> bool:
-        """Return whether a module has the same outputs on two ranks with the same rows."""
+        """Return whether a module of constants alone has the same outputs on two ranks with the same rows."""
+        if any(line.is_varied and line.name.startswith(f"{module}.") for line in self._headers[one].tensors):
+            return False
         records = [self._first[rank] for rank in (one, two) if rank in self._first]
         outputs = [[value for name, value in record.outputs if name == module] for record in records]
         is_same_batch = len(records) > 1 and bool(records[0].rows) and records[0].rows == records[1].rows
