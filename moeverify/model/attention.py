@@ -7,9 +7,11 @@ value head (equal to D except in latent attention), Nq query heads, Nkv key-valu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moeverify.cases.schema import ReferenceModel
 from moeverify.model.norm import RMSNorm
@@ -19,12 +21,15 @@ from moeverify.model.rope import compute_rotation, rotate
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """core(q (B, S, Nq, D), k (B, S, Nkv, D), v (B, S, Nkv, Dv), positions (B, S)) -> (B, S, Nq, Dv)."""
 
+MOST_SCORES = 1 << 27
+"""Attention scores that `causal_core` keeps at a time: 1 GiB in float64."""
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(D)) v over the keys whose position is at most the query's.
 
     Query head n reads key-value head n // (Nq / Nkv). The softmax is computed in float32 or wider. All
-    scores are stored, so memory grows with S * T: this is the definition, not a fast implementation.
+    scores are stored, so memory grows with B * S * T: this is the definition, not a fast implementation.
 
     Shapes: q (B, S, Nq, D), k (B, T, Nkv, D), v (B, T, Nkv, Dv), positions (B, S) and (B, T).
     Returns: (B, S, Nq, Dv).
@@ -42,8 +47,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positio
 
 
 def causal_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Return `attend` for tokens that are both queries and keys; see `Core`."""
-    return attend(q, k, v, positions, positions)
+    """Return `attend` for tokens that are both queries and keys; see `Core`.
+
+    Above `MOST_SCORES`, chunks of rows, or of a row's queries, are computed one by one, and again in the
+    backward pass, so that memory holds the scores of one chunk.
+    """
+    rows, length, heads = q.shape[:3]
+    row_scores = heads * length * k.shape[1]
+    if rows * row_scores <= MOST_SCORES:
+        return attend(q, k, v, positions, positions)
+    num_rows = max(1, MOST_SCORES // row_scores)
+    num_queries = min(length, max(1, MOST_SCORES // (heads * k.shape[1])))
+    some_rows = zip(*(x.split(num_rows) for x in (q, k, v, positions)), strict=True)
+    return torch.cat([_attend_in_chunks(*chunk, num_queries) for chunk in some_rows])
+
+
+def _attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, num_queries: int) -> Tensor:
+    """Return `attend` computed for a number of queries at a time, without keeping scores."""
+    some_queries = zip(q.split(num_queries, dim=1), positions.split(num_queries, dim=1), strict=True)
+    attend_again = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([attend_again(part, k, v, at, positions) for part, at in some_queries], dim=1)
 
 
 class Attention(nn.Module):

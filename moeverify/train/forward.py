@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from moeverify.cases.schema import MoE, Recipe
 from moeverify.model.transformer import ModelOutput
@@ -44,15 +47,32 @@ def reference_losses(
     return Losses(lm, balance, z), token_loss.detach()
 
 
+MOST_LOGITS = 1 << 27
+"""Logits that `cross_entropy` widens and normalizes at a time: 1 GiB in float64."""
+
+
 @seam
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross entropy of each token, in float32 or wider; zero where the target is `IGNORED`.
 
+    Above `MOST_LOGITS`, chunks of tokens are computed one by one, and again in the backward pass.
+
     Shapes: logits (M, s, V), plain or sharded over V; targets (M, s). Returns a plain tensor (M, s).
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    flat = logits.flatten(0, 1).to(wide)
-    loss = F.cross_entropy(flat, targets.flatten(), reduction="none", ignore_index=IGNORED)
+    flat, flat_targets = logits.flatten(0, 1), targets.flatten()
+    if flat.numel() <= MOST_LOGITS or isinstance(flat, DTensor):
+        loss = _entropy_of_tokens(flat, flat_targets)
+    else:
+        size = max(1, MOST_LOGITS // flat.shape[-1])
+        chunks = zip(flat.split(size), flat_targets.split(size), strict=True)
+        again = partial(checkpoint, _entropy_of_tokens, use_reentrant=False, preserve_rng_state=False)
+        loss = torch.cat([again(*chunk) for chunk in chunks])
     if isinstance(loss, DTensor):
         loss = loss.to_local()
     return loss.view(targets.shape)
+
+
+def _entropy_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy (N,) for logits (N, V)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), targets, reduction="none", ignore_index=IGNORED)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeverify.cases.flops import count_training_flops
 from moeverify.cases.schema import Recipe, ReferenceModel
+from moeverify.model.attention import MOST_SCORES
 from moeverify.model.init import fill
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.regions.region import Region
@@ -22,7 +23,7 @@ from moeverify.results.golden import GoldenPlan
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import compute_dtype_of, dtype_of
 from moeverify.verification.golden.sketched import MOST_WHOLE
-from moeverify.verification.golden_run.streamed_unit import ENDS, MOST_SCORES
+from moeverify.verification.golden_run.streamed_unit import ENDS
 
 _SIZE = 1024  # of the matrices that are timed
 _BYTES = 8  # of a number in a record

@@ -10,18 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moeverify.cases.schema import Precision, Recipe, ReferenceModel
 from moeverify.hashing import hash_counter, key_of
-from moeverify.model.attention import Attention, attend
 from moeverify.model.init import fill
 from moeverify.model.mixed_precision import Narrowed
-from moeverify.model.mla import LatentAttention
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.regions.local_shard import buffers, parameters
 from moeverify.parallel.regions.observer import Observer
@@ -38,9 +34,6 @@ from moeverify.train.subjects import subject_of
 
 ENDS = -1
 """The number of the unit with the embedding, the last norm and the head."""
-
-MOST_SCORES = 1 << 27
-"""Attention scores that are kept at a time. Longer rows are computed in chunks of their queries."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +59,6 @@ class Unit:
             stage.embed, stage.norm, stage.lm_head = None, None, None
         stage.to_empty(device=device)
         _fill(recipe, spec, stage, numerics.nudge)
-        for module in stage.modules():
-            if isinstance(module, Attention | LatentAttention):
-                module.core = chunked_core
         self.stage = stage
         self._compute = compute_dtype_of(numerics.compute)
         self.body = self._narrow(stage)
@@ -164,18 +154,3 @@ def _nudge(flat: Tensor, nudge: float, key: int) -> None:
         place = torch.arange(start, start + len(part), device=flat.device)
         sign = 1.0 - 2.0 * (hash_counter(key, place) & 1).to(torch.float64)
         part.copy_((part.to(torch.float64) * (1.0 + nudge * sign)).to(part.dtype))
-
-
-def chunked_core(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Return `causal_core` with a bounded number of scores in memory: chunks of queries are recomputed."""
-    rows, length, heads = q.shape[:3]
-    size = max(1, MOST_SCORES // (rows * heads * k.shape[1]))
-    if size >= length:
-        return attend(q, k, v, positions, positions)
-    parts: list[Any] = [
-        checkpoint(
-            attend, q[:, at : at + size], k, v, positions[:, at : at + size], positions, use_reentrant=False
-        )
-        for at in range(0, length, size)
-    ]
-    return torch.cat(parts, dim=1)

@@ -57,6 +57,29 @@ def test_the_fused_core_is_the_definition(make_normal, kv_heads) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("most", [1 << 27, 2 * HEADS * S * S - 1, HEADS * 3 * S, 1])
+def test_chunks_of_scores_equal_the_definition(make_normal, monkeypatch, most) -> None:
+    monkeypatch.setattr("moeverify.model.attention.MOST_SCORES", most)
+    inputs = [
+        make_normal(B, S, heads, D, seed=heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    expected, actual = attend(*inputs, arange(), arange()), causal_core(*inputs, arange())
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+    weight = make_normal(*expected.shape, seed=9)
+    grads = [torch.autograd.grad((output * weight).sum(), inputs) for output in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("most", "is_kept"), [(1 << 27, True), (128, False)])
+def test_chunks_keep_no_scores_for_the_backward_pass(make_normal, monkeypatch, most, is_kept) -> None:
+    monkeypatch.setattr("moeverify.model.attention.MOST_SCORES", most)
+    sizes: list[int] = []
+    inputs = [make_normal(2, 16, 2, 2, seed=seed).requires_grad_() for seed in range(3)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        causal_core(*inputs, arange(2, 16)).sum()
+    assert (max(sizes) > 128) is is_kept
+
+
 def test_shared_key_value_heads_equal_repeated_ones(make_normal) -> None:
     q, k, v = (
         make_normal(B, S, HEADS, D),
