@@ -77,10 +77,11 @@ def _find_module(
     """Return the first of these modules with another largest output on one of the ranks, or an empty string."""
     outputs = [[each for each in records[rank].outputs if each[0] in shared] for rank in members]
     for together in zip(*outputs, strict=False):
-        if len({name for name, _ in together}) > 1:
+        if len({each for each, _ in together}) > 1:
             return ""
-        name, value = together[0]
-        if not all(_are_close((value,), (other,)) for _, other in together[1:]):
+        name: str = together[0][0]
+        first, *others = (value for _, value in together)
+        if not all(_are_close((first,), (other,)) for other in others):
             return name
     return ""
 
