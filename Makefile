@@ -10,6 +10,7 @@ TRITON ?= 3.9.0
 MEGABLOCKS ?= yes
 # Of the tests: one more than two cores have, since many a test waits.
 WORKERS ?= 3
+TESTS ?= tests cases
 
 # Python then compiles this package once, and not in each of the thousand processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,7 +29,7 @@ verify-bf16: $(VENV)/installed try-megablocks ## Verify all cases in bfloat16, a
 	$(BIN)/moeverify run $(CASES) --set recipe.precision=bfloat16 --allow-undecided
 
 test: $(VENV)/installed-test try-megablocks ## Run the tests, and the cases as tests
-	$(BIN)/python -m pytest tests cases -n $(WORKERS) --dist loadfile --durations 12
+	$(BIN)/python -m pytest $(TESTS) -n $(WORKERS) --dist loadfile --durations 12
 
 test-fast: $(VENV)/installed-test ## Run the tests that start no processes: about a minute
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m 'not ranks and not slow and not gpu'

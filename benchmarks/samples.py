@@ -144,15 +144,20 @@ def verify() -> str:
     )
 
 
+def failing() -> str:
+    """Return the command whose output and evidence the pages show; it runs once."""
+    return f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')} --out runs/a05"
+
+
 def failure() -> str:
     """Return a fault of the catalogue, with its finding."""
-    command = f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')}"
+    command = failing()
     return block(cut(run(command), "fsdp2-ep2  MISMATCH", LAST), command)
 
 
 def explain() -> str:
-    """Return the evidence of that finding, after a second layout."""
-    first = f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')} --out runs/a05 --follow-up"
+    """Return the evidence of that finding."""
+    first = failing()
     run(first)
     second = "moeverify explain runs/a05 1"
     return block([f"$ {second}", *pick(run(second), *EXPLAINED)], first)

@@ -122,12 +122,10 @@ def _report_fault() -> str:
 
 
 def _print_error(context: CommandContext, text: str) -> None:
-    from moeverify.report.sanitize import MOST_TEXT, clean, elide
+    from moeverify.report.sanitize import MOST_TEXT, elide
 
     with suppress(OSError):  # the log may be on the full disk
-        context.err.print(
-            f"error: {elide(clean(text), MOST_TEXT)}", soft_wrap=True, markup=False, highlight=False
-        )
+        context.err.print(f"error: {elide(text, MOST_TEXT)}", soft_wrap=True)
 
 
 @contextmanager

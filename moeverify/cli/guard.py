@@ -64,7 +64,7 @@ def run_guarded(
         seen = f"nothing was checked: {describe_unseen()}"
     context.err.print(f"moeverify watch --guard: {seen}", soft_wrap=True)
     if judge.num_steps and judge.unjudged:
-        context.err.print(f"    not judged: {'; '.join(judge.unjudged)}", soft_wrap=True, highlight=False)
+        context.err.print(f"    not judged: {'; '.join(judge.unjudged)}", soft_wrap=True)
     return EXIT_CODES["mismatch"] if stops and guarded.findings else code
 
 
@@ -78,6 +78,6 @@ def _show(context: CommandContext, finding: Finding) -> None:
     )
     head = f"moeverify watch: {finding.check}: {finding.tensor} ({where}): {finding.cause}"
     place = f" [{finding.where}]" if finding.where else ""
-    context.err.print(head + place, soft_wrap=True, highlight=False, markup=False)
+    context.err.print(head + place, soft_wrap=True)
     for line in finding.evidence:
-        context.err.print(f"    {line}", soft_wrap=True, highlight=False, markup=False)
+        context.err.print(f"    {line}", soft_wrap=True)

@@ -159,10 +159,8 @@ def watch(
 
 
 def _show_hang(context: CommandContext, lines: Sequence[str]) -> None:
-    from moeverify.report.sanitize import clean
-
     for indent, line in zip(("moeverify watch: ", *["    "] * len(lines)), lines, strict=False):
-        context.err.print(indent + clean(line), soft_wrap=True, highlight=False, markup=False)
+        context.err.print(indent + line, soft_wrap=True)
 
 
 def _record(command: list[str], settings: Settings, hangs: HangReporter, context: CommandContext) -> int:

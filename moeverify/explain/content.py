@@ -7,8 +7,9 @@ identities of its elements, whatever its shape, order or padding. Identity 0 mea
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ TOLERANCE = 1e-9
 
 _NUM_SAMPLES = 16
 _NUM_LOOKED_AT = 96
+_NUM_FIRST = 4
 _DIVISORS = torch.arange(1, 129, dtype=torch.float64)
 _LARGE = 1e6
 """Integers beyond this are not treated as simple numbers, such as counts."""
@@ -128,15 +130,35 @@ class Elements:
     def _index_quotients(self) -> None:
         """Index the quotients of adjacent elements, which a tensor shares with its multiples."""
         quotients, places, owners = [], [], []
-        for place, root in enumerate(self._roots):
-            made, at = list_quotients(self._shaped(root))
+        for group in self._group_by_width():
+            joined = [self._shaped(root).reshape(-1, width) for root, width in group]
+            made, at = list_quotients(torch.cat(joined) if len(joined) > 1 else joined[0])
+            starts = torch.tensor([0, *(each.numel() for each in joined)]).cumsum(0)
+            member = torch.bucketize(at, starts, right=True) - 1
             quotients.append(made)
-            places.append(at)
-            owners.append(torch.full_like(at, place))
-        joined = torch.cat(quotients) if quotients else torch.zeros(0, dtype=torch.float64)
-        self._quotients, order = torch.sort(joined)
+            places.append(at - starts[member])
+            owners.append(torch.tensor([self._places[root] for root, _ in group])[member])
+        joined_quotients = torch.cat(quotients) if quotients else torch.zeros(0, dtype=torch.float64)
+        self._quotients, order = torch.sort(joined_quotients)
         self._quotient_places = torch.cat(places)[order] if places else order
         self._quotient_owners = torch.cat(owners)[order] if owners else order
+
+    def _group_by_width(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield groups of (value, row length) with equal row lengths: one pass over many small tensors."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        sizes: dict[int, int] = {}
+        for root in self._roots:
+            shape = self._one.values[root].shape
+            size = math.prod(shape)
+            if not shape or shape[-1] < 2 or not size:
+                continue
+            width = shape[-1]
+            if sizes.get(width, 0) + size > _MOST_QUOTIENTS and width in groups:
+                yield groups.pop(width)
+                sizes[width] = 0
+            groups.setdefault(width, []).append((root, width))
+            sizes[width] = sizes.get(width, 0) + size
+        yield from groups.values()
 
     def find_factor(self, data: Tensor, prefer: Callable[[int], object]) -> float | None:
         """Return the likely factor by which a tensor is a multiple of single-device elements, or None."""
@@ -358,19 +380,31 @@ def _width_of(data: Tensor, size: float) -> Tensor:
 
 def sample(data: Tensor) -> Tensor:
     """Return some elements that distinguish a tensor: neither 0 nor quotients of small integers."""
-    flat = data.detach().reshape(-1).to(torch.float64)
-    flat = flat[flat.isfinite() & (flat.abs() > 1e-200)]
-    if len(flat) > _NUM_LOOKED_AT:
-        flat = flat[:: -(-len(flat) // _NUM_LOOKED_AT)]
-    telling = flat[~_has_simple_multiple(flat, _DIVISORS) | (flat.abs() > _LARGE)]
+    flat = _look_at(data)
+    telling = flat[_is_telling(flat)]
     if len(telling) > _NUM_SAMPLES:
         telling = telling[:: -(-len(telling) // _NUM_SAMPLES)]
     return torch.unique(telling)  # type: ignore[no-any-return]
 
 
+def _look_at(data: Tensor) -> Tensor:
+    """Return up to `_NUM_LOOKED_AT` finite, nonzero elements from all parts of a tensor. 1-D, float64."""
+    flat = data.detach().reshape(-1).to(torch.float64)
+    flat = flat[flat.isfinite() & (flat.abs() > 1e-200)]
+    return flat[:: -(-len(flat) // _NUM_LOOKED_AT)] if len(flat) > _NUM_LOOKED_AT else flat
+
+
+def _is_telling(flat: Tensor) -> Tensor:
+    return ~_has_simple_multiple(flat, _DIVISORS) | (flat.abs() > _LARGE)
+
+
 def says_something(data: Tensor | None) -> bool:
     """Return whether a tensor has elements that distinguish it from other tensors."""
-    return data is not None and data.is_floating_point() and len(sample(data)) > 0
+    if data is None or not data.is_floating_point():
+        return False
+    flat = _look_at(data)
+    # Of most tensors the first elements decide.
+    return any(bool(_is_telling(part).any()) for part in (flat[:_NUM_FIRST], flat[_NUM_FIRST:]))
 
 
 def fit_region(index: Tensor, size: int) -> Tensor | None:
@@ -397,7 +431,7 @@ def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, lis
     """Group values of integers, masks and simple numbers by their bytes."""
     found: dict[object, list[int]] = {}
     for number, data in values:
-        if data is not None and data.numel() and not (data.is_floating_point() and len(sample(data))):
+        if data is not None and data.numel() and not says_something(data):
             found.setdefault(fingerprint(data), []).append(number)
     return found
 

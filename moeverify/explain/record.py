@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ _NO_NODE = 1 << 63
 """Autograd sequence numbers from here on belong to the accumulation of gradients, not to an operator."""
 
 
+def _without_modes() -> AbstractContextManager[object]:
+    """Hide operators from dispatch modes. Within `__torch_dispatch__` usually none is active."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
     """Dispatch mode that records the operators of this process in `program` while `recording` is entered.
 
@@ -107,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def name_tensors(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Set the labels of existing tensors."""
         for name, tensor in named:
-            with _disable_current_modes():
+            with _without_modes():
                 local = local_part(tensor.detach())
                 self._names[storage_of(local)] = name
                 if has_memory(local) and local.numel():
@@ -153,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Record which value the training loop shows; see `moeverify.parallel.regions.observer.Observer`."""
         if self._is_open:
-            with _disable_current_modes():
+            with _without_modes():
                 value = None if local is None else self._find(local_part(local.detach()))
             self.program.marks[step, kind, name] = Shown(value, region)
 
@@ -206,7 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         op = self._begin(name_of(func), taken, taken_named, tuple(written))
         result = func(*args, **named)
         returned = list_tensors(result)
-        with _disable_current_modes():
+        with _without_modes():
             new = [tensor for tensor in returned if not any(tensor is each for each in changed)]
             is_view = any(
                 each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
@@ -239,7 +244,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         ]
         result = func(*args, **named)
         returned = list(result) if isinstance(result, tuple | list) else []
-        with _disable_current_modes():
+        with _without_modes():
             for i, op in enumerate(ops):
                 op.results = tuple(
                     self._write(op, tensor)
@@ -263,7 +268,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._sequences[key] = self._sequences.get(key, 0) + 1
         op.meeting = Meeting(call.group, self._sequences[key], call.source, call.target)
         result = func(*args, **named)
-        with _disable_current_modes():
+        with _without_modes():
             if func.namespace == "_c10d_functional":
                 outputs = call.outputs or list_tensors(result)
                 for tensor in outputs:
@@ -307,7 +312,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _complete(self, pending: Pending) -> None:
         """Copy the data of a collective's outputs."""
         self._pending.remove(pending)
-        with _disable_current_modes():
+        with _without_modes():
             for number, tensor in zip(pending.values, pending.tensors, strict=True):
                 value = self.program.values[number]
                 if value.data is None:
@@ -413,7 +418,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     def _find(self, tensor: Tensor) -> int:
         """Return the value of a tensor; make a new value if no recorded operator computed it."""
-        with _disable_current_modes():
+        with _without_modes():
             memory, geometry = self._memory(tensor), geometry_of(tensor)
             if memory.uses:
                 self._check_race(tensor, "read")
@@ -463,7 +468,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         step = self._step
         count = self._calls[step, name] = self._calls.get((step, name), -1) + 1
         for slot, tensor in enumerate(each for _, each in list_floats(output) if each.numel()):
-            with _disable_current_modes():
+            with _without_modes():
                 self.program.ends.append(
                     End(step, name, False, slot, count, self._find(local_part(tensor.detach())))
                 )
@@ -473,7 +478,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _make_gradient_hook(self, step: int, name: str, slot: int, count: int) -> Any:
         def note(gradient: Tensor) -> None:
             if self._is_open:
-                with _disable_current_modes():
+                with _without_modes():
                     number = self._find(local_part(gradient.detach()))
                 self.program.ends.append(End(step, name, True, slot, count, number))
 

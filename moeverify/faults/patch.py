@@ -57,18 +57,22 @@ class Patch:
     def __init__(self) -> None:
         self.functions: list[Callable[..., Any]] = []
         self._holders: list[Holder] = []
+        self._loaded: list[ModuleType] = []
         self._is_open = False
 
     def __enter__(self) -> Patch:
         self._is_open = True
+        self._loaded = list(_list_modules())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         self._is_open = False
-        # A module imported within the block may hold stand-ins, so search all modules again.
-        for holder, name, value in _list_functions(dict.fromkeys([*_list_modules(), *self._holders])):
+        # A module imported within the block may hold stand-ins, too.
+        loaded = set(map(id, self._loaded))
+        imported = [module for module in _list_modules() if id(module) not in loaded]
+        for holder, name, value in _list_functions(dict.fromkeys([*imported, *self._holders])):
             before = value
             while _attribute(before, _OWNER) is self:
                 before = before.__wrapped__

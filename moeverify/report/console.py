@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -29,7 +29,11 @@ STYLES = {
 
 
 class _Console(Console):
-    """A console that raises when its reader is gone, where rich would exit with code 1."""
+    """A console that prints no control characters, and raises when its reader is gone, where rich would exit."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print the objects; strings without escape sequences and control characters."""
+        super().print(*(clean(each) if isinstance(each, str) else each for each in objects), **options)
 
     def on_broken_pipe(self) -> None:
         """Raise the error of the closed pipe.

@@ -94,11 +94,12 @@ class RankEnd(Record):
 class Absence(Record):
     """The reason why a rank is not in a collective that others wait in.
 
-    It waits in another collective of the group, has left, or never entered.
+    It waits in another collective of the group, has left, or never entered, or its device has this one queued
+    behind the collective that it waits in.
     """
 
     rank: int
-    how: Literal["in another of the group", "has left", "never entered"]
+    how: Literal["in another of the group", "has left", "never entered", "queued"]
     waiting: Waiting
 
 

@@ -64,9 +64,8 @@ from moeverify.parallel.context_parallel.allgather import IMPLEMENTATION
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    ignore = shutil.ignore_patterns("__pycache__")
     for name in ("moeverify", "multiprocessing_pdb"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+        shutil.copytree(ROOT / name, tmp_path / name)  # with its bytecode: compiling takes seconds
     return tmp_path
 
 

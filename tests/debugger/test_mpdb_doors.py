@@ -12,9 +12,11 @@ from multiprocessing_pdb.wire.own_descriptors import OwnDescriptor
 from multiprocessing_pdb.wire.own_sockets import OwnSocket
 from multiprocessing_pdb.wire.runtime_directory import SOCKET_SUFFIX, VARIABLE, RuntimeDirectory
 
+BREAKPOINT = {"PYTHONBREAKPOINT": "multiprocessing_pdb.set_trace"}
+
 
 def test_a_rank_is_reached_after_fork_close_and_exec(site):
-    (process,) = site.start_ranks(1, "doors.py")
+    (process,) = site.start_ranks(1, "doors.py", env=BREAKPOINT)
     site.await_ranks(1)
     assert "doors.py(16)" in site.ask("s")  # not in what Python calls in the child
     assert site.ask("n", "n").endswith("os.closerange(3, 100)\n")
@@ -30,12 +32,12 @@ def test_a_rank_is_reached_after_fork_close_and_exec(site):
 
 
 def test_a_program_without_descriptors_stops_or_goes_on(site):
-    first, second = site.start_ranks(2, "doors.py", "starve")
+    first, second = site.start_ranks(2, "doors.py", "starve", env=BREAKPOINT)
     site.await_exit(second)
     assert "no stop, OSError: [Errno 24]" in site.read("rank1", "stderr")
     site.await_ranks(1)
     assert site.ask("diff len(taken) > 50") == "rank 0: True\n"
-    assert "doors.py:32" in site.ask("n", "ls")
+    assert "doors.py:35" in site.ask("n", "ls")
     site.ask("c")
     site.await_exit(first)
     assert site.read("rank0") == site.read("rank1") == "went on\n"

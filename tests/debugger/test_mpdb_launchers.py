@@ -10,7 +10,7 @@ import pexpect
 import pytest
 from debugger_site import PROGRAMS, poll
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
 
 def drop_notice(stderr):
@@ -80,7 +80,8 @@ def test_a_closed_stdin_stays_closed(site):
     ],
 )
 def test_under_torchrun(site, stdin, flags):
-    command = [*TORCHRUN, *flags, PROGRAMS / "work.py"]
+    start = site.python.command() if flags else [sys.executable]  # ranks are new processes in either case
+    command = [*start, *TORCHRUN, *flags, PROGRAMS / "work.py"]
     env = {"MPDB_JOB": site.job}
     if stdin == "terminal":
         child = site.open_terminal(*command, env=env)

@@ -2,7 +2,7 @@
 
 Each sequence has its own processes, forked from one that has all imports (`programs/mazes.py`), and talks
 to them through their sockets. MPDB_TEST_SEQUENCES=5000 asks for that many new sequences for each prompt; by
-default the same 400 run each time. Bugs that it found have separate regression tests, such as in
+default the same 150 run each time. Bugs that it found have separate regression tests, such as in
 `test_mpdb_prompts.py`.
 """
 
@@ -33,7 +33,7 @@ from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.source import LocalSource
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "400"))  # for each of pdb and pdbpp
+SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "150"))  # for each of pdb and pdbpp
 PATIENCE = float(
     os.environ.get("MPDB_TEST_PATIENCE", "300")
 )  # a lost rank never returns, while a slow one does

@@ -70,7 +70,8 @@ def _add_case(suite: ET.Element, case: CaseResult, *, allows_undecided: bool) ->
 
     An undecided case is a failure of this type; if it is allowed, it is skipped with its reason.
     """
-    group = Path(case.file).with_suffix("").as_posix().strip("./").replace("/", ".") or "moeverify"
+    file = Path(case.file or "moeverify")  # the comparison of two recorded runs has none
+    group = file.with_suffix("").as_posix().strip("./").replace("/", ".") or "moeverify"
     attributes = {"classname": clean(group), "name": clean(case.name), "time": f"{case.seconds:.3f}"}
     element = ET.SubElement(suite, "testcase", attributes)
     if case.verdict == "skipped":

@@ -11,6 +11,7 @@ _ABSENCES = {
     "in another of the group": "entered another one of that group",
     "has left": "has left it",
     "never entered": "never entered it",
+    "queued": "has it queued behind another collective",
 }
 Groups = frozenset[str]
 _STATES = {"started": "not seen to finish", "finished": "finished", "failed": "broke off"}

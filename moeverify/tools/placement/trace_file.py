@@ -278,7 +278,7 @@ def _read_array(path: Path) -> LoadTrace:
         _check_size(array.shape, array.dtype.itemsize, path)
         array = np.array(array)
     except (ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError) as error:
-        raise FormatError(f"{path}: this array cannot be read: {error}") from None
+        raise FormatError(f"{path}: this array is damaged ({error}); save it again with numpy.save") from None
     if array.ndim == 2:
         array = array[None]
     if array.ndim == 3:

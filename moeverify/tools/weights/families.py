@@ -6,13 +6,13 @@ their definitions differ (see docs/conversion.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from moeverify.cases.schema import ReferenceModel
+from moeverify.cases.schema import MoE, ReferenceModel
 from moeverify.errors import FormatError
 from moeverify.json_file import name_path, read_problem
 from moeverify.tools.weights import names
@@ -27,9 +27,9 @@ class Family:
     """One family of Hugging Face models.
 
     `fields` maps our dotted field to their key. `constants` are values of our fields that are the same in
-    every model of the family. `defaults` are values of keys that are missing, as in the family's class of
-    transformers. `fixed` are keys with the only value that the reference model supports, which is also
-    written.
+    every model of the family. `words` are the keys of `WORDS` that its config.json has. `defaults` are
+    values of keys that are missing, as in the family's class of transformers. `fixed` are keys with the
+    only value that the reference model supports, which is also written.
     """
 
     model_type: str
@@ -37,9 +37,32 @@ class Family:
     names: Names
     fields: Mapping[str, str]
     constants: Mapping[str, Any] = field(default_factory=dict)
+    words: Sequence[str] = ("hidden_act",)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
+    def get_constant(self, ours: str) -> Any:
+        """Return the value of a dotted field in every model of the family: by default the schema's."""
+        section, _, name = ours.rpartition(".")
+        schema = MoE if section else ReferenceModel
+        return self.constants.get(ours, schema.model_fields[name].default)
+
+    def spell(self, key: str) -> str:
+        """Return the word of a key of `WORDS` in every config.json of the family."""
+        ours, words = WORDS[key]
+        return next(word for word, value in words.items() if value == self.get_constant(ours))
+
+
+WORDS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "hidden_act": ("activation", {"silu": "swiglu"}),
+    "scoring_func": ("moe.score", {"softmax": "softmax", "sigmoid": "sigmoid"}),
+    "topk_method": (
+        "moe.group_score",
+        {"group_limited_greedy": "max", "greedy": "max", "noaux_tc": "top2_sum"},
+    ),
+    "qk_norm_type": ("qk_norm_scope", {"per_layer": "all"}),
+}
+"""Keys whose values are words: our dotted field, and its value in the schema of cases for each word."""
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -54,7 +77,6 @@ _FIELDS = {
     "moe.top_k": "num_experts_per_tok",
 }
 _DEFAULTS: Config = {"tie_word_embeddings": False, "attention_bias": False}
-_FIXED: Config = {"hidden_act": "silu"}
 _EVERY_LAYER: Config = {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
 
 _ALIASES = {"num_experts": "num_local_experts"}
@@ -91,7 +113,8 @@ _DEEPSEEK_FIELDS = {
     "mla.qk_rope": "qk_rope_head_dim",
     "mla.v_head": "v_head_dim",
 }
-_DEEPSEEK_FIXED: Config = {**_FIXED, "moe_layer_freq": 1, "rope_interleave": True}
+_CHOICES = ("hidden_act", "scoring_func", "topk_method")
+_DEEPSEEK_FIXED: Config = {"moe_layer_freq": 1, "rope_interleave": True}
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -102,7 +125,7 @@ FAMILIES: Mapping[str, Family] = {
             names.MIXTRAL,
             {**_FIELDS, "moe.num_experts": "num_local_experts", "moe.expert_hidden": "intermediate_size"},
             defaults={**_DEFAULTS, "rope_theta": 1e6},
-            fixed={**_FIXED, "sliding_window": None},
+            fixed={"sliding_window": None},
         ),
         Family(
             "qwen2_moe",
@@ -118,7 +141,7 @@ FAMILIES: Mapping[str, Family] = {
             },
             constants={"moe.shared_gate": True, "attention_bias_scope": "qkv"},
             defaults={**_DEFAULTS, "qkv_bias": True, "norm_topk_prob": False},
-            fixed={**_FIXED, **_EVERY_LAYER},
+            fixed=_EVERY_LAYER,
         ),
         Family(
             "qwen3_moe",
@@ -133,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
             },
             constants={"qk_norm": True},
             defaults={**_DEFAULTS, "norm_topk_prob": False},
-            fixed={**_FIXED, **_EVERY_LAYER},
+            fixed=_EVERY_LAYER,
         ),
         Family(
             "olmoe",
@@ -148,7 +171,7 @@ FAMILIES: Mapping[str, Family] = {
             },
             constants={"qk_norm": True, "qk_norm_scope": "all"},
             defaults={**_DEFAULTS, "norm_topk_prob": False},
-            fixed={**_FIXED, "clip_qkv": None},
+            fixed={"clip_qkv": None},
         ),
         Family(
             "deepseek_v2",
@@ -156,6 +179,7 @@ FAMILIES: Mapping[str, Family] = {
             names.DEEPSEEK_V2,
             _DEEPSEEK_FIELDS,
             constants={"moe.renormalize": False},
+            words=_CHOICES,
             defaults={
                 **_DEFAULTS,
                 **_GROUPED_DEFAULTS,
@@ -163,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
                 "n_shared_experts": 2,
                 "first_k_dense_replace": 0,
             },
-            fixed={**_DEEPSEEK_FIXED, "scoring_func": "softmax", "norm_topk_prob": False},
+            fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": False, "mlp_bias": False},
         ),
         *(
             Family(
@@ -172,6 +196,7 @@ FAMILIES: Mapping[str, Family] = {
                 names.DEEPSEEK_V3,
                 {**_DEEPSEEK_FIELDS, "moe.renormalize": "norm_topk_prob"},
                 constants={**_SIGMOID, "moe.group_score": "top2_sum"},
+                words=_CHOICES,
                 defaults={
                     **_DEFAULTS,
                     "q_lora_rank": 1536,
@@ -182,7 +207,7 @@ FAMILIES: Mapping[str, Family] = {
                     "routed_scaling_factor": 2.5,
                     "first_k_dense_replace": 3,
                 },
-                fixed={**_DEEPSEEK_FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+                fixed=_DEEPSEEK_FIXED,
             )
             for model_type in ("deepseek_v3", "kimi_k2")  # Kimi K2 has DeepSeek's code under another name
         ),
@@ -201,7 +226,6 @@ FAMILIES: Mapping[str, Family] = {
                 "first_k_dense_replace": 1,
                 "partial_rotary_factor": 0.5,
             },
-            fixed=_FIXED,
         ),
         Family(
             "minimax_m2",
@@ -209,8 +233,9 @@ FAMILIES: Mapping[str, Family] = {
             names.MINIMAX_M2,
             {**_FIELDS, "moe.num_experts": "num_local_experts", "moe.expert_hidden": "intermediate_size"},
             constants={**_SIGMOID, "qk_norm": True, "qk_norm_scope": "all"},
-            defaults={**_DEFAULTS, "head_dim": 128, "rope_theta": 5e6},
-            fixed={**_FIXED, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"},
+            words=("hidden_act", "scoring_func", "qk_norm_type"),
+            defaults={**_DEFAULTS, "head_dim": 128, "rope_theta": 5e6, "rotary_dim": None},
+            fixed={"use_qk_norm": True},
         ),
     )
 }
@@ -241,10 +266,11 @@ def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:
     for key, value in family.fixed.items():
         if config.get(key) not in (None, value):
             raise FormatError(f"{file}: {key} is {config[key]!r}, and the reference model has {value!r} only")
+    _check_words(config, family, file)
     flat: dict[str, Any] = dict(family.constants)
     for ours, theirs in family.fields.items():
         flat[ours] = _find(config, theirs, family, file)
-    _complete(flat, config, family)
+    _complete(flat, config, family, file)
     latent = "mla.kv_lora" in flat
     flat |= read_rotary(config, file, family.defaults, latent=latent, head_dim=flat.get("head_dim"))
     try:
@@ -253,6 +279,19 @@ def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:
         where, message = read_problem(error)
         path = name_path(where)
         raise FormatError(f"{file}: {family.fields.get(path, path)}: {message}") from None
+
+
+def _check_words(config: Config, family: Family, file: str) -> None:
+    for key in family.words:
+        word, known = config.get(key), WORDS[key][1]
+        if word is None:
+            continue
+        if not isinstance(word, str) or word not in known:
+            raise FormatError(f"{file}: {key} is {word!r}; known are {', '.join(known)}")
+        if known[word] != known[family.spell(key)]:
+            raise FormatError(
+                f"{file}: {key} is {word!r}, and {family.model_type} has {family.spell(key)!r} only"
+            )
 
 
 def _find(config: Config, key: str, family: Family, file: str) -> Any:
@@ -276,8 +315,11 @@ def _divide(size: Any, parts: Any) -> int | None:
     return size // parts if isinstance(size, int) and isinstance(parts, int) and parts > 0 else None
 
 
-def _complete(flat: dict[str, Any], config: Config, family: Family) -> None:
-    """Add the fields that do not correspond to a single key."""
+def _complete(flat: dict[str, Any], config: Config, family: Family, file: str) -> None:
+    """Add the fields that do not correspond to a single key.
+
+    Raises: FormatError for a `head_dim` that is not the width of the latent heads, or of their rotary part.
+    """
     numbers = {name for name, value in flat.items() if isinstance(value, int)}
     if (
         family.fields.get("moe.shared_hidden") == "n_shared_experts"
@@ -289,7 +331,9 @@ def _complete(flat: dict[str, Any], config: Config, family: Family) -> None:
     ):
         flat["moe.shared_hidden"] *= flat["moe.expert_hidden"]
     if {"mla.qk_nope", "mla.qk_rope"} <= numbers:
-        flat["head_dim"] = flat["mla.qk_nope"] + flat["mla.qk_rope"]
+        rotary, flat["head_dim"] = flat["mla.qk_rope"], flat["mla.qk_nope"] + flat["mla.qk_rope"]
+        if config.get("head_dim") not in (None, rotary, flat["head_dim"]):
+            raise FormatError(f"{file}: head_dim is {config['head_dim']!r}, and qk_rope_head_dim {rotary}")
     if config.get("topk_method") == "greedy":
         flat |= {"moe.num_groups": 1, "moe.top_groups": 1}
 
@@ -307,13 +351,14 @@ def write_config(family: Family, model: ReferenceModel, dtype: str) -> dict[str,
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for ours, theirs in family.fields.items():
         config[theirs] = _get(model, ours)
+    config |= {key: family.spell(key) for key in family.words}
     config |= {key: value for key, value in family.fixed.items() if value is not None}
     if "n_shared_experts" in config and model.moe is not None:
         config["n_shared_experts"] = model.moe.shared_hidden // model.moe.expert_hidden
     if model.mla is not None and model.moe is not None:
         config["q_lora_rank"] = model.mla.q_lora or None
-        if family.model_type == "deepseek_v2":
-            config["topk_method"] = "greedy" if model.moe.num_groups == 1 else "group_limited_greedy"
+        if family.model_type == "deepseek_v2" and model.moe.num_groups == 1:
+            config["topk_method"] = "greedy"
     return {**config, **write_rotary(model), "initializer_range": model.init_std, "torch_dtype": dtype}
 
 

@@ -65,7 +65,9 @@ def _read_part(
     factor = rotary.get(key, config.get(key, defaults.get(key, 1.0)))
     if not isinstance(head_dim, int) or not isinstance(factor, int | float):
         return {}
-    dim = config.get("rotary_dim", int(head_dim * factor))
+    # only some families read it
+    dim = config.get("rotary_dim") if "rotary_dim" in defaults else None
+    dim = int(head_dim * factor) if dim is None else dim
     return {} if dim == head_dim else {"rotary_dim": dim}
 
 

@@ -137,6 +137,8 @@ class DtypeWatch(Watch[list[Sighting]]):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        while self._watched:  # forward passes that raised
+            self._watched.popitem()[1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if self._modules is not None:
             self._modules.close()
         if self._traces:
@@ -160,7 +162,8 @@ class DtypeWatch(Watch[list[Sighting]]):
             slots = list(list_slots(prefix, module))
             if slots:
                 self._handles.append(module.register_forward_pre_hook(self._make_pre_hook(slots)))
-                self._handles.append(module.register_forward_hook(self._end_forward, always_call=True))
+                # Without `always_call`: with it torch compiles each module anew, up to its limit.
+                self._handles.append(module.register_forward_hook(self._end_forward))
 
     def _make_pre_hook(self, slots: Sequence[Slot]) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:

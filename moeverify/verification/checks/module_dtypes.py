@@ -44,7 +44,8 @@ class ModuleDtypes:
         for prefix, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             hook = self._make_hook(logical_name(prefix))
-            self._handles.append(module.register_forward_hook(hook, always_call=True))
+            # Without `always_call`: with it torch compiles each module anew, up to its limit.
+            self._handles.append(module.register_forward_hook(hook))
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -12,7 +12,7 @@ from typing import Literal
 from moeverify.results.failure import Absence, Disagreement, Hang, Wait, Waiting
 from moeverify.results.trace import CollectiveRecord
 
-How = Literal["in another of the group", "has left", "never entered"]
+How = Literal["in another of the group", "has left", "never entered", "queued"]
 Traces = Mapping[int, Sequence[CollectiveRecord]]
 """The last collectives of each rank, oldest first."""
 
@@ -70,8 +70,12 @@ def _identify(record: CollectiveRecord) -> tuple[object, ...]:
 
 def find_open(trace: Sequence[CollectiveRecord]) -> CollectiveRecord | None:
     """Return the collective in which a rank waits, or out of which the exception came that ended it."""
-    started = [record for record in trace if record.state == "started"]
-    return next(iter([*started, *(record for record in trace[-1:] if record.state == "failed")]), None)
+    return next(iter([*find_all_open(trace), *(each for each in trace[-1:] if each.state == "failed")]), None)
+
+
+def find_all_open(trace: Sequence[CollectiveRecord]) -> list[CollectiveRecord]:
+    """Return the collectives that a rank has issued and that have not ended, oldest first."""
+    return [record for record in trace if record.state == "started"]
 
 
 def _list_members(record: CollectiveRecord) -> tuple[int, ...]:
@@ -89,6 +93,9 @@ def _find_how(
         return same_kind and (other.group, other.group_name) == (record.group, record.group_name)
 
     if pending is not None:
+        # issued without waiting for the one before it, as NCCL does
+        if any(_identify(other) == _identify(record) for other in find_all_open(trace)):
+            return "queued"
         return "in another of the group" if is_alike(pending) else "never entered"
     alike = [each.sequence for each in trace if is_alike(each)]
     return "has left" if max(alike, default=0) >= record.sequence else "never entered"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from moeverify.checksum import seal
 from moeverify.errors import FormatError
 from moeverify.json_file import JsonFile
 from moeverify.report.brief import list_lines
@@ -76,11 +77,13 @@ class JudgementCache:
             return
         known = {key: each for key, each in self._read_all().items() if key not in new} | new
         with suppress(OSError):
-            write_atomically(self.path, _CONTENT.dump_json(dict(list(known.items())[-_MOST:])))
+            write_atomically(self.path, seal(_CONTENT.dump_json(dict(list(known.items())[-_MOST:])).decode()))
 
     def _read_all(self) -> dict[str, Judgement]:
         try:
-            return _CONTENT.validate_python(JsonFile.read(self.path, "").content)
+            file = JsonFile.read(self.path, "")
+            file.require_seal()
+            return _CONTENT.validate_python(file.content)
         except (FormatError, ValidationError):
             return {}
 

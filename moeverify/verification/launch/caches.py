@@ -64,10 +64,11 @@ class MeshCaches:
 
         On a GPU no cache is kept, because the autograd threads have their own caches.
         """
-        self._keeps = keeps and self._device.type == "cpu"
+        is_cpu = self._device.type == "cpu"
+        self._keeps = keeps and is_cpu
         if not self._keeps and self._names:
             self._clear()
-        if self._keeps and _PROPAGATION in sys.modules:
+        if is_cpu and _PROPAGATION in sys.modules:
             from moeverify.verification.launch.propagation import PropagationMemo
 
             self._memo = self._memo or PropagationMemo()
@@ -96,6 +97,7 @@ class MeshCaches:
         if self._memo is not None:
             self._memo.remove()
         if not self._keeps:
+            self._memo = None  # code of a user may have changed an operator's rules
             self._clear()
         for mesh in self._left:
             # A registry for compilers, unused by these jobs. It would keep the threads of a destroyed group

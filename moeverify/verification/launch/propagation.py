@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
@@ -35,8 +36,8 @@ Function = Callable[..., Any]
 class PropagationMemo:
     """Memo of partial results of sharding propagation, active between `install` and `remove`.
 
-    Valid only for jobs whose tensors and operators are torch's own: an operator registered by a user may
-    depend on anything.
+    It knows the operators of `aten` only: an operator registered by a user may depend on anything. Like torch's
+    own cache, it is valid as long as the rules of the operators do not change.
     """
 
     def __init__(self) -> None:
@@ -78,6 +79,7 @@ class PropagationMemo:
         A `foreach` list is searched once per distinct tensor.
         """
         try:
+            _refuse_tracing()
             keys = _key_strategies(schema, strategy, meta)
         except _UnknownError:
             found: Function = expand(mesh, schema, strategy, meta)
@@ -98,6 +100,7 @@ class PropagationMemo:
     def _propagate(self, propagate: Function, propagator: Any, schema: OpSchema) -> Any:
         """Return the shapes, strides and dtypes of the results of an `aten` operator."""
         try:
+            _refuse_tracing()
             if _is_foreach(schema):
                 return self._propagate_list(propagate, propagator, schema)
             key = _freeze_call(schema, schema.args_schema)
@@ -128,6 +131,12 @@ class PropagationMemo:
 
 class _UnknownError(Exception):
     """A value whose contents the keys cannot represent completely."""
+
+
+def _refuse_tracing() -> None:
+    """Raise _UnknownError under a compiler, whose tensors are symbols of its own."""
+    if detect_fake_mode() is not None:
+        raise _UnknownError
 
 
 def _is_foreach(schema: OpSchema) -> bool:

@@ -63,10 +63,18 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     recipes = [order.recipe for order in asked.orders] if isinstance(asked, GoldenJob) else []
     targets = [target for target, _ in _list_targets(cases, recipes)]
     state = None if all(target.startswith(OWN) for target in targets) else ProcessState()
+    _forget_compiled()
     result = write_result(_run(context, asked, state))
     if state is not None and state.find_changes():
         context.retire()
     return result
+
+
+def _forget_compiled() -> None:
+    """Forget the compiled code of earlier jobs: it counts toward the recompilation limit of a function."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def _run(context: RankContext, asked: RankJob, state: ProcessState | None) -> RankResult | None:

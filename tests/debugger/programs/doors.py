@@ -1,17 +1,17 @@
-"""A program that forks, closes its descriptors and executes itself, or one that has no descriptor left."""
+"""A program that forks, closes its descriptors and executes itself, or one that has no descriptor left.
+
+The first does not import the debugger: PYTHONBREAKPOINT does.
+"""
 
 import contextlib
+import importlib
 import os
 import resource
 import sys
 
-from multiprocessing_pdb import MultiprocessingPdb
-
-Tra = MultiprocessingPdb().set_trace
-
 
 def leave():
-    Tra(header="before")
+    breakpoint(header="before")
     child = os.fork()
     if child == 0:
         os._exit(3)
@@ -22,12 +22,15 @@ def leave():
 
 def starve(rank):
     """Take all descriptors. Rank 1 has no higher limit."""
+    # breakpoint() cannot import it without a descriptor
+    debugger = importlib.import_module("multiprocessing_pdb")
+    halt = debugger.MultiprocessingPdb().set_trace if rank == 1 else breakpoint
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64 if rank == 1 else 128))
     taken = []
     with contextlib.suppress(OSError):
         while True:
             taken.append(os.open(os.devnull, os.O_RDONLY))
-    Tra(header="no descriptor")
+    halt(header="no descriptor")
     taken.sort()
     os.write(1, b"went on\n")
 
@@ -37,5 +40,5 @@ if len(sys.argv) == 1:
 elif sys.argv[1] == "starve":
     starve(int(os.environ["RANK"]))
 else:
-    Tra(header="after exec")
+    breakpoint(header="after exec")
     sys.stdout.write(f"child {sys.argv[1]}\n")

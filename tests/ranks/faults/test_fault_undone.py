@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moeverify.cases.schema import Case
-from moeverify.faults.catalogue import load_faults
+from moeverify.faults.setting import make_case
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.run import run_cases
 
@@ -28,9 +28,9 @@ def results(tmp_path_factory):
     patch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     )
-    base = load_faults()["A01"].case
-    recipe = base.recipe.model_copy(update={"steps": 1})
-    cases: list[Case] = [base.model_copy(update={"name": name, "recipe": recipe}) for name in CASES]
+    small = {"model": {"num_layers": 2}, "recipe": {"steps": 1}}
+    base = make_case("undone", **small, dp_replicate=2, data_parallel="ddp", ep=2)
+    cases: list[Case] = [base.model_copy(update={"name": name}) for name in CASES]
     options = RunOptions(
         device="cpu",
         cache_folder=tmp_path_factory.mktemp("cache"),

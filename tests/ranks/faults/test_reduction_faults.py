@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.faults.catalogue import load_faults
+from moeverify.faults.setting import make_case
 from moeverify.results.checks import CheckName, Kind
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.run import run_cases
 
-# For each injected fault, the fault whose case it uses.
-CASES = {"take_largest": "J07", "copy_first": "J07", "count_again": "A01", "cut_tokens": "A01"}
+SMALL = {"model": {"num_layers": 2}, "recipe": {"steps": 1}}
+DENSE = make_case("dense", preset="tiny-gpt", **SMALL, tp=2, sequence_parallel=True)
+EXPERTS = make_case("experts", **SMALL, dp_replicate=2, data_parallel="ddp", ep=2)
+CASES = {"take_largest": DENSE, "copy_first": DENSE, "count_again": EXPERTS, "cut_tokens": EXPERTS}
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +23,7 @@ def heads(tmp_path_factory):
     patch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     )
-    faults = load_faults()
-    cases = []
-    for name, number in CASES.items():
-        base = faults[number].case
-        recipe = base.recipe.model_copy(update={"steps": 1})
-        cases.append(base.model_copy(update={"name": name, "recipe": recipe}))
+    cases = [case.model_copy(update={"name": name}) for name, case in CASES.items()]
     options = RunOptions(
         device="cpu",
         cache_folder=tmp_path_factory.mktemp("cache"),

@@ -9,6 +9,7 @@ import pytest
 from suite_faults import round_frequencies
 from typer.testing import CliRunner
 
+from moeverify.cases.validation.load import load_cases
 from moeverify.cli import build_app
 from moeverify.faults.fault import Expected, Fault
 from moeverify.faults.setting import make_case
@@ -19,14 +20,30 @@ from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.run import run_cases
 
 pytestmark = pytest.mark.timeout(900)
-NARROW = make_case("narrow", recipe={"precision": "bfloat16"}, dp_shard=2)
+NARROW = make_case("narrow", model={"num_layers": 2}, recipe={"precision": "bfloat16"}, dp_shard=2)
+# The same recipe.
+FILE = """\
+recipe:
+  name: narrow
+  model: {preset: stress, num_layers: 2}
+  data: {batch: 8, seq_len: 16, min_valid: 0.4}
+  optimizer: {name: sgd, lr: 0.5, momentum: 0.9, clip_norm: 0.2}
+  precision: bfloat16
+  steps: 2
+layout: {dp_shard: 2}
+checks: {repeat: never}
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the goldens of both precisions, which all tests compare with."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("fault", [None, "suite_faults:round_frequencies"])
-def test_a_wrong_layout_that_bfloat16_hides_is_found_in_float64(tmp_path: Path, fault: str | None) -> None:
-    options = RunOptions(
-        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault
-    )
+def test_a_wrong_layout_that_bfloat16_hides_is_found_in_float64(cache: Path, fault: str | None) -> None:
+    options = RunOptions(device="cpu", cache_folder=cache, golden_folder=Path("no", "goldens"), fault=fault)
     result = run_cases([NARROW], options, lambda event: None)
     assert result is not None
     assert result.verdict == "pass"
@@ -45,7 +62,7 @@ def test_a_wrong_layout_that_bfloat16_hides_is_found_in_float64(tmp_path: Path, 
         assert case.lead.place.module == "layers.0.attention"
 
 
-def test_the_benchmark_says_what_its_own_precision_hides(tmp_path: Path) -> None:
+def test_the_benchmark_says_what_its_own_precision_hides(cache: Path) -> None:
     expected = Expected(where=(At(name="layers.*"),), causes=())
     fault = Fault(
         number="Z01",
@@ -57,7 +74,7 @@ def test_the_benchmark_says_what_its_own_precision_hides(tmp_path: Path) -> None
         expected=expected,
         inject=round_frequencies,
     )
-    options = RunOptions(device="cpu", cache_folder=tmp_path)
+    options = RunOptions(device="cpu", cache_folder=cache)
     (own,) = run_faults([fault], options, lambda event: None)
     assert (own.detected, own.found_in) == (False, "")
     (row,) = run_faults([fault], options, lambda event: None, escalates=True)
@@ -66,12 +83,14 @@ def test_the_benchmark_says_what_its_own_precision_hides(tmp_path: Path) -> None
 
 
 def test_what_is_kept_is_the_verdict_of_both_precisions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
-    kept, case = tmp_path / "kept.jsonl", Path(__file__).parents[3] / "cases" / "mixed-fsdp2.yaml"
-    words = ["run", case, "--keep", kept, "--cache", tmp_path, "--fault", "suite_faults:round_frequencies"]
+    kept, case = tmp_path / "kept.jsonl", tmp_path / "narrow.yaml"
+    case.write_text(FILE)
+    assert load_cases([case])[0].recipe.fingerprint() == NARROW.recipe.fingerprint()
+    words = ["run", case, "--keep", kept, "--cache", cache, "--fault", "suite_faults:round_frequencies"]
     words += ["--device", "cpu", "--no-require-goldens"]
     for again in (False, True):
         told = CliRunner().invoke(build_app(), [str(word) for word in words])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeverify.cases.schema import Case
-from moeverify.faults.setting import make_case
+from moeverify.faults import setting
 from moeverify.results.run import CaseResult
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.run import run_cases
@@ -18,11 +19,17 @@ SHARP = {"float8": "rowwise_with_gw_hp"}
 MIXED = {"float8": "rowwise", "precision": "mixed"}
 ONE_SCALE = {"float8": "tensorwise", "precision": "bfloat16"}
 
+
+def make_case(name: str, **options: Any) -> Case:
+    """Return a case with one dense layer and one with experts."""
+    return setting.make_case(name, **{"model": {"num_layers": 2}, **options})
+
+
 CLEAN: Mapping[str, Case] = {
     "tp-sp": make_case("tp-sp", recipe=SHARP, tp=2, sequence_parallel=True, loss_parallel=True),
     "ddp": make_case("ddp", recipe=SHARP, dp_replicate=2, data_parallel="ddp", micro_batches=2),
     "fsdp1": make_case("fsdp1", recipe=SHARP, dp_shard=2, data_parallel="fsdp1", recompute=True),
-    "pp": make_case("pp", recipe=SHARP, pp=2, micro_batches=4, stage_layers=(2, 1)),
+    "pp": make_case("pp", recipe=SHARP, pp=2, micro_batches=4, stage_layers=(1, 1)),
     "latent": make_case("latent", preset="tiny-deepseek-v3", recipe=SHARP, tp=2, ep=2),
     "float32": make_case("float32", recipe={**SHARP, "precision": "float32"}, cp=2),
     "mixed": make_case("mixed", recipe=MIXED, dp_shard=2, ep=2, micro_batches=2),

@@ -24,7 +24,8 @@ NARROW: Mapping[str, Any] = {"recipe": {"precision": "bfloat16"}, "experts": "gr
 
 def make_captured(name: str, **fields: Any) -> Case:
     """Return a case with graphs. A rule refuses float64, although a CPU can simulate it."""
-    case = make_case(name, **{"micro_batches": 2, "reshard": "step", **fields})
+    small = {"model": {"num_layers": 2}}
+    case = make_case(name, **{**small, "micro_batches": 2, "reshard": "step", **fields})
     return case.model_copy(update={"layout": case.layout.model_copy(update={"graphs": "micro_batch"})})
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from forked.python import ForkedPython
 
 from moeverify.cases.validation.load import load_cases
 from moeverify.results.run import CaseResult
@@ -92,19 +92,10 @@ def test_its_own_balance_loss_and_the_gradient_from_it_are_compared(
     assert {check.name for check in case.checks if check.verdict == "pass"} >= {"routing", "replicas"}
 
 
-def test_ranks_of_a_users_own_torchrun_run_them_too(cache: Path) -> None:
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "moeverify",
-        "run",
-    ]
-    words = [str(ROOT / "cases" / "megablocks-ep2.yaml"), "--device", "cpu", "--cache", str(cache)]
+def test_ranks_of_a_users_own_torchrun_run_them_too(cache: Path, python: ForkedPython) -> None:
+    words = [*python.torchrun(2, "--standalone"), "-m", "moeverify", "run"]
+    words += [str(ROOT / "cases" / "megablocks-ep2.yaml"), "--device", "cpu", "--cache", str(cache)]
     words += ["--goldens", str(cache / "none"), *(word for each in OVERRIDES for word in ("--set", each))]
-    done = subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 case: 1 pass" in done.stdout

@@ -13,9 +13,12 @@ import pytest
 
 pytestmark = pytest.mark.timeout(900)  # several launches, on a machine that may be busy
 
-# Writes to a file how often the ranks are started, and for which cases.
+# Writes to a file how often the ranks are started, and for which cases. AGENT starts them without new imports.
 SPY = """\
 from moeverify.pytest_plugin import runner
+from moeverify.verification.launch import monitor
+
+monitor.agent_command = lambda: AGENT
 
 stream_cases = runner.stream_cases
 
@@ -73,10 +76,15 @@ def project(tmp_path: Path, make_project: Callable[..., Any]) -> Any:
     made = make_project(tmp_path, "good", "left-out")
     made.write_case("strict", STRICT)
     (tmp_path / "cases" / "foreign.yaml").write_text("layout: page\nrecipes: []\n")
-    (tmp_path / "conftest.py").write_text(SPY)
+    write_conftest(made)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
     return made
+
+
+def write_conftest(project: Any, more: str = "") -> None:
+    text = SPY.replace("AGENT", repr(project.python.agent_command())) + more
+    (project.folder / "conftest.py").write_text(text)
 
 
 def run_pytest(project: Any, *words: str) -> Any:
@@ -108,7 +116,7 @@ def test_workers_share_one_launch_and_a_failure_says_where_what_and_how_to_repea
 
 def test_what_bfloat16_hides_fails_with_what_float64_shows(project: Any) -> None:
     project.write_case("narrow", NARROW)
-    (project.folder / "conftest.py").write_text(SPY + FAULTY)
+    write_conftest(project, FAULTY)
     project.variables["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
     )

@@ -91,6 +91,17 @@ def test_the_factor_of_a_multiple_is_found(one: Program, factor: float) -> None:
     assert elements.find_factor(w[1:4] * factor, prefer) == pytest.approx(factor, rel=1e-12)
 
 
+def test_the_factor_is_found_among_many_tensors_of_one_width() -> None:
+    """Tensors of one width are indexed together, up to a number of elements."""
+    inputs = {f"x{number}": make(8 + number, 6, seed=number) for number in range(5)}
+    inputs |= {"large": make(10_000, 6, seed=8), "as large": make(9_000, 6, seed=9)}
+    inputs |= {"narrow": make(7, 3, seed=10), "single": make(9, 1, seed=11)}
+    elements = Elements(record_call(lambda **given: given["large"].exp(), **inputs))
+    for name, x in inputs.items():
+        found = elements.find_factor(x[2:7] * 3.0, prefer)
+        assert found == (None if name == "single" else pytest.approx(3.0, rel=1e-12)), name
+
+
 def test_rows_of_different_factors_are_no_multiple(one: Program) -> None:
     elements, w = Elements(one), data_of(one, 0)
     assert elements.find_factor(w * torch.arange(1, 9)[:, None], prefer) is None
@@ -145,6 +156,7 @@ def test_equal_elements_are_at_the_places_of_a_region() -> None:
         (torch.full((3,), 1 / 24, dtype=torch.float64), False),
         (torch.tensor([1, 2, 3]), False),
         (torch.full((1,), 0.123456789, dtype=torch.float64), True),
+        (torch.cat([torch.ones(50, dtype=torch.float64), make(1)]), True),
         (None, False),
     ],
 )

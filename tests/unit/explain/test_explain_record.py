@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from moeverify.explain.describe import read_expression
 from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
+from moeverify.faults.catalogue import load_faults
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
+from moeverify.train.assemble import assemble_single
 
 
 @contextmanager
@@ -49,6 +51,25 @@ def test_a_write_in_place_makes_a_new_value() -> None:
     assert torch.equal(data_of(program, before), a * 2)
     assert torch.equal(data_of(program, after), a * 2 + 1)
     assert list(list_ops(program, "exp")[0].refs()) == [after]
+
+
+def test_initial_values_of_the_reference_model_are_inputs() -> None:
+    """Of the hash of each element no operator is recorded, and the values are those without a recorder."""
+    recipe = load_faults()["A01"].case.recipe
+
+    def draw() -> dict[str, Tensor]:
+        shards = assemble_single(recipe, torch.device("cpu")).shards
+        return {shard.name: shard.local().detach().clone() for shard in shards}
+
+    recorder = Recorder()
+    with recorder.recording():
+        drawn = draw()
+    assert {name: value.tolist() for name, value in drawn.items()} == {
+        name: value.tolist() for name, value in draw().items()
+    }
+    names = {op.short for op in recorder.program.ops}
+    assert "copy_" in names
+    assert not {name for name in names if "shift" in name or name.startswith("bitwise") or "and_" in name}
 
 
 def test_a_view_is_a_value_of_what_it_is_a_view_of() -> None:

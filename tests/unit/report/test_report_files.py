@@ -219,6 +219,15 @@ def test_junit_stays_xml_whatever_ranks_say(make_run: Any, make_case: Any, make_
     assert "\ufffe" not in text
 
 
+@pytest.mark.parametrize("name", [each.name for each in FORMATS if each.name != "trace"])
+def test_every_format_has_cases_without_a_file(
+    make_run: Any, make_case: Any, tmp_path: Path, name: str
+) -> None:
+    case = make_case("run-b against run-a").model_copy(update={"file": ""})
+    write_run(name, make_run(case), tmp_path / "written")
+    assert (tmp_path / "written").exists()
+
+
 def test_junit_folds_many_findings(make_run: Any, make_case: Any, make_finding: Any) -> None:
     run = make_run(make_case("a", "mismatch", findings=[make_finding(tensor=f"t{i}") for i in range(70)]))
     failure = next(ET.fromstring(format_junit(run)).iter("failure"))

@@ -1,7 +1,10 @@
 """A small mixture of experts, and functions that parallelize it in mixed precision, both right and wrong."""
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -10,6 +13,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # reduces in the compute dtype
@@ -100,7 +104,8 @@ def autocast(model, mesh):
 
 
 def compiled(model, mesh):
-    compile_blocks(model)
+    kept = [torch.ops.aten.mm.default]
+    compile_blocks(model, context_fn=partial(create_selective_checkpoint_contexts, kept))
     return shard(model, mesh, POLICY)
 
 
@@ -109,7 +114,11 @@ def compiled_without(model, mesh):
     return shard(model, mesh, MixedPrecisionPolicy())
 
 
-def compile_blocks(model):
+def compile_blocks(model, **how):
+    """Wrap every block for recomputation before it is compiled, as torchtitan does."""
+    torch._dynamo.config.recompile_limit = 3  # of all layers of one case together
+    for name, layer in model.layers.named_children():
+        model.layers.register_module(name, checkpoint_wrapper(layer, **how))
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
 

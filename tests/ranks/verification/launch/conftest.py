@@ -14,9 +14,9 @@ from forked.python import ForkedPython
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def python_as_users_start_it(python: ForkedPython) -> Iterator[None]:
-    """Import everything anew in every launch: these tests are about the start and end of ranks."""
+    """Import everything anew in every launch, for tests whose subject is the start or end of processes."""
     with python.pause():
         yield
 

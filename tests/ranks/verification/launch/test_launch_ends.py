@@ -19,6 +19,7 @@ from moeverify.verification.launch import monitor
 from moeverify.verification.launch.launcher import run_jobs
 from moeverify.verification.launch.plan import Job, LaunchEvent
 
+as_users_start_it = pytest.mark.usefixtures("python_as_users_start_it")
 PYTHONPATH = os.pathsep.join([str(Path(moeverify.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
 
@@ -81,6 +82,7 @@ def test_a_controller_that_is_killed_takes_all_ranks_along(
     check_nothing_left(remains, tmp_path)
 
 
+@as_users_start_it
 def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_named(
     programs: Path, remains: Any, tmp_path: Path
 ) -> None:
@@ -107,6 +109,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_named(
     assert remains.wait_for_none(tmp_path) == []
 
 
+@as_users_start_it
 def test_closing_the_iterator_ends_the_ranks(programs: Path, remains: Any, tmp_path: Path) -> None:
     jobs = [Job(name="add", num_ranks=2), Job(name="endless", num_ranks=2, payload={"do": "sleep"})]
     outcomes = run_jobs(jobs, entry=str(programs / "jobs.py"), folder=tmp_path)
@@ -115,6 +118,7 @@ def test_closing_the_iterator_ends_the_ranks(programs: Path, remains: Any, tmp_p
     assert remains.list_processes(tmp_path) == []
 
 
+@as_users_start_it
 def test_an_entry_that_cannot_be_imported_is_said_once(tmp_path: Path) -> None:
     entry = tmp_path / "broken.py"
     entry.write_text("import a_module_that_is_not_there\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked.python import ForkedPython
 
 import moeverify
 from moeverify.report.words.failure import describe_failure
@@ -48,10 +49,11 @@ def read_outcomes(text: str) -> list[JobOutcome]:
     return [JobOutcome.model_validate_json(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def run_torchrun(programs: Path, folder: Path, payload: dict[str, Any]) -> tuple[int, list[JobOutcome]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run_torchrun(
+    torchrun: list[str], programs: Path, folder: Path, payload: dict[str, Any]
+) -> tuple[int, list[JobOutcome]]:
     ended = subprocess.run(
-        [*command, *make_arguments(programs, folder, payload)],
+        [*torchrun, *make_arguments(programs, folder, payload)],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -60,7 +62,9 @@ def run_torchrun(programs: Path, folder: Path, payload: dict[str, Any]) -> tuple
     return ended.returncode, read_outcomes(ended.stdout)
 
 
-def run_srun(programs: Path, folder: Path, payload: dict[str, Any]) -> tuple[list[int], list[JobOutcome]]:
+def run_srun(
+    python: list[str], programs: Path, folder: Path, payload: dict[str, Any]
+) -> tuple[list[int], list[JobOutcome]]:
     """Run two tasks with srun's variables for a step of two tasks, and a free port."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -75,7 +79,7 @@ def run_srun(programs: Path, folder: Path, payload: dict[str, Any]) -> tuple[lis
     }
     tasks = [
         subprocess.Popen(
-            [sys.executable, *make_arguments(programs, folder, payload)],
+            [*python, *make_arguments(programs, folder, payload)],
             env={**ENVIRONMENT, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -112,8 +116,10 @@ def check_hang(outcomes: list[JobOutcome]) -> None:
     assert describe_failure(last.failure) == "the ranks ended with job special"
 
 
-def test_torchrun_runs_all_jobs_on_the_same_ranks(programs: Path, tmp_path: Path) -> None:
-    code, outcomes = run_torchrun(programs, tmp_path, {})
+def test_torchrun_runs_all_jobs_on_the_same_ranks(
+    python: ForkedPython, programs: Path, tmp_path: Path
+) -> None:
+    code, outcomes = run_torchrun(python.torchrun(2, "--standalone"), programs, tmp_path, {})
     assert code == 0
     check_common(outcomes)
     assert [outcome.state for outcome in outcomes] == ["done", "unstarted", "done", "done", "done"]
@@ -155,14 +161,14 @@ def test_torchrun_on_two_hosts(programs: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("127")) == list(hosts)
 
 
-def test_torchrun_with_a_hang(programs: Path, tmp_path: Path) -> None:
-    code, outcomes = run_torchrun(programs, tmp_path, LATE)
+def test_torchrun_with_a_hang(python: ForkedPython, programs: Path, tmp_path: Path) -> None:
+    code, outcomes = run_torchrun(python.torchrun(2, "--standalone"), programs, tmp_path, LATE)
     assert code == 1
     check_hang(outcomes)
 
 
-def test_torchrun_with_a_rank_that_is_killed(programs: Path, tmp_path: Path) -> None:
-    code, outcomes = run_torchrun(programs, tmp_path, DIE)
+def test_torchrun_with_a_rank_that_is_killed(python: ForkedPython, programs: Path, tmp_path: Path) -> None:
+    code, outcomes = run_torchrun(python.torchrun(2, "--standalone"), programs, tmp_path, DIE)
     assert code == 1
     check_common(outcomes)
     assert outcomes[3].state == "failed"
@@ -174,21 +180,23 @@ def test_torchrun_with_a_rank_that_is_killed(programs: Path, tmp_path: Path) -> 
 
 
 def test_srun_runs_all_jobs(programs: Path, tmp_path: Path) -> None:
-    codes, outcomes = run_srun(programs, tmp_path, {})
+    codes, outcomes = run_srun([sys.executable], programs, tmp_path, {})
     assert codes == [0, 0]
     check_common(outcomes)
     assert outcomes[4].state == "done"
 
 
-def test_srun_with_a_hang_ends_every_task(programs: Path, tmp_path: Path) -> None:
-    codes, outcomes = run_srun(programs, tmp_path, LATE)
+def test_srun_with_a_hang_ends_every_task(python: ForkedPython, programs: Path, tmp_path: Path) -> None:
+    codes, outcomes = run_srun(python.command(), programs, tmp_path, LATE)
     assert codes == [3, 3]
     check_hang(outcomes)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_srun_with_a_rank_that_raises_ends_every_task(programs: Path, tmp_path: Path, rank: int) -> None:
-    codes, outcomes = run_srun(programs, tmp_path, {"do": "fail", "rank": rank})
+def test_srun_with_a_rank_that_raises_ends_every_task(
+    python: ForkedPython, programs: Path, tmp_path: Path, rank: int
+) -> None:
+    codes, outcomes = run_srun(python.command(), programs, tmp_path, {"do": "fail", "rank": rank})
     assert codes == [3, 3]
     check_common(outcomes)
     origin = outcomes[3].rank_reports[0]
@@ -197,9 +205,9 @@ def test_srun_with_a_rank_that_raises_ends_every_task(programs: Path, tmp_path: 
 
 
 def test_srun_with_a_rank_that_raises_wakes_a_peer_outside_any_collective(
-    programs: Path, tmp_path: Path
+    python: ForkedPython, programs: Path, tmp_path: Path
 ) -> None:
-    codes, outcomes = run_srun(programs, tmp_path, {"do": "fail_among_sleepers", "rank": 0})
+    codes, outcomes = run_srun(python.command(), programs, tmp_path, {"do": "fail_among_sleepers", "rank": 0})
     assert codes == [3, 3]
     origin, peer = outcomes[3].rank_reports
     assert (origin.rank, origin.state) == (0, "raised")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked.python import ForkedPython
 
 import moeverify
 
@@ -45,17 +45,27 @@ class Lost:
 
 
 @pytest.fixture(scope="module")
-def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
+def lost(tmp_path_factory: pytest.TempPathFactory, python: ForkedPython) -> Lost:
     folder = tmp_path_factory.mktemp("lost")
     (folder / "a-first.yaml").write_text(CASE)
     dying = CASE.replace("{dp_shard: 2}", "{dp_replicate: 2, parallelize: 'dying:parallelize'}")
     (folder / "b-dies.yaml").write_text(dying)
     (folder / "c-last.yaml").write_text(CASE)
     (folder / "dying.py").write_text(DYING)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     outputs = ["--json", "run.json", "--junit", "run.xml", "--html", "run.html", "--keep", "kept.jsonl"]
     cases = ["a-first.yaml", "b-dies.yaml", "c-last.yaml"]
-    command = [*torchrun, "-m", "moeverify", "run", *cases, *outputs, "--cache", "cache", "--device", "cpu"]
+    command = [
+        *python.torchrun(2, "--standalone"),
+        "-m",
+        "moeverify",
+        "run",
+        *cases,
+        *outputs,
+        "--cache",
+        "cache",
+        "--device",
+        "cpu",
+    ]
     path = [str(Path(moeverify.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     ended = subprocess.run(
         command,

@@ -13,6 +13,8 @@ from moeverify.verification.jobs import PROBE_WORKER, ProbeJob
 from moeverify.verification.launch.forked_agents import AgentServer
 from moeverify.verification.launch.launcher import run_jobs
 
+pytestmark = pytest.mark.usefixtures("python_as_users_start_it")
+
 JOB = make_job("a", 2, 60.0, ProbeJob(probe=Probe.SUMS))
 
 

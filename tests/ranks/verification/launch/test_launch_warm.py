@@ -17,6 +17,8 @@ from moeverify.verification.jobs import ProbeJob
 from moeverify.verification.launch import warm
 from moeverify.verification.launch.launcher import run_jobs
 
+pytestmark = pytest.mark.usefixtures("python_as_users_start_it")
+
 JOB = make_job("a", 2, 60.0, ProbeJob(probe=Probe.SUMS))
 ENTRY = """
 import json, os, sys, pathlib

@@ -127,7 +127,7 @@ def test_a_trace_without_steps_or_without_a_file_is_said(tmp_path: Path) -> None
     write(path, {})
     with pytest.raises(CaseError, match="holds no step"):
         read_trace(path)
-    with pytest.raises(CaseError, match="cannot be read"):
+    with pytest.raises(CaseError, match="save it again"):
         read_trace(tmp_path)
 
 
@@ -173,7 +173,7 @@ def test_arrays_of_numpy_are_traces(tmp_path: Path) -> None:
         with pytest.raises(CaseError, match=words):
             read_trace(path)
     path.write_bytes(path.read_bytes()[:90])
-    with pytest.raises(FormatError, match="cannot be read"):
+    with pytest.raises(FormatError, match="save it again"):
         read_trace(path)
 
 

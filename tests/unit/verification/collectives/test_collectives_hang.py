@@ -66,6 +66,20 @@ def test_a_rank_that_has_left_is_not_said_to_be_late_to_enter() -> None:
     assert summary.endswith("rank 1 has left it: where it is, is not known")
 
 
+def test_opposite_orders_of_two_groups_that_a_device_has_queued() -> None:
+    first = make_record("all_reduce", 3, [0, 1], group_name="a", site="train.py:1 in step")
+    second = make_record("all_reduce", 3, [0, 1], group_name="b", site="train.py:2 in step")
+    summary, _, late = explain_hang({0: [first, second], 1: [second, first]}, {})
+    assert late == []
+    for rank, (own, other) in {0: "ab", 1: "ba"}.items():
+        waits = (
+            f"waits in all_reduce #3 of group (0,1), named {own}, called at train.py:{'ab'.index(own) + 1}"
+        )
+        assert f"rank {rank} {waits}" in summary
+        peer = f"rank {1 - rank} has it queued behind another collective: it waits in all_reduce #3"
+        assert f"{peer} of group (0,1), named {other}, called at train.py:{'ab'.index(other) + 1}" in summary
+
+
 def test_ranks_in_different_collectives_of_one_group() -> None:
     records = {
         0: [make_record("all_reduce", 1, [0, 1])],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -74,5 +75,8 @@ def test_verdicts_are_kept_by_content(case: CommitCase, tmp_path: Path) -> None:
     assert case.make_key("another tree", cache) != key
     case.file.write_text(CASE + "# changed\n")
     assert case.make_key("tree", cache) != key
-    cache.path.write_text("{")
-    assert cache.read(key) is None
+    flipped = cache.path.read_text().replace('"pass"', '"mismatch"')
+    unsealed = json.dumps({key: {"verdict": "pass"}})
+    for damaged in (flipped, unsealed, "{"):
+        cache.path.write_text(damaged)
+        assert cache.read(key) is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -16,6 +18,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moeverify.verification.launch.caches import MeshCaches
 from moeverify.verification.launch.propagation import PropagationMemo
 
 Propagator = _sharding_prop.ShardingPropagator
@@ -248,6 +251,36 @@ def shard_twice(mesh: DeviceMesh, way: bool) -> DTensor:
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     spec = DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=way)
     return DTensor(torch.ones(2, 4), spec, requires_grad=False)
+
+
+def test_under_a_compiler_torch_computes_anew(
+    mesh: DeviceMesh,
+    worked_out: list[Any],  # first, so that it sees all calls
+    memo: PropagationMemo,
+) -> None:
+    x = DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()] * 2, run_check=False)
+    computed = []
+    for context in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        for _ in range(2):
+            _clear_sharding_prop_cache()
+            worked_out.clear()
+            with context:
+                torch.exp(x)
+            computed.append(len(worked_out))
+    assert computed == [1, 0, 1, 1]
+
+
+def test_a_job_that_may_build_other_meshes_has_a_memo_that_ends_with_it() -> None:
+    outside = find_functions()
+    caches = MeshCaches(torch.device("cpu"))
+    caches.begin(False)
+    try:
+        assert not set(find_functions()) & set(outside)
+    finally:
+        caches.end(False)
+        caches.settle()
+    assert find_functions() == outside
+    assert caches._memo is None
 
 
 def test_torch_is_left_as_it_was(memo: PropagationMemo) -> None:
