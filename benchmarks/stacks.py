@@ -2,11 +2,12 @@
 
     python benchmarks/stacks.py [--families qwen3_moe,...] [--modes tp,fsdp,...] [--narrow tp,...]
         [--reports FOLDER] [--out PAGE]
+    python benchmarks/stacks.py --transformers 5.24.0 [--families ...] [--modes ...] [--narrow=]
 
 Runs the cases of examples/stacks, a sweep over families of transformers under its tensor, expert and data
 parallelism, part of it in bfloat16 too, and older releases of transformers. Every case is a recipe and one line of
 layout; none has code. Frameworks and releases go into virtual environments of their own, which are made where they
-are missing.
+are missing. With --transformers, only the families are swept, with that release, and the table is printed.
 """
 
 import argparse
@@ -146,6 +147,24 @@ def make_environment(folder):
     return python
 
 
+def find_python(release, environments):
+    """Return the interpreter of a release of transformers, or the one that is given by its path."""
+    if os.sep in release:
+        return Path(release).absolute()
+    name = f"transformers-{release}"
+    ENVIRONMENTS.setdefault(name, (f"transformers=={release}", "accelerate==1.15.0"))
+    return make_environment(environments / name)
+
+
+def list_new_families(python):
+    """Return the causal language models of an interpreter's transformers that have no fields in `FAMILIES`."""
+    program = (
+        "from transformers.models.auto import modeling_auto as m; print(*m.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)"
+    )
+    printed = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    return sorted(set(printed.stdout.split()) - set(FAMILIES))
+
+
 def list_versions(python):
     """Return the installed versions of the frameworks of an interpreter, by distribution name."""
     names = ("torch", *dict.fromkeys(FRAMEWORKS.values()))
@@ -198,6 +217,20 @@ def run_examples(environments, scratch, reports):
         python = make_environment(environments / ("frameworks" if own else NEWEST))
         reported += run_cases(sorted(folder.glob("*.yaml")), python, scratch, reports)
     return reported
+
+
+def run_families(options, modes, python, scratch, reports):
+    """Verify the families in all modes, and in those of `--narrow` in bfloat16; return the reports of both."""
+    families = [family for family in options.families.split(",") if family]
+    narrow_modes = [mode for mode in options.narrow.split(",") if mode]
+    sweep, narrow = [], []
+    for first in range(0, len(families), options.together):
+        some = families[first : first + options.together]
+        cases = [write_case(scratch / "sweep", *pair) for pair in choose(some, modes)]
+        sweep += run_cases(cases, python, scratch, reports)
+        cases = [write_case(scratch / NARROW, *pair, NARROW) for pair in choose(some, narrow_modes)]
+        narrow += run_cases(cases, python, scratch, reports) if cases else []
+    return sweep, narrow
 
 
 def run_releases(environments, scratch, reports):
@@ -374,6 +407,9 @@ def main():
         default=ROOT / ".venv-stacks",
         help="folder of the virtual environments (default: .venv-stacks)",
     )
+    parser.add_argument(
+        "--transformers", metavar="RELEASE", help="sweep this release, or an interpreter (a path), and print"
+    )
     parser.add_argument("--together", type=int, default=18, help="families in one launch")
     options = parser.parse_args()
     modes = options.modes.split(",")
@@ -385,19 +421,19 @@ def main():
         reports = options.reports or scratch
         reports.mkdir(parents=True, exist_ok=True)
         environments = options.environments.resolve()
+        if options.transformers:
+            python = find_python(options.transformers, environments)
+            sweep, narrow = run_families(options, modes, python, scratch, reports)
+            print(
+                *describe_sweep(sweep, modes, KNOWN), *(describe_narrow(narrow) if narrow else ()), sep="\n"
+            )
+            print(f"\nversions: {collect_versions(sweep)}")
+            print("families without fields here:", *list_new_families(python))
+            return
         releases = run_releases(environments, scratch, reports)
         examples = run_examples(environments, scratch, reports)
-        families = [family for family in options.families.split(",") if family]
         python = make_environment(environments / NEWEST)
-        narrow_modes = [mode for mode in options.narrow.split(",") if mode]
-        sweep, narrow = [], []
-        for first in range(0, len(families), options.together):
-            some = families[first : first + options.together]
-            cases = [write_case(scratch / "sweep", *pair) for pair in choose(some, modes)]
-            sweep += run_cases(cases, python, scratch, reports)
-            folder = scratch / NARROW
-            cases = [write_case(folder, *pair, NARROW) for pair in choose(some, narrow_modes)]
-            narrow += run_cases(cases, python, scratch, reports) if cases else []
+        sweep, narrow = run_families(options, modes, python, scratch, reports)
         options.out.write_text(make_page(command, examples, sweep, modes, releases, narrow))
 
 

@@ -22,6 +22,23 @@ class GuardCheck(StrEnum):
     FINITE = "finite values"  # losses, gradients and outputs are finite
 
 
+class DriftCause(Record):
+    """Why replicas differ after a step.
+
+    - `option`: the optimizers of the two `ranks` have other `values` of `option`, set at `site`.
+    - `write`: something else than the optimizer's step has changed the tensors on `ranks`.
+    - `forward`: ranks with equal rows have other losses; the output of `module` is the first that differs.
+    - `backward`: ranks with equal rows have equal losses.
+    """
+
+    kind: Literal["option", "write", "forward", "backward"]
+    option: str = ""
+    values: tuple[float, float] = (0.0, 0.0)
+    ranks: tuple[int, ...] = ()
+    site: str = ""
+    module: str = ""
+
+
 class DriftFacts(Record):
     """Tensors that should be equal on some ranks and are not.
 
@@ -37,6 +54,7 @@ class DriftFacts(Record):
     gradients: Literal["equal", "differ", "clipped apart", "unknown"]
     distance: float
     are_experts: bool = False
+    cause: DriftCause | None = None
 
 
 class AlikeFacts(Record):

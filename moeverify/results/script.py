@@ -56,11 +56,11 @@ class MemberFacts(Record):
     """A parameter that only one run has in an optimizer, or whose position in the model is unknown.
 
     `replaced` parameters have no optimizer, and those of the optimizer get no gradients. `idle` ones have an
-    optimizer and get no gradients.
+    optimizer and get no gradients. Only the modules of `detached` ones are called.
     """
 
     about: Literal["member"] = "member"
-    which: Literal["missing", "replaced", "idle", "unexpected", "unplaced"]
+    which: Literal["missing", "replaced", "idle", "detached", "unexpected", "unplaced"]
     others: tuple[str, ...] = ()
 
 
@@ -84,7 +84,11 @@ class CallRule(StrEnum):
     KEPT = "kept"  # no zero_grad since the previous optimizer step, so gradients accumulate on old ones
     EMPTIED = "emptied"  # zero_grad between the last backward pass and the optimizer step
     EARLY_CLIP = "early-clip"  # a backward pass after the clip
+    LATE_CLIP = "late-clip"  # a clip after the optimizer step
     SCALED_CLIP = "scaled-clip"  # a clip before the gradient scaler has unscaled the gradients
+    SCALED_STEP = "scaled-step"  # an optimizer step on gradients that no gradient scaler has unscaled
+    EVAL = "eval"  # all forward passes of a step in evaluation mode
+    SAME_EPOCH = "same-epoch"  # a sampler that shuffles begins twice with the same epoch number
     INNER_SCHEDULER = "inner-scheduler"  # a scheduler step between two backward passes of one optimizer step
     SCHEDULER = "scheduler"  # a number of scheduler steps that differs from the other run
     CLIP = "clip"  # clipping in one run only
@@ -93,7 +97,8 @@ class CallRule(StrEnum):
 class CallFacts(Record):
     """A call out of order: its counts in both runs, its site, and the norm of the affected gradients.
 
-    For `scaled-clip`, `norm` is the loss scale.
+    For `scaled-clip` and `scaled-step`, `norm` is the loss scale. For `eval`, `expected` is the number of
+    dropout modules, and for `same-epoch` that of the epoch.
     """
 
     about: Literal["call"] = "call"

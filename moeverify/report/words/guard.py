@@ -9,6 +9,7 @@ from moeverify.report.words.script import describe_facts, list_names
 from moeverify.results.finding import Finding
 from moeverify.results.guard import (
     AlikeFacts,
+    DriftCause,
     DriftFacts,
     NonfiniteFacts,
     OwnNormFacts,
@@ -34,19 +35,51 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
             "that were not seeded or broadcast alike"
         )
         return Words(cause, "initial values", evidence)
-    gradients = {
-        "equal": "their gradients are equal, so the optimizers differ: options, state, or which of them has it",
-        "differ": "their gradients differ: they are not reduced over these ranks",
-        "clipped apart": "their gradients have equal norms before the clip and not after it: ranks clip differently",
-        "unknown": "whether their gradients are equal is not known",
-    }[facts.gradients]
-    if facts.are_experts:
+    where = ""
+    if facts.cause is not None:
+        gradients, where = _describe_cause(facts.cause)
+    else:
+        gradients = {
+            "equal": "their gradients are equal, so the states of their optimizers differ, or a step that was not "
+            "sampled changed them",
+            "differ": "their gradients differ: they are not reduced over these ranks",
+            "clipped apart": "their gradients have equal norms before the clip and not after it: ranks clip "
+            "differently",
+            "unknown": "whether their gradients are equal is not known",
+        }[facts.gradients]
+    if facts.are_experts and facts.cause is None:
         cause = (
             f"{tensors} of experts began with the same values on {ranks} and were updated differently: different "
             f"experts that should not begin alike, or replicas of one; {gradients}"
         )
         return Words(cause, "experts", evidence)
-    return Words(f"{tensors} that {ranks} began with alike are no longer equal; {gradients}", "", evidence)
+    return Words(f"{tensors} that {ranks} began with alike are no longer equal; {gradients}", where, evidence)
+
+
+def _describe_cause(cause: DriftCause) -> tuple[str, str]:
+    """Return a sentence about the cause of a difference between replicas, and its place."""
+    ranks = format_ranks(cause.ranks)
+    if cause.kind == "option":
+        one, two = (
+            f"{value:g} on rank {rank}" for value, rank in zip(cause.values, cause.ranks, strict=True)
+        )
+        text = f"their gradients are equal, and the optimizer's {cause.option} is {one} and {two}"
+        return text, f"set at {cause.site}" if cause.site else "optimizer options"
+    if cause.kind == "write":
+        return (
+            f"their gradients are equal, and on {ranks} the weights were changed after the optimizer step, outside "
+            "of it: loaded, swapped or averaged on a part of the ranks"
+        ), "weights"
+    if cause.kind == "forward":
+        first = f", first seen in the output of {cause.module}" if cause.module else ""
+        return (
+            f"these ranks have the same rows and compute other values{first}; a sum over the "
+            "ranks is missing there, or random numbers differ"
+        ), cause.module or "forward pass"
+    return (
+        "their gradients differ, although these ranks have the same rows and the same loss: the backward pass lacks "
+        "a sum over the ranks"
+    ), "backward pass"
 
 
 @describe_facts.register

@@ -22,6 +22,21 @@ from moeverify.results.script import (
 )
 
 _MOST_NAMED = 3
+_OWN_RULES = {
+    CallRule.KEPT: "no zero_grad since the optimizer step before: its gradients are still there and are added to",
+    CallRule.LATE_CLIP: "gradients are clipped after the optimizer step, which has used them already",
+    CallRule.SCALED_CLIP: "gradients are clipped while they are multiplied by the loss scale {norm:g}: no "
+    "scaler.unscale_ before the clip",
+    CallRule.SCALED_STEP: "the optimizer gets gradients that are multiplied by the loss scale {norm:g}: it steps "
+    "without scaler.step or scaler.unscale_",
+    CallRule.EVAL: "all forward passes that are trained on run in evaluation mode, with {expected} dropout modules "
+    "off: no model.train() before them",
+    CallRule.SAME_EPOCH: "the sampler shuffles epoch {expected} twice, so both have the same order: no "
+    "sampler.set_epoch before the second",
+    CallRule.INNER_SCHEDULER: "the scheduler steps between the backward passes of one optimizer step: once for each "
+    "micro-batch",
+}
+"""Broken rules that need no other run, as templates."""
 
 
 @describe_facts.register
@@ -55,6 +70,12 @@ def _(facts: MemberFacts, finding: Finding) -> Words:
         return Words(cause, "optimizer", evidence)
     if facts.which == "idle":
         cause = "no parameter of the optimizer has ever got a gradient in `grad`, so its steps change nothing"
+        return Words(cause, "optimizer", evidence)
+    if facts.which == "detached":
+        cause = (
+            "the optimizer has these parameters and their module is called, but they have never got a gradient: they "
+            "are detached, or used without gradients"
+        )
         return Words(cause, "optimizer", evidence)
     if facts.which == "unexpected":
         return Words("RUN_A has no parameter of this name", "optimizer", evidence)
@@ -112,19 +133,10 @@ def _(facts: CallFacts, finding: Finding) -> Words:
             "no gradients are left for that step"
         )
         return Words(cause, where, (f"it discarded gradients of norm {facts.norm:.6g}",))
-    if facts.rule is CallRule.KEPT:
-        cause = "no zero_grad since the optimizer step before: its gradients are still there and are added to"
-    elif facts.rule is CallRule.EARLY_CLIP:
+    if facts.rule is CallRule.EARLY_CLIP:
         return Words(_describe_early_clip(facts), where, ())
-    elif facts.rule is CallRule.SCALED_CLIP:
-        cause = (
-            f"gradients are clipped while they are multiplied by the loss scale {facts.norm:g}: no scaler.unscale_ "
-            "before the clip"
-        )
-    elif facts.rule is CallRule.INNER_SCHEDULER:
-        cause = (
-            "the scheduler steps between the backward passes of one optimizer step: once for each micro-batch"
-        )
+    if facts.rule in _OWN_RULES:
+        cause = _OWN_RULES[facts.rule].format(norm=facts.norm, expected=facts.expected)
     elif facts.rule is CallRule.SCHEDULER:
         counts = [f"{number} times" if number != 1 else "once" for number in (facts.actual, facts.expected)]
         cause = f"the scheduler steps {counts[0]} per optimizer step, in RUN_A {counts[1]}"

@@ -15,9 +15,11 @@ from moeverify.train.calls.rules import (
     clips,
     drop_skipped,
     find_discarded,
-    find_early_clip,
     find_emptied,
+    find_eval,
+    find_misplaced_clip,
     find_scaled_clip,
+    find_scaled_step,
 )
 
 
@@ -114,7 +116,7 @@ def _find_other_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
     Numbers of clips may differ: a script may clip the parameters of each mesh apart.
     """
     wanted, found = _count_repeated_clips(theirs), _count_repeated_clips(calls)
-    if wanted == found or find_early_clip(calls) is not None:
+    if wanted == found or find_misplaced_clip(calls) is not None:
         return None
     site = next((call.site for call in calls if clips(call)), "")
     return CallFacts(rule=CallRule.CLIP, site=site, expected=wanted, actual=found)
@@ -134,8 +136,10 @@ _RULES: Mapping[CallRule, Callable[[list[Call], list[Call]], CallFacts | None]] 
     CallRule.DISCARDED: lambda theirs, calls: find_discarded(calls),
     CallRule.EMPTIED: lambda theirs, calls: find_emptied(calls),
     CallRule.KEPT: _find_kept,
-    CallRule.EARLY_CLIP: lambda theirs, calls: _count_clips(find_early_clip(calls), theirs),
+    CallRule.EARLY_CLIP: lambda theirs, calls: _count_clips(find_misplaced_clip(calls), theirs),
     CallRule.SCALED_CLIP: lambda theirs, calls: find_scaled_clip(calls),
+    CallRule.SCALED_STEP: lambda theirs, calls: find_scaled_step(calls),
+    CallRule.EVAL: lambda theirs, calls: find_eval(calls) if find_eval(theirs) is None else None,
     CallRule.SCHEDULER: _find_other_schedule,
     CallRule.CLIP: _find_other_clip,
 }

@@ -16,6 +16,7 @@ from moeverify.scripts.record.outputs import find_tensor
 
 _MOST_MODULES = 256
 _MOST_FLAGS = 1 << 14
+_MOST_READ = 256  # outputs of a sampled step that are compared between ranks
 
 
 class FiniteWatch:
@@ -76,6 +77,10 @@ class FiniteWatch:
         """Return number and name of the step's first nonfinite output, or None; synchronizes."""
         return next(((number, name) for number, name in self._list_bad() if name not in self._often), None)
 
+    def read(self) -> tuple[tuple[str, float], ...]:
+        """Return names and largest magnitudes of the first outputs of a sampled step; synchronizes."""
+        return tuple((name, value) for name, value in self._read(_MOST_READ) if math.isfinite(value))
+
     @property
     def num_calls(self) -> int:
         """Return the number of outputs that were checked in this step."""
@@ -87,15 +92,19 @@ class FiniteWatch:
         return len(self._losses)
 
     def _list_bad(self) -> Iterator[tuple[int, str]]:
+        for number, (name, value) in enumerate(self._read(_MOST_FLAGS)):
+            if not math.isfinite(value):
+                yield number, name
+
+    def _read(self, most: int) -> list[tuple[str, float]]:
         by_device: dict[torch.device, list[int]] = {}
-        for number, (_, flag) in enumerate(self._flags):
+        for number, (_, flag) in enumerate(self._flags[:most]):
             by_device.setdefault(flag.device, []).append(number)
-        bad: list[int] = []
+        found: dict[int, float] = {}
         for numbers in by_device.values():
             values = torch.stack([self._flags[number][1] for number in numbers]).tolist()
-            bad += [number for number, value in zip(numbers, values, strict=True) if not math.isfinite(value)]
-        for number in sorted(bad):
-            yield number, self._flags[number][0]
+            found.update(zip(numbers, values, strict=True))
+        return [(self._flags[number][0], found[number]) for number in sorted(found)]
 
     def _make_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:

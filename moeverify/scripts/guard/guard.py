@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.placement import is_partial, local_part
@@ -18,6 +19,7 @@ from moeverify.parallel.regions.unseen import unseen
 from moeverify.scripts.guard.alike import find_alike
 from moeverify.scripts.guard.collective_watch import CollectiveWatch
 from moeverify.scripts.guard.data_ranks import find_data_ranks
+from moeverify.scripts.guard.detached import DetachedParts
 from moeverify.scripts.guard.exchange import RankOutbox
 from moeverify.scripts.guard.finite import FiniteWatch
 from moeverify.scripts.guard.groups import list_groups
@@ -30,7 +32,8 @@ from moeverify.scripts.guard.settings import GuardSettings
 from moeverify.scripts.guard.update import UpdateWatch
 from moeverify.scripts.record.draw import find_draw
 from moeverify.scripts.record.listener import ModelListener, identify, list_parameters, measure_norms
-from moeverify.scripts.record.model import find_rows, hash_rows, is_number
+from moeverify.scripts.record.model import find_rows, hash_rows, is_number, list_dropouts, unwrap
+from moeverify.scripts.record.options import list_options
 from moeverify.train.calls.call import Call
 from moeverify.train.calls.listener import find_scale, find_site, is_inner_file, safely
 from moeverify.verification.collectives.interception import Collective
@@ -64,6 +67,8 @@ class Guard(ModelListener):
         self._shards: list[LocalShard] = []
         self._finite = FiniteWatch()
         self._order = CallOrder()
+        self._detached = DetachedParts()
+        self._learns = False  # whether the outermost pass has gradients
         self._collectives = CollectiveWatch(self._see_collective, trace)
         self._collectives.begin()
         self._stream = RowStream()
@@ -78,13 +83,20 @@ class Guard(ModelListener):
     # -----------------------------------------------------------------------------------------
 
     @safely
-    def enter_model(self, module: nn.Module, frame: Any, trains: bool) -> None:
+    def enter_model(self, module: nn.Module, frame: Any, learns: bool) -> None:
         """Begin a new step if one is over, and keep the rows of the first integer input; see `Listener`."""
         if self.model.add(module):
             self.on_model()
             self.model.learn(module)
             self._finite.watch(module)
-        if not trains:
+        self._learns = learns
+        if not learns:
+            return
+        self.model.note_use(module)
+        if not unwrap(module).training:
+            # A step begins with the first pass in training mode: an evaluation may forget to disable gradients.
+            self._add_call("eval forward")
+            self._sampling.num_off = len(list_dropouts(module, trains=False)) if self.is_sampled else 0
             return
         self._begin_step()
         self._collectives.note_thread()
@@ -105,7 +117,18 @@ class Guard(ModelListener):
     @safely
     def enter_inner(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Keep the call sites of modules; see `Listener`."""
-        self.model.note_use(module)
+        if self._learns:
+            self.model.note_use(module)
+
+    @safely
+    def begin_epoch(self, sampler: DistributedSampler[Any]) -> None:
+        """Remember the step at which a sampler begins; see `Listener`."""
+        self._order.begin_epoch(sampler, self.step, find_site())
+
+    @safely
+    def end_epoch(self, sampler: DistributedSampler[Any]) -> None:
+        """See whether steps were trained on the samples; see `Listener`."""
+        self._order.end_epoch(sampler, self.step)
 
     @safely
     def _see_collective(self, collective: Collective, frame: Any, operands: Any) -> None:
@@ -171,6 +194,7 @@ class Guard(ModelListener):
     @safely
     def note_call(self, label: str, owner: object = None) -> None:
         """Keep a call of the training loop; see `Listener`."""
+        self.scaler = owner if label.startswith("scaler") else self.scaler
         self._add_call(label, scale=find_scale(owner) if self.is_sampled else None)
 
     @safely
@@ -181,14 +205,18 @@ class Guard(ModelListener):
         self._end_collectives()
         if not self.is_sampled:
             return
-        self._add_call("optimizer step")
+        self._add_call("optimizer step", scale=find_scale(self.scaler))
         self.model.find_names(optimizer)
+        self._sampling.options += list_options(optimizer, self.model, self.step)
         self._describe()
         self._order.see_step(optimizer, self._sampling.kept)
         self._sampling.forgotten = self._order.find_forgotten(self._shards)
         if not has_closure:
             self._sample_gradients(optimizer)
             shards = self.model.shards_of(optimizer)
+            place = self.step, self.find_rank()[0]
+            parts = self._detached.find(optimizer, shards, self.model.owners, self.model.uses, place)
+            self._sampling.findings += parts
             watch = self._updates[id(optimizer)] = UpdateWatch(optimizer, shards)
             self._sampling.unjudged += (notes := watch.list_unjudged())
             self._sampling.is_known_kind &= not notes
@@ -202,7 +230,11 @@ class Guard(ModelListener):
             update = self._updates.pop(id(optimizer), None)
             if update is not None:
                 self._sampling.findings += update.finish(self.step, self.find_rank()[0])
-            self._sampling.stepped |= {id(shard.tensor) for shard in self.model.shards_of(optimizer)}
+            own = [shard for shard in self.model.shards_of(optimizer) if id(shard.tensor) in self._tensors]
+            self._sampling.stepped |= {id(shard.tensor) for shard in own}
+            hashes = measure_samples([shard.local() for shard in own], only_hashes=True).hashes
+            numbers = (self._tensors[id(shard.tensor)] for shard in own)
+            self._sampling.after |= dict(zip(numbers, hashes, strict=True))
         self._has_stepped = True
         if self.settings.samples(self.step + 1):
             self._collectives.note_thread()
@@ -239,12 +271,19 @@ class Guard(ModelListener):
         if self.is_sampled and self._shards:
             if sampling.nonfinite is None and self.step < _LEARNING_STEPS:
                 self._finite.learn()
-            self._order.end_step(sampling.calls, sampling.rows, has_closure=bool(sampling.closures))
+            self._order.end_step(
+                sampling.calls,
+                sampling.rows,
+                has_closure=bool(sampling.closures),
+                num_dropouts=sampling.num_off,
+            )
             if self._order.has_scaler:
                 sampling.nonfinite = None  # the loss scale was too large
             sampling.findings += self._order.find(self.step, self.find_rank()[0])
             sampling.unjudged += self._order.list_unjudged(has_closure=bool(sampling.closures))
             self._leave(self._make_record())
+        elif found := self._order.find(self.step, self.find_rank()[0]):
+            self._leave(StepRecord(step=self.step, rank=self.find_rank()[0], findings=tuple(found)))
         if sampling.nonfinite is None:
             self._num_bad = 0
         elif not self.is_sampled and self._num_bad < _MOST_BAD:
@@ -368,6 +407,9 @@ class Guard(ModelListener):
             is_traced=sampling.is_traced,
             takes_any=sampling.takes_any,
             data_site=sampling.data_site,
+            stepped=tuple(sampling.after.get(number, 0) for number in range(len(ids))),
+            options=tuple(sampling.options),
+            outputs=self._finite.read(),
             unjudged=tuple(sampling.unjudged),
             nonfinite=sampling.nonfinite,
             findings=tuple(sampling.findings),

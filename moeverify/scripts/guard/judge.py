@@ -65,6 +65,7 @@ class Judge:
 
     def _judge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         yield from self._find_bad(records)
+        yield from self._merge(records)
         sampled = {rank: record for rank, record in records.items() if record.ended}
         if not sampled:
             return
@@ -77,11 +78,16 @@ class Judge:
             self._norms = NormRule(equal, unequal, len(headers))
             self._tokens = TokenRule(headers)
             self._copies = CopyRule(headers, stages)
-        yield from self._merge(sampled)
         yield from self._find_forgotten(sampled)
         yield from self._find_idle(sampled)
         is_complete = len(sampled) == self.num_ranks
         self.unjudged |= dict.fromkeys(text for record in sampled.values() for text in record.unjudged)
+        if any(
+            0 != one != two
+            for each in sampled.values()
+            for one, two in zip(each.stepped, each.ended, strict=False)
+        ):
+            self.unjudged["changes of weights between optimizer steps"] = None
         if not is_complete:
             self.unjudged["replicas, data and norms of steps that some ranks did not finish"] = None
         if self._replicas is None or not is_complete:

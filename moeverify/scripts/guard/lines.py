@@ -6,6 +6,7 @@ from typing import Literal
 
 from moeverify.results.finding import Finding
 from moeverify.results.record import Record
+from moeverify.scripts.record.lines import Options
 from moeverify.train.calls.call import Call
 
 
@@ -110,6 +111,9 @@ class StepRecord(Record):
     - `is_traced`: whether `groups` has all collectives between two optimizer steps.
     - `takes_any`: whether the rank received messages from any sender.
     - `data_site`: file:line that drew the batch.
+    - `stepped`: hashes of the weights at the end of the optimizer's step, as `ended`.
+    - `options`: those of the optimizers' parameter groups.
+    - `outputs`: names of modules and the largest magnitudes of their outputs, in order of the calls.
     - `unjudged`: things of this step that no rule could judge, with the reason.
     """
 
@@ -137,6 +141,9 @@ class StepRecord(Record):
     is_traced: bool = True
     takes_any: bool = False
     data_site: str = ""
+    stepped: tuple[int, ...] = ()
+    options: tuple[Options, ...] = ()
+    outputs: tuple[tuple[str, float], ...] = ()
     unjudged: tuple[str, ...] = ()
     nonfinite: Nonfinite | None = None
     findings: tuple[Finding, ...] = ()

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding
@@ -18,10 +21,12 @@ from moeverify.train.calls.rules import (
     backward_range,
     drop_skipped,
     find_discarded,
-    find_early_clip,
     find_emptied,
+    find_eval,
     find_inner_schedule,
+    find_misplaced_clip,
     find_scaled_clip,
+    find_scaled_step,
 )
 
 _TIMES = 2
@@ -41,6 +46,9 @@ class CallOrder:
         self._kept = 0.0
         self._has_gradients = False
         self._num_steps = 0
+        self._has_trained = False  # whether a step had forward passes in training mode
+        # sampler -> its epoch, the step at which that began, and whether steps were trained on it
+        self._epochs: WeakKeyDictionary[DistributedSampler[Any], tuple[int, int, bool]] = WeakKeyDictionary()
 
     def see_step(self, optimizer: Optimizer, kept: Mapping[int, float]) -> None:
         """Add an optimizer's step; `kept` has gradient norms before the first backward pass, by parameter."""
@@ -56,8 +64,25 @@ class CallOrder:
             own = (kept.get(id(each), 0.0) for group in optimizer.param_groups for each in group["params"])
             self._kept = max(self._kept, math.hypot(*own))
 
+    def begin_epoch(self, sampler: DistributedSampler[Any], step: int, site: str) -> None:
+        """Add a sampler that begins; a repeated epoch is wrong if the model was trained on its first one."""
+        number, _, has_trained = self._epochs.get(sampler, (-1, 0, False))
+        if sampler.shuffle and has_trained and number == sampler.epoch:
+            self._broken.append(CallFacts(rule=CallRule.SAME_EPOCH, site=site, expected=number, actual=2))
+        self._epochs[sampler] = sampler.epoch, step, False
+
+    def end_epoch(self, sampler: DistributedSampler[Any], step: int) -> None:
+        """Add the end of an epoch: if steps were made while it lasted, it is one of training."""
+        number, first, _ = self._epochs.get(sampler, (-1, step, False))
+        self._epochs[sampler] = number, first, step > first
+
     def end_step(
-        self, calls: Sequence[Call], rows: Sequence[tuple[int, ...]], *, has_closure: bool = False
+        self,
+        calls: Sequence[Call],
+        rows: Sequence[tuple[int, ...]],
+        *,
+        has_closure: bool = False,
+        num_dropouts: int = 0,
     ) -> None:
         """Check the calls of a step against the rules.
 
@@ -69,8 +94,11 @@ class CallOrder:
         names = [call.name for call in calls]
         self._num_steps += 1
         # Two passes over the same rows (sharpness-aware minimization) discard the first gradients on purpose.
-        broken: list[CallFacts | None] = [find_scaled_clip(calls)]
-        broken += [] if _repeats(rows) else [find_early_clip(calls)]
+        broken: list[CallFacts | None] = [find_scaled_clip(calls), find_scaled_step(calls)]
+        broken += [] if _repeats(rows) else [find_misplaced_clip(calls)]
+        self._has_trained |= "forward" in names
+        in_eval = find_eval(calls) if self._has_trained or num_dropouts else None
+        broken += [None if in_eval is None else in_eval.model_copy(update={"expected": num_dropouts})]
         # Several optimizers share a backward pass, and zero gradients that another optimizer's loss has
         # left.
         if len(self._optimizers) == 1:
@@ -83,7 +111,7 @@ class CallOrder:
             broken.append(CallFacts(rule=CallRule.KEPT, site=site, expected=1, norm=self._kept))
         found = {} if has_closure else {facts.rule: facts for facts in broken if facts is not None}
         self._streaks = {rule: self._streaks.get(rule, 0) + 1 for rule in found}
-        self._broken = [facts for rule, facts in found.items() if self._streaks[rule] == _TIMES]
+        self._broken += [facts for rule, facts in found.items() if self._streaks[rule] == _TIMES]
         self._stepped_before, self._stepped = self._stepped, set()
         self._kept, self._has_gradients = 0.0, False
 
@@ -99,7 +127,8 @@ class CallOrder:
         return found
 
     def find(self, step: int, rank: int) -> list[Finding]:
-        """Return a finding for each rule that was broken often enough."""
+        """Return a finding for each rule that was broken often enough since the last call."""
+        broken, self._broken = self._broken, []
         return [
             Finding(
                 check=ScriptCheck.CALLS,
@@ -111,7 +140,7 @@ class CallOrder:
                 bound=0.0,
                 facts=facts,
             )
-            for facts in self._broken
+            for facts in broken
         ]
 
     def find_forgotten(self, shards: Sequence[LocalShard]) -> tuple[str, ...]:

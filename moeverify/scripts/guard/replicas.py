@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moeverify.results.finding import Finding
-from moeverify.results.guard import DriftFacts, GuardCheck
+from moeverify.results.guard import DriftCause, DriftFacts, GuardCheck
+from moeverify.scripts.guard.drift import find_cause
 from moeverify.scripts.guard.exchange_groups import exchange_activations
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine
 
@@ -62,7 +63,7 @@ def find_replicas(
     DTensors of several meshes, are replicas if their initial values are equal. Others may be parts, such as
     a rank's experts, or replicas that were seeded differently. Their gradients distinguish the two. Tensors
     of different pipeline `stages` are never replicas. Constant values, such as zero biases, are evidence
-    only beside equal random values in the same module.
+    only beside equal random values in the same module, or if the module has equal outputs for equal rows.
     """
     by_place: dict[object, list[Shard]] = {}
     for rank, header in headers.items():
@@ -70,7 +71,7 @@ def find_replicas(
         for number, (tensor, bits) in enumerate(zip(header.tensors, began, strict=False)):
             place = (tensor.name, tensor.shape, tensor.region, (stages or {}).get(rank, 0))
             by_place.setdefault(place, []).append(Shard(Member(rank, number), tensor, bits))
-    evidence = Evidence(headers, by_place.values())
+    evidence = Evidence(headers, by_place.values(), first)
     equal: list[ReplicaSet] = []
     unequal: list[ReplicaSet] = []
     for shards in by_place.values():
@@ -108,8 +109,14 @@ def _belongs(known: object, shard: Shard, sets: Mapping[object, ReplicaSet], evi
 class Evidence:
     """Ranks with equal random values, by module: of its own parameters, and of those below it too."""
 
-    def __init__(self, headers: Mapping[int, RankHeader], places: Iterable[Sequence[Shard]]) -> None:
+    def __init__(
+        self,
+        headers: Mapping[int, RankHeader],
+        places: Iterable[Sequence[Shard]],
+        first: Mapping[int, StepRecord],
+    ) -> None:
         self._headers = headers
+        self._first = first
         # (module, whether parameters below it count) -> sets of ranks with equal values of one parameter
         self._equal: dict[tuple[str, bool], set[frozenset[int]]] = {}
         for shards in places:
@@ -130,8 +137,18 @@ class Evidence:
         for module in _list_enclosing(name):
             for key in ((module, False), (module, True)):
                 if {one, two} <= self._holders.get(key, frozenset()):
-                    return any({one, two} <= ranks for ranks in self._equal[key])
+                    is_equal = any({one, two} <= ranks for ranks in self._equal[key])
+                    return is_equal or self._has_equal_outputs(name.rpartition(".")[0], one, two)
         return two in self._headers[one].data_ranks
+
+    def _has_equal_outputs(self, module: str, one: int, two: int) -> bool:
+        """Return whether a module of constants alone has the same outputs on two ranks with the same rows."""
+        if any(line.is_varied and line.name.startswith(f"{module}.") for line in self._headers[one].tensors):
+            return False
+        records = [self._first[rank] for rank in (one, two) if rank in self._first]
+        outputs = [[value for name, value in record.outputs if name == module] for record in records]
+        is_same_batch = len(records) > 1 and bool(records[0].rows) and records[0].rows == records[1].rows
+        return is_same_batch and any(outputs[0]) and outputs[0] == outputs[1]
 
 
 def _list_enclosing(name: str) -> Iterator[str]:
@@ -179,7 +196,26 @@ class ReplicaRule:
         # example.
         found = {key: [each for each in sets if each[1] >= _MAIN * largest] for key, sets in found.items()}
         step = next(iter(records.values())).step
-        return [_make_finding(step, key, sets) for key, sets in found.items() if sets]
+        return [
+            _make_finding(step, key, sets, self._explain(key, sets, records))
+            for key, sets in found.items()
+            if sets
+        ]
+
+    def _explain(
+        self, key: object, sets: Sequence[tuple[ReplicaSet, float]], records: Mapping[int, StepRecord]
+    ) -> DriftCause | None:
+        """Return the cause of the largest difference."""
+        assert isinstance(key, tuple)
+        ranks, gradients, _, since = key
+        if since != "update":
+            return None
+        worst = max(sets, key=lambda each: each[1])[0]
+        whole = {each.name for each in self.equal if set(ranks) <= set(each.ranks)}
+        apart = {each.name.rpartition(".")[0] for each in self.equal if each.name not in whole}
+        shared = {name.rpartition(".")[0] for name in whole} - apart
+        members = {member.rank: member.number for member in worst.members}
+        return find_cause(worst.name, members, records, gradients, shared)
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
         """Return whether tensors with different values are replicas, so that no norm is right.
@@ -260,7 +296,9 @@ def is_expert(name: str) -> bool:
     return any("expert" in part and "shared" not in part for part in name.split("."))
 
 
-def _make_finding(step: int, key: object, sets: Sequence[tuple[ReplicaSet, float]]) -> Finding:
+def _make_finding(
+    step: int, key: object, sets: Sequence[tuple[ReplicaSet, float]], cause: DriftCause | None
+) -> Finding:
     assert isinstance(key, tuple)
     ranks, gradients, are_experts, since = key
     distance = max(each for _, each in sets)
@@ -278,5 +316,6 @@ def _make_finding(step: int, key: object, sets: Sequence[tuple[ReplicaSet, float
             gradients=gradients,
             distance=distance,
             are_experts=are_experts,
+            cause=cause,
         ),
     )

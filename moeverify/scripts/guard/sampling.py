@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding
 from moeverify.scripts.guard.lines import ClipLine, Nonfinite, SumLine, TensorLine
+from moeverify.scripts.record.lines import Options
 from moeverify.train.calls.call import Call
 
 
@@ -31,6 +32,9 @@ class Sampling:
         self.partial: list[int] = []
         self.rows: list[tuple[int, ...]] = []
         self.data_site = ""
+        self.num_off = 0  # dropout modules of the forward passes in evaluation mode
+        self.after: dict[int, int] = {}  # number of the tensor -> hash after the optimizer's step
+        self.options: list[Options] = []
         self.calls: list[Call] = []
         self.groups: tuple[Any, ...] | None = None
         self.exchanged: tuple[tuple[int, ...], ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
-from moeverify.results.guard import GuardCheck, NonfiniteFacts
+from moeverify.results.guard import DriftFacts, GuardCheck, NonfiniteFacts
 from moeverify.results.script import ScriptCheck
 from moeverify.scripts.guard.lines import RankHeader, StepRecord
 from moeverify.scripts.record.sites import BACKWARD, CLIP, DATA, STEP, USED, list_sites
@@ -27,6 +27,12 @@ def add_sites(
 def _choose(finding: Finding) -> tuple[str, ...]:
     if isinstance(finding.facts, NonfiniteFacts) and finding.facts.what == "output":
         return USED, DATA
+    if (
+        isinstance(finding.facts, DriftFacts)
+        and finding.facts.cause is not None
+        and finding.facts.cause.module
+    ):
+        return USED, BACKWARD
     chosen: Mapping[str, tuple[str, ...]] = {
         GuardCheck.REPLICAS: (STEP, BACKWARD, USED),
         GuardCheck.EXPERTS: (USED,),
@@ -50,5 +56,7 @@ def _find_use(finding: Finding, header: RankHeader | None) -> str:
     """Return where the script calls the module of a tensor, or the module that the finding names."""
     tensors = () if header is None else header.tensors
     own = (line.site for line in tensors if line.name == finding.tensor and line.site)
-    inner = (line.site for line in tensors if line.name.rpartition(".")[0] == finding.tensor and line.site)
-    return next(own, "") or next(inner, "")
+    cause = finding.facts.cause if isinstance(finding.facts, DriftFacts) else None
+    module = cause.module if cause is not None and cause.module else finding.tensor
+    inner = (line.site for line in tensors if line.name.rpartition(".")[0] == module and line.site)
+    return next(inner, "") or next(own, "")

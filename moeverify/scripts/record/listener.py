@@ -20,6 +20,7 @@ class ModelListener(Listener):
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self.model = WatchedModel()
+        self.scaler: object = None  # the gradient scaler that was used last
         self._launched = rank, world_size
 
     def find_rank(self) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,11 @@ class WatchedModel:
         self.roots.append(module)
         self.owners.append(module)
         return True
+
+    @property
+    def uses(self) -> Mapping[int, str]:
+        """Return the first call sites of modules by their ids."""
+        return self._uses
 
     def note_use(self, module: nn.Module) -> None:
         """Store the call site of a module, unless it is known."""
@@ -215,11 +220,25 @@ def _is_rows(value: Tensor) -> bool:
     return value.ndim > 1 and not value.is_floating_point() and not value.is_complex()
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers, which have one child and no tensors of their own.
+
+    A script may set the mode of the module alone.
+    """
+    while len(children := list(module.children())) == 1 and not module._parameters and not module._buffers:
+        module = children[0]
+    return module
+
+
+def list_dropouts(module: nn.Module, *, trains: bool) -> list[_DropoutNd]:
+    """Return the dropout modules of a model that are in training mode, or those that are not."""
+    modules = (each for each in module.modules() if isinstance(each, _DropoutNd))
+    return [each for each in modules if each.p > 0 and each.training is trains]
+
+
 def find_dropout(module: nn.Module) -> Iterator[str]:
     """Yield a description of the active dropout modules, if a model has any."""
-    active = [
-        each for each in module.modules() if isinstance(each, _DropoutNd) and each.p > 0 and each.training
-    ]
+    active = list_dropouts(module, trains=True)
     if active:
         yield f"{len(active)} modules with p up to {max(each.p for each in active):g}"
 

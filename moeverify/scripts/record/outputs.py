@@ -8,7 +8,9 @@ another run's result for the same rows, whatever the distribution of rows over r
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +50,7 @@ class ModuleOutputs:
         self._step = self._forward = 0
         self._calls: dict[str, int] = {}
         self._kept: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}  # -> offset of equal values
+        self._seen: dict[int, _Seen] = {}  # by id of the tensor
 
     def watch(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         """Hook modules, given as (name, module)."""
@@ -64,6 +67,7 @@ class ModuleOutputs:
         self._step, self._forward, self._sizes, self._is_turned = step, forward, sizes, False
         self._calls.clear()
         self._kept.clear()
+        self._seen.clear()
 
     def end(self) -> None:
         """Stop recording until the next `begin`, for an evaluation or at the end of the recording."""
@@ -119,10 +123,7 @@ class ModuleOutputs:
             local = local[:, ::stride]
         local = local.contiguous()
         file = self._open()
-        bits = int(fingerprint_bits(local))
-        key = (bits, tuple(local.shape), local.dtype)
-        if key not in self._kept:
-            self._kept[key] = file.keep(local)
+        bits, offset = self._keep_values(file, tensor, local)
         file.add(
             Output(
                 step=self._step,
@@ -134,10 +135,40 @@ class ModuleOutputs:
                 is_placed=isinstance(tensor, DTensor),
                 stride=stride,
                 dtype=str(local.dtype).removeprefix("torch."),
-                offset=self._kept[key],
+                offset=offset,
                 bits=bits,
             )
         )
+
+    def _keep_values(self, file: RankFile, tensor: Tensor, local: Tensor) -> tuple[int, int]:
+        """Return hash and offset of the values of a tensor, which are written once.
+
+        A tensor that one module returns and others get is not hashed again, which costs as much as writing.
+        """
+        shape = tuple(local.shape)
+        # An inference tensor counts no changes.
+        state = None if local.is_inference() else (local_part(tensor)._version, shape, self._is_turned)
+        known = self._seen.get(id(tensor))
+        if known is not None and known.tensor() is tensor and known.state == state:
+            return known.bits, known.offset
+        bits = int(fingerprint_bits(local))
+        key = (bits, shape, local.dtype)
+        if key not in self._kept:
+            self._kept[key] = file.keep(local)
+        offset = self._kept[key]
+        if state is not None:
+            self._seen[id(tensor)] = _Seen(weakref.ref(tensor), state, bits, offset)
+        return bits, offset
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor that was written, with the number of its changes, its shape and the order of its dims."""
+
+    tensor: weakref.ref[Tensor]
+    state: tuple[int, tuple[int, ...], bool]
+    bits: int
+    offset: int
 
 
 def split_rows(

@@ -22,9 +22,10 @@ from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.placement import local_part
 from moeverify.results.checks import Kind
 from moeverify.scripts.record.draw import find_draw, list_batch
-from moeverify.scripts.record.lines import End, Header, Note, Options, Rows
+from moeverify.scripts.record.lines import End, Header, Note, Rows
 from moeverify.scripts.record.listener import ModelListener, identify
 from moeverify.scripts.record.model import compute_dtype, find_dropout, find_rows, hash_rows, is_number
+from moeverify.scripts.record.options import list_options
 from moeverify.scripts.record.outputs import ModuleOutputs
 from moeverify.scripts.record.rank_file import RankFile
 from moeverify.scripts.record.replay import Pass, Replay, keep_batch
@@ -32,7 +33,6 @@ from moeverify.scripts.record.settings import Settings
 from moeverify.scripts.record.tensors import hash_random, keep_tensor
 from moeverify.train.calls.call import Call
 from moeverify.train.calls.listener import find_scale, find_site, safely, to_float
-from moeverify.train.calls.options import find_option_sites
 
 if TYPE_CHECKING:
     from moeverify.scripts.record.operators import StepOperators
@@ -75,6 +75,7 @@ class Recorder(ModelListener):
     @safely
     def note_call(self, label: str, owner: object = None) -> None:
         """Record a call of the training loop."""
+        self.scaler = owner if label.startswith("scaler") else self.scaler
         self._add_call(label, scale=find_scale(owner) if self._records() else None)
 
     @safely
@@ -108,12 +109,13 @@ class Recorder(ModelListener):
         """Record gradients, options and initial weights of the optimizer."""
         step = self._find_step(optimizer)
         self.step = max(self.step, step)
-        self._add_call("optimizer step")
+        self._add_call("optimizer step", scale=find_scale(self.scaler))
         if not self.settings.includes(step):
             return
         self.model.find_names(optimizer)
         self._keep_initial(optimizer)
-        self._keep_options(optimizer, step)
+        for options in list_options(optimizer, self.model, step):
+            self._open().add(options)
         for shard in self.model.shards_of(optimizer):
             gradient = shard.tensor.grad
             keep_tensor(
@@ -190,11 +192,13 @@ class Recorder(ModelListener):
     # --------------------------------------------------------------------------------------------
 
     @safely
-    def enter_model(self, module: nn.Module, frame: Any, trains: bool) -> None:
+    def enter_model(self, module: nn.Module, frame: Any, learns: bool) -> None:
         self.take_model(module)
         if self._outputs is not None:
             self._outputs.end()
-        if not trains or not self._records():
+        if learns and not module.training:
+            self._add_call("eval forward")
+        if not learns or not module.training or not self._records():
             return
         self._add_call("forward")
         number = self._forwards[1] if self._forwards[0] == self.step else 0
@@ -316,20 +320,6 @@ class Recorder(ModelListener):
                 named = replace(shard, name=f"{shard.name}.{key}")
                 keep_tensor(self._open(), self.settings.limit, step, Kind.OPTIMIZER_STATE, named, value)
 
-    def _keep_options(self, optimizer: Optimizer, step: int) -> None:
-        name = type(optimizer).__name__
-        for number, group in enumerate(optimizer.param_groups):
-            numbers = {key: to_float(value) for key, value in group.items() if _is_numeric(value)}
-            for key, value in group.items():
-                if isinstance(value, tuple) and all(map(_is_numeric, value)):
-                    numbers.update({f"{key}[{n}]": to_float(each) for n, each in enumerate(value)})
-            names = tuple(shard.name for shard in self.model.shards_of(optimizer, number))
-            own = {key.partition("[")[0] for key in numbers}  # a tuple has an entry for each number
-            sites = {key: site for key, site in find_option_sites(group).items() if key in own}
-            self._open().add(
-                Options(step=step, optimizer=name, number=number, options=numbers, names=names, sites=sites)
-            )
-
     def _add_call(self, name: str, **rest: Any) -> None:
         if self.model.roots and self._records():
             self._open().add(Call(step=self.step, name=name, site=find_site(), **rest))
@@ -355,10 +345,6 @@ class Recorder(ModelListener):
             )
             self._file.add(header)
         return self._file
-
-
-def _is_numeric(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _warn(text: str) -> None:

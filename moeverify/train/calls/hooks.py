@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.train.calls.listener import Listener
@@ -104,7 +105,8 @@ def install(listener: Listener) -> Hooks:
         if "step" in vars(scheduler):
             step = computing()(vars(scheduler)["step"])
             hooks.wrap(scheduler, "step", _plain(listener, "scheduler step")(step))
-    for name in ("step", "unscale_"):
+    hooks.wrap(DistributedSampler, "__iter__", _epoch(listener)(DistributedSampler.__iter__))
+    for name in ("scale", "step", "unscale_"):
         label = f"scaler {name.rstrip('_')}"
         hooks.wrap(torch.amp.GradScaler, name, _plain(listener, label)(getattr(torch.amp.GradScaler, name)))
     return hooks
@@ -151,6 +153,21 @@ def _plain(listener: Listener, label: str) -> Callable[[Function], Function]:
                 return original(*values, **named)
 
         return call
+
+    return make
+
+
+def _epoch(listener: Listener) -> Callable[[Function], Function]:
+    def make(original: Function) -> Function:
+        @functools.wraps(original)
+        def iterate(sampler: DistributedSampler[Any]) -> Iterator[int]:
+            listener.begin_epoch(sampler)
+            try:
+                yield from original(sampler)
+            finally:  # the script may leave an epoch before its end
+                listener.end_epoch(sampler)
+
+        return iterate
 
     return make
 

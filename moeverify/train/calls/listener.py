@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
 from moeverify.parallel.regions.passes import is_in_backward, is_trial_pass
 from moeverify.parallel.regions.unseen import unseen
@@ -88,8 +89,8 @@ class Listener:
         owner = find_bypassed(module)
         if owner is None or owner not in self._bypassed:
             outer = module if owner is None else owner
-            trains = torch.is_grad_enabled() and outer.training and not is_trial_pass()
-            self.enter_model(outer, _find_caller() if owner is None else None, trains)
+            learns = torch.is_grad_enabled() and not is_trial_pass()
+            self.enter_model(outer, _find_caller() if owner is None else None, learns)
         if owner is not None:
             if owner not in self._bypassed:
                 self._bypassed.add(owner)
@@ -112,11 +113,11 @@ class Listener:
         finally:
             self._nested.discard(label)
 
-    def enter_model(self, module: nn.Module, frame: Any, trains: bool) -> None:
+    def enter_model(self, module: nn.Module, frame: Any, learns: bool) -> None:
         """Handle the start of the forward pass of an outermost module.
 
-        `frame` is the frame of the hook's caller, None if the inputs are unknown. `trains` is whether
-        gradients are enabled and the module is in training mode.
+        `frame` is the frame of the hook's caller, None if the inputs are unknown. `learns` is whether
+        gradients are enabled.
         """
 
     def enter_inner(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -124,6 +125,12 @@ class Listener:
 
     def note_call(self, label: str, owner: object = None) -> None:
         """Handle a call of a scheduler or a gradient scaler, the `owner`."""
+
+    def begin_epoch(self, sampler: DistributedSampler[Any]) -> None:
+        """Handle the start of an iteration over a sampler."""
+
+    def end_epoch(self, sampler: DistributedSampler[Any]) -> None:
+        """Handle the end of an iteration over a sampler, or its abandonment."""
 
     def before_backward(self) -> None:
         """Handle the start of a backward pass."""

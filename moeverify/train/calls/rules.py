@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from moeverify.results.script import CallFacts, CallRule
@@ -42,21 +43,42 @@ def find_kept(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.KEPT, site=first.site, expected=1, norm=first.kept)
 
 
-def find_early_clip(calls: Sequence[Call]) -> CallFacts | None:
-    """Return the clips before the last backward pass of an optimizer step, or None.
+def find_misplaced_clip(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the clips that do not lie between the last backward pass and the optimizer step, or None.
 
-    They are right if a clip by another line, or of other parameters, follows the last backward pass: two
-    losses may each have their own clip.
+    Early ones are right if a clip by another line, or of other parameters, lies there: two losses may each
+    have their own clip.
     """
     last = backward_range(calls)[1]
-    late = [(call.site, call.target) for call in calls[last:] if clips(call)]
+    steps = [place for place, call in enumerate(calls) if call.name == "optimizer step" and place > last]
+    end = steps[-1] if steps else len(calls)
+    right = [(call.site, call.target) for call in calls[last:end] if clips(call)]
     early = [call for call in calls[:last] if clips(call)]
-    if late:
-        early = [call for call in early if (call.site, call.target) in late]
-    if not early:
+    if right:
+        early = [call for call in early if (call.site, call.target) in right]
+    late = [] if early or right else [call for call in calls[end:] if clips(call)]
+    if not early and not late:
         return None
-    number = len(early) + late.count((early[0].site, early[0].target))
-    return CallFacts(rule=CallRule.EARLY_CLIP, site=early[0].site, actual=number)
+    first, rule = (early[0], CallRule.EARLY_CLIP) if early else (late[0], CallRule.LATE_CLIP)
+    number = len(early or late) + right.count((first.site, first.target))
+    return CallFacts(rule=rule, site=first.site, actual=number)
+
+
+def find_eval(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the forward passes in evaluation mode if a step has backward passes and no others, or None."""
+    found = [call for call in calls if call.name == "eval forward"]
+    if not found or {"forward", "backward"} & {call.name for call in calls} != {"backward"}:
+        return None
+    return CallFacts(rule=CallRule.EVAL, site=found[0].site, actual=len(found))
+
+
+def find_scaled_step(calls: Sequence[Call]) -> CallFacts | None:
+    """Return the optimizer step on gradients of a scaled loss if no gradient scaler unscales any, or None."""
+    names = {call.name for call in calls}
+    step = next((call for call in calls if call.name == "optimizer step" and call.scale is not None), None)
+    if step is None or "scaler scale" not in names or names & {"scaler step", "scaler unscale"}:
+        return None
+    return CallFacts(rule=CallRule.SCALED_STEP, site=step.site, actual=1, norm=step.scale or 1.0)
 
 
 def find_scaled_clip(calls: Sequence[Call]) -> CallFacts | None:
@@ -97,8 +119,8 @@ def find_inner_schedule(calls: Sequence[Call]) -> CallFacts | None:
 
 
 def clips(call: Call) -> bool:
-    """Return whether a call clips gradients."""
-    return call.name.startswith("clip_grad")
+    """Return whether a call clips gradients; without a limit, it only measures their norm."""
+    return call.name.startswith("clip_grad") and call.max_norm != math.inf
 
 
 def backward_range(calls: Sequence[Call]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
 from moeverify.results.script import CallFacts, CallRule
 from moeverify.train.calls.call import Call
-from moeverify.train.calls.rules import find_discarded, find_early_clip, find_inner_schedule, find_kept
+from moeverify.train.calls.rules import find_discarded, find_inner_schedule, find_kept, find_misplaced_clip
 from moeverify.train.custom_step import CustomStep
 from moeverify.train.program import Program
 from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
@@ -27,6 +27,7 @@ _STAGES = {
     CallRule.DISCARDED: Stage.BACKWARD,
     CallRule.KEPT: Stage.BACKWARD,
     CallRule.EARLY_CLIP: Stage.CLIP,
+    CallRule.LATE_CLIP: Stage.CLIP,
     CallRule.INNER_SCHEDULER: Stage.OPTIMIZER_STEP,
 }
 
@@ -89,7 +90,7 @@ def _list_broken(calls: Sequence[Call], num_micro_batches: int) -> list[CallFact
     """
     if sum(call.name == "backward" for call in calls) != num_micro_batches:
         return []
-    found = (rule(calls) for rule in (find_discarded, find_kept, find_early_clip, find_inner_schedule))
+    found = (rule(calls) for rule in (find_discarded, find_kept, find_misplaced_clip, find_inner_schedule))
     return [facts for facts in found if facts is not None]
 
 

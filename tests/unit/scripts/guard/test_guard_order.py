@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data.distributed import DistributedSampler
 
 from moeverify.parallel.regions.local_shard import parameters
+from moeverify.results.script import MemberFacts
 from moeverify.scripts.compare.calls import _has_one_optimizer
+from moeverify.scripts.guard.detached import DetachedParts
 from moeverify.scripts.guard.order import CallOrder
 from moeverify.scripts.record.lines import Header, Options
 from moeverify.scripts.record.read import RankRecord
 from moeverify.train.calls.call import Call
 from moeverify.train.calls.listener import find_scale
-from moeverify.train.calls.rules import find_early_clip, find_scaled_clip
+from moeverify.train.calls.rules import find_misplaced_clip, find_scaled_clip
 
 DISCARDS = ("forward", "backward", "zero_grad", "forward", "backward", "optimizer step")
 CLIPS_EARLY = ("forward", "backward", "clip_grad_norm_", "forward", "backward", "optimizer step")
 SCHEDULES = ("forward", "backward", "scheduler step", "forward", "backward", "optimizer step")
 EMPTIES = ("forward", "backward", "forward", "backward", "zero_grad", "optimizer step")
+CLIPS_LATE = ("zero_grad", "forward", "backward", "optimizer step", "clip_grad_norm_")
+EVALUATES = ("zero_grad", "eval forward", "backward", "optimizer step")
+NEVER_UNSCALES = ("zero_grad", "forward", "scaler scale", "backward", "optimizer step")
 RIGHT = (
     "zero_grad",
     "forward",
@@ -46,6 +53,8 @@ def find(
     kept: float = 0.0,
     has_closure: bool = False,
     has_gradients: bool = True,
+    num_dropouts: int = 0,
+    scale: float | None = None,
 ) -> list[str]:
     order = CallOrder()
     optimizers = [make_optimizer() for _ in range(num_optimizers)]
@@ -56,15 +65,22 @@ def find(
         for optimizer in optimizers:
             own = optimizer.param_groups[0]["params"]
             order.see_step(optimizer, {id(each): kept for each in own})
-        calls = [Call(step=step, name=name, discarded=float(name == "zero_grad")) for name in names]
-        order.end_step(calls, rows, has_closure=has_closure)
+        calls = [
+            Call(step=step, name=name, discarded=float(name == "zero_grad"), scale=scale) for name in names
+        ]
+        order.end_step(calls, rows, has_closure=has_closure, num_dropouts=num_dropouts)
         found += [finding.tensor for finding in order.find(step, 0)]
     return found
 
 
 @pytest.mark.parametrize(
     ("names", "rule"),
-    [(DISCARDS, "discarded"), (CLIPS_EARLY, "early-clip"), (SCHEDULES, "inner-scheduler")],
+    [
+        (DISCARDS, "discarded"),
+        (CLIPS_EARLY, "early-clip"),
+        (CLIPS_LATE, "late-clip"),
+        (SCHEDULES, "inner-scheduler"),
+    ],
 )
 def test_a_rule_that_two_steps_break_is_found_once(names: tuple[str, ...], rule: str) -> None:
     assert find(names, 5) == [rule]
@@ -73,6 +89,60 @@ def test_a_rule_that_two_steps_break_is_found_once(names: tuple[str, ...], rule:
 
 def test_a_right_order_is_silent() -> None:
     assert not find(RIGHT, 5)
+
+
+def test_a_step_in_evaluation_mode_is_wrong_where_the_mode_matters() -> None:
+    assert find(EVALUATES, 4, num_dropouts=2) == ["eval"]
+    assert not find(EVALUATES, 4)  # never in training mode, and no dropout
+    assert not find(("forward", *EVALUATES), 4, num_dropouts=2)  # an evaluation with gradients
+
+
+def test_an_optimizer_that_steps_on_the_gradients_of_a_scaled_loss_is_found() -> None:
+    assert find(NEVER_UNSCALES, 4, scale=1024.0) == ["scaled-step"]
+    assert not find(NEVER_UNSCALES, 4)  # the scaler has unscaled them by a method of its own
+    # The loss of another optimizer is scaled.
+    assert not find((*NEVER_UNSCALES, "scaler step", "optimizer step"), 4, scale=1024.0)
+
+
+def repeat_epoch(*, is_trained: bool, shuffles: bool = True, other: int = 0) -> list[str]:
+    order = CallOrder()
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=shuffles)
+    order.begin_epoch(sampler, 0, "a")
+    order.end_epoch(sampler, int(is_trained))
+    sampler.set_epoch(other)
+    order.begin_epoch(sampler, 4, "a")
+    return [finding.tensor for finding in order.find(4, 0)]
+
+
+def test_a_sampler_must_not_shuffle_two_epochs_of_training_alike() -> None:
+    assert repeat_epoch(is_trained=True) == ["same-epoch"]
+    assert not repeat_epoch(is_trained=False)  # of evaluation
+    assert not repeat_epoch(is_trained=True, shuffles=False)
+    assert not repeat_epoch(is_trained=True, other=1)
+
+
+def test_a_clip_without_a_limit_only_measures_the_norm() -> None:
+    assert find_misplaced_clip(make_calls("backward", "clip_grad_norm_", "backward", limit=math.inf)) is None
+
+
+def find_detached(*, is_called: bool = True, gives: bool = False) -> list[str]:
+    """Return the parameters that are found in a model of which one part gets no gradients."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, each in model.named_parameters():
+        each.grad = torch.ones_like(each) if gives or not name.startswith("0.") else None
+    uses = {id(module): "a" for module in (model, *model) if is_called or module is not model[0]}
+    parts, shards = DetachedParts(), list(parameters(model))
+    found = [parts.find(optimizer, shards, [model], uses, (step, 0)) for step in range(5)]
+    assert all(len(each) == (step == 2) for step, each in enumerate(found) if is_called and not gives)
+    facts = [each.facts for step in found for each in step]
+    return [name for each in facts if isinstance(each, MemberFacts) for name in ("0.weight", *each.others)]
+
+
+def test_a_part_that_is_called_and_never_gets_a_gradient_is_found() -> None:
+    assert find_detached() == ["0.weight", "0.bias"]
+    assert not find_detached(is_called=False)
+    assert not find_detached(gives=True)
 
 
 def test_gradients_that_are_still_there_are_found() -> None:
@@ -127,12 +197,12 @@ def test_a_scaler_that_unscales_by_a_method_of_its_own_leaves_no_scale() -> None
 
 def test_a_clip_in_the_loop_is_wrong_although_the_last_one_follows_all_backward_passes() -> None:
     loop = make_calls("backward", "clip_grad_norm_", "backward", "clip_grad_norm_")
-    found = find_early_clip([*loop, *make_calls("clip_grad_norm_", site="b")])
+    found = find_misplaced_clip([*loop, *make_calls("clip_grad_norm_", site="b")])
     assert found is not None
     assert found.actual == 2
     # Two losses, each with a clip of its own parameters.
     own = [call.model_copy(update={"target": place}) for place, call in enumerate(loop)]
-    assert find_early_clip(own) is None
+    assert find_misplaced_clip(own) is None
 
 
 def test_parameters_of_another_copy_of_the_model_are_named() -> None:

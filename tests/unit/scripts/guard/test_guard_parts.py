@@ -64,6 +64,24 @@ def test_equal_constants_are_replicas_beside_equal_random_values(
     assert sum(each.name == tensors[0].name for each in equal) == num_sets
 
 
+@pytest.mark.parametrize(
+    ("outputs", "module", "num_sets"),
+    [((1.0, 1.0), "norm", 1), ((1.0, 2.0), "norm", 2), ((1.0, 1.0), "up", 2)],
+)
+def test_equal_constants_of_a_module_with_equal_outputs_are_replicas(
+    outputs: tuple[float, float], module: str, num_sets: int
+) -> None:
+    """A module with sharded random values may have equal outputs too: it sums over the ranks."""
+    constant = make_tensor(f"block.{module}.bias", is_varied=False)
+    headers = make_headers(constant, make_tensor("block.up.weight"))
+    records = {
+        rank: record.model_copy(update={"outputs": ((f"block.{module}", outputs[rank]),)})
+        for rank, record in make_records((0, 1), (0, 2), rows=((5, 6),)).items()
+    }
+    equal, _ = find_replicas(headers, records)
+    assert sum(each.name == constant.name for each in equal) == num_sets
+
+
 def test_data_parallel_ranks_need_no_random_values() -> None:
     headers = make_headers(BIAS, data_ranks=(0, 1))
     assert len(find_replicas(headers, make_records((0,), (0,)))[0]) == 1

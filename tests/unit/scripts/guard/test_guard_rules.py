@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from moeverify.results.guard import DriftFacts, OwnNormFacts
+from moeverify.scripts.guard.drift import find_cause
 from moeverify.scripts.guard.lines import ClipLine, GroupLine, RankHeader, StepRecord, TensorLine
 from moeverify.scripts.guard.norms import NormRule
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
 from moeverify.scripts.guard.tokens import TokenRule
+from moeverify.scripts.record.lines import Options
 
 WHOLE = TensorLine(name="dense", shape=(4, 4), region="0:4,0:4", is_whole=True, eps=2.0**-23)
 PART = TensorLine(name="experts.up", shape=(2, 4, 4), region="0:2,0:4,0:4", is_whole=True, eps=2.0**-23)
@@ -133,6 +136,43 @@ def test_parts_of_a_tensor_may_differ_and_replicas_may_not() -> None:
     assert facts.gradients == "clipped apart"
     (facts,) = find_drift(ended=[(4, 5), (40, 6)], projections=APART)
     assert facts.gradients == "equal"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "place"),
+    [
+        ({"options": [0.1, 0.2]}, "option", "lr"),
+        ({"stepped": [(4, 5), (4, 6)]}, "write", (1,)),
+        ({"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.0]}, "backward", ""),
+        ({"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.1]}, "forward", "layer"),
+    ],
+)
+def test_the_cause_of_a_drift_is_named(changes: dict[str, list[Any]], kind: str, place: object) -> None:
+    own: dict[str, list[object]] = {
+        "ended": [(4, 5), (40, 6)],
+        "projections": APART,
+        "before": [(1.0, 2.0), (1.1, 3.0)],
+        "rows": [((1, 2),)] * 2,
+        "losses": [(3.0,)] * 2,
+        "exchanged": [((0, 1),)] * 2,
+        **changes,
+    }
+    if "options" in own:
+        common = {"step": 0, "optimizer": "SGD", "number": 0, "names": ("layer.dense",)}
+        own["options"] = [
+            (Options.model_validate({**common, "options": {"lr": lr}}),) for lr in changes["options"]
+        ]
+    if "outputs" in own:
+        # The outputs of a module whose weights are parts may differ.
+        own["outputs"] = [
+            (("layer.experts", float(n)), ("layer", value)) for n, value in enumerate(changes["outputs"])
+        ]
+    members = {0: 0, 1: 0}
+    gradients = "differ" if "gradients" in own else "equal"
+    cause = find_cause("layer.dense", members, make_records(**own), gradients, {"layer"})
+    assert cause is not None
+    assert cause.kind == kind
+    assert place in (cause.option, cause.ranks, cause.module)
 
 
 def test_replicas_that_never_were_equal_are_known_by_their_equal_gradients() -> None:

@@ -14,7 +14,9 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.finding import Finding
 from moeverify.results.run import CaseResult
 from moeverify.scripts.compare.compare import compare_runs
-from moeverify.scripts.record.outputs import choose_stride, split_rows
+from moeverify.scripts.record.lines import Output
+from moeverify.scripts.record.outputs import ModuleOutputs, choose_stride, split_rows
+from moeverify.scripts.record.rank_file import RankFile
 from moeverify.scripts.record.read import RecordedRun
 from moeverify.scripts.record.recorder import Recorder
 from moeverify.scripts.record.settings import Settings
@@ -221,3 +223,16 @@ def test_what_is_no_row_of_the_batch_is_left_out(shape: tuple[int, ...]) -> None
 
 def test_every_nth_position_stays_below_the_limit() -> None:
     assert [choose_stride(size, 10) for size in (1, 10, 11, 20, 21)] == [1, 1, 2, 2, 4]
+
+
+def test_a_tensor_that_a_module_changes_in_place_is_hashed_again(tmp_path: Path) -> None:
+    lines: list[Output] = []
+    file = RankFile(tmp_path, 0)
+    file.add = lines.append  # type: ignore[method-assign, assignment]
+    outputs = ModuleOutputs(lambda: file, 2**20, lambda error: pytest.fail(str(error)))
+    same, relu = nn.Identity(), nn.ReLU(inplace=True)
+    outputs.watch([("same", same), ("relu", relu)])
+    outputs.begin(0, 0, (ROWS, LENGTH))
+    relu(same(torch.randn(ROWS, LENGTH, WIDTH)))
+    file.close()
+    assert [len({line.bits for line in lines[:count]}) for count in (1, 3, 4)] == [1, 1, 2]

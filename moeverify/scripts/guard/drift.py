@@ -1,0 +1,92 @@
+"""The cause of a difference between replicas: options, other writes, or passes that differ. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from moeverify.results.guard import DriftCause
+from moeverify.scripts.guard.exchange_groups import exchange_activations
+from moeverify.scripts.guard.lines import StepRecord
+from moeverify.scripts.record.lines import Options
+
+_SAME = 1e-5  # relative, of losses and largest outputs of equal computations
+
+
+def find_cause(
+    name: str,
+    members: Mapping[int, int],
+    records: Mapping[int, StepRecord],
+    gradients: str,
+    shared: Collection[str],
+) -> DriftCause | None:
+    """Return why replicas of a tensor differ after a step, or None if it is not known.
+
+    `members` has the tensor's number by rank, and `gradients` compares their gradients (see `DriftFacts`).
+    `shared` are the modules whose weights are equal on these ranks.
+    """
+    known = {rank: number for rank, number in members.items() if rank in records}
+    if gradients == "equal":
+        return _find_options(name, known, records) or _find_writers(known, records)
+    if gradients != "differ" or not exchange_activations(tuple(known), records):
+        return None
+    rows = [records[rank].rows for rank in known]
+    losses = [records[rank].losses for rank in known]
+    if not rows[0] or any(each != rows[0] for each in rows) or not all(losses):
+        return None
+    module = _find_module(known, records, shared)
+    if module or not all(_are_close(losses[0], each) for each in losses):
+        return DriftCause(kind="forward", module=module)
+    return DriftCause(kind="backward")
+
+
+def _find_options(
+    name: str, members: Mapping[int, int], records: Mapping[int, StepRecord]
+) -> DriftCause | None:
+    """Return the first option that the tensor's optimizers do not share."""
+    by_rank = {rank: _find_group(name, records[rank].options) for rank in members}
+    first, *others = by_rank
+    for rank in others:
+        one, two = by_rank[first], by_rank[rank]
+        if one is None or two is None:
+            continue
+        for option in sorted(one.options.keys() & two.options.keys()):
+            values = one.options[option], two.options[option]
+            if values[0] != values[1]:
+                site = two.sites.get(option, "")
+                return DriftCause(kind="option", option=option, values=values, ranks=(first, rank), site=site)
+    return None
+
+
+def _find_group(name: str, options: Sequence[Options]) -> Options | None:
+    return next((group for group in options if name in group.names), None)
+
+
+def _find_writers(members: Mapping[int, int], records: Mapping[int, StepRecord]) -> DriftCause | None:
+    """Return the ranks where something else than the optimizer's step has changed the tensor."""
+    ranks = tuple(
+        rank
+        for rank, number in members.items()
+        if records[rank].stepped and 0 != records[rank].stepped[number] != records[rank].ended[number]
+    )
+    return DriftCause(kind="write", ranks=ranks) if ranks else None
+
+
+def _find_module(
+    members: Mapping[int, int], records: Mapping[int, StepRecord], shared: Collection[str]
+) -> str:
+    """Return the first of these modules with another largest output on one of the ranks, or an empty string."""
+    outputs = [[each for each in records[rank].outputs if each[0] in shared] for rank in members]
+    for together in zip(*outputs, strict=False):
+        if len({each for each, _ in together}) > 1:
+            return ""
+        name: str = together[0][0]
+        first, *others = (value for _, value in together)
+        if not all(_are_close((first,), (other,)) for other in others):
+            return name
+    return ""
+
+
+def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:
+    return len(first) == len(second) and all(
+        abs(one - two) <= _SAME * max(abs(one), abs(two)) for one, two in zip(first, second, strict=True)
+    )
