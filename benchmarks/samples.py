@@ -126,11 +126,6 @@ EXPLAINED = (
     " +relative fit residual",
     ...,
     " +in .*: reduce_scatter_tensor over efsdp",
-    " +(yes|golden:)",
-    " +- +replica sum, efsdp",
-    " +no +(reordered|detached)",
-    ...,
-    " +no +(permutation|rounding|first divergence)",
 )
 
 

@@ -62,9 +62,8 @@ class Culprits:
         self._upstream = Upstream(self._alignment, self._one, explainer.right)
         self._groups = groups
 
-    def make(self, cause: Cause) -> Culprit:
-        """Return the record of a cause, with the lines from which it may come."""
-        culprit = self._make(cause)
+    def trace(self, culprit: Culprit, cause: Cause) -> Culprit:
+        """Return the record of a cause with the lines from which it may come."""
         if cause.launch is not None or culprit.mechanism == "written":
             return culprit
         shown = (culprit.here, culprit.there, culprit.made, *culprit.moves, *culprit.moves_there)
@@ -107,7 +106,8 @@ class Culprits:
             found += [(dim, first, stop) for first, stop in zip(starts, stops, strict=True)]
         return tuple(found[:_MOST_OTHERS])
 
-    def _make(self, cause: Cause) -> Culprit:
+    def make(self, cause: Cause) -> Culprit:
+        """Return the record of a cause."""
         first = cause.ops[0]
         edit = cause.repairs[0] if cause.repairs else None
         other = None if edit is None else edit.other

@@ -103,40 +103,44 @@ def find_culprits(
     Rank 0 alone, without collectives. With `proves=False`, find only the first wrong place and try no
     repair; use it if the cause is already named. `operators` is the file to write the operators of both
     sides to. `tell` is called with the first place before any repair is tried, and with the complete result
-    before the operators are compared. Errors are not raised: they are returned in `Found.failure`.
+    before the operators are compared. Errors are not raised: they are returned in `Found.failure`, with the
+    culprits that were found before.
     """
     if recorded is None:
         return Found()
+    found, step = Found(), recorded.step
+
+    def note(causes: Sequence[Cause]) -> Found:
+        nonlocal found
+        made = [(culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes]
+        is_complete = explainer.is_done and all(culprit.proved for culprit, _ in made)
+        found = Found(step, made, is_complete)
+        return found
+
     try:
         end = time.monotonic() + seconds
         with single_rank_world(device):
-            one = record_one_device(case.recipe, golden, recorded.step, device)
+            one = record_one_device(case.recipe, golden, step, device)
         if not (one.is_complete and all(program.is_complete for program in recorded.programs)):
             return Found()
         scales = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
-        explainer = Explainer(
-            recorded.programs, one, recorded.step, [*scales, *(1 / each for each in scales)]
-        )
+        explainer = Explainer(recorded.programs, one, step, [*scales, *(1 / each for each in scales)])
         culprits = Culprits(explainer, list_groups(case), list_degrees(case))
-
-        def describe(causes: Sequence[Cause]) -> Found:
-            found = [
-                (culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes
-            ]
-            is_complete = explainer.is_done and all(culprit.proved for culprit, _ in found)
-            return Found(recorded.step, found, is_complete, makers=culprits.make_makers())
-
         causes = explainer.explain(
-            end - time.monotonic(), proves=proves, on_place=lambda places: tell(describe(places))
+            end - time.monotonic(), proves=proves, on_place=lambda places: tell(note(places))
         )
-        found = describe(causes)
+        traced = [
+            (culprits.trace(culprit, cause), marks)
+            for cause, (culprit, marks) in zip(causes, note(causes).culprits, strict=True)
+        ]
+        found = replace(found, culprits=traced, makers=culprits.make_makers())
         if operators is None:
             return found
         tell(found)
         kept = keep_operators(case, explainer, recorded.programs, one, causes, operators, seconds)
         return replace(found, operators=kept)
-    except Exception as error:  # keep the verdict: report the findings without a cause
-        return Found(failure=describe_failure(error))
+    except Exception as error:  # keep the verdict, and what was found before
+        return replace(found, failure=describe_failure(error))
 
 
 def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
@@ -146,8 +150,6 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     evidence. Otherwise the culprit leads, and findings that its repair fixes follow it. A race always
     leads. A culprit before the first step leads a finding that only says that replicas differ.
     """
-    if found.failure is not None:
-        return note_failure(findings, found.failure)
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
         left = [_without_refuted(each, culprit) if each.step == found.step else each for each in left]
@@ -158,7 +160,8 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
         lead = named or _find_lead(left, found.step, marks if culprit.proved else ())
         if lead is not None:
             left = _attach(left, lead, culprit, everything=found.is_complete)
-    return _name_maker(left, found.makers)
+    left = _name_maker(left, found.makers)
+    return left if found.failure is None else note_failure(left, found.failure)
 
 
 def _name_maker(findings: Sequence[Finding], makers: Mapping[str, Culprit]) -> list[Finding]:

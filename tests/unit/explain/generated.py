@@ -134,7 +134,8 @@ def record(program: Generated, name: str, inputs: Mapping[str, Tensor]) -> tuple
 def explain(ranks: Program, one: Program, seconds: float = 60.0) -> list[Culprit]:
     """Return the operations whose result on a rank differs from that of one device."""
     explainer = Explainer([ranks], one, 0, [])
-    return [Culprits(explainer, {}).make(cause) for cause in explainer.explain(seconds)]
+    culprits = Culprits(explainer, {})
+    return [culprits.trace(culprits.make(cause), cause) for cause in explainer.explain(seconds)]
 
 
 def make_inputs(seed: int) -> dict[str, Tensor]:

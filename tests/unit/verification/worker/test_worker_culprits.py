@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,10 +244,11 @@ def test_what_is_recorded_is_the_step_where_it_began_in_float64(
     assert agree_on_step(make_case(precision=precision), judgement) == step
 
 
+@pytest.mark.parametrize("breaks", [False, True])
 def test_what_is_found_is_told_before_operators_are_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, breaks: bool
 ) -> None:
-    """The first place comes before any change is tried, and then all causes."""
+    """The first place comes before any change is tried, and then all causes; a later error keeps both."""
     place, cause = SimpleNamespace(targets=[]), SimpleNamespace(targets=[])
     heard: list[Any] = []
 
@@ -267,6 +269,11 @@ def test_what_is_found_is_told_before_operators_are_compared(
 
         def make(self, cause: Any) -> Culprit:
             return made[id(cause)]
+
+        def trace(self, culprit: Culprit, cause: Any) -> Culprit:
+            if breaks:
+                raise ZeroDivisionError("planted")
+            return culprit
 
         def make_makers(self) -> dict[str, Culprit]:
             return {"w": made[id(place)]}
@@ -289,9 +296,16 @@ def test_what_is_found_is_told_before_operators_are_compared(
         tell=lambda found: heard.append([culprit for culprit, _ in found.culprits]),
     )
     first, second = made.values()
+    assert [culprit for culprit, _ in found.culprits] == [first, second]
+    if breaks:
+        assert heard == [[first], "search"]
+        assert found.failure is not None
+        noted = lead_with([find("w")], replace(found, culprits=[(second, [W])]))
+        assert noted[0].culprit is not None
+        assert found.failure in noted[0].observations
+        return
     assert heard == [[first], "search", [first, second], "operators"]
-    assert ([culprit for culprit, _ in found.culprits], found.operators) == ([first, second], "kept")
-    assert found.makers == {"w": first}
+    assert (found.operators, found.makers) == ("kept", {"w": first})
 
 
 def test_a_difference_before_the_first_step_shows_the_operation_that_made_the_tensor() -> None:
