@@ -60,19 +60,19 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Shapes: logits (M, s, V), plain or sharded over V; targets (M, s). Returns a plain tensor (M, s).
     """
     flat, flat_targets = logits.flatten(0, 1), targets.flatten()
+    wide = torch.promote_types(logits.dtype, torch.float32)
     if flat.numel() <= MOST_LOGITS or isinstance(flat, DTensor):
-        loss = _entropy_of_tokens(flat, flat_targets)
+        loss = _entropy_of_tokens(flat, flat_targets, wide)
     else:
         size = max(1, MOST_LOGITS // flat.shape[-1])
         chunks = zip(torch.split(flat, size), torch.split(flat_targets, size), strict=True)
         again = partial(checkpoint, _entropy_of_tokens, use_reentrant=False, preserve_rng_state=False)
-        loss = torch.cat([again(*chunk) for chunk in chunks])
+        loss = torch.cat([again(*chunk, wide) for chunk in chunks])
     if isinstance(loss, DTensor):
         loss = loss.to_local()
     return loss.view(targets.shape)
 
 
-def _entropy_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy (N,) for logits (N, V)."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), targets, reduction="none", ignore_index=IGNORED)
+def _entropy_of_tokens(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the cross entropy (N,) for logits (N, V), computed in `dtype`."""
+    return F.cross_entropy(logits.to(dtype), targets, reduction="none", ignore_index=IGNORED)
