@@ -72,17 +72,17 @@ def describe_culprit_place(culprit: Culprit) -> str:
 
 
 _ORIGINS: Mapping[OriginKind, str] = {
-    "cut": "passes no gradient",
-    "value": "has matching inputs and other values than on one device",
-    "extra": "is not run on one device, and its result enters",
-    "number": "takes a number that one device does not have there",
-    "part": "passes on a part of the sum",
-    "missing": "carries most right results of this kind, and not this one",
-    "applied": "applies the function in the forward pass",
-    "collective": "carries the wrong result",
-    "group": "takes the process group",
-    "definition": "defines a value that it takes",
-    "made": "made the tensor",
+    "cut": "passes no gradient, unlike the same place on one device",
+    "value": "its inputs match, and its values differ from those of one device",
+    "extra": "one device does not run it, and its result is used here",
+    "number": "takes a number that one device does not pass",
+    "part": "passes on this rank's part of a sum",
+    "missing": "most right results of this kind pass this collective, and this one does not",
+    "applied": "calls the function in the forward pass",
+    "collective": "the wrong result passes this collective",
+    "group": "takes the process group of that collective",
+    "definition": "defines a value that the operation takes",
+    "made": "makes the tensor before the first step",
 }
 """Relation of a line to the wrong result that may come from it."""
 
