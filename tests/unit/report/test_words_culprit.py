@@ -176,9 +176,10 @@ def test_lines_to_look_at_are_named_with_their_callers() -> None:
         {"kind": "group", "line": THERE.line, "caller": OTHER.line},
         {"kind": "cut", "line": HERE.line},
     )
-    group, cut = list_origins(make("place", origins=origins))
-    assert group == "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9: takes the process group of that collective"
-    assert cut == "`x * 0.9`, mine/ffn.py:12 in forward: passes no gradient, unlike the same place on one device"
+    assert list_origins(make("place", origins=origins)) == [
+        "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9: takes the process group of that collective",
+        "`x * 0.9`, mine/ffn.py:12 in forward: passes no gradient, unlike the same place on one device",
+    ]
 
 
 def test_every_origin_has_words() -> None:
