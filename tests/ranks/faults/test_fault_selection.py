@@ -11,7 +11,7 @@ from moeverify.verification.controller.options import RunOptions
 FAULTS = load_faults()
 # One fault of every class; all on two ranks.
 SELECTION = (
-    "A01", "B05", "C07", "D05", "E01", "F01", "G02", "H03", "I02", "J07", "K01", "L07", "M05", "N02", "O11", "P02",
+    "A01", "B05", "C07", "D05", "E01", "F01", "G02", "H03", "I02", "J07", "K01", "L07", "M05", "N02", "O11", "P04",
 )  # fmt: skip
 
 # All faults run in the set-up, one after the other.
