@@ -123,7 +123,8 @@ def start(tmp_path: Path, python: ForkedPython) -> Iterator[Start]:
 def test_pass_writes_every_format(start: Start, tmp_path: Path) -> None:
     child = start("--json", "out/r.json", "--junit", "out/r.xml", "--html", "out/r.html", "--out", "kept")
     output, errors = child.communicate(timeout=200)
-    assert (child.returncode, errors) == (0, "")
+    assert child.returncode == 0
+    assert not errors or errors.startswith("writing ")  # shown after two seconds
     assert output.splitlines()[-1].startswith("pass  1 case: 1 pass; ")
     assert "[1/1] pass     ddp" in output
     run = read_run(tmp_path / "kept")

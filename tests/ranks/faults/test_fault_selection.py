@@ -32,7 +32,7 @@ def test_the_fault_is_detected_located_and_named(rows, number):
     row = rows[number]
     assert row.detected, row.reason
     assert row.located, row.place
-    assert row.cause_named, f"{row.code}: {row.cause}"
+    assert row.cause_named, row.cause
 
 
 def test_the_selection_has_every_class_and_every_fault_of_it_two_ranks():
