@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moeverify.faults.catalogue import load_faults
+from moeverify.report.words.run import word_finding
 from moeverify.verification.controller.fault_benchmark import run_faults
 from moeverify.verification.controller.options import RunOptions
 
@@ -31,8 +32,9 @@ def rows(tmp_path_factory):
 def test_the_fault_is_detected_located_and_named(rows, number):
     row = rows[number]
     assert row.detected, row.reason
-    assert row.located, row.place
-    assert row.cause_named, row.cause
+    said = word_finding(row.finding).cause if row.finding is not None else ""
+    assert row.located, said
+    assert row.cause_named, said
 
 
 def test_the_selection_has_every_class_and_every_fault_of_it_two_ranks():
