@@ -130,22 +130,22 @@ class Elements:
     def _index_quotients(self) -> None:
         """Index the quotients of adjacent elements, which a tensor shares with its multiples."""
         quotients, places, owners = [], [], []
-        for group in self._group_by_width():
-            joined = [self._shaped(root).reshape(-1, width) for root, width in group]
-            made, at = list_quotients(torch.cat(joined) if len(joined) > 1 else joined[0])
+        for width, roots in self._group_by_width():
+            joined = [self._shaped(root).reshape(-1, width) for root in roots]
+            made, at = list_quotients(torch.cat(joined))
             starts = torch.tensor([0, *(each.numel() for each in joined)]).cumsum(0)
             member = torch.bucketize(at, starts, right=True) - 1
             quotients.append(made)
             places.append(at - starts[member])
-            owners.append(torch.tensor([self._places[root] for root, _ in group])[member])
+            owners.append(torch.tensor([self._places[root] for root in roots])[member])
         joined_quotients = torch.cat(quotients) if quotients else torch.zeros(0, dtype=torch.float64)
         self._quotients, order = torch.sort(joined_quotients)
         self._quotient_places = torch.cat(places)[order] if places else order
         self._quotient_owners = torch.cat(owners)[order] if owners else order
 
-    def _group_by_width(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield groups of (value, row length) with equal row lengths: one pass over many small tensors."""
-        groups: dict[int, list[tuple[int, int]]] = {}
+    def _group_by_width(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield row lengths with the values that have them: one pass over many small tensors."""
+        groups: dict[int, list[int]] = {}
         sizes: dict[int, int] = {}
         for root in self._roots:
             shape = self._one.values[root].shape
@@ -154,11 +154,11 @@ class Elements:
                 continue
             width = shape[-1]
             if sizes.get(width, 0) + size > _MOST_QUOTIENTS and width in groups:
-                yield groups.pop(width)
+                yield width, groups.pop(width)
                 sizes[width] = 0
-            groups.setdefault(width, []).append((root, width))
+            groups.setdefault(width, []).append(root)
             sizes[width] = sizes.get(width, 0) + size
-        yield from groups.values()
+        yield from groups.items()
 
     def find_factor(self, data: Tensor, prefer: Callable[[int], object]) -> float | None:
         """Return the likely factor by which a tensor is a multiple of single-device elements, or None."""

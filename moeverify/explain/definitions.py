@@ -311,9 +311,10 @@ def _list_stored(function: _Function, name: str) -> Iterator[ast.expr]:
     """Yield the keys and values that are stored in a local list or dictionary."""
     for node in _walk_own(function):
         for target, value in _list_targets(node):
-            is_item = isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)
-            if is_item and target.value.id == name:  # type: ignore[attr-defined]
-                yield from (target.slice, value)  # type: ignore[attr-defined]
+            if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
+                continue
+            if target.value.id == name:
+                yield from (target.slice, value)
 
 
 def _list_targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,35 +11,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.explain.program import Site
 from moeverify.explain.sites import find_sites, is_own
+from moeverify.explain.waits import Function, wrapped
 
 _MOST = 8
 """Maximum number of calls that are kept for each group."""
 
 
+_CALLS = ((DeviceMesh, ("get_group",)), (dist, ("new_group",)))
+
+
 @contextmanager
 def follow_groups(found: dict[str, list[tuple[Site, ...]]]) -> Iterator[None]:
     """Record the lines that take or make each process group during the block, by the name of the group."""
-    plain: list[tuple[Any, str, Callable[..., Any]]] = [
-        (DeviceMesh, "get_group", DeviceMesh.get_group),
-        (dist, "new_group", dist.new_group),
-    ]
-    for owner, name, call in plain:
-        setattr(owner, name, _follow(call, found))
-    try:
+
+    def follow(_: Any, name: str, call: Function) -> Function:
+        def followed(*args: Any, **named: Any) -> Any:
+            group = call(*args, **named)
+            sites = find_sites()
+            if isinstance(group, dist.ProcessGroup) and sites and not is_own(sites[0]):
+                known = found.setdefault(group.group_name, [])
+                if sites not in known and len(known) < _MOST:
+                    known.append(sites)
+            return group
+
+        return followed
+
+    with wrapped(_CALLS, follow):
         yield
-    finally:
-        for owner, name, call in plain:
-            setattr(owner, name, call)
-
-
-def _follow(call: Callable[..., Any], found: dict[str, list[tuple[Site, ...]]]) -> Callable[..., Any]:
-    def followed(*args: Any, **named: Any) -> Any:
-        group = call(*args, **named)
-        sites = find_sites()
-        if isinstance(group, dist.ProcessGroup) and sites and not is_own(sites[0]):
-            calls = found.setdefault(group.group_name, [])
-            if sites not in calls and len(calls) < _MOST:
-                calls.append(sites)
-        return group
-
-    return followed

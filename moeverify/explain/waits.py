@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+Function = Callable[..., Any]
+
 _CALLS = (
     (dist.Work, ("wait", "is_completed", "get_future")),
     (torch._C.Future, ("wait", "done", "then")),
 )
 """Methods that wait for a collective, query its completion, or return a future of it."""
+
+
+@contextmanager
+def wrapped(
+    calls: Iterable[tuple[Any, Sequence[str]]], wrap: Callable[[Any, str, Function], Function]
+) -> Iterator[None]:
+    """Replace functions of classes or modules during the block by `wrap(owner, name, function)`."""
+    plain = [(owner, name, getattr(owner, name)) for owner, names in calls for name in names]
+    for owner, name, call in plain:
+        setattr(owner, name, wrap(owner, name, call))
+    try:
+        yield
+    finally:
+        for owner, name, call in plain:
+            setattr(owner, name, call)
 
 
 class Waits:
@@ -33,17 +50,13 @@ class Waits:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Track the program's waits during the block."""
-        plain = [(owner, name, getattr(owner, name)) for owner, names in _CALLS for name in names]
-        for owner, name, call in plain:
-            setattr(owner, name, self._follow(owner, name, call))
-        try:
-            yield
-        finally:
-            for owner, name, call in plain:
-                setattr(owner, name, call)
-            self._works.clear()
+        with wrapped(_CALLS, self._follow):
+            try:
+                yield
+            finally:
+                self._works.clear()
 
-    def _follow(self, owner: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _follow(self, owner: Any, name: str, call: Function) -> Function:
         def followed(this: Any, *args: Any, **named: Any) -> Any:
             work = this if owner is dist.Work else self._works.get(this)
             if name == "then" and work is not None:
