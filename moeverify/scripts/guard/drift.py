@@ -63,11 +63,7 @@ def _find_group(name: str, options: Sequence[Options]) -> Options | None:
 
 def _find_writers(members: Mapping[int, int], records: Mapping[int, StepRecord]) -> DriftCause | None:
     """Return the ranks where something else than the optimizer's step has changed the tensor."""
-    ranks = tuple(
-        rank
-        for rank, number in members.items()
-        if records[rank].stepped and 0 != records[rank].stepped[number] != records[rank].ended[number]
-    )
+    ranks = tuple(rank for rank, number in members.items() if number in records[rank].written)
     return DriftCause(kind="write", ranks=ranks) if ranks else None
 
 

@@ -194,7 +194,7 @@ class Guard(ModelListener):
     @safely
     def note_call(self, label: str, owner: object = None) -> None:
         """Keep a call of the training loop; see `Listener`."""
-        self.scaler = owner if label.startswith("scaler") else self.scaler
+        super().note_call(label, owner)
         self._add_call(label, scale=find_scale(owner) if self.is_sampled else None)
 
     @safely

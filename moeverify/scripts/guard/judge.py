@@ -82,11 +82,7 @@ class Judge:
         yield from self._find_idle(sampled)
         is_complete = len(sampled) == self.num_ranks
         self.unjudged |= dict.fromkeys(text for record in sampled.values() for text in record.unjudged)
-        if any(
-            0 != one != two
-            for each in sampled.values()
-            for one, two in zip(each.stepped, each.ended, strict=False)
-        ):
+        if any(each.written for each in sampled.values()):
             self.unjudged["changes of weights between optimizer steps"] = None
         if not is_complete:
             self.unjudged["replicas, data and norms of steps that some ranks did not finish"] = None

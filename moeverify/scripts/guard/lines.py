@@ -147,3 +147,9 @@ class StepRecord(Record):
     unjudged: tuple[str, ...] = ()
     nonfinite: Nonfinite | None = None
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def written(self) -> frozenset[int]:
+        """Return the numbers of the tensors that something else than the optimizer's step has changed."""
+        both = enumerate(zip(self.stepped, self.ended, strict=False))
+        return frozenset(number for number, (one, two) in both if 0 != one != two)

@@ -23,6 +23,10 @@ class ModelListener(Listener):
         self.scaler: object = None  # the gradient scaler that was used last
         self._launched = rank, world_size
 
+    def note_call(self, label: str, owner: object = None) -> None:
+        """Store the gradient scaler of a call; see `Listener`."""
+        self.scaler = owner if label.startswith("scaler") else self.scaler
+
     def find_rank(self) -> tuple[int, int]:
         """Return rank and number of ranks from torch.distributed, or else from the launcher."""
         if dist.is_available() and dist.is_initialized():

@@ -75,7 +75,7 @@ class Recorder(ModelListener):
     @safely
     def note_call(self, label: str, owner: object = None) -> None:
         """Record a call of the training loop."""
-        self.scaler = owner if label.startswith("scaler") else self.scaler
+        super().note_call(label, owner)
         self._add_call(label, scale=find_scale(owner) if self._records() else None)
 
     @safely
