@@ -29,9 +29,8 @@ class BoundedCommand(TyperCommand):
         try:
             rest = super().parse_args(ctx, args)
         except Exception as error:
-            if isinstance(
-                text := getattr(error, "message", None), str
-            ):  # a usage error, which repeats the value
+            text = getattr(error, "message", None)
+            if isinstance(text, str):  # of a usage error, which repeats the value
                 error.message = elide(clean(text), MOST_TEXT)  # type: ignore[attr-defined]
             raise
         for param in self.params:
