@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -105,20 +104,22 @@ def test_the_lines_that_make_a_group_are_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_executed_lines_are_kept_by_step() -> None:
+    def build() -> int:
+        return len("setup")
+
+    def step() -> int:
+        return len("step")
+
     recorder = Recorder()
     with recorder.recording():
-        first = len("setup")
+        build()
         recorder.begin_step(0)
-        first += 1
-    start = next(
-        n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if 'len("setup")' in text
-    )
-    lines = {
-        step: {line for file, line in found if file == __file__}
-        for step, found in recorder.program.lines.items()
+        step()
+    first = build.__code__.co_firstlineno
+    assert {at: [line - first for _, line in found] for at, found in recorder.program.lines.items()} == {
+        SETUP: [1],
+        0: [step.__code__.co_firstlineno + 1 - first],
     }
-    assert start in lines[SETUP] - lines[0]
-    assert start + 2 in lines[0] - lines[SETUP]
 
 
 def test_a_line_without_operators_that_only_ranks_execute_is_named() -> None:
