@@ -138,7 +138,8 @@ class Definitions:
                     if key in seen or is_passed:
                         continue
                     seen.add(key)
-                    if is_shown and (not _is_plain(value) or _is_set_elsewhere(scope.file, value)):
+                    is_set = is_of_python and _is_set_elsewhere(scope.file, value)
+                    if is_shown and (is_set or not _is_plain(value)):
                         yield _site(scope, value)
                     waiting.append(_Use(value, scope, _line(value)))
 

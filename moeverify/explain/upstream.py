@@ -27,6 +27,8 @@ from moeverify.explain.suspects import Target
 from moeverify.results.culprit import Origin, OriginKind
 
 _MOST = 3
+_NEAR = 2
+"""Maximum distance, in lines, of definitions that are shown as one."""
 _MOST_FOLLOWED = 48
 """Maximum number of operators that are followed upstream."""
 
@@ -80,7 +82,11 @@ class Upstream:
         found: dict[tuple[str, int], Origin] = {}
         for origin in itertools.chain(*sources):
             place = (origin.line.file, origin.line.line)
-            if place not in named:
+            # Definitions near a line that is shown are seen beside it.
+            is_seen = origin.kind == "definition" and any(
+                place[0] == file and abs(place[1] - line) <= _NEAR for file, line in found
+            )
+            if place not in named and not is_seen:
                 found.setdefault(place, origin)
             if len(found) == _MOST:
                 break
@@ -174,8 +180,10 @@ class Upstream:
         program = self._joint.programs[rank]
         heard = {(site.file, site.line) for op in program.ops for site in op.sites}
         lines = program.lines.get(step, set()) - self._one_lines - heard
-        if len(lines) <= _MOST:
-            yield from (_origin("silent", [Site(*line, "")]) for line in sorted(lines))
+        # Of lines one after another, the first.
+        firsts = sorted((file, line) for file, line in lines if (file, line - 1) not in lines)
+        if len(firsts) <= _MOST:
+            yield from (_origin("silent", [Site(*line, "")]) for line in firsts)
 
     def _is_parallel(self, site: Site) -> bool:
         """Return whether ranks execute a line and one device does not."""
