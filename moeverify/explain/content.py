@@ -258,6 +258,18 @@ class Elements:
         found = counts.argsort(descending=True)[: int((counts > 0).sum())]
         return {self._roots[place]: int(counts[place]) / ids.numel() for place in found.tolist()}
 
+    def rows(self, ids: Tensor) -> tuple[int, ...]:
+        """Return the indices in dim 0 of elements that are whole slices of one value, or an empty tuple."""
+        roots = self.roots(ids)
+        shape = self._one.values[roots[0]].shape if len(roots) == 1 else ()
+        width = math.prod(shape[1:])
+        if len(shape) < 2 or not width:
+            return ()
+        found, counts = torch.unique(
+            (ids[ids > 0] - self._bases[self._places[roots[0]]] - 1) // width, return_counts=True
+        )
+        return tuple(found.tolist()) if bool((counts == width).all()) else ()
+
     def pick(self, ids: Tensor) -> Tensor:
         """Return the values of elements, with 0 for padding. Same shape as `ids`, float64."""
         out = torch.zeros(ids.shape, dtype=torch.float64)

@@ -173,7 +173,7 @@ class Origins:
 
         Empty if the rank's value is not on the way to the value that one device shows at `mark`.
         """
-        program, shown = self._one.program, self._one.program.marks[mark].value
+        program, shown = self._one.program, self._one.program.marks[mark][-1].value
         roots = set(self.roots_of(mine))
         if shown is None or roots & set(self._one.roots_of(shown)):
             return ()

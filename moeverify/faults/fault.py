@@ -65,6 +65,18 @@ class Fault:
         """Return the `--fault` argument that injects this fault."""
         return f"{self.inject.__module__}:{self.inject.__name__}"
 
+    def shows_line(self, finding: Finding) -> bool:
+        """Return whether a finding shows a line of this fault's own file.
+
+        The first wrong operation and the lines to look at count, the calls around them do not.
+        """
+        culprit = finding.culprit
+        if culprit is None:
+            return False
+        own = f"{self.inject.__module__.replace('.', '/')}.py"
+        lines = [culprit.here.line, *(origin.line for origin in culprit.origins)]
+        return any(line is not None and line.file.endswith(own) for line in lines)
+
     @property
     def bug_class(self) -> str:
         """Return the class of the bug, a letter from A to P."""

@@ -24,6 +24,7 @@ def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
     return (
         f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
         f"{operation.expected:.0f} are expected"
+        + (": those of padding, too" if operation.counts_padding else "")
     )
 
 

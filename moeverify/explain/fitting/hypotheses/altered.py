@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from moeverify.cases.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.explain.fitting.families import module_of
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.explain.fitting.inputs import DiagnosisInputs
@@ -57,7 +58,8 @@ class AlteredHypothesis(Hypothesis):
         )
         seen: list[Observation] = []
         if tensor.quantity is Quantity.ROUTING_COUNT:
-            operation = _count_choices(tensor)
+            operation = _count_choices(tensor, inputs)
+            cause = Cause.PADDING if operation.counts_padding else cause
         elif first:
             cause = Cause.STATE
         elif tensor.quantity is Quantity.OUTPUT and chooses_otherwise(tensor, inputs):
@@ -73,11 +75,18 @@ class AlteredHypothesis(Hypothesis):
         return Outcome(explanation, tuple(seen))
 
 
-def _count_choices(tensor: WrongTensor) -> Miscounted:
+def _count_choices(tensor: WrongTensor, inputs: DiagnosisInputs) -> Miscounted:
     """Return the expected and actual sum of counts on the worst rank."""
+    sizes = {each.name: each.size for each in inputs.axes.loss_counts}
+    num_tokens, num_valid = sizes.get(TOKENS, 0), sizes.get(VALID_TOKENS, 0)
     worst = tensor.worst_shard
     expected, actual = (float(each.sum()) for each in (tensor.expected_of(worst), worst.values()))
-    return Miscounted(expected=expected, actual=actual, rank=worst.rank)
+    return Miscounted(
+        expected=expected,
+        actual=actual,
+        rank=worst.rank,
+        counts_padding=num_valid < num_tokens and expected * num_tokens == actual * num_valid,
+    )
 
 
 def _is_finite(tensor: WrongTensor) -> bool:
