@@ -7,8 +7,9 @@ a wrong sum of these parts.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import skip_moves
 from moeverify.explain.compare import is_right
+from moeverify.explain.content import list_rows
 from moeverify.explain.joint import At, Changes, Joint
-from moeverify.explain.program import READ, Program
+from moeverify.explain.program import Program
 from moeverify.explain.suspects import Target
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
@@ -27,22 +28,13 @@ from moeverify.results.culprit import SumPart
 
 _MOST_COLUMNS = 32
 _LARGEST = 64
-"""Maximum numerator and denominator of the weight of a part."""
+"""Maximum denominator of the weight of a part."""
 
-_SAME = 1e-7
-_MOST_ROWS = 16
+_Regions = Mapping[int, Mapping[At, Region]]
+"""The shown values of a gradient on each rank, with their regions."""
 
-
-@dataclass(frozen=True)
-class _Own:
-    """A rank's part of a gradient: value `at` of its backward pass, as the logical tensor with zeros elsewhere.
-
-    `is_held` marks the elements that the rank holds.
-    """
-
-    at: At
-    part: Tensor
-    is_held: Tensor
+_Part = tuple[At, Callable[[At], Tensor | None]]
+"""A value that may be a rank's part of a gradient, and its data in the place of each shown value."""
 
 
 @dataclass(frozen=True)
@@ -61,36 +53,43 @@ class Addends:
 
     def explain(self, target: Target) -> Cause | None:
         """Return the cause of a wrong gradient if it is a wrong sum of right parts, else None."""
-        shown = self._one.marks[target.mark][-1].value
-        whole = None if shown is None else self._one.values[shown].data
-        if target.mark[1] != Kind.GRADIENT or whole is None:
+        number = self._one.marks[target.mark][-1].value
+        right = None if number is None else self._one.values[number].data
+        if target.mark[1] != Kind.GRADIENT or right is None:
             return None
-        right = whole.reshape(-1).to(torch.float64)
-        for own in self._list_candidates(target, len(right)):
-            total = torch.stack([each.part for each in own.values()]).sum(0)
-            is_held = torch.stack([each.is_held for each in own.values()]).any(0)
-            total, held = total[is_held], right[is_held]
+        expected = right.reshape(-1).to(torch.float64)
+        shown = {
+            rank: {(rank, each.value): each.region for each in parts if each.value is not None}
+            for rank, program in enumerate(self._joint.programs)
+            if (parts := program.marks.get(target.mark, ()))
+        }
+        actual = {rank: _spread(expected, regions, self._joint.data) for rank, regions in shown.items()}
+        cells = _list_cells(actual)
+        found = [self._list_own(rank, target.mark[0], regions) for rank, regions in shown.items()]
+        for own in zip(*map(reversed, found), strict=False):
+            spread = [
+                _spread(expected, shown[rank], read) for rank, (_, read) in zip(shown, own, strict=True)
+            ]
+            total = torch.stack(spread).nansum(0)
+            held = torch.where(torch.stack(spread).isnan().all(0), 0.0, expected)
             factor = float(total @ held) / (float(held @ held) or 1.0)
             if factor == 0.0 or not is_right(total, held * factor):
                 continue
-            parts = {rank: each.part / factor for rank, each in own.items()}
-            found = list(self._fit(target, parts, _list_cells(own)))
-            if found and all(each is not None for each in found):
-                return self._make_cause(target, own, _join(each for each in found if each is not None))
+            scaled = {rank: each / factor for rank, each in zip(shown, spread, strict=True)}
+            weighed = [
+                each
+                for cell in cells
+                for rank in cell.holders
+                for each in _weigh(rank, actual[rank][cell.index], cell, cells, scaled, right.shape)
+            ]
+            if weighed and None not in weighed:
+                sums = _join(each for each in weighed if each is not None)
+                return self._make_cause(target, [at for at, _ in own], shown, sums)
         return None
 
-    def _list_candidates(self, target: Target, size: int) -> Iterator[Mapping[int, _Own]]:
-        """Yield the parts of all ranks, for each value that may be their gradient after the backward pass."""
-        by_rank = [self._list_own(rank, target, size) for rank in range(len(self._joint.programs))]
-        count = max(map(len, by_rank), default=0)
-        if all(len(each) in (0, count) for each in by_rank):
-            for number in reversed(range(count)):
-                yield {rank: each[number] for rank, each in enumerate(by_rank) if each}
-
-    def _list_own(self, rank: int, target: Target, size: int) -> list[_Own]:
-        """Return the values of a rank's backward pass with the shape of its gradient, as parts of the whole."""
+    def _list_own(self, rank: int, step: int, shown: Mapping[At, Region]) -> list[_Part]:
+        """Return the values of a rank's backward pass with the shape of its gradient, in program order."""
         program = self._joint.programs[rank]
-        shown = {at: region for owner, at, region in self._list_shown(target) if owner == rank}
         bases = {program.base(number).number for _, number in shown}
         if len(bases) != 1:
             return []
@@ -98,89 +97,51 @@ class Addends:
         shape = self._joint.value(base).shape
         made = sorted(
             number
-            for op in map(self._joint.op, self._joint.list_before([base]))
-            if op.phase == "backward" and op.step == target.mark[0]
-            for number in op.results
-            if program.ops[program.values[number].op] is op
-            and program.values[number].shape == shape
-            and program.values[number].alias < 0
+            for op in self._joint.list_before([base])
+            if op[0] == rank and (self._joint.op(op).phase, self._joint.op(op).step) == ("backward", step)
+            for number in self._joint.op(op).results
+            if program.values[number].shape == shape and program.values[number].alias < 0
         )
-        found = []
-        for number in made:
-            data = self._joint.data((rank, number))
-            if data is None:
-                continue
-            # The same views that cut the shown values out of the gradient's memory cut the part.
-            done = self._joint.execute(Changes(values={base: data}), list(shown))
-            part, is_held = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.bool)
-            for at, region in shown.items():
-                cut = done.data(at)
-                if cut is not None and cut.numel() == region.numel:
-                    index = region.flat_index().reshape(-1)
-                    part[index] = cut.reshape(-1).to(torch.float64)
-                    is_held[index] = True
-            found.append(_Own((rank, number), part, is_held))
-        return found
+        # The same views that cut the shown values out of the gradient's memory cut these values.
+        return [
+            ((rank, number), self._joint.execute(Changes(values={base: data}), list(shown)).data)
+            for number in made
+            if (data := program.values[number].data) is not None
+        ]
 
-    def _list_shown(self, target: Target) -> Iterator[tuple[int, At, Region]]:
-        """Yield (rank, value, region) of all parts of a tensor that the ranks hold."""
-        for rank, program in enumerate(self._joint.programs):
-            for each in program.marks.get(target.mark, ()):
-                if each.value is not None:
-                    yield rank, (rank, each.value), each.region
-
-    def _fit(
-        self, target: Target, parts: Mapping[int, Tensor], cells: Sequence[_Cell]
-    ) -> Iterator[SumPart | None]:
-        """Yield the wrong weights of parts on all ranks, or None where no sum fits."""
-        for rank, at, region in self._list_shown(target):
-            data = self._joint.data(at)
-            if data is None or data.numel() != region.numel:
-                yield None
-                continue
-            actual = torch.full((math.prod(region.shape),), math.nan, dtype=torch.float64)
-            actual[region.flat_index().reshape(-1)] = data.reshape(-1).to(torch.float64)
-            for cell in cells:
-                mine = actual[cell.index]
-                wanted = torch.stack([parts[each][cell.index] for each in cell.holders]).sum(0)
-                if rank in cell.holders and not bool(mine.isnan().all()) and not is_right(mine, wanted):
-                    yield from _weigh(rank, mine, cell, cells, parts, region.shape)
-
-    def _make_cause(self, target: Target, own: Mapping[int, _Own], sums: tuple[SumPart, ...]) -> Cause:
+    def _make_cause(
+        self, target: Target, own: Sequence[At], shown: _Regions, sums: tuple[SumPart, ...]
+    ) -> Cause:
         """Return the cause: the collectives that take the parts, or else the last writers of the gradient."""
         joint = self._joint
-        ends = [at for rank, at, _ in self._list_shown(target) if any(rank in each.ranks for each in sums)]
-        made = {joint.maker(each.at) for each in own.values()}
-        later = joint.list_before(ends) - joint.list_before([each.at for each in own.values()])
-        stretch = sorted(later, key=joint.place)
-        met = {
-            op[0]: op
-            for op in stretch
-            if joint.op(op).meeting is not None and made & joint.list_before(joint.sources(op))
-        }
-        found = [met[rank] for rank in dict.fromkeys(rank for rank, _ in ends) if rank in met]
-        ops = found or list(dict.fromkeys(map(self._find_writer, ends)))
+        ends = [
+            at for rank, parts in shown.items() if any(rank in each.ranks for each in sums) for at in parts
+        ]
+        made = set(map(joint.maker, own))
+        stretch = sorted(joint.list_before(ends) - joint.list_before(own), key=joint.place)
+        met = [op for op in stretch if joint.op(op).meeting and made & joint.list_before(joint.sources(op))]
+        last = {op[0]: op for op in met or [op for op in stretch if joint.op(op).written]}
+        ops = [last.get(at[0], joint.maker(at)) for at in {at[0]: at for at in ends}.values()]
         return Cause(ops, [], [target], stretch=stretch, known="reduction", sums=sums)
 
-    def _find_writer(self, at: At) -> At:
-        """Return the operator that wrote a value last, through views and reads of memory."""
-        op = self._joint.maker(skip_moves(self._joint, at))
-        while self._joint.op(op).short == READ:
-            op = self._joint.maker((op[0], max(self._joint.op(op).refs())))
-        return op
+
+def _spread(expected: Tensor, regions: Mapping[At, Region], read: Callable[[At], Tensor | None]) -> Tensor:
+    """Return a rank's elements at their places in the flat logical tensor, NaN elsewhere."""
+    found = torch.full_like(expected, math.nan)
+    for at, region in regions.items():
+        data = read(at)
+        if data is not None and data.numel() == region.numel and math.prod(region.shape) == len(found):
+            found[region.flat_index().reshape(-1)] = data.reshape(-1).to(torch.float64)
+    return found
 
 
-def _list_cells(own: Mapping[int, _Own]) -> list[_Cell]:
+def _list_cells(actual: Mapping[int, Tensor]) -> list[_Cell]:
     """Return the elements of a tensor by the ranks that hold them."""
-    ranks = list(own)
-    held = torch.stack([own[rank].is_held for rank in ranks])
-    patterns, which = torch.unique(held, dim=1, return_inverse=True)
+    is_held = ~torch.stack(list(actual.values())).isnan()
+    patterns, which = torch.unique(is_held, dim=1, return_inverse=True)
     return [
-        _Cell(
-            tuple(rank for rank, is_held in zip(ranks, patterns[:, number].tolist(), strict=True) if is_held),
-            (which == number).nonzero().reshape(-1),
-        )
-        for number in range(patterns.shape[1])
+        _Cell(tuple(itertools.compress(actual, pattern)), (which == number).nonzero().reshape(-1))
+        for number, pattern in enumerate(patterns.T.tolist())
     ]
 
 
@@ -192,28 +153,27 @@ def _weigh(
     parts: Mapping[int, Tensor],
     shape: Sequence[int],
 ) -> Iterator[SumPart | None]:
-    """Yield the wrong weights of the sum of parts that equals a rank's elements of a cell.
+    """Yield the wrong weights of parts in a rank's elements of a cell, or None if no sum of parts fits.
 
-    If the cell's own parts do not fit, parts of other cells of the same size are tried, too.
+    If the cell's own parts do not fit, parts of other cells of the same size are tried, too. A multiple of
+    the right sum is none: it lacks nothing.
     """
     columns = [(each, cell) for each in cell.holders]
-    others = [
-        (each, other)
-        for other in cells
-        if other is not cell and len(other.index) == len(cell.index)
-        for each in other.holders
-    ]
-    weights = _solve(actual, [parts[each][at.index] for each, at in columns])
+    data = [parts[each][cell.index] for each in cell.holders]
+    if is_right(actual, torch.stack(data).sum(0)):
+        return
+    weights = _solve(actual, data)
+    others = [(each, other) for other in cells if other is not cell for each in other.holders]
+    others = [each for each in others if len(each[1].index) == len(cell.index)]
     if weights is None and others:
         columns += others
         weights = _solve(actual, [parts[each][at.index] for each, at in columns])
-    if weights is None:
+    if weights is None or len(set(weights)) == 1:
         yield None
         return
-    rows = _name_rows(cell, shape)
     for (source, at), weight in zip(columns, weights, strict=True):
         if weight != float(at is cell):
-            other = () if at is cell else _name_rows(at, shape)
+            rows, other = list_rows(cell.index, shape), () if at is cell else list_rows(at.index, shape)
             yield SumPart(ranks=(rank,), rows=rows, source=source, source_rows=other, weight=weight)
 
 
@@ -225,25 +185,9 @@ def _solve(actual: Tensor, parts: Sequence[Tensor]) -> list[float] | None:
     if int(torch.linalg.matrix_rank(basis)) < len(parts):
         return None
     fitted = torch.linalg.lstsq(basis, actual[:, None]).solution.reshape(-1)
-    simple = [Fraction(each).limit_denominator(_LARGEST) for each in fitted.tolist()]
-    weights = torch.tensor([float(each) for each in simple], dtype=torch.float64)
-    if (
-        any(abs(each.numerator) > _LARGEST for each in simple)
-        or float((weights - fitted).abs().max()) > _SAME
-    ):
-        return None
-    is_equal = is_right(basis @ weights, actual) if bool(actual.any()) else not bool(weights.any())
-    return weights.tolist() if is_equal else None
-
-
-def _name_rows(cell: _Cell, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the first indices of a cell in the first dim, if it consists of some whole slices of it."""
-    if not shape:
-        return ()
-    width = math.prod(shape[1:])
-    rows = torch.unique(cell.index // max(width, 1))
-    is_whole = len(rows) * width == len(cell.index) and len(rows) < shape[0]
-    return tuple(rows[:_MOST_ROWS].tolist()) if is_whole else ()
+    simple = [float(Fraction(each).limit_denominator(_LARGEST)) for each in fitted.tolist()]
+    made = basis @ torch.tensor(simple, dtype=torch.float64)
+    return simple if is_right(made, actual) or not (made.any() or actual.any()) else None
 
 
 def _join(sums: Iterable[SumPart]) -> tuple[SumPart, ...]:

@@ -176,16 +176,17 @@ class Culprits:
     def _find_rounding(self, op: At) -> str:
         """Return the dtype to which a write rounds the memory that it overwrites, or an empty string."""
         recorded = self._joint.op(op)
-        written = next(iter(list_refs(recorded.args[0]))) if recorded.written == (0,) else -1
-        taken = [self._joint.data((op[0], number)) for number in recorded.reads()]
-        before = self._joint.data((op[0], written)) if written >= 0 else None
-        after = self._joint.data((op[0], recorded.results[0])) if recorded.results else None
-        for each in taken:
-            if before is None or after is None or each is None or not each.is_floating_point():
-                continue
-            if each.itemsize < before.itemsize and torch.equal(before.to(each.dtype).to(before.dtype), after):
-                return str(each.dtype).removeprefix("torch.")
-        return ""
+        numbers = (*list_refs(recorded.args[0]), *recorded.results, *recorded.reads())
+        data = [each for number in numbers if (each := self._joint.data((op[0], number))) is not None]
+        if recorded.written != (0,) or len(data) < 3:
+            return ""
+        before, after, *taken = data
+        floats = [each.dtype for each in taken if each.is_floating_point()]
+        narrow = min(floats, key=lambda dtype: dtype.itemsize, default=before.dtype)
+        is_rounded = narrow.itemsize < before.itemsize and torch.equal(
+            before.to(narrow).to(before.dtype), after
+        )
+        return str(narrow).removeprefix("torch.") if is_rounded else ""
 
     def _find_scaling(self, cause: Cause, at: At) -> At:
         """Return the first operator whose result has the factor of a scaled result: the suspect, or a later one."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -44,9 +45,7 @@ def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], l
         whole = None if shown[-1].value is None else one.values[shown[-1].value].data
         if mark[0] != step or whole is None:
             continue
-        by_rank = [program.marks.get(mark, ()) for program in joint.programs]
-        for number in range(max(map(len, by_rank), default=0)):
-            parts = {rank: own[number] for rank, own in enumerate(by_rank) if number < len(own)}
+        for parts in itertools.zip_longest(*(program.marks.get(mark, ()) for program in joint.programs)):
             found = _compare(mark, parts, joint, whole)
             if found[False].values:
                 wrong.append(found[False])
@@ -55,20 +54,18 @@ def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], l
     return wrong, right
 
 
-def _compare(mark: Mark, parts: Mapping[int, Shown], joint: Joint, whole: Tensor) -> dict[bool, Target]:
+def _compare(mark: Mark, parts: Sequence[Shown | None], joint: Joint, whole: Tensor) -> dict[bool, Target]:
     """Return the target of the ranks whose parts are wrong, by False, and the one of the others, by True."""
     found: dict[bool, Target] = {True: Target(mark, {}, {}, {}), False: Target(mark, {}, {}, {})}
-    for rank, own in parts.items():
-        actual = None if own.value is None else joint.programs[rank].values[own.value].data
-        if own.value is None or actual is None:
+    for rank, own in enumerate(parts):
+        at = (rank, -1 if own is None or own.value is None else own.value)
+        if own is None or at[1] < 0 or (actual := joint.data(at)) is None:
             continue
         if math.prod(own.region.shape) != whole.numel():
             continue  # another number of values, such as choices of experts: later results show the error
         expected = own.region.take(whole.reshape(own.region.shape))
         target = found[is_right(actual, expected)]
-        target.values[rank] = (rank, own.value)
-        target.right[rank] = expected
-        target.regions[rank] = own.region
+        target.values[rank], target.right[rank], target.regions[rank] = at, expected, own.region
     return found
 
 

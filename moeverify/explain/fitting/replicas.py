@@ -53,7 +53,8 @@ def _sum_over_axis(tensor: WrongTensor, axis: str, groups: Sequence[Sequence[int
     size = max(map(len, groups))
     found = list(find_replicas(tensor, groups))
     # A part that one rank of each group holds is complete, and says nothing where it is right.
-    replicas = [each for each in found if len(each) > 1 or not _is_right(each[0], tensor)]
+    bound = tensor.exact * float(tensor.expected.norm())
+    replicas = [each for each in found if len(each) > 1 or tensor.error_of(each[0]) > bound]
     if not replicas or min(map(len, replicas)) < 2 or not any(map(_differ, replicas)):
         return None
     measured = [_factor(members, tensor.expected) for members in replicas]
@@ -76,10 +77,6 @@ def find_replicas(tensor: WrongTensor, groups: Sequence[Sequence[int]]) -> Itera
             members = [by_rank[rank] for rank in group if rank in by_rank]
             if members:
                 yield members
-
-
-def _is_right(shard: RankShard, tensor: WrongTensor) -> bool:
-    return tensor.error_of(shard) <= tensor.exact * float(tensor.expected_of(shard).norm())
 
 
 def _differ(members: Sequence[RankShard]) -> bool:

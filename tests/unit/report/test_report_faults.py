@@ -102,7 +102,9 @@ def test_the_page_in_html_has_the_rates_the_picture_and_a_row_for_each_fault(
 def test_the_table_on_the_console(rows: list[FaultRow], print_at: Any) -> None:
     text = print_at(lambda console: render_faults(rows, console), width=160, terminal=False)
     assert re.search(r"^A01 +yes +yes +yes +yes +0 +blind +sees it ", text, re.MULTILINE)
-    assert re.search(r"^A03 +NO +NO +NO +NO +- +blind +blind +missed: nothing \| differs$", text, re.MULTILINE)
+    assert re.search(
+        r"^A03 +NO +NO +NO +NO +- +blind +blind +missed: nothing \| differs$", text, re.MULTILINE
+    )
 
 
 def test_what_a_wider_precision_alone_has_shown_stands_beside_the_narrow_result(
@@ -110,7 +112,9 @@ def test_what_a_wider_precision_alone_has_shown_stands_beside_the_narrow_result(
 ) -> None:
     rows[0] = rows[0].model_copy(update={"found_in": "float64"})
     text = print_at(lambda console: render_faults(rows, console), width=200, terminal=False)
-    assert re.search(r"^A01 +yes +yes +yes +yes +0 +blind +sees it +NO +blocks.* in float64: ", text, re.MULTILINE)
+    assert re.search(
+        r"^A01 +yes +yes +yes +yes +0 +blind +sees it +NO +blocks.* in float64: ", text, re.MULTILINE
+    )
     assert re.search(r"^A02 +yes +yes +yes +NO +init +blind +blind +yes ", text, re.MULTILINE)
     assert "detected: 2 of 3" in text
     assert "alone: detected 1, located 1, cause named 1 of 3" in text

@@ -13,6 +13,7 @@ from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
+from moeverify.results.factor import is_same
 from moeverify.results.observation import Observation, ScalarValues, WrongElements
 from moeverify.results.operation import Altered, Miscounted, Operation
 
@@ -78,15 +79,11 @@ class AlteredHypothesis(Hypothesis):
 def _count_choices(tensor: WrongTensor, inputs: DiagnosisInputs) -> Miscounted:
     """Return the expected and actual sum of counts on the worst rank."""
     sizes = {each.name: each.size for each in inputs.axes.loss_counts}
-    num_tokens, num_valid = sizes.get(TOKENS, 0), sizes.get(VALID_TOKENS, 0)
+    scale = sizes.get(TOKENS, 1) / sizes.get(VALID_TOKENS, 1)
     worst = tensor.worst_shard
     expected, actual = (float(each.sum()) for each in (tensor.expected_of(worst), worst.values()))
-    return Miscounted(
-        expected=expected,
-        actual=actual,
-        rank=worst.rank,
-        counts_padding=num_valid < num_tokens and expected * num_tokens == actual * num_valid,
-    )
+    is_all = scale > 1.0 and is_same(actual, expected * scale)
+    return Miscounted(expected=expected, actual=actual, rank=worst.rank, counts_padding=is_all)
 
 
 def _is_finite(tensor: WrongTensor) -> bool:
