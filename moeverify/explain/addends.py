@@ -64,6 +64,11 @@ class Addends:
             if (parts := program.marks.get(target.mark, ()))
         }
         actual = {rank: _spread(expected, regions, self._joint.data) for rank, regions in shown.items()}
+        joined = torch.stack(list(actual.values()))
+        same = torch.where(joined.isnan(), math.nan, expected)
+        multiple = float((joined * same).nansum() / ((same * same).nansum() or 1.0))
+        if is_right(joined.nan_to_num(), same.nan_to_num() * multiple):
+            return None  # the whole gradient is a multiple of the right one
         cells = _list_cells(actual)
         found = [self._list_own(rank, target.mark[0], regions) for rank, regions in shown.items()]
         for own in zip(*map(reversed, found), strict=False):
@@ -155,8 +160,7 @@ def _weigh(
 ) -> Iterator[SumPart | None]:
     """Yield the wrong weights of parts in a rank's elements of a cell, or None if no sum of parts fits.
 
-    If the cell's own parts do not fit, parts of other cells of the same size are tried, too. A multiple of
-    the right sum is none: it lacks nothing.
+    If the cell's own parts do not fit, parts of other cells of the same size are tried, too.
     """
     columns = [(each, cell) for each in cell.holders]
     data = [parts[each][cell.index] for each in cell.holders]
@@ -168,7 +172,7 @@ def _weigh(
     if weights is None and others:
         columns += others
         weights = _solve(actual, [parts[each][at.index] for each, at in columns])
-    if weights is None or len(set(weights)) == 1:
+    if weights is None:
         yield None
         return
     for (source, at), weight in zip(columns, weights, strict=True):

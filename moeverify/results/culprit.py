@@ -213,6 +213,8 @@ class Culprit(Record):
             return Cause.ROUNDING
         if any(each.source_rows for each in self.sums):
             return Cause.COLLECTIVES
+        if self.sums and len({each.weight for each in self.sums}) == 1 and self.sums[0].weight:
+            return Cause.SCALE
         if any(each.weight or each.source in each.ranks for each in self.sums):
             return Cause.SHARE_WEIGHTS  # else each rank lacks only the parts of others
         is_rate = self.mechanism == "scale" and self.here.phase == "step"

@@ -247,6 +247,7 @@ def _attach(
 ) -> list[Finding]:
     """Return the findings with the culprit attached to `lead`, which comes first."""
     is_kept = lead.code in _KEPT or not (culprit.proved or lead.code in _PHASES)
+    is_kept &= not culprit.copy_of
     code = lead.code if lead.code and is_kept else culprit.code
     update: dict[str, Any] = {
         "culprit": culprit.model_copy(update={"leads": True}),

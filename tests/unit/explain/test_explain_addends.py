@@ -83,6 +83,12 @@ def take_another_row(rank: int, grad: Tensor) -> None:
         grad[0] += take_parts(0)[1]
 
 
+def take_mean(rank: int, grad: Tensor) -> None:
+    """Divide the rows that two ranks hold by two."""
+    add_others(rank, grad)
+    grad *= torch.tensor([0.5, 0.5] if rank == 0 else [0.5, 1.0][: len(grad)])[:, None]
+
+
 @pytest.mark.parametrize(
     ("finish", "cause", "sums"),
     [
@@ -92,6 +98,7 @@ def take_another_row(rank: int, grad: Tensor) -> None:
             {((0,), 1, (0,)), ((1,), 0, (0,)), ((0,), 2, (1,)), ((2,), 0, (1,))},
         ),
         (lose_part, Cause.SHARE_WEIGHTS, {((0, 1), 1, (0,))}),
+        (take_mean, Cause.SCALE, set()),
         (take_another_row, Cause.COLLECTIVES, {((1,), 0, (0,))}),
     ],
 )
@@ -100,9 +107,9 @@ def test_a_wrong_sum_of_right_parts_is_told_by_its_parts(
 ) -> None:
     (culprit,) = explain(finish)
     assert culprit.code == cause
-    lacking = [each for each in culprit.sums if not each.source_rows]
+    lacking = [each for each in culprit.sums if each.weight == 0.0]
     assert {(each.ranks, each.source, each.rows) for each in lacking} == sums
-    assert all(each.weight == 0.0 for each in lacking)
+    assert {each.weight for each in culprit.sums} <= ({0.5} if cause is Cause.SCALE else {0.0, 1.0})
     others = [each for each in culprit.sums if each.source_rows]
     extra = SumPart(ranks=(1,), source=0, weight=1.0, rows=(0,), source_rows=(1,))
     assert others == ([extra] if cause is Cause.COLLECTIVES else [])
