@@ -64,11 +64,6 @@ class Addends:
             if (parts := program.marks.get(target.mark, ()))
         }
         actual = {rank: _spread(expected, regions, self._joint.data) for rank, regions in shown.items()}
-        joined = torch.stack(list(actual.values()))
-        same = torch.where(joined.isnan(), math.nan, expected)
-        multiple = float((joined * same).nansum() / ((same * same).nansum() or 1.0))
-        if is_right(joined.nan_to_num(), same.nan_to_num() * multiple):
-            return None  # the whole gradient is a multiple of the right one
         cells = _list_cells(actual)
         found = [self._list_own(rank, target.mark[0], regions) for rank, regions in shown.items()]
         for own in zip(*map(reversed, found), strict=False):
@@ -82,13 +77,13 @@ class Addends:
                 continue
             scaled = {rank: each / factor for rank, each in zip(shown, spread, strict=True)}
             weighed = [
-                each
+                list(_weigh(rank, actual[rank][cell.index], cell, cells, scaled, right.shape))
                 for cell in cells
                 for rank in cell.holders
-                for each in _weigh(rank, actual[rank][cell.index], cell, cells, scaled, right.shape)
             ]
-            if weighed and None not in weighed:
-                sums = _join(each for each in weighed if each is not None)
+            sums = _join(part for each in weighed for part in each if part is not None)
+            is_multiple = all(weighed) and len({each.weight for each in sums}) == 1
+            if sums and not is_multiple and not any(None in each for each in weighed):
                 return self._make_cause(target, [at for at, _ in own], shown, sums)
         return None
 

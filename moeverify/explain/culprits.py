@@ -165,13 +165,10 @@ class Culprits:
 
     def _find_original(self, target: Target, at: At) -> str:
         """Return the right result of the same kind that has the elements of a moved result, or an empty string."""
-        roots = self._origins.roots_of(at)
-        for each in self._right:
-            shown = self._one.program.marks[each.mark][-1].value
-            is_other = each.mark[1] == target.mark[1] and each.mark[2] != target.mark[2]
-            if is_other and shown is not None and self._one.roots_of(shown) == roots:
-                return "/".join(each.mark[1:])
-        return ""
+        roots, kind = self._origins.roots_of(at), target.mark[1]
+        marks = {each.mark: self._one.program.marks[each.mark][-1].value for each in self._right}
+        found = [mark for mark, own in marks.items() if own is not None and self._one.roots_of(own) == roots]
+        return next(("/".join(each[1:]) for each in found if each[1] == kind and each != target.mark), "")
 
     def _find_rounding(self, op: At) -> str:
         """Return the dtype to which a write rounds the memory that it overwrites, or an empty string."""

@@ -99,17 +99,11 @@ class Upstream:
     def _list_entered(self, op: At) -> Iterator[Origin]:
         """Yield the innermost call that one device does not run, if one device runs the operation's own line."""
         sites = self._joint.programs[op[0]].sites_of(self._joint.op(op))
-        first = next(
-            (at for at, site in enumerate(sites) if (site.file, site.line) not in self._one_lines), 0
-        )
+        known = {(site.file, site.line) for each in self._one.program.ops for site in each.sites}
+        first = next((at for at, site in enumerate(sites) if (site.file, site.line) not in known), 0)
         # Without user code on the stack, the model and the layout are those of this package.
         if first and (_is_of_user(sites[first].file) or not self._sites(op)):
             yield _origin("entered", sites[first:])
-
-    @cached_property
-    def _one_lines(self) -> set[tuple[str, int]]:
-        ops = self._one.program.ops
-        return {(site.file, site.line) for op in ops for site in op.sites}
 
     def _list_lineage(self, cause: Cause) -> list[At]:
         """Return the operators of the step that carried the value of a wrong result, the last one first.
