@@ -26,7 +26,7 @@ class Settings:
         return [name for name, value in self._kept.items() if _SETTINGS[name].read() != value]
 
     def restore(self) -> None:
-        """Set what differs now as it was."""
+        """Give changed settings their kept values."""
         for name in self.find_changes():
             _SETTINGS[name].write(self._kept[name])
 
@@ -48,7 +48,7 @@ class ProcessState:
         self._functions = [(holder, dict(vars(holder))) for holder in list_holders()]
 
     def find_lasting_changes(self) -> list[str]:
-        """Restore the settings, and return the names of what stays changed, e.g. `Linear.forward`."""
+        """Restore the settings, and return the names of other changes, e.g. `Linear.forward`."""
         self._settings.restore()
         found = self._settings.find_changes()
         for holder, name, old in find_changes(self._functions):
