@@ -34,7 +34,7 @@ _Regions = Mapping[int, Mapping[At, Region]]
 """The shown values of a gradient on each rank, with their regions."""
 
 _Part = tuple[At, Callable[[At], Tensor | None]]
-"""A value that may be a rank's part of a gradient, and its data in the place of each shown value."""
+"""A value that may be a rank's part of a gradient, and its data for each shown value."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 
@@ -114,6 +115,12 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
         for row in rows
     ]
     return "\n".join([*lines, "", make_markdown_table(headers, table)]) + "\n"
+
+
+def write_json(rows: Sequence[FaultRow], environment: dict[str, str], command: str) -> str:
+    """Return the rows as JSON, with the command and environment that produced them."""
+    faults = [row.model_dump(mode="json", exclude={"finding"}) for row in rows]
+    return json.dumps({"command": command, "environment": environment, "faults": faults}, indent=1) + "\n"
 
 
 def name_finding_place(row: FaultRow) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from moeverify.report import fault_page
-from moeverify.report.faults import render_faults, write_clean, write_faults
+from moeverify.report.faults import render_faults, write_clean, write_faults, write_json
 from moeverify.report.markdown import make_markdown_table
 from moeverify.results.benchmark_rows import CleanRow, FaultRow
 
@@ -74,6 +75,17 @@ def test_the_page_of_the_faults(rows: list[FaultRow]) -> None:
     assert table[4][9] == "missed: nothing \\| differs"
     assert "detected: 2 of 3" in page
     assert "seen by losses and gradient norm at 1e-3: 1 of 3" in page
+
+
+def test_the_rows_in_json_have_all_marks_and_no_finding(rows: list[FaultRow]) -> None:
+    written = json.loads(write_json(rows, ENVIRONMENT, "moeverify faults run"))
+    assert (written["command"], written["environment"]) == ("moeverify faults run", ENVIRONMENT)
+    assert [(each["number"], each["cause_named"], each["line_shown"]) for each in written["faults"]] == [
+        ("A01", True, True),
+        ("A02", True, False),
+        ("A03", False, False),
+    ]
+    assert not any("finding" in each for each in written["faults"])
 
 
 def test_the_page_in_html_has_the_rates_the_picture_and_a_row_for_each_fault(
