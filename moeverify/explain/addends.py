@@ -65,8 +65,8 @@ class Addends:
         }
         actual = {rank: _spread(expected, regions, self._joint.data) for rank, regions in shown.items()}
         cells = _list_cells(actual)
-        found = [self._list_own(rank, target.mark[0], regions) for rank, regions in shown.items()]
-        for own in zip(*map(reversed, found), strict=False):
+        made = (reversed(self._list_own(rank, target.mark[0], held)) for rank, held in shown.items())
+        for own in zip(*made, strict=False):
             spread = [
                 _spread(expected, shown[rank], read) for rank, (_, read) in zip(shown, own, strict=True)
             ]

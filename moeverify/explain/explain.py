@@ -225,12 +225,8 @@ class Explainer:
 
         A cause without repairs is only a place.
         """
-        summed = (
-            self._addends.explain(target)
-            if state.changed().keys().isdisjoint(target.values.values())
-            else None
-        )
-        if summed is not None:
+        is_recorded = state.changed().keys().isdisjoint(target.values.values())
+        if is_recorded and (summed := self._addends.explain(target)) is not None:
             return self._explain_sum(summed, state, end)
         alignment = self.alignment.under(state)
         factor = self._find_factor(target, state)

@@ -54,9 +54,8 @@ class Upstream:
         `named` already are left out. `defines` adds definitions of Python values that the operation takes.
         """
         lineage = self._list_lineage(cause)
-        # Lines that differ from one device come first. Without them, all groups, numbers and flags are in doubt.
-        found = self._choose(
-            named,
+        # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
+        sources = (
             self._list_cuts(cause),
             self._list_scaling(cause, lineage) if cause.known == "scale" else (),
             self._list_values(cause, taken),
@@ -64,6 +63,7 @@ class Upstream:
             self._list_parts(taken) if cause.repairs and cause.repairs[0].kind == "total" else (),
             self._list_missing(cause),
         )
+        found = () if cause.sums else self._choose(named, *sources)
         is_met = self._joint.op(cause.ops[0]).meeting is not None
         return found or self._choose(
             named,
