@@ -20,6 +20,7 @@ from moeverify.report.words.wider import (
     describe_unasked,
     describe_unconfirmed,
 )
+from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
 from moeverify.results.facts import OwnStep
@@ -41,8 +42,11 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
 _CONFIRMED = ("pass", "undecided")
 """Verdicts that a run in a wider precision may change."""
 
-_SURE, _TRACED, _ESTIMATE, _UPSTREAM = 4, 3, 2, -1
+_SURE, _ESTIMATE, _TRACED, _UNTRACED, _UPSTREAM = 5, 4, 3, 2, -1
 """Ratings of a finding; see `_rate`."""
+
+_NAMING_CODES = (Cause.OPTIMIZER, Cause.ROUNDING)
+"""Causes that name a kind of operation, where others only name a place."""
 
 
 _OF_STEP = frozenset({Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE})
@@ -420,8 +424,8 @@ def _rate(finding: Finding | None) -> int:
     """Rate how much a finding tells about its cause.
 
     -1: the cause is upstream of the finding, and a wider run may show it. 0: nothing. 1: a location or a
-    size. 2: an estimated operation. 3: the first wrong operation among the recorded ones, so that estimates
-    are refuted. 4: a certain operation.
+    size. 2: a part of a sum in the gradient of a module. 3: the first wrong operation among the recorded
+    ones, so that the sum is refuted. 4: an estimated operation, or its kind. 5: a certain operation.
     """
     if finding is None:
         return 0
@@ -429,8 +433,11 @@ def _rate(finding: Finding | None) -> int:
         return _UPSTREAM
     if not finding.names_operation:
         is_traced = finding.culprit is not None and finding.culprit.leads
-        return _TRACED if is_traced else int(finding.is_explained)
-    return _ESTIMATE if finding.is_estimate or _is_untraced(finding) else _SURE
+        is_named = finding.code in _NAMING_CODES
+        return _TRACED if is_traced else _ESTIMATE if is_named else int(finding.is_explained)
+    if _is_untraced(finding):
+        return _UNTRACED
+    return _ESTIMATE if finding.is_estimate else _SURE
 
 
 def _is_untraced(finding: Finding) -> bool:

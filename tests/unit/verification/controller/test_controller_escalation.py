@@ -260,11 +260,15 @@ def trace(tensor: str = "w", **fields: Any) -> Finding:
     return find(tensor, culprit=culprit, code=Cause.BACKWARD, **fields)
 
 
-def test_a_first_wrong_operation_refutes_estimates_and_leads_places() -> None:
-    for narrow in (PLACED, estimate(EXPLAINED), UNREDUCED):
+def test_a_first_wrong_operation_leads_places_and_refutes_parts_of_sums() -> None:
+    for narrow in (PLACED, UNREDUCED):
         assert needs_escalation(answer(narrow))
         lead, before = merge(answer(narrow), [("float64", answer(trace("v")))]).findings
         assert (lead.tensor, lead.wider[0].precision, before.follows) == ("v", "float64", "v")
+    rounded = explain(Rounded(dtype="bfloat16", is_representable=False), Cause.ROUNDING)
+    for narrow in (rounded, find("w", code=Cause.OPTIMIZER), estimate(EXPLAINED)):
+        (kept,) = merge(answer(narrow), [("float64", answer(trace("v")))]).findings
+        assert (kept.tensor, kept.follows) == ("w", "")
     sure, own = merge(answer(trace("v")), [("float64", answer(EXPLAINED))]).findings
     assert (sure.tensor, own.follows) == ("w", "w")
 
