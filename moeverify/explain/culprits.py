@@ -288,8 +288,8 @@ class Culprits:
         zeros = self._origins.count_zeros(taken, theirs)
         if found["taken"] is not None and zeros > _LEAST_SHARE:
             found["taken"] = found["taken"].model_copy(update={"zeros": zeros})
-        maker = zeroed if zeroed is not None and zeros > _LEAST_SHARE else None
-        maker = maker or self._joint.maker(skip_moves(self._joint, taken))
+        made = zeroed if zeros > _LEAST_SHARE else None
+        maker = made or self._joint.maker(skip_moves(self._joint, taken))
         if self._joint.op(maker).short not in HIDDEN:
             found["made"] = self._operation(maker)
         return found | self._origins.list_moves(taken, theirs)
