@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain, skip_moves
@@ -274,7 +275,7 @@ class Culprits:
             pairs = pair_tensors(op, other)
             theirs = next((pair.theirs for pair in pairs if pair.place == edit.place), None)
             if theirs is not None:
-                found |= self._describe_operand(first, taken, theirs)
+                found |= self._describe_operand(first, taken, theirs, edit.changes.values[taken])
         return found
 
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
@@ -296,12 +297,16 @@ class Culprits:
         right = describe_value(self._one.program, other.results[0])
         return {"taken": self._source(end), "right": right, "results": (module,)}
 
-    def _describe_operand(self, reader: At, taken: At, theirs: int) -> dict[str, Any]:
-        """Return fields for a wrong operand, traced back to the first operator that takes a wrong one."""
+    def _describe_operand(self, reader: At, taken: At, theirs: int, wanted: Tensor) -> dict[str, Any]:
+        """Return fields for a wrong operand, traced back to the first operator that takes a wrong one.
+
+        `wanted` is the right value of the operand.
+        """
         factor, maker = self._origins.trace_scale(taken)
         if factor != 1.0 and self._origins.is_made_of(theirs, taken):
             return self._describe_scale(factor, maker)
         found: dict[str, Any] = {}
+        zeroed = self._origins.trace_zeros(taken, wanted)
         while (before := self._origins.trace_operand(taken, theirs)) is not None:
             reader, taken, theirs = before
             found = {
@@ -324,7 +329,8 @@ class Culprits:
         zeros = self._origins.count_zeros(taken, theirs)
         if found["taken"] is not None and zeros > _LEAST_SHARE:
             found["taken"] = found["taken"].model_copy(update={"zeros": zeros})
-        maker = self._joint.maker(skip_moves(self._joint, taken))
+        made = zeroed if zeros > _LEAST_SHARE else None
+        maker = made or self._joint.maker(skip_moves(self._joint, taken))
         if self._joint.op(maker).short not in HIDDEN:
             found["made"] = self._operation(maker)
         return found | self._origins.list_moves(taken, theirs)

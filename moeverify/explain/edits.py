@@ -17,7 +17,7 @@ from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place,
 from moeverify.explain.cuts import Cut, list_batch_cuts, list_cuts, take
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import execute_all
-from moeverify.explain.program import Op, Ref, list_refs
+from moeverify.explain.program import OVERWRITING, SETUP, Op, Ref, list_refs
 
 Kind = Literal[
     "number",
@@ -383,13 +383,15 @@ def list_skipped_writes(
     With `trusts`, the values before are known to be right.
 
     Such writes belong to passes which one device does not run, such as a validation or a warm-up. Another call
-    made the tensor.
+    made the tensor. Code that overwrites a tensor before the first step initializes it: the written value is
+    wrong, and the write is not.
     """
     joint = alignment.joint
     groups: dict[tuple[object, ...], list[At]] = {}
     for at in unknown:
         op = joint.op(at)
-        if op.meeting is None and op.sites and len(op.results) == 1 and op.written == (0,):
+        is_initial = op.step == SETUP and not op.module and op.short.rstrip("_") in OVERWRITING
+        if op.meeting is None and op.sites and len(op.results) == 1 and op.written == (0,) and not is_initial:
             groups.setdefault((op.name, op.module, op.sites), []).append(at)
     for ops in groups.values():
         before = {at: next(list_refs(joint.op(at).args)) for at in ops}

@@ -370,6 +370,28 @@ def test_passes_whose_writes_are_cleared_are_not_blamed() -> None:
     assert not explain(record_counter(x.clone(), 2, clears=True), record_counter(x, 0))
 
 
+def test_a_tensor_that_is_initialized_again_is_wrong_where_its_value_is_computed() -> None:
+    def record(*, again: bool) -> Program:
+        recorder = Recorder()
+        inverse, x = torch.arange(1.0, 6.0, dtype=torch.float64).reciprocal(), make(4, 5)
+        recorder.name_tensors([("inverse", inverse), ("x", x)])
+
+        def rebuild() -> None:
+            rebuilt = inverse.sin()
+            inverse.copy_(rebuilt)
+
+        with recorder.recording():
+            if again:
+                rebuild()
+            recorder.begin_step(0)
+            recorder.observe(0, Kind.LOSS, "total", (x * inverse).sum(0), Region.whole((5,)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    (culprit,) = explain(record(again=True), record(again=False))
+    assert expression_of(culprit) == "inverse.sin()"
+
+
 class Mixture(nn.Module):
     """Weighted experts: the weights multiply their outputs, or by mistake their inputs."""
 
