@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moeverify.cases.schema import PRECISIONS, Case, Precision
 from moeverify.faults.patch import Patch
@@ -60,6 +60,10 @@ class Fault:
     saver: Case | None = None
     precisions: tuple[Precision, ...] = PRECISIONS
 
+    def __call__(self, patch: Patch) -> None:
+        """Inject the fault."""
+        self.inject(patch)
+
     @property
     def target(self) -> str:
         """Return the `--fault` argument that injects this fault."""
@@ -69,3 +73,13 @@ class Fault:
     def bug_class(self) -> str:
         """Return the class of the bug, a letter from A to P."""
         return self.number[0]
+
+
+def fault(
+    number: str, *, where: tuple[At, ...], causes: tuple[Cause, ...], **fields: Any
+) -> Callable[[Callable[[Patch], None]], Fault]:
+    """Return a decorator that makes a fault of its injection.
+
+    `where` and `causes` are the fields of `Expected`; `fields` are the other fields of `Fault`.
+    """
+    return lambda inject: Fault(number, expected=Expected(where, causes), inject=inject, **fields)
