@@ -1,4 +1,4 @@
-"""Changes of the router losses, and of what they are computed from, that several faults share."""
+"""Changes of the router losses, of their inputs, and of the routing that they depend on."""
 
 from __future__ import annotations
 

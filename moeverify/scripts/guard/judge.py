@@ -19,7 +19,6 @@ from moeverify.scripts.guard.lines import GroupLine, StepRecord
 from moeverify.scripts.guard.norms import NormRule
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
 from moeverify.scripts.guard.sites import add_sites
-from moeverify.scripts.guard.stages import find_stages
 from moeverify.scripts.guard.tokens import TokenRule
 from moeverify.train.calls.rules import find_emptied
 from moeverify.verification.collectives.ledger import Entry, Page, Stream, find_unequal, locate
@@ -232,3 +231,25 @@ def _key_of(finding: Finding) -> object:
     if isinstance(finding.facts, RecomputedFacts):
         return finding.check, finding.kind, tuple(term.name for term in finding.facts.wrong_terms)
     return finding.check, finding.tensor
+
+
+def find_stages(records: Mapping[int, StepRecord]) -> dict[int, int]:
+    """Return the stage of each rank: the largest number of ranks from which activations have come to it.
+
+    A later stage has received and not sent when its first backward pass begins. All stages are 0 if these
+    messages form a ring, as in context parallelism.
+    """
+    sources: dict[int, set[int]] = {rank: set() for rank in records}
+    for rank, record in records.items():
+        counts = {group.ranks: group.num_before for group in record.groups if group.is_message}
+        for (sender, receiver), number in counts.items():
+            if receiver == rank and number and not counts.get((receiver, sender)):
+                sources[rank].add(sender)
+    stages: dict[int, int] = {}
+    while len(stages) < len(sources):
+        ready = [rank for rank, known in sources.items() if rank not in stages and known <= stages.keys()]
+        if not ready:
+            return dict.fromkeys(sources, 0)
+        found = {rank: max((stages[each] + 1 for each in sources[rank]), default=0) for rank in ready}
+        stages.update(found)
+    return stages

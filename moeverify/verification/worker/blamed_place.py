@@ -29,7 +29,7 @@ from moeverify.train.program import Program, dtype_of
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.jobs import BlamedPlace, StopPoint
 from moeverify.verification.launch.single_rank_world import single_rank_world
-from moeverify.verification.worker.golden_modules import read_golden_modules
+from moeverify.verification.worker.step_tap import read_golden_modules
 
 Stop = Callable[[str, FrameType | None, Mapping[str, object]], None]
 """Function that stops the rank: (reason, frame or None for the module's caller, names at the prompt)."""
