@@ -234,7 +234,7 @@ class _Verification:
         """Do the work that follows the report, and return its exit code; it cannot change a verdict."""
         if self.result is None:
             return 0
-        from moeverify.report.trackers.figures import list_run_figures
+        from moeverify.report.figures import list_run_figures
 
         for failure in self.finished.failures:
             context.err.print(f"error: {failure}", soft_wrap=True)

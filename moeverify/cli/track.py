@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.options import OptionGroup
-from moeverify.report.trackers.registry import Tracker
+from moeverify.report.trackers import Tracker
 
 if TYPE_CHECKING:
     from moeverify.cli.context import CommandContext
-    from moeverify.report.trackers.figures import Commit, Figures
+    from moeverify.report.figures import Commit, Figures
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tracking(OptionGroup):
         Raises: MachineError if a package is missing; CaseError if the folder cannot be written.
         """
         from moeverify.report.files import check_writable
-        from moeverify.report.trackers.registry import check_tracker
+        from moeverify.report.trackers import check_tracker
 
         for tracker in self.track or ():
             check_tracker(tracker)
@@ -47,7 +47,7 @@ class Tracking(OptionGroup):
 
     def write(self, figures: Figures, context: CommandContext) -> bool:
         """Log the figures to all services, and return whether all succeeded; the verdict is unaffected."""
-        from moeverify.report.trackers.registry import log_figures
+        from moeverify.report.trackers import log_figures
 
         if not self.track or not context.is_first:
             return True
@@ -67,7 +67,7 @@ def find_commit(folder: Path | None = None) -> Commit:
 
     Outside of git its name is empty and its number is the current time in seconds.
     """
-    from moeverify.report.trackers.figures import Commit
+    from moeverify.report.figures import Commit
 
     def ask(*words: str) -> str:
         try:

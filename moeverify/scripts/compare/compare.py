@@ -30,7 +30,7 @@ from moeverify.scripts.compare.batch import count_inputs, find_other_rows
 from moeverify.scripts.compare.calls import find_wrong_calls
 from moeverify.scripts.compare.copies import find_copies
 from moeverify.scripts.compare.entries import Comparer
-from moeverify.scripts.compare.explain import explain_gradients
+from moeverify.scripts.compare.explain import explain_gradients, explain_norm
 from moeverify.scripts.compare.limits import (
     UNITS,
     Precision,
@@ -39,7 +39,6 @@ from moeverify.scripts.compare.limits import (
     set_aside,
     shows_noise_of,
 )
-from moeverify.scripts.compare.norm import explain_norm
 from moeverify.scripts.compare.options import find_other_options, find_other_parameters
 from moeverify.scripts.compare.outputs import OutputComparer, judge_outputs, list_spots
 from moeverify.scripts.compare.places import Places, find_places, find_repeated_parts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeverify.tools.placement.bounds import bound_load
 from moeverify.tools.placement.cluster import Cluster
+from moeverify.tools.placement.cost import bound_load
 from moeverify.tools.placement.exact import solve_exactly
 from moeverify.tools.placement.heuristic import solve
 from moeverify.tools.placement.load_trace import spread_evenly
