@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeverify.cases.document import Report, read_document
-from moeverify.cases.entry import Entry, Place, build_entry, merge, show
+from moeverify.cases.entry import Entry, FileLine, build_entry, merge, show
 from moeverify.cases.override import FILE
 from moeverify.cases.presets import PRESETS
 from moeverify.cases.schema import Recipe
@@ -82,7 +82,7 @@ NAME_WORDS = "at most 100 letters, digits, `-`, `_` and `.`"
 
 
 @dataclass(frozen=True)
-class Source:
+class WrittenRecipe:
     """A recipe as written: its fields, its name, and the original fields that belong to this name.
 
     `folder` is the folder of the case file.
@@ -96,7 +96,7 @@ class Source:
 
 def resolve_recipe(
     written: Entry, before: Entry | None, case_name: str, folder: Path, ledger: Ledger
-) -> Source:
+) -> WrittenRecipe:
     """Return the recipe of a case from its field `recipe`. `before` is the field without overrides.
 
     `folder` is the folder of the case file, and recipe files are in its `recipes/`.
@@ -104,32 +104,32 @@ def resolve_recipe(
     beside, folder = folder, folder / "recipes"
     if isinstance(written.content, str):
         entry = _read_base(written, folder, "recipe", ledger)
-        return Source(entry, written.content, entry, beside)
+        return WrittenRecipe(entry, written.content, entry, beside)
     if not written.is_mapping:
         remedy = "name a file of `recipes/`, or write the fields"
         ledger.reject(
             written, "recipe", f"expected a recipe's name or a mapping, got {show(written)}", remedy
         )
-        return Source(Entry({}), case_name, Entry({}), beside)
+        return WrittenRecipe(Entry({}), case_name, Entry({}), beside)
     name = _read_name(written, ledger)
     base_field = written.fields.get("base")
     if base_field is None:
         original = (
             before if before is not None and before.is_mapping and "base" not in before.fields else written
         )
-        return Source(written.without("name"), name or case_name, original.without("name"), beside)
+        return WrittenRecipe(written.without("name"), name or case_name, original.without("name"), beside)
     base = _read_base(base_field, folder, "recipe.base", ledger)
     entry = merge_recipe(base, written.without("base", "name"))
     if name is None:
-        return Source(entry, str(base_field.content), base, beside)
+        return WrittenRecipe(entry, str(base_field.content), base, beside)
     named_before = before is not None and "base" in before.fields and "name" in before.fields
     original = (
         merge_recipe(base, before.without("base", "name")) if before is not None and named_before else entry
     )
-    return Source(entry, name, original, beside)
+    return WrittenRecipe(entry, name, original, beside)
 
 
-def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
+def build_recipe(source: WrittenRecipe, ledger: Ledger) -> tuple[Recipe, Entry]:
     """Return the recipe of `source` under its final name, and its fields including those of its preset."""
     entry = expand_preset(source.entry, ledger)
     recipe = _find_weights(build_section(Recipe, entry, "recipe", ledger, name=source.label), source)
@@ -144,7 +144,7 @@ def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
     return recipe.model_copy(update={"name": f"{source.label}+{fingerprint[:8]}"}), entry
 
 
-def _find_weights(recipe: Recipe, source: Source) -> Recipe:
+def _find_weights(recipe: Recipe, source: WrittenRecipe) -> Recipe:
     """Return the recipe with an absolute path of its weights: ranks may have another current folder."""
     model = recipe.model
     if model.weights is None:
@@ -203,5 +203,5 @@ def override_recipe(written: Entry | None, change: Entry) -> Entry:
     if not change.is_mapping or written is None:
         return change
     if isinstance(written.content, str):
-        written = Entry({"base": written}, Place(FILE))
+        written = Entry({"base": written}, FileLine(FILE))
     return merge_recipe(written, change)

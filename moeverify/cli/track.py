@@ -15,7 +15,7 @@ from moeverify.report.trackers import Tracker
 
 if TYPE_CHECKING:
     from moeverify.cli.context import CommandContext
-    from moeverify.report.figures import Commit, Figures
+    from moeverify.report.figures import Figures, TrackedCommit
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Tracking(OptionGroup):
         return is_written
 
 
-def find_commit(folder: Path | None = None) -> Commit:
+def find_commit(folder: Path | None = None) -> TrackedCommit:
     """Return the checked-out commit of a folder (default: the current one).
 
     Outside of git its name is empty and its number is the current time in seconds.
     """
-    from moeverify.report.figures import Commit
+    from moeverify.report.figures import TrackedCommit
 
     def ask(*words: str) -> str:
         try:
@@ -81,5 +81,5 @@ def find_commit(folder: Path | None = None) -> Commit:
     name, seconds = ask("rev-parse", "HEAD"), ask("show", "-s", "--format=%ct", "HEAD")
     number = ask("rev-list", "--count", "HEAD")
     if not (name and seconds and number):
-        return Commit(name="", number=int(time.time()), time=time.time())
-    return Commit(name=name, number=int(number), time=float(seconds))
+        return TrackedCommit(name="", number=int(time.time()), time=time.time())
+    return TrackedCommit(name=name, number=int(number), time=float(seconds))

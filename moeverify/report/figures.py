@@ -14,7 +14,7 @@ from moeverify.results.run import RunResult
 _ODD = re.compile(r"[^\w.-]+")
 
 
-class Commit(Record):
+class TrackedCommit(Record):
     """The checked-out commit.
 
     `number` counts the commits up to it and is the step of a curve. `time` is its commit time in seconds.

@@ -16,7 +16,7 @@ from moeverify.errors import MachineError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from moeverify.report.figures import Commit, Figures
+    from moeverify.report.figures import Figures, TrackedCommit
 
 _EXPERIMENT = "moeverify"
 
@@ -40,7 +40,7 @@ def check_tracker(tracker: Tracker) -> None:
         )
 
 
-def _log_tensorboard(figures: Figures, commit: Commit, folder: Path) -> None:
+def _log_tensorboard(figures: Figures, commit: TrackedCommit, folder: Path) -> None:
     """Write the figures as scalars, with the commit's number and time.
 
     TensorBoard: one event file per run; view with `tensorboard --logdir DIR`.
@@ -56,7 +56,7 @@ def _log_tensorboard(figures: Figures, commit: Commit, folder: Path) -> None:
         writer.close()
 
 
-def _log_wandb(figures: Figures, commit: Commit, folder: Path) -> None:
+def _log_wandb(figures: Figures, commit: TrackedCommit, folder: Path) -> None:
     """Write the figures at the commit's number; the environment becomes the run's configuration.
 
     Weights & Biases, offline: one folder per run; upload with `wandb sync DIR/wandb/offline-*`.
@@ -78,7 +78,7 @@ def _log_wandb(figures: Figures, commit: Commit, folder: Path) -> None:
     wandb.teardown()  # finish may return before the file is complete
 
 
-def _log_mlflow(figures: Figures, commit: Commit, folder: Path) -> None:
+def _log_mlflow(figures: Figures, commit: TrackedCommit, folder: Path) -> None:
     """Write the figures as metrics of a run, with the commit's number and time.
 
     MLflow with a local SQLite file; view with `mlflow ui --backend-store-uri sqlite:///DIR/mlflow.db`.
@@ -101,14 +101,14 @@ def _log_mlflow(figures: Figures, commit: Commit, folder: Path) -> None:
     client.set_terminated(run.info.run_id)
 
 
-_SERVICES: Mapping[Tracker, Callable[[Figures, Commit, Path], None]] = {
+_SERVICES: Mapping[Tracker, Callable[[Figures, TrackedCommit, Path], None]] = {
     Tracker.tensorboard: _log_tensorboard,
     Tracker.wandb: _log_wandb,
     Tracker.mlflow: _log_mlflow,
 }
 
 
-def log_figures(tracker: Tracker, figures: Figures, commit: Commit, folder: Path) -> None:
+def log_figures(tracker: Tracker, figures: Figures, commit: TrackedCommit, folder: Path) -> None:
     """Write the figures of a commit for a service, below a folder.
 
     Raises: OSError when writing fails.

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from moeverify.cases.schema import MoE, Recipe
     from moeverify.model.router import Router, RouterStats, Routing
-    from moeverify.parallel.pipeline import Stage
+    from moeverify.parallel.pipeline import ModelStage
     from moeverify.parallel.regions.observer import Observer
     from moeverify.train.data import Batch
     from moeverify.train.objective import Losses, Normalizers, Sums
-    from moeverify.train.program import Program, Source
+    from moeverify.train.program import Program, ReadableState
 
 TP, NUM_DATA_RANKS, NUM_MICRO_BATCHES = 2, 2, 4
 
@@ -410,7 +410,7 @@ def c19_balance_of_last_stage(patch: Patch) -> None:
     def forget_earlier(
         original: Original[Tensor],
         self: StageWork,
-        stage: Stage,
+        stage: ModelStage,
         micro_batch: int,
         routers: Sequence[RouterStats],
         carried: Tensor | None,
@@ -452,7 +452,7 @@ def c21_counted_again_in_recomputation(patch: Patch) -> None:
         batch: Batch,
         observer: Observer,
         step: int,
-        replayed: Source | None,
+        replayed: ReadableState | None,
     ) -> list[Tensor]:
         counts = original(recipe, program, batch, observer, step, replayed)
         for router in program.routers:

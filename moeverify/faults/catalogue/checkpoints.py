@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.parallel.regions.region import Region
-    from moeverify.tools.checkpoint.writer import Part
+    from moeverify.tools.checkpoint.writer import HeldBox
 
 
-def load_into_copies(patch: Patch, is_lost: Callable[[int, Part], bool]) -> None:
+def load_into_copies(patch: Patch, is_lost: Callable[[int, HeldBox], bool]) -> None:
     """Load the parts for which `is_lost(number, part)` is true into copies of their tensors."""
     from moeverify.tools.checkpoint import load
     from moeverify.tools.checkpoint.save import list_parts
 
     @patch.wrap(list_parts, used_by=load)
     def list_copies(
-        original: Original[tuple[list[Part], dict[str, Tensor]]], tensors: Sequence[LocalShard]
-    ) -> tuple[list[Part], dict[str, Tensor]]:
+        original: Original[tuple[list[HeldBox], dict[str, Tensor]]], tensors: Sequence[LocalShard]
+    ) -> tuple[list[HeldBox], dict[str, Tensor]]:
         parts, state = original(tensors)
         for number, part in enumerate(parts):
             if is_lost(number, part):
@@ -141,12 +141,12 @@ def o05_experts_saved_as_replicas(patch: Patch) -> None:
     """Claim all experts on each rank, with the values of its own experts."""
     from moeverify.tools.checkpoint import save
     from moeverify.tools.checkpoint.hyperrect import Hyperrect
-    from moeverify.tools.checkpoint.writer import Part
+    from moeverify.tools.checkpoint.writer import HeldBox
 
     @patch.wrap(save.list_parts, used_by=save)
     def claim_all_experts(
-        original: Original[tuple[list[Part], dict[str, Tensor]]], tensors: Sequence[LocalShard]
-    ) -> tuple[list[Part], dict[str, Tensor]]:
+        original: Original[tuple[list[HeldBox], dict[str, Tensor]]], tensors: Sequence[LocalShard]
+    ) -> tuple[list[HeldBox], dict[str, Tensor]]:
         parts, state = original(tensors)
         for number, part in list(enumerate(parts)):
             if not part.key.startswith("weight/") or ".experts." not in part.key:
@@ -156,7 +156,7 @@ def o05_experts_saved_as_replicas(patch: Patch) -> None:
                 if start != part.box.offset[0]:
                     box = Hyperrect((start, *part.box.offset[1:]), part.box.shape)
                     state[str(len(parts))] = state[str(number)]
-                    parts.append(Part(part.key, part.shape, box))
+                    parts.append(HeldBox(part.key, part.shape, box))
         return parts, state
 
 
@@ -179,20 +179,20 @@ def o07_renamed_experts_skipped(patch: Patch) -> None:
     """Save a weight under another name, and load only the weights that match."""
     from moeverify.tools.checkpoint import load, save
 
-    def rename(part: Part) -> Part:
+    def rename(part: HeldBox) -> HeldBox:
         return part._replace(key=f"weight/{_THEIRS}") if part.key == f"weight/{_OURS}" else part
 
     @patch.wrap(save.list_parts, used_by=save)
     def list_renamed(
-        original: Original[tuple[list[Part], dict[str, Tensor]]], tensors: Sequence[LocalShard]
-    ) -> tuple[list[Part], dict[str, Tensor]]:
+        original: Original[tuple[list[HeldBox], dict[str, Tensor]]], tensors: Sequence[LocalShard]
+    ) -> tuple[list[HeldBox], dict[str, Tensor]]:
         parts, state = original(tensors)
         return [rename(part) for part in parts], state
 
     @patch.wrap(save.list_parts, used_by=load)
     def list_known(
-        original: Original[tuple[list[Part], dict[str, Tensor]]], tensors: Sequence[LocalShard]
-    ) -> tuple[list[Part], dict[str, Tensor]]:
+        original: Original[tuple[list[HeldBox], dict[str, Tensor]]], tensors: Sequence[LocalShard]
+    ) -> tuple[list[HeldBox], dict[str, Tensor]]:
         return original([shard for shard in tensors if shard.name != f"weight/{_OURS}"])
 
     patch.replace(load.find_misfits)(lambda folder, manifest, tensors: iter(()))
@@ -232,8 +232,8 @@ def o09_nested_shards_in_wrong_order(patch: Patch) -> None:
 
     @patch.wrap(save.list_parts, used_by=save)
     def list_misread(
-        original: Original[tuple[list[Part], dict[str, Tensor]]], tensors: Sequence[LocalShard]
-    ) -> tuple[list[Part], dict[str, Tensor]]:
+        original: Original[tuple[list[HeldBox], dict[str, Tensor]]], tensors: Sequence[LocalShard]
+    ) -> tuple[list[HeldBox], dict[str, Tensor]]:
         return original([replace(shard, region=misread(shard)) for shard in tensors])
 
 
@@ -385,10 +385,10 @@ def o18_expert_moments_overwritten(patch: Patch) -> None:
 
     @patch.wrap(save.list_parts, used_by=save)
     def let_last_rank_write(
-        original: Original[tuple[list[Part], dict[str, Tensor]]], tensors: Sequence[LocalShard]
-    ) -> tuple[list[Part], dict[str, Tensor]]:
+        original: Original[tuple[list[HeldBox], dict[str, Tensor]]], tensors: Sequence[LocalShard]
+    ) -> tuple[list[HeldBox], dict[str, Tensor]]:
         parts, state = original(tensors)
-        kept: list[Part] = []
+        kept: list[HeldBox] = []
         values: dict[str, Tensor] = {}
         for number, part in enumerate(parts):
             boxes = [part.box]

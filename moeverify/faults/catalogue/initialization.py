@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from moeverify.cases.schema import ReferenceModel
     from moeverify.parallel.regions.local_shard import LocalShard
-    from moeverify.tools.checkpoint.writer import Part
+    from moeverify.tools.checkpoint.writer import HeldBox
 
 
 def fill_run(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dtype, start: int = 0) -> None:
@@ -210,8 +210,8 @@ def f09_generators_of_one_rank(patch: Patch) -> None:
 
     @patch.wrap(save.list_parts, used_by=save)
     def share_generators(
-        original: Original[tuple[list[Part], dict[str, Tensor]]], tensors: Sequence[LocalShard]
-    ) -> tuple[list[Part], dict[str, Tensor]]:
+        original: Original[tuple[list[HeldBox], dict[str, Tensor]]], tensors: Sequence[LocalShard]
+    ) -> tuple[list[HeldBox], dict[str, Tensor]]:
         parts, state = original(tensors)
         for number, part in enumerate(parts):
             if part.key.startswith("rng/"):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from moeverify.cases.schema import Layout
     from moeverify.parallel.gradients import Reduction
-    from moeverify.parallel.pipeline import Pipeline, Shapes, Work
-    from moeverify.parallel.pipeline import Stage as PipelineStage
+    from moeverify.parallel.pipeline import ModelStage, Pipeline, Shapes, Work
 
 
 _ROUNDS = 2
@@ -51,7 +50,7 @@ def l01_scaled_accumulation(patch: Patch) -> None:
     @patch.wrap(build_pipeline)
     def build_one_round(
         original: Original[Pipeline],
-        stages: Sequence[PipelineStage],
+        stages: Sequence[ModelStage],
         layout: Layout,
         shapes: Shapes,
         group: ProcessGroup,
@@ -147,7 +146,7 @@ def l04_gradients_of_earlier_shapes(patch: Patch) -> None:
 
     @patch.wrap(StageWork.begin)
     def start_anew(
-        original: Original[tuple[Tensor, Tensor]], self: StageWork, stage: PipelineStage, micro_batch: int
+        original: Original[tuple[Tensor, Tensor]], self: StageWork, stage: ModelStage, micro_batch: int
     ) -> tuple[Tensor, Tensor]:
         if micro_batch == RESTART:
             for parameter in stage.parameters():
@@ -218,7 +217,7 @@ def l09_metadata_of_first_micro_batch(patch: Patch) -> None:
 
     @patch.wrap(StageWork.begin)
     def begin_as_first(
-        original: Original[tuple[Tensor, Tensor]], self: StageWork, stage: PipelineStage, micro_batch: int
+        original: Original[tuple[Tensor, Tensor]], self: StageWork, stage: ModelStage, micro_batch: int
     ) -> tuple[Tensor, Tensor]:
         positions, _ = original(self, stage, micro_batch)
         return positions, self.batches[0].valid

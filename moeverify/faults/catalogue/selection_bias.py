@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.parallel.regions.observer import Observer
     from moeverify.train.data import Batch
-    from moeverify.train.program import Program, Source
+    from moeverify.train.program import Program, ReadableState
 
 
 @fault(
@@ -53,7 +53,7 @@ def d01_bias_moved_per_micro_batch(patch: Patch) -> None:
         batch: Batch,
         observer: Observer,
         step: int,
-        replayed: Source | None,
+        replayed: ReadableState | None,
     ) -> list[Tensor]:
         counts = original(recipe, program, batch, observer, step, replayed)
         moe = recipe.model.moe if isinstance(recipe.model, ReferenceModel) else None

@@ -23,7 +23,7 @@ from moeverify.tools.weights.description import (
 )
 from moeverify.tools.weights.huggingface import create_huggingface, open_huggingface
 from moeverify.tools.weights.megablocks import create_megablocks, open_megablocks
-from moeverify.tools.weights.source import Buffer, Chunk, Sink, Source, Spec, cut
+from moeverify.tools.weights.source import Buffer, Chunk, Sink, Spec, WeightSource, cut
 from moeverify.tools.weights.tensor_mapping import list_tensors
 
 
@@ -92,7 +92,7 @@ class Conversion:
     num_files: int
 
 
-def open_source(folder: Path, described: Description | None = None, drop: Sequence[str] = ()) -> Source:
+def open_source(folder: Path, described: Description | None = None, drop: Sequence[str] = ()) -> WeightSource:
     """Return the weights of a folder in any format.
 
     `described` is needed only if the folder does not describe the model.

@@ -11,7 +11,7 @@ import torch
 from moeverify.cases.schema import Recipe
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.results.checks import ZERO_KINDS, Kind
-from moeverify.train.program import Source
+from moeverify.train.program import ReadableState
 from moeverify.train.subjects import replays_routing
 from moeverify.verification.golden.noise import EPSILON, noise_key
 from moeverify.verification.golden.sketched import SketchRecorder
@@ -29,7 +29,7 @@ The comparison of such updates decides nothing. The check that computes steps ag
 
 
 def measure_streamed_noise(
-    recipe: Recipe, golden: SketchRecorder, reference: Source, folder: Path, device: torch.device
+    recipe: Recipe, golden: SketchRecorder, reference: ReadableState, folder: Path, device: torch.device
 ) -> dict[str, float]:
     """Return the largest noise of each logical tensor over two runs, by `noise_key`; empty in float64.
 

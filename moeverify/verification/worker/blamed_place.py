@@ -19,7 +19,7 @@ from moeverify.cases.schema import Case
 from moeverify.explain.fitting.first_divergence import READING_BOUNDS
 from moeverify.explain.fitting.rank_readings import locate_tokens
 from moeverify.explain.fitting.wrong_tensor import MODULE_KINDS
-from moeverify.parallel.pipeline import Stage
+from moeverify.parallel.pipeline import ModelStage
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import Passes
 from moeverify.parallel.regions.placement import is_partial, local_part
@@ -241,7 +241,7 @@ def _find_callable(model: nn.Module, path: str) -> tuple[nn.Module, Any, nn.Modu
     root = model
     modules: dict[str, tuple[nn.Module, nn.Module]] = {}
     for name, module in model.named_modules():
-        root = module if isinstance(module, Stage) else root
+        root = module if isinstance(module, ModelStage) else root
         modules[logical_name(name)] = (module, root)  # the innermost of nested wrappers comes last
     if path in modules:
         module, root = modules[path]

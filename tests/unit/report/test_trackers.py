@@ -12,13 +12,13 @@ import pytest
 from moeverify.cli.track import find_commit
 from moeverify.errors import MachineError
 from moeverify.report import trackers
-from moeverify.report.figures import Commit, Figures, list_bench_figures, list_run_figures
+from moeverify.report.figures import Figures, TrackedCommit, list_bench_figures, list_run_figures
 from moeverify.report.trackers import Tracker, check_tracker, log_figures
 from moeverify.results.finding import CheckResult, Worst
 from moeverify.results.measurement import BenchRun, Measurement, Spread
 from moeverify.results.run import CaseResult, RunResult
 
-COMMIT = Commit(name="0123456789abcdef", number=7, time=1_700_000_000.0)
+COMMIT = TrackedCommit(name="0123456789abcdef", number=7, time=1_700_000_000.0)
 FIGURES = Figures(
     numbers={"run/passed": 2.0, "error_over_bound/a": 0.25}, tags={"torch": "2.13"}, verdict="pass"
 )
