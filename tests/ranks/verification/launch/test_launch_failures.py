@@ -20,6 +20,7 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "die": {"rank": 1, "signal": "SIGKILL"},
     "crash": {"rank": 0},
     "leave": {"rank": 1},
+    "leave_among_sleepers": {"rank": 1},
     "stay_away": {"rank": 2},
     "hold_the_lock": {"rank": 1},
     "sleep": {},
@@ -125,6 +126,15 @@ def test_a_rank_that_ends_itself(outcomes: dict[str, JobOutcome]) -> None:
     origin = outcomes["leave"].rank_reports[0]
     assert (origin.rank, origin.state, origin.summary) == (1, "lost", "ended with status 7 without a report")
     assert origin.stack.endswith("farewell")
+
+
+def test_a_rank_that_leaves_with_status_0_ends_the_job_of_waiting_ranks(
+    outcomes: dict[str, JobOutcome],
+) -> None:
+    outcome = outcomes["leave_among_sleepers"]
+    lost, waiting = outcome.rank_reports
+    assert (outcome.state, lost.rank, lost.summary) == ("failed", 1, "ended with status 0 without a report")
+    assert "in leave_among_sleepers" in waiting.stack
 
 
 def test_a_hang_names_who_waits_where_and_who_is_late(outcomes: dict[str, JobOutcome]) -> None:
