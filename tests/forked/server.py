@@ -36,7 +36,7 @@ from moeverify.verification.launch.world import set_interpreter
 _IMPORTS = (
     "torch.distributed.launcher.api",
     "torch.distributed.run",
-    "moeverify.verification.launch.agent",
+    "moeverify.verification.launch.logs",
     "moeverify.verification.controller.run",
 )
 # Variables that torch, its libraries and the interpreter read, or may read, before a fork.

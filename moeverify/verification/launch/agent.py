@@ -24,15 +24,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
 from moeverify.verification.launch.die_with_parent import adopt_orphans, die_with, end_descendants
 from moeverify.verification.launch.plan import Plan, write_atomically
 from moeverify.verification.launch.world import set_interpreter
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
-
 
 _LIMITS = ("timeout", "join_timeout", "close_timeout", "heartbeat", "read_timeout")
 _PATIENT = {**dict.fromkeys(_LIMITS, 7 * 86400), "keep_alive_max_attempt": 100_000}
@@ -124,6 +121,8 @@ def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
     try:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        from moeverify.verification.launch.logs import RankLogs
 
         preload(plan.entry)
         _name_methods_quickly()
@@ -275,26 +274,3 @@ def _run_as_main(entry: str) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-class RankLogs(LogsSpecs):
-    """Log specification: `rank-N.out` and `rank-N.err` in one folder, and nothing on the terminal."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self._folder = folder
-
-    @property
-    def root_log_dir(self) -> str:
-        """Return the folder of the launch."""
-        return str(self._folder)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the log files of each local rank, and set the error file in the environment of each rank."""
-        names = {
-            kind: {local: str(self._folder / f"rank-{local}.{kind}") for local in envs}
-            for kind in ("out", "err", "error")
-        }
-        for local, environment in envs.items():
-            environment["TORCHELASTIC_ERROR_FILE"] = names["error"][local]
-        return LogsDest(stdouts=names["out"], stderrs=names["err"], error_files=names["error"])
