@@ -27,7 +27,7 @@ Mechanism = Literal[
 ]
 """The difference between an operation on the ranks and its counterpart on one device.
 
-`moeverify.report.words.mechanism` describes each.
+`moeverify.report.codes` describes each.
 """
 
 _CODES: dict[Mechanism, Cause] = {

@@ -14,7 +14,7 @@ from moeverify.parallel.regions.region import Indices, Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
 from moeverify.train.data import Batch
-from moeverify.train.program import Program, Source
+from moeverify.train.program import Program, ReadableState
 from moeverify.train.routers import RouterView
 
 
@@ -25,7 +25,12 @@ def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Reg
 
 @seam
 def observe_routing(
-    recipe: Recipe, program: Program, batch: Batch, observer: Observer, step: int, replayed: Source | None
+    recipe: Recipe,
+    program: Program,
+    batch: Batch,
+    observer: Observer,
+    step: int,
+    replayed: ReadableState | None,
 ) -> list[Tensor]:
     """Report the routing of the last forward pass and return the counts (E) of each router.
 
@@ -57,7 +62,7 @@ def observe_routing(
 
 
 def _find_flips(
-    record: RouterRecord, golden: Source, name: str, step: int, region: Region, tokens: Region
+    record: RouterRecord, golden: ReadableState, name: str, step: int, region: Region, tokens: Region
 ) -> Tensor:
     expected = golden.read(step, Kind.ROUTER_IDS, name, region)
     margin = golden.read(step, Kind.ROUTER_MARGIN, name, tokens)
@@ -74,7 +79,7 @@ def replay(
     recipe: Recipe,
     routers: Sequence[RouterView],
     batch: Batch,
-    golden: Source,
+    golden: ReadableState,
     step: int,
     device: torch.device,
 ) -> None:

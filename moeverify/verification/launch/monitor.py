@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from moeverify.results.failure import Cause, JobFailure, Phase, ProcessState
+from moeverify.results.failure import FailureCause, JobFailure, Phase, ProcessState
 from moeverify.results.run import RankReport
 from moeverify.verification.launch.clock import ActiveClock, ProcessTree
 from moeverify.verification.launch.evidence import (
@@ -242,12 +242,12 @@ class LaunchMonitor:
             ranks.append(death.first)
         origin = collect_reports(self._plan.launch_folder, folder, ranks, death)
         if origin.is_hang or is_over_time:
-            cause = Cause.OVER_TIME if origin.is_hang else Cause.UNREPORTED
+            cause = FailureCause.OVER_TIME if origin.is_hang else FailureCause.UNREPORTED
             machine = self._clock.describe_machine(self._not_counted)
             failure = origin.make_failure(cause, timeout=job.timeout, machine=machine)
         elif not death.exits:
             failure = origin.make_failure(
-                Cause.LAUNCHER, launcher_status=death.agent, launcher_error=death.error
+                FailureCause.LAUNCHER, launcher_status=death.agent, launcher_error=death.error
             )
         else:
             failure = origin.make_failure()
@@ -278,7 +278,7 @@ class LaunchMonitor:
         if self._was_forced:
             stacks = {report.rank: report.stack for report in origin.reports}
             failure = origin.make_failure(
-                Cause.NOT_IN_TIME,
+                FailureCause.NOT_IN_TIME,
                 phase=phase,
                 not_up={rank: find_place(stacks[rank]) for rank in self._list_not_up()},
                 timeout=self._limit_start(self.num_over),
@@ -287,7 +287,7 @@ class LaunchMonitor:
         elif death.error or not death.exits:
             error = death.error or read_tail(folder / "agent.log")
             failure = origin.make_failure(
-                Cause.LAUNCHER, phase=phase, launcher_status=death.agent, launcher_error=error
+                FailureCause.LAUNCHER, phase=phase, launcher_status=death.agent, launcher_error=error
             )
         else:
             failure = origin.make_failure(phase=phase)

@@ -26,7 +26,7 @@ from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import Finding
 from moeverify.results.load import ExpertLoad
 from moeverify.results.operation import OwnValues
-from moeverify.results.run import Stage
+from moeverify.results.run import TimePart
 from moeverify.results.timeline import Timeline
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.program import Program
@@ -133,15 +133,15 @@ class _Clock:
 
     def __init__(self) -> None:
         self._last = time.monotonic()
-        self._stages: list[Stage] = []
+        self._stages: list[TimePart] = []
 
     def end(self, name: str) -> None:
         """End the stage that began when the previous one ended."""
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         if seconds >= 0.01:
-            self._stages.append(Stage(name=name, seconds=round(seconds, 3)))
+            self._stages.append(TimePart(name=name, seconds=round(seconds, 3)))
 
-    def read(self) -> tuple[Stage, ...]:
+    def read(self) -> tuple[TimePart, ...]:
         """Return the stages so far."""
         return tuple(self._stages)
 

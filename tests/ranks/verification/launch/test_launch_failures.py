@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeverify.report.words.failure import describe_failure, word_report
-from moeverify.results.failure import Cause, End
+from moeverify.results.failure import End, FailureCause
 from moeverify.verification.launch.launcher import run_jobs
 from moeverify.verification.launch.plan import Job, JobOutcome
 
@@ -146,7 +146,7 @@ def test_a_hang_names_who_waits_where_and_who_is_late(outcomes: dict[str, JobOut
         describe_failure(outcome.failure),
     )
     assert outcome.failure is not None
-    assert (outcome.failure.cause, outcome.failure.timeout) == (Cause.OVER_TIME, 3.0)
+    assert (outcome.failure.cause, outcome.failure.timeout) == (FailureCause.OVER_TIME, 3.0)
     assert outcome.failure.hang is not None
     (wait,) = outcome.failure.hang.waits
     assert (wait.ranks, wait.collective.op, wait.collective.sequence) == ((0, 1), "all_reduce", 2)
