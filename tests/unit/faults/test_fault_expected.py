@@ -94,10 +94,12 @@ def test_the_first_finding_that_follows_from_none_is_scored() -> None:
     )
 
 
-def test_a_line_of_a_fault_is_the_operation_or_a_line_to_look_at_in_its_own_file() -> None:
-    fault = load_faults()["N03"]
-    own = CodeLine(file="moeverify/faults/catalogue/optimizer/n03_buffer_not_zeroed.py", line=30)
-    other = CodeLine(file="moeverify/faults/catalogue/optimizer/n02_stale_compute_weights.py", line=3)
+def test_a_line_of_a_fault_is_the_operation_or_a_line_to_look_at_in_its_own_code() -> None:
+    fault, before = load_faults()["N03"], load_faults()["N02"]
+    own, other = (
+        CodeLine(file="moeverify/faults/catalogue/optimizer.py", line=each.inject.__code__.co_firstlineno + 1)
+        for each in (fault, before)
+    )
 
     def shows(line: CodeLine, *origins: CodeLine) -> bool:
         here = Operation(operator="mul", line=line, callers=(own,))
