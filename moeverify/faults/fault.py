@@ -89,7 +89,6 @@ class Fault:
             line is not None and line.file.endswith(name) and begin < line.line <= end for line in lines
         )
 
-
     @property
     def bug_class(self) -> str:
         """Return the class of the bug, a letter from A to P."""
