@@ -16,6 +16,8 @@ from functools import cached_property
 from moeverify.explain.program import Site
 
 _MOST_VISITED = 400
+_MOST_FRAMES = 3
+"""Maximum number of calling functions whose conditions are followed."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
@@ -81,21 +83,24 @@ class Definitions:
         self._files = {path: _File(path) for path in files}
         self._passes = passes
 
-    def find(self, sites: Sequence[Site], *, is_of_tensors: bool = False) -> list[Site]:
+    def find(
+        self, sites: Sequence[Site], *, is_of_tensors: bool = False, of_conditions: bool = False
+    ) -> list[Site]:
         """Return the lines that define the arguments of a call, the nearest first, or else its conditions.
 
         `sites` is the call stack, the innermost line first. With `is_of_tensors`, the call takes tensors
-        alone, and so do the functions that it calls.
+        alone, and so do the functions that it calls. With `of_conditions`, arguments do not count.
         """
         uses: list[_Use] = []
         conditions: list[_Use] = []
         scopes = self._list_scopes(sites)
-        for node, scope in scopes:
-            if not uses:
+        for depth, (node, scope) in enumerate(scopes):
+            if not (uses or of_conditions):
                 uses.append(_Use(node, scope, _line(node)))
-            conditions += [_Use(test, scope, _line(node)) for test in _list_conditions(scope.file, node)]
+            if depth < _MOST_FRAMES:
+                conditions += [_Use(test, scope, _line(node)) for test in _list_conditions(scope.file, node)]
         found = dict.fromkeys(self._follow(uses, skips_calls=is_of_tensors))
-        return list(found or dict.fromkeys(self._follow(conditions)))
+        return list(found or dict.fromkeys(self._follow(conditions, is_of_python=of_conditions)))
 
     def _list_scopes(self, sites: Sequence[Site]) -> list[tuple[ast.AST, _Scope]]:
         """Return the calls of a stack in user code, the innermost first, each with its function."""
@@ -112,8 +117,13 @@ class Definitions:
             call = _Call(node, scope) if isinstance(node, ast.Call) else None
         return found[::-1]
 
-    def _follow(self, uses: Sequence[_Use], *, skips_calls: bool = False) -> Iterator[Site]:
-        """Yield the lines that define the values of expressions, breadth first."""
+    def _follow(
+        self, uses: Sequence[_Use], *, skips_calls: bool = False, is_of_python: bool = False
+    ) -> Iterator[Site]:
+        """Yield the lines that define the values of expressions, breadth first.
+
+        With `is_of_python`, names and attributes have no tensors, also in lines that make tensors.
+        """
         waiting = deque(uses)
         seen: set[tuple[ast.expr, _Function | None]] = set()
         while waiting and len(seen) < _MOST_VISITED:
@@ -123,10 +133,12 @@ class Definitions:
                     continue
                 for value, scope, is_shown in self._define(node, use):
                     key = (value, scope.function)
-                    if key in seen or self._passes(scope.file.path, _line(value)):
+                    is_name = is_of_python and isinstance(value, ast.Name | ast.Attribute)
+                    is_passed = not is_name and self._passes(scope.file.path, _line(value))
+                    if key in seen or is_passed:
                         continue
                     seen.add(key)
-                    if is_shown and not _is_plain(value):
+                    if is_shown and (not _is_plain(value) or _is_set_elsewhere(scope.file, value)):
                         yield _site(scope, value)
                     waiting.append(_Use(value, scope, _line(value)))
 
@@ -262,6 +274,14 @@ def _is_plain(value: ast.expr) -> bool:
         isinstance(value, ast.List | ast.Tuple | ast.Dict) and not list(ast.iter_child_nodes(value))[1:]
     )
     return is_empty or isinstance(value, ast.Constant | ast.Name)
+
+
+def _is_set_elsewhere(file: _File, value: ast.expr) -> bool:
+    """Return whether a name is assigned to an attribute of another object than `self`."""
+    parent = file.parents.get(value)
+    targets = parent.targets if isinstance(parent, ast.Assign) and isinstance(value, ast.Name) else []
+    owners = [each.value for each in targets if isinstance(each, ast.Attribute)]
+    return any(not (isinstance(owner, ast.Name) and owner.id == "self") for owner in owners)
 
 
 def _is_looped(file: _File, value: ast.expr) -> bool:

@@ -229,6 +229,7 @@ class Program:
     - `races`: uses of memory that a collective might still be using.
     - `shares`: (rows, positions) of the batch, for each micro-batch.
     - `cuts`: (next operator, value, lines of the call) of each `detach` of a tensor with a gradient.
+    - `lines`: the (file, line) of user code that was executed, by step.
     - `groups`: the calls that took each process group from a mesh or made it, by the group's name.
     - `is_complete`: False if the program was too large to keep all values.
     """
@@ -240,6 +241,7 @@ class Program:
     races: list[Race] = field(default_factory=list)
     shares: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
     cuts: list[tuple[int, int, tuple[Site, ...]]] = field(default_factory=list)
+    lines: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
     groups: dict[str, list[tuple[Site, ...]]] = field(default_factory=dict)
     is_complete: bool = True
 

@@ -34,6 +34,7 @@ from moeverify.explain.arguments import (
 )
 from moeverify.explain.fused import list_decompositions, plain_attention
 from moeverify.explain.groups import follow_groups
+from moeverify.explain.lines import Lines
 from moeverify.explain.meetings import Call, read_filling, read_returning
 from moeverify.explain.memory import Memory, Pending, Use
 from moeverify.explain.operators import NotExecutable, execute
@@ -103,11 +104,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._pending: list[Pending] = []
         self._origins: dict[int, int] = {}
         self._waits = Waits(self._note_wait, self.paused)
+        self._lines = Lines(self.program.lines)
         self._modules: list[str] = []
         self._fqns: dict[int, str] = {}
         self._calls: dict[tuple[int, str], int] = {}
-        self._is_step = 0
-        self._step = SETUP
+        self._is_step, self._step = 0, SETUP
         self._sequences: dict[tuple[Any, ...], int] = {}
 
     def name_tensors(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -136,8 +137,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             *(self._hook_optimizers() if hooks_optimizers else ()),
         ]
         self._is_open = True
+        groups, lines = follow_groups(self.program.groups), self._lines.following()
         try:
-            with self._waits.following(), follow_groups(self.program.groups), self, plain_attention():
+            with self._waits.following(), groups, self, plain_attention(), lines:
                 yield
         finally:
             self._is_open = False
@@ -166,6 +168,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def begin_step(self, step: int) -> None:
         """Set the step of the operators that follow."""
         self._step = step
+        self._lines.begin(step)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -213,12 +216,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             return self._record_each(func, args, named, taken, taken_named, tuple(written), count)
         op = self._begin(name_of(func), taken, taken_named, tuple(written))
         result = func(*args, **named)
-        returned = list_tensors(result)
         with _without_modes():
+            returned = list_tensors(result)
             new = [tensor for tensor in returned if not any(tensor is each for each in changed)]
-            is_view = any(
-                each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
-            )
+            infos = [each.alias_info for each in func._schema.returns]
+            is_view = any(each is not None and not each.is_write for each in infos)
             shown = self._view(func, taken, taken_named) if is_view else []
             values = [
                 self._add_result(op, tensor, is_view=is_view, data=shown[i] if i < len(shown) else None)

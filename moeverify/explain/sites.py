@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import sysconfig
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -18,6 +19,7 @@ MOST_SITES = 6
 
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _WATCHERS = tuple(
     str(Path(__file__).parents[1] / name)
     for name in (
@@ -101,3 +103,8 @@ def _is_watcher(code: CodeType) -> bool:
 def is_own(site: Site) -> bool:
     """Return whether a line belongs to this package, which calls the user's code."""
     return site.file.startswith(_PACKAGE)
+
+
+def is_of_user(file: str) -> bool:
+    """Return whether a file belongs neither to this package nor to a library."""
+    return not file.startswith(("<", _PACKAGE, *_LIBRARIES))

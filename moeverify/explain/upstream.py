@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import sysconfig
+import linecache
+import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
+from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import is_of_masks
-from moeverify.explain.compare import is_right
+from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.definitions import Definitions
 from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At
 from moeverify.explain.program import HIDDEN, Op, Ref, Site, list_numbers
-from moeverify.explain.sites import is_own
+from moeverify.explain.sites import is_of_user
 from moeverify.explain.suspects import Target
 from moeverify.results.culprit import Origin, OriginKind
 
 _MOST = 3
-_MASK_DEPTH = 16
-_MOST_BLOCKS = 64
 _MOST_FOLLOWED = 48
 """Maximum number of operators that are followed upstream."""
-
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Upstream:
@@ -39,6 +36,7 @@ class Upstream:
 
     def __init__(self, alignment: Alignment, one: OneDevice, right: Sequence[Target]) -> None:
         self._alignment, self._one, self._joint, self._right = alignment, one, alignment.joint, right
+        self._agreement = Agreement(alignment, one)
 
     def find(
         self,
@@ -57,20 +55,25 @@ class Upstream:
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
         sources = (
             self._list_cuts(cause),
+            self._list_repeated(cause),
+            self._list_received(cause.ops[0]) if defines else (),
             self._list_scaling(cause, lineage) if cause.known == "scale" else (),
             self._list_values(cause, taken),
             self._list_scaling(cause, lineage),
             self._list_parts(taken) if cause.repairs and cause.repairs[0].kind == "total" else (),
             self._list_missing(cause),
+            self._list_read(taken),
         )
         found = () if cause.sums else self._choose(named, *sources)
         is_met = self._joint.op(cause.ops[0]).meeting is not None
         return found or self._choose(
             named,
+            self._list_silent(cause) if defines or cause.known else (),
             self._list_applied(cause),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._list_definitions(cause.ops[0]) if defines else (),
             self._list_entered(cause.ops[0]),
+            self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
 
     def _choose(self, named: Collection[tuple[str, int]], *sources: Iterable[Origin]) -> tuple[Origin, ...]:
@@ -86,15 +89,112 @@ class Upstream:
 
     def find_made(self, op: At) -> tuple[Origin, ...]:
         """Return the line of user code that made a tensor before the first step, and definitions of its part."""
-        sites = self._sites(op)
-        if not sites:
-            return ()
-        return (_origin("made", sites), *self._define(sites))[:_MOST]
+        return tuple(itertools.islice(self._describe_made(op), _MOST))
+
+    def _describe_made(self, op: At) -> Iterator[Origin]:
+        """Yield the line of user code that made a tensor before the first step, and definitions of its part."""
+        sites = self._made_at(op)
+        if sites:
+            yield _origin("made", sites)
+            yield from self._define(sites)
+
+    def _made_at(self, op: At) -> tuple[Site, ...]:
+        """Return the lines that made a tensor before the first step, of which this operator may take a view."""
+        program = self._joint.programs[op[0]]
+        bases = [program.base(number).op for number in self._joint.op(op).results[:1]]
+        return next(filter(None, (self._sites((op[0], each)) for each in (op[1], *bases))), ())
+
+    def _list_made(self, rank: int, labels: Iterable[str]) -> Iterator[Origin]:
+        for label in labels:
+            if (op := self._makers.get((rank, label))) is not None:
+                yield from self._describe_made(op)
+
+    @cached_property
+    def _makers(self) -> dict[tuple[int, str], At]:
+        """The operator that made each named tensor before the first step, by rank and name."""
+        return {
+            (rank, value.label): (rank, value.op)
+            for rank, program in enumerate(self._joint.programs)
+            for value in program.values
+            if value.label and program.ops[value.op].step < 0
+        }
+
+    def _list_read(self, taken: Sequence[At]) -> Iterator[Origin]:
+        """Yield the lines that made the weights from which a wrong operand is computed, if ranks alone run them."""
+        program = self._one.program
+        for at in taken:
+            labels = {
+                program.base(number).label
+                for root in self._roots(at)
+                for number in program.op_of(root).reads()
+            }
+            for label in sorted(labels):
+                op = self._makers.get((at[0], label))
+                if op is not None and any(map(self._is_parallel, self._made_at(op)[:1])):
+                    yield from self._describe_made(op)
+
+    def _list_received(self, first: At) -> Iterator[Origin]:
+        """Yield the collectives whose results an operation takes directly."""
+        for at in self._joint.reads(first):
+            before = [*list_chain(self._joint, [at]), self._joint.maker(skip_moves(self._joint, at))]
+            met = [op for op in before if self._joint.op(op).meeting is not None]
+            for op in met[:1]:
+                is_own = op[0] == first[0] and self._joint.op(op).phase == self._joint.op(first).phase
+                if is_own and any(is_of_user(site.file) for site in self._joint.op(op).sites):
+                    yield _origin("collective", self._sites(op))
+
+    def _list_repeated(self, cause: Cause) -> Iterator[Origin]:
+        """Yield the first collectives of a backward pass that add values which are equal on all of their ranks."""
+        target, rank = cause.targets[0], cause.ops[0][0]
+        end = target.values.get(rank)
+        if end is None or target.mark[1] == "loss":
+            return
+        ops = [op for op in self._joint.list_before([end]) if op[0] == rank]
+        for op in sorted(ops, key=self._joint.place):
+            recorded = self._joint.op(op)
+            if recorded.meeting is None or recorded.phase != "backward" or recorded.step != target.mark[0]:
+                continue
+            taken = [self._alignment.find(at) for at in self._joint.reads(op) if at[0] == rank]
+            made = [self._alignment.find((rank, number)) for number in recorded.results]
+            if any(
+                one is not None
+                and two is not None
+                and not one.over
+                and not two.over
+                and one.ids is not None
+                and two.ids is not None
+                and torch.equal(one.ids, two.ids)
+                and math.isclose(two.scale, one.scale * len(recorded.meeting.group.ranks))
+                for one, two in zip(taken, made, strict=False)
+            ):
+                yield _origin("repeated", self._stack(op) or self._sites(op))
+
+    def _list_silent(self, cause: Cause) -> Iterator[Origin]:
+        """Yield the lines of a step that only ranks execute and that run no operator, if there are few."""
+        rank, step = cause.ops[0][0], cause.targets[0].mark[0]
+        program = self._joint.programs[rank]
+        heard = {(site.file, site.line) for op in program.ops for site in op.sites}
+        lines = program.lines.get(step, set()) - self._one_lines - heard
+        if len(lines) <= _MOST:
+            yield from (_origin("silent", [Site(*line, "")]) for line in sorted(lines))
+
+    def _is_parallel(self, site: Site) -> bool:
+        """Return whether ranks execute a line and one device does not."""
+        return (site.file, site.line) in self._rank_lines
+
+    @cached_property
+    def _one_lines(self) -> set[tuple[str, int]]:
+        return set().union(*self._one.program.lines.values())
+
+    @cached_property
+    def _rank_lines(self) -> set[tuple[str, int]]:
+        lines = (each for program in self._joint.programs for each in program.lines.values())
+        return set().union(*lines) - self._one_lines
 
     def _sites(self, op: At) -> tuple[Site, ...]:
         """Return the lines of the user's code that call an operator, the innermost first."""
         program = self._joint.programs[op[0]]
-        return tuple(site for site in program.sites_of(self._joint.op(op)) if _is_of_user(site.file))
+        return tuple(site for site in program.sites_of(self._joint.op(op)) if is_of_user(site.file))
 
     def _list_entered(self, op: At) -> Iterator[Origin]:
         """Yield the innermost call that one device does not run, if one device runs the operation's own line."""
@@ -102,7 +202,7 @@ class Upstream:
         known = {(site.file, site.line) for each in self._one.program.ops for site in each.sites}
         first = next((at for at, site in enumerate(sites) if (site.file, site.line) not in known), 0)
         # Without user code on the stack, the model and the layout are those of this package.
-        if first and (_is_of_user(sites[first].file) or not self._sites(op)):
+        if first and (is_of_user(sites[first].file) or not self._sites(op)):
             yield _origin("entered", sites[first:])
 
     def _list_lineage(self, cause: Cause) -> list[At]:
@@ -143,7 +243,7 @@ class Upstream:
         labels = {value.number for value in program.values if value.label and value.label == target.mark[2]}
         for number, value, sites in program.cuts:
             is_here = number < len(program.ops) and program.ops[number].step == target.mark[0]
-            if not (is_here and sites and _is_of_user(sites[0].file)) or sites[:1] in usual:
+            if not (is_here and sites and is_of_user(sites[0].file)) or sites[:1] in usual:
                 continue
             before = self._joint.list_before([(rank, value)])
             if not labels or any((rank, program.values[each].op) in before for each in labels):
@@ -160,52 +260,16 @@ class Upstream:
             if op in seen:
                 continue
             seen.add(op)
-            if self._joint.op(op).step < 0 or self._agrees(at):
+            if self._joint.op(op).step < 0 or self._agreement.agrees(at):
                 continue
             reads = [each for each in self._joint.reads(op) if each[0] == op[0]]
-            wrong = [each for each in reads if not self._agrees(each)]
+            wrong = [each for each in reads if not self._agreement.agrees(each)]
             sites = self._sites(op)
             if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
-                yield _origin("value" if self._is_on_one_device(at) else "extra", sites)
+                yield _origin("value" if self._agreement.is_on_one_device(at) else "extra", sites)
                 if _has_numbers(self._joint.op(op)):
                     yield from self._define(sites)
             waiting += wrong
-
-    def _is_on_one_device(self, at: At) -> bool:
-        return bool(self._alignment.list_counterparts(at))
-
-    def _agrees(self, at: At) -> bool:
-        """Return whether a value is one that the same line computes on one device, or a right one.
-
-        It may be a block of it, or add up to it over the ranks.
-        """
-        data = self._alignment.data(at)
-        if data is None or not data.numel() or self._joint.value(at).label:
-            return True
-        if self._alignment.tells(at) and not is_of_masks(self._joint, at, _MASK_DEPTH):
-            return self._alignment.is_right(at)
-        theirs = [self._one.data(number) for number in self._alignment.list_counterparts(at)]
-        right = [each for each in theirs if each is not None]
-        if not right:
-            return self._alignment.is_right(at)
-        if any(_is_block(data, each) is not False for each in right):
-            return True
-        return self._adds_up(at, data, right)
-
-    def _adds_up(self, at: At, data: Tensor, right: Sequence[Tensor]) -> bool:
-        """Return whether the values of this line add up to those of one device, or to a known multiple."""
-        same = [each for each in right if each.shape == data.shape]
-        # Only gradients of a loss may be multiples: its scale depends on the number of ranks.
-        is_gradient = self._joint.op(self._joint.maker(at)).phase != "forward"
-        scales = self._alignment.scales if is_gradient else (1.0,)
-        if any(is_right(data, each * scale) for each in same for scale in scales if each.is_floating_point()):
-            return True
-        parts = [self._alignment.data(each) for each in self._alignment.siblings(at)]
-        if not data.is_floating_point() or any(each is None or each.shape != data.shape for each in parts):
-            return False
-        total = torch.stack([each for each in parts if each is not None]).sum(0)
-        whole = torch.stack(same or [total * 0]).sum(0)
-        return any(is_right(total, whole * scale) for scale in scales)
 
     def _list_scaling(self, cause: Cause, lineage: Sequence[At]) -> Iterator[Origin]:
         """Yield operators that multiply by numbers, for a multiple of a right result or parts of unequal weight."""
@@ -258,11 +322,15 @@ class Upstream:
         return is_same and type(recorded.args[1]) in (int, float)
 
     def _has_same_numbers(self, op: At) -> bool:
-        """Return whether one device passes the same numbers to an operator of this place."""
+        """Return whether one device passes the same numbers to an operator of this place, on all ranks."""
         results = self._joint.op(op).results
-        theirs = self._alignment.list_counterparts((op[0], results[0])) if results else []
-        numbers = list_numbers(self._joint.op(op).args)
-        return any(numbers == list_numbers(self._one.program.op_of(each).args) for each in theirs)
+        if not results:
+            return False
+        place = (op[0], results[0])
+        theirs = [self._one.program.op_of(each) for each in self._alignment.list_counterparts(place)]
+        mine = [self._joint.op(self._joint.maker(each)) for each in self._alignment.siblings(place)]
+        right = [list_numbers(each.args) for each in theirs]
+        return all(list_numbers(each.args) in right for each in mine)
 
     def _list_parts(self, taken: Sequence[At]) -> Iterator[Origin]:
         """Yield the operators that passed on a part of a sum without a reduction, the last one first."""
@@ -280,46 +348,84 @@ class Upstream:
             seen.update(reads)
 
     def _list_missing(self, cause: Cause) -> Iterator[Origin]:
-        """Yield the collective that most right results of this kind have passed, if the wrong one has not."""
+        """Yield a collective or setup line of right results of this kind that the wrong one has not passed.
+
+        Most right results have passed it, or their computation shares a line with that of the wrong one.
+        """
         target, rank = cause.targets[0], cause.ops[0][0]
         right = [each for each in self._right if each.mark[1] == target.mark[1] and rank in each.values]
-        mine = {sites for sites, _ in self._list_met(target.values.get(rank))}
+        met, before = self._list_met(target.values.get(rank))
+        mine = {self._stack(op)[:2] for op in met}
+        near = {(site.file, site.line) for op in before for site in self._stack(op)[:1]}
         counts: Counter[tuple[Site, ...]] = Counter()
-        groups: dict[tuple[Site, ...], str] = {}
+        found: dict[tuple[Site, ...], tuple[At, Target]] = {}
         for each in right:
-            for sites, group in self._list_met(each.values[rank]):
-                counts[sites] += 1
-                groups[sites] = group
+            for op in self._list_met(each.values[rank])[0]:
+                sites = self._stack(op)[:2]
+                is_near = any((site.file, site.line) in near for site in sites[1:])
+                counts[sites] += len(right) if is_near else 1
+                found[sites] = op, each
         for sites, count in counts.most_common(1):
             if 2 * count > len(right) and sites not in mine:
-                if sites:
-                    yield _origin("missing", sites)
-                else:
-                    yield from self._list_calls(rank, groups[sites])
+                op, each = found[sites]
+                shown = list(self._describe_missing(op, self._list_words(target.mark[2], each.mark[2])))
+                yield from shown
+                if shown:
+                    return
+        makers = {each.mark[2]: self._makers.get((rank, each.mark[2])) for each in (target, *right)}
+        made = {name: self._made_at(op)[:1] for name, op in makers.items() if op is not None}
+        for sites, count in Counter(filter(None, made.values())).most_common(1):
+            if 2 * count > len(right) and not made.get(target.mark[2]):
+                yield _origin("missing", sites)
 
-    def _list_met(self, at: At | None) -> list[tuple[tuple[Site, ...], str]]:
-        """Return the last collectives that a value passed: their lines in user code, and their groups."""
-        found: list[tuple[tuple[Site, ...], str]] = []
+    def _describe_missing(self, op: At, words: Collection[str]) -> Iterator[Origin]:
+        """Yield the call of a collective, and what decides whether it is called: lines with these words first."""
+        recorded, stack = self._joint.op(op), self._stack(op)
+        if any(is_of_user(site.file) for site in recorded.sites):
+            yield _origin("missing", stack)
+            program = self._joint.programs[op[0]]
+            sites = program.ops[recorded.origin].sites if recorded.origin >= 0 else self._sites(op)
+            yield from self._define(sites, of_conditions=True, words=words)
+        elif recorded.meeting is not None and not stack:
+            yield from self._list_calls(op[0], recorded.meeting.group.name)
+
+    def _list_words(self, *names: str) -> set[str]:
+        """Return the parts of names of tensors that most tensors do not have in theirs."""
+        names_of_all = {label for _, label in self._makers}
+        counts = Counter(part for label in names_of_all for part in set(label.split(".")))
+        return {part for name in names for part in name.split(".") if 2 * counts[part] < len(names_of_all)}
+
+    def _stack(self, op: At) -> tuple[Site, ...]:
+        """Return the lines of user code that call an operator, and those of its forward operator in other files."""
+        recorded, own = self._joint.op(op), self._sites(op)
+        if recorded.origin < 0 or not own:
+            return own
+        sites = self._joint.programs[op[0]].ops[recorded.origin].sites
+        return own[:1] + tuple(each for each in sites if is_of_user(each.file) and each.file != own[0].file)
+
+    def _list_met(self, at: At | None) -> tuple[list[At], list[At]]:
+        """Return the last collectives that a value passed, and the operators after them."""
+        met: list[At] = []
+        after: list[At] = []
         waiting: list[At] = [] if at is None else [at]
-        seen: set[At] = set()
-        while waiting and len(seen) < _MOST_FOLLOWED:
+        while waiting and len(met) + len(after) < _MOST_FOLLOWED:
             op = self._joint.maker(waiting.pop(0))
             recorded = self._joint.op(op)
-            if op in seen or recorded.step < 0:
+            if op in met or op in after or recorded.step < 0:
                 continue
-            seen.add(op)
             if recorded.meeting is not None:
-                found.append((self._sites(op)[:1], recorded.meeting.group.name))
+                met.append(op)
                 continue
+            after.append(op)
             waiting += [each for each in self._joint.reads(op) if self._joint.value(each).is_floating]
-        return found
+        return met, after
 
     def _list_applied(self, cause: Cause) -> Iterator[Origin]:
         """Yield where the forward pass applies the function whose backward calls the operation."""
         op = self._joint.op(cause.ops[0])
         if op.phase == "backward" and op.sites and op.origin >= 0:
             sites = self._joint.programs[cause.ops[0][0]].ops[op.origin].sites
-            users = [site for site in sites if _is_of_user(site.file) and site.file != op.sites[0].file]
+            users = [site for site in sites if is_of_user(site.file) and site.file != op.sites[0].file]
             if users:
                 yield _origin("applied", users)
 
@@ -337,7 +443,7 @@ class Upstream:
 
     def _list_calls(self, rank: int, group: str) -> Iterator[Origin]:
         for sites in self._joint.programs[rank].groups.get(group, ()):
-            if _is_of_user(sites[0].file):
+            if is_of_user(sites[0].file):
                 yield _origin("group", sites)
 
     def _list_definitions(self, first: At) -> Iterator[Origin]:
@@ -346,9 +452,23 @@ class Upstream:
         if recorded.sites and (sites := self._sites(first)):
             yield from self._define(sites, is_of_tensors=not _has_numbers(recorded))
 
-    def _define(self, sites: tuple[Site, ...], *, is_of_tensors: bool = False) -> Iterator[Origin]:
-        for site in self._definitions.find(sites, is_of_tensors=is_of_tensors):
-            yield _origin("definition", [site])
+    def _define(
+        self,
+        sites: tuple[Site, ...],
+        *,
+        is_of_tensors: bool = False,
+        of_conditions: bool = False,
+        words: Collection[str] = (),
+    ) -> Iterator[Origin]:
+        """Yield definitions of what a call takes: those with these words first, then those only of the ranks."""
+        found = self._definitions.find(sites, is_of_tensors=is_of_tensors, of_conditions=of_conditions)
+
+        def rank_of(site: Site) -> tuple[bool, bool]:
+            text = linecache.getline(site.file, site.line)
+            is_named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
+            return not is_named, not self._is_parallel(site)
+
+        yield from (_origin("definition", [site]) for site in sorted(found, key=rank_of))
 
     @cached_property
     def _definitions(self) -> Definitions:
@@ -357,7 +477,7 @@ class Upstream:
         read: set[tuple[str, int]] = set()
         for program in self._joint.programs:
             for op in program.ops:
-                users = [site for site in op.sites if _is_of_user(site.file)]
+                users = [site for site in op.sites if is_of_user(site.file)]
                 files.update(site.file for site in users)
                 if users and op.short not in HIDDEN:
                     (made if op.scalar is None else read).add((users[0].file, users[0].line))
@@ -365,22 +485,7 @@ class Upstream:
                     made.update((site.file, site.line) for site in users)
             files.update(site.file for calls in program.groups.values() for site in calls[0])
         # A line that makes tensors is in the recorded program, if it does not read a number of one.
-        return Definitions(filter(_is_of_user, files), lambda *line: line in made and line not in read)
-
-
-def _is_block(mine: Tensor, theirs: Tensor) -> bool | None:
-    """Return whether a tensor is one of the equal blocks of another; None if it cannot be one."""
-    if mine.ndim != theirs.ndim or any(b % a for a, b in zip(mine.shape, theirs.shape, strict=True)):
-        return None
-    sizes = zip(mine.shape, theirs.shape, strict=True)
-    places = itertools.product(*(range(0, whole, part) for part, whole in sizes))
-    for place in itertools.islice(places, _MOST_BLOCKS):
-        block = theirs
-        for dim, start in enumerate(place):
-            block = block.narrow(dim, start, mine.shape[dim])
-        if is_right(mine, block) if mine.is_floating_point() else torch.equal(mine, block):
-            return True
-    return False
+        return Definitions(filter(is_of_user, files), lambda *line: line in made and line not in read)
 
 
 def _has_numbers(op: Op) -> bool:
@@ -389,10 +494,5 @@ def _has_numbers(op: Op) -> bool:
 
 
 def _origin(kind: OriginKind, sites: Sequence[Site]) -> Origin:
-    callers = [site for site in sites[1:] if _is_of_user(site.file)][:1]
+    callers = [site for site in sites[1:] if is_of_user(site.file)][:1]
     return Origin(kind=kind, line=make_line(sites[0]), caller=make_line(callers[0]) if callers else None)
-
-
-def _is_of_user(file: str) -> bool:
-    """Return whether a file belongs neither to this package nor to a library."""
-    return not (file.startswith(("<", *_LIBRARIES)) or is_own(Site(file, 0, "")))

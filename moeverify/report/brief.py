@@ -10,7 +10,7 @@ from moeverify.report.sorting import count_verdicts
 from moeverify.report.stacks import find_reason
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
 from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
-from moeverify.results.culprit import CodeLine, Culprit, Operation
+from moeverify.results.culprit import Culprit
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
 
 
@@ -107,28 +107,19 @@ def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
 
 
 def list_lines(culprit: Culprit | None) -> list[str]:
-    """Return `file:line: code` of the first wrong operation, its counterpart, and the lines between and around.
+    """Return `file:line: code` of the first wrong operation, its counterpart, and the lines to look at.
 
-    These are the moves of a wrong operand, callers in the package of the operation itself, innermost first,
-    and others with the same mistake.
+    These are the moves of a wrong operand, its origins, each with the line that calls its function, and the
+    lines between or around.
     """
     if culprit is None:
         return []
     first = [each for each in (culprit.here, culprit.made, culprit.there) if each is not None]
     own = [operation.line for operation in (*first, *culprit.moves)]
-    # The producer of a wrong operand is nearer to the mistake.
-    called = [*_list_callers(culprit.made), *_list_callers(culprit.here)]
+    origins = [line for each in culprit.origins for line in (each.line, each.caller)]
     others = [each.line for each in (*culprit.others, *culprit.between)]
-    lines = [each for each in (*own, *called, *others) if each is not None]
+    lines = [each for each in (*own, *origins, *others) if each is not None]
     return list(dict.fromkeys(f"{line.file}:{line.line}: {line.expression}".rstrip(": ") for line in lines))
-
-
-def _list_callers(operation: Operation | None) -> list[CodeLine]:
-    if operation is None:
-        return []
-    line = operation.line or next(iter(operation.callers), None)
-    top = line.file.partition("/")[0] if line is not None else ""
-    return [caller for caller in operation.callers if caller.file.partition("/")[0] == top]
 
 
 def _cut(text: str, limits: _Limits) -> str:

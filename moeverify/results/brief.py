@@ -20,8 +20,8 @@ class BriefFinding(Record):
 
     `code` is the code of its cause and `mechanism` that of its culprit; `moeverify explain CODE` describes
     both. With `proved`, a repair of the first of `lines` made the results right. `lines` are those of the
-    first wrong operation, then of its counterpart on one device, then moves of a wrong operand, callers, and others
-    with the same mistake.
+    first wrong operation, then of its counterpart on one device, then moves of a wrong operand, lines to look at
+    with their callers, and others with the same mistake.
     """
 
     number: int

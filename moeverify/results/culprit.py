@@ -98,6 +98,8 @@ OriginKind = Literal[
     "definition",
     "made",
     "entered",
+    "silent",
+    "repeated",
 ]
 """Relation of a line to the first wrong operation, which comes later:
 
@@ -106,11 +108,13 @@ OriginKind = Literal[
 - `extra`: one device does not run it, and its result enters the wrong one;
 - `number`: it multiplies by a number that one device does not have there;
 - `part`: it passes on a part of a sum, without a reduction;
-- `missing`: most right results of this kind pass its collective, and this one does not;
+- `missing`: right results of this kind pass its collective or are made by it, and this one is not;
 - `applied`: it applies the function whose backward is wrong;
 - `collective`, `group`: it reduced or moved the wrong result, or took the process group for that;
 - `definition`: it defines a number, group, index or flag of the operation in Python;
-- `made`: it made the tensor before the first step;
+- `made`: it made the tensor, or a weight that the operation uses, before the first step;
+- `repeated`: it adds values that are equal on all ranks, in the backward pass;
+- `silent`: it runs no operator, and one device does not execute it in this step;
 - `entered`: it calls a function that one device runs too, from a line that one device does not run.
 """
 

@@ -77,12 +77,14 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "extra": "one device does not run it, and its result is used here",
     "number": "takes a number that one device does not pass",
     "part": "passes on this rank's part of a sum",
-    "missing": "most right results of this kind pass this collective, and this one does not",
+    "missing": "right results of this kind pass this call, and this one does not",
     "applied": "calls the function in the forward pass",
     "collective": "the wrong result passes this collective",
     "group": "takes the process group of that collective",
     "definition": "defines a value that the operation takes",
-    "made": "makes the tensor before the first step",
+    "made": "makes the tensor, or a weight from which it comes, before the first step",
+    "repeated": "adds values that are equal on all of its ranks",
+    "silent": "runs no operator, and one device does not execute it",
     "entered": "calls this function from a line that one device does not run",
 }
 """Relation of a line to the wrong result that may come from it."""

@@ -95,3 +95,38 @@ def test_code_that_cannot_be_read_defines_nothing(tmp_path: Path) -> None:
     assert (
         Definitions([missing], lambda file, line: False).find([Site(missing, 1, "f", 0, (1, 0, 1, 3))]) == []
     )
+
+
+def test_conditions_name_what_decides_a_call_with_attributes_that_are_set_elsewhere(tmp_path: Path) -> None:
+    source = """
+class Norm:
+    def __init__(self):
+        self.tp = None
+
+    def forward(self, x):
+        return x * copy_to(self.weight, self.tp)
+
+def copy_to(x, group):
+    return x if group is None else apply(x, group)
+
+def split(module, group):
+    module.q_norm.tp = group
+"""
+    path = tmp_path / "norm.py"
+    path.write_text(source)
+    nodes = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Call)]
+    stack = [
+        Site(
+            str(path),
+            each.lineno,
+            "",
+            0,
+            (each.lineno, each.col_offset, each.lineno, each.end_col_offset or 0),
+        )
+        for name in ("apply", "copy_to")
+        for each in nodes
+        if isinstance(each.func, ast.Name) and each.func.id == name
+    ]
+    definitions = Definitions([str(path)], lambda file, line: line == 7)
+    assert [site.line for site in definitions.find(stack, of_conditions=True)] == [7, 13]
+    assert not definitions.find(stack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from generated import explain
 from recordings import make, record_call
 from torch import Tensor
 
+from moeverify.explain.agreement import is_block
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.groups import follow_groups
 from moeverify.explain.program import SETUP, Program, Site
 from moeverify.explain.record import Recorder
+from moeverify.explain.upstream import Upstream
 from moeverify.parallel.regions.region import Region
 from moeverify.results.culprit import Culprit
 
@@ -112,3 +115,45 @@ def test_the_lines_that_make_a_group_are_kept(monkeypatch: pytest.MonkeyPatch) -
     assert sites[0].function == "test_the_lines_that_make_a_group_are_kept"
     dist.new_group()
     assert len(found["pair"]) == 1
+
+
+def test_executed_lines_are_kept_by_step() -> None:
+    recorder = Recorder()
+    with recorder.recording():
+        first = len("setup")
+        recorder.begin_step(0)
+        first += 1
+    start = next(
+        n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if 'len("setup")' in text
+    )
+    lines = {
+        step: {line for file, line in found if file == __file__}
+        for step, found in recorder.program.lines.items()
+    }
+    assert start in lines[SETUP] - lines[0]
+    assert start + 2 in lines[0] - lines[SETUP]
+
+
+def test_a_line_without_operators_that_only_ranks_execute_is_named() -> None:
+    def run(x: Tensor, kinds: list[str]) -> Tensor:
+        kept = x.sin()
+        if len(kinds) == 2:
+            kinds.append("called")
+        return torch.tanh(kept) * kept.sum() if len(kinds) == 3 else torch.tanh(kept)
+
+    ranks = record_call(lambda x: run(x, ["a", "b"]), None, x=make(8, 4))
+    one = record_call(lambda x: run(x, ["a"]), None, x=make(8, 4))
+    explainer = Explainer([ranks], one, 0, ())
+    upstream = Upstream(explainer.alignment, explainer.one, [])
+    causes = explainer.explain(20, proves=False)
+    found = [(each.kind, each.line.lines[1][1].strip()) for each in upstream._list_silent(causes[0])]
+    assert found == [("silent", 'kinds.append("called")')]
+
+
+def test_positions_that_restart_are_no_block_of_those_of_one_device() -> None:
+    whole = torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0, 2.0])
+    assert is_block(whole[3:] + 0, whole, {}) is True
+    assert is_block(whole[1:4], whole, {}) is False
+    assert is_block(torch.tensor([0.0, 1.0]), whole, {(2, 6): 2}) is False
+    assert is_block(whole[2:4], whole, {(2, 6): 2}) is True
+    assert is_block(whole[:4], whole, {}) is None

@@ -11,7 +11,7 @@ from moeverify.report.brief import format_brief, list_lines
 from moeverify.report.explanation import number_findings
 from moeverify.report.next_steps import Kept
 from moeverify.results.brief import MOST_BYTES
-from moeverify.results.culprit import CodeLine, Culprit, Operation
+from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin
 from moeverify.results.failure import End, RankEnd
 from moeverify.results.finding import Finding
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RankReport, RunResult
@@ -72,23 +72,25 @@ def test_a_run_of_any_size_fits() -> None:
         assert told["next"][0]["command"] == "moeverify explain runs/1 1"
 
 
-def test_lines_lead_from_the_operation_to_the_producer_of_its_operand_and_their_callers() -> None:
-    def make(number: int, *callers: str) -> Operation:
-        outer = tuple(CodeLine(file=file, line=number + 50) for file in callers)
-        return Operation(operator="mm", line=CodeLine(file="net/a.py", line=number), callers=outer)
+def test_lines_lead_from_the_operation_to_the_producer_of_its_operand_and_to_its_origins() -> None:
+    def at(number: int) -> CodeLine:
+        return CodeLine(file="net/a.py", line=number)
+
+    def make(number: int) -> Operation:
+        return Operation(operator="mm", line=at(number), callers=(at(number + 50),))
 
     culprit = Culprit(
         mechanism="operand",
         proved=True,
-        here=make(1, "net/model.py", "multiprocessing/process.py"),
-        made=make(2, "net/gather.py"),
-        there=make(3, "net/reference.py"),
+        here=make(1),
+        made=make(2),
+        there=make(3),
         moves=(make(4),),
         between=(make(5),),
+        origins=(Origin(kind="definition", line=at(7)), Origin(kind="missing", line=at(8), caller=at(9))),
         ranks=(0,),
     )
-    expected = ["a.py:1", "a.py:2", "a.py:3", "a.py:4", "gather.py:52", "model.py:51", "a.py:5"]
-    assert list_lines(culprit) == [f"net/{each}" for each in expected]
+    assert list_lines(culprit) == [f"net/a.py:{number}" for number in (1, 2, 3, 4, 7, 8, 9, 5)]
 
 
 def test_one_finding_can_be_asked_for() -> None:
