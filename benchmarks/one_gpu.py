@@ -25,10 +25,9 @@ from output import print_setting, print_table
 from moeverify.cases.validation.load import load_cases
 from moeverify.model.moe import build_moe
 from moeverify.parallel.meshes import build_meshes
-from moeverify.tools.bench.measure import PeakMemory, fill_roughly, time_steps
+from moeverify.tools.bench.measure import PeakMemory, fill_roughly, take_step, time_steps
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import make_batches
-from moeverify.train.step import take_step
 
 OURS = "moeverify"
 CLIP = 1.0

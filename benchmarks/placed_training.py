@@ -33,7 +33,7 @@ from moeverify.cases.axes.groups import find_source
 from moeverify.cases.validation.load import build_case
 from moeverify.parallel.meshes import build_meshes
 from moeverify.parallel.regions.local_shard import parameters
-from moeverify.tools.bench.measure import fill_roughly
+from moeverify.tools.bench.measure import fill_roughly, take_step
 from moeverify.tools.placement.cluster import Cluster
 from moeverify.tools.placement.cost import measure_cost
 from moeverify.tools.placement.load_trace import LoadTrace, TraceHeader, sum_steps
@@ -45,7 +45,6 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.exchange import exchange_experts
 from moeverify.train.loop import make_batches
 from moeverify.train.rebalancing import Rebalancing
-from moeverify.train.step import take_step
 
 LARGE = {
     "model": {

@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from moeverify.tools.placement.bounds import bound_load
 from moeverify.tools.placement.cluster import Cluster
-from moeverify.tools.placement.cost import measure_cost
+from moeverify.tools.placement.cost import bound_load, measure_cost
 from moeverify.tools.placement.exact import solve_exactly
 from moeverify.tools.placement.heuristic import mark_slots, solve
 from moeverify.tools.placement.incremental import improve

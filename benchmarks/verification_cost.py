@@ -263,10 +263,10 @@ class Bench:
 
 def train_alone(recipe, program, clock, ids):
     """Train for the recipe's steps and show nothing; with `ids` the routers use those of a golden."""
+    from moeverify.tools.bench.measure import take_step
     from moeverify.train.loop import make_batches
     from moeverify.train.routing import replay
     from moeverify.train.state import TrainingState
-    from moeverify.train.step import take_step
 
     state = TrainingState.begin(recipe, program)
     for step in range(recipe.steps):

@@ -74,12 +74,18 @@ class Runner:
         self._run_once(job)
         left = [plant for plant in job.plants if not self.has(plant, job.precision)]
         for plant in left:
-            if len(job.plants) > 1:
-                self._run_once(Job(f"{job.name}-{plant.id}", (plant,), job.precision))
+            alone = job if len(job.plants) == 1 else Job(f"{job.name}-{plant.id}", (plant,), job.precision)
+            if alone is not job:
+                self._run_once(alone)
             if not self.has(plant, job.precision):
                 over = time.monotonic() > self.deadline - 20
-                why = "not run: no time is left" if over else "the command ended without a result"
-                self._keep(plant, job.precision, [], "", [], 0.0, verdict="lost", reason=why, final=not over)
+                log = self._work(alone, "log")
+                said = log.read_text(errors="replace") if log.is_file() else ""
+                first = " ".join(said.split())[:300]
+                why = "not run: no time is left" if over else f"the command ended without a result: {first}"
+                self._keep(
+                    plant, job.precision, [], said, [], 0.0, verdict="lost", reason=why, final=not over
+                )
 
     def has(self, plant: Plant, precision: str) -> bool:
         """Return whether there is a result."""

@@ -19,7 +19,7 @@ from ruamel.yaml.events import (
 )
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from moeverify.cases.entry import Entry, Place, Scalar, show
+from moeverify.cases.entry import Entry, FileLine, Scalar, show
 from moeverify.cases.suggest import find_nearest
 from moeverify.errors import Problem
 from moeverify.input_file import read_input
@@ -107,7 +107,7 @@ def _parse(text: str, file: str, has_lines: bool, limits: Limits) -> tuple[Entry
             _check_size(yaml, text, limits.num_values)
             node = yaml.compose(text)
         if node is None:
-            return Entry(None, Place(file, 1 if has_lines else None)), ()
+            return Entry(None, FileLine(file, 1 if has_lines else None)), ()
         builder = _Builder(yaml, file, problems.append, has_lines, limits.num_values)
         return builder.build(node, "", _line_of(node), ()), tuple(problems)
     except (YAMLError, RecursionError, _TooLarge) as error:
@@ -177,7 +177,7 @@ class _Builder:
         """Return the entry of `node` at the dotted `path`. `line` is the line of its key."""
         self._num_values += 1
         _limit(self._num_values, len(parents), self.most)
-        place = Place(self.file, line if self.has_lines else None)
+        place = FileLine(self.file, line if self.has_lines else None)
         if id(node) in parents:
             self._reject("this alias contains itself", path, line, "write the value out")
             return Entry(None, place)

@@ -11,7 +11,7 @@ Content = Scalar | dict[str, "Entry"] | list["Entry"]
 
 
 @dataclass(frozen=True)
-class Place:
+class FileLine:
     """A file (or `--set`) and a line, counted from 1. `line` is None if the source has no lines."""
 
     file: str = ""
@@ -23,7 +23,7 @@ class Entry:
     """A value with the place of its key: a scalar, a mapping of names to entries, or a list of entries."""
 
     content: Content
-    place: Place = Place()
+    place: FileLine = FileLine()
 
     @property
     def is_mapping(self) -> bool:
@@ -56,7 +56,7 @@ class Entry:
             entry = entry.fields[name]
         return True
 
-    def locate(self, path: Sequence[str]) -> Place:
+    def locate(self, path: Sequence[str]) -> FileLine:
         """Return the place of the field at `path`, or of its nearest ancestor that was written.
 
         A name may end in a list index: `placement[1]`.
@@ -73,7 +73,7 @@ class Entry:
         return entry.place
 
 
-def build_entry(value: Any, place: Place) -> Entry:
+def build_entry(value: Any, place: FileLine) -> Entry:
     """Return `value` (dicts, lists and scalars) as a tree in which every entry is at `place`."""
     if isinstance(value, dict):
         return Entry({name: build_entry(item, place) for name, item in value.items()}, place)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moeverify.cases.document import Report, parse_text
-from moeverify.cases.entry import Entry, Place
+from moeverify.cases.entry import Entry, FileLine
 from moeverify.cases.expectation import index_fields
 from moeverify.cases.suggest import enumerate_names, find_nearest, suggest
 from moeverify.errors import Problem
@@ -26,7 +26,7 @@ class Override:
         """Return the override in the form of a case file."""
         entry = self.value
         for name in reversed(self.path):
-            entry = Entry({name: entry}, Place(FILE))
+            entry = Entry({name: entry}, FileLine(FILE))
         return entry
 
 

@@ -1,7 +1,7 @@
 """Resolution of the recipe of a case: base, changes, preset and name.
 
 The name of a recipe is the key of its golden. A recipe that is changed on the way gets another name, unless
-the change has no effect.
+the change has no effect. A file of `recipes/` has one recipe, optionally based on another one.
 """
 
 from __future__ import annotations
@@ -11,20 +11,78 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeverify.cases.entry import Entry, Place, build_entry, merge, show
+from moeverify.cases.document import Report, read_document
+from moeverify.cases.entry import Entry, FileLine, build_entry, merge, show
 from moeverify.cases.override import FILE
 from moeverify.cases.presets import PRESETS
-from moeverify.cases.recipe_file import merge_recipe, read_recipe
 from moeverify.cases.schema import Recipe
 from moeverify.cases.section import Ledger, build_section
 from moeverify.cases.suggest import suggest
+from moeverify.errors import Problem
+
+
+def merge_recipe(base: Entry, change: Entry) -> Entry:
+    """Return `base` updated by `change`. A preset or factory in `change` replaces the whole model."""
+    model = change.fields.get("model")
+    if model is not None and not {"preset", "factory"}.isdisjoint(model.fields):
+        base = base.without("model")
+    return merge(base, change)
+
+
+def read_recipe(
+    named: Entry, folder: Path, path: str, report: Report, trail: tuple[str, ...]
+) -> Entry | None:
+    """Return the fields of the recipe file that `named` names, merged over the fields of its base.
+
+    `trail` holds the names of the recipes that led here, to detect cycles. Return None after reporting a
+    problem.
+    """
+    place, name = named.place, named.content
+
+    def reject(message: str, remedy: str) -> None:
+        report(Problem(message, place.file, place.line, path, remedy))
+
+    stems = sorted(item.stem for item in folder.glob("*.yaml")) if folder.is_dir() else []
+    if not isinstance(name, str):
+        reject(f"expected the name of a recipe, got {show(named)}", suggest("", stems))
+        return None
+    if name in trail:
+        reject(
+            f"recipes stand on each other in a circle: {' -> '.join((*trail, name))}", "remove one `base:`"
+        )
+        return None
+    if name not in stems:
+        reject(f"there is no recipe `{name}` in {folder}", _find_remedy(name, stems, folder))
+        return None
+    entry = read_document(folder / f"{name}.yaml", report)
+    if entry is None:
+        return None
+    if "name" in entry.fields:
+        at = entry.fields["name"].place
+        remedy = f"it is called `{name}` after its file: remove the line or rename the file"
+        report(Problem("a recipe file has no field `name`", at.file, at.line, "recipe.name", remedy))
+    own = entry.without("name", "base")
+    if "base" not in entry.fields:
+        return own
+    base = read_recipe(entry.fields["base"], folder, "recipe.base", report, (*trail, name))
+    return merge_recipe(base, own) if base is not None else None
+
+
+def _find_remedy(name: str, stems: list[str], folder: Path) -> str:
+    stem = name.rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
+    if stem in stems:
+        return f"write `{stem}`"
+    if stems:
+        return suggest(stem, stems)
+    return f"write it as {folder / 'NAME.yaml'}, or write its fields here"
+
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # part of the file name of a golden
 NAME_WORDS = "at most 100 letters, digits, `-`, `_` and `.`"
 
 
 @dataclass(frozen=True)
-class Source:
+class WrittenRecipe:
     """A recipe as written: its fields, its name, and the original fields that belong to this name.
 
     `folder` is the folder of the case file.
@@ -38,7 +96,7 @@ class Source:
 
 def resolve_recipe(
     written: Entry, before: Entry | None, case_name: str, folder: Path, ledger: Ledger
-) -> Source:
+) -> WrittenRecipe:
     """Return the recipe of a case from its field `recipe`. `before` is the field without overrides.
 
     `folder` is the folder of the case file, and recipe files are in its `recipes/`.
@@ -46,32 +104,32 @@ def resolve_recipe(
     beside, folder = folder, folder / "recipes"
     if isinstance(written.content, str):
         entry = _read_base(written, folder, "recipe", ledger)
-        return Source(entry, written.content, entry, beside)
+        return WrittenRecipe(entry, written.content, entry, beside)
     if not written.is_mapping:
         remedy = "name a file of `recipes/`, or write the fields"
         ledger.reject(
             written, "recipe", f"expected a recipe's name or a mapping, got {show(written)}", remedy
         )
-        return Source(Entry({}), case_name, Entry({}), beside)
+        return WrittenRecipe(Entry({}), case_name, Entry({}), beside)
     name = _read_name(written, ledger)
     base_field = written.fields.get("base")
     if base_field is None:
         original = (
             before if before is not None and before.is_mapping and "base" not in before.fields else written
         )
-        return Source(written.without("name"), name or case_name, original.without("name"), beside)
+        return WrittenRecipe(written.without("name"), name or case_name, original.without("name"), beside)
     base = _read_base(base_field, folder, "recipe.base", ledger)
     entry = merge_recipe(base, written.without("base", "name"))
     if name is None:
-        return Source(entry, str(base_field.content), base, beside)
+        return WrittenRecipe(entry, str(base_field.content), base, beside)
     named_before = before is not None and "base" in before.fields and "name" in before.fields
     original = (
         merge_recipe(base, before.without("base", "name")) if before is not None and named_before else entry
     )
-    return Source(entry, name, original, beside)
+    return WrittenRecipe(entry, name, original, beside)
 
 
-def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
+def build_recipe(source: WrittenRecipe, ledger: Ledger) -> tuple[Recipe, Entry]:
     """Return the recipe of `source` under its final name, and its fields including those of its preset."""
     entry = expand_preset(source.entry, ledger)
     recipe = _find_weights(build_section(Recipe, entry, "recipe", ledger, name=source.label), source)
@@ -86,7 +144,7 @@ def build_recipe(source: Source, ledger: Ledger) -> tuple[Recipe, Entry]:
     return recipe.model_copy(update={"name": f"{source.label}+{fingerprint[:8]}"}), entry
 
 
-def _find_weights(recipe: Recipe, source: Source) -> Recipe:
+def _find_weights(recipe: Recipe, source: WrittenRecipe) -> Recipe:
     """Return the recipe with an absolute path of its weights: ranks may have another current folder."""
     model = recipe.model
     if model.weights is None:
@@ -145,5 +203,5 @@ def override_recipe(written: Entry | None, change: Entry) -> Entry:
     if not change.is_mapping or written is None:
         return change
     if isinstance(written.content, str):
-        written = Entry({"base": written}, Place(FILE))
+        written = Entry({"base": written}, FileLine(FILE))
     return merge_recipe(written, change)

@@ -15,7 +15,7 @@ from moeverify.cli.options import OptionGroup
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
-    from moeverify.cases.validation.load import Loaded
+    from moeverify.cases.validation.load import LoadedCases
     from moeverify.cases.validation.sweep import Combination
     from moeverify.verification.controller.options import RunOptions
 
@@ -160,7 +160,7 @@ class CaseSelection(OptionGroup):
                 self.list_paths(), sweeps, overrides=tuple(self.overrides or ()), pattern=self.pattern
             )
 
-    def load_valid(self) -> Loaded:
+    def load_valid(self) -> LoadedCases:
         """Return the valid cases; an invalid file in a folder does not prevent the others from running.
 
         Raises: CaseError if an explicitly named file or an option is invalid, or if no case is left.

@@ -107,8 +107,8 @@ def bench(
     """
     with open_context() as context:
         from moeverify.report.bench import render_bench
+        from moeverify.report.figures import list_bench_figures
         from moeverify.report.progress import open_progress
-        from moeverify.report.trackers.figures import list_bench_figures
         from moeverify.verification.controller.bench import Bench, mark_swept
 
         if context.is_first:

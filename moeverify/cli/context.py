@@ -32,10 +32,11 @@ _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torch
 
 
 class Ended(KeyboardInterrupt):
-    """A signal other than SIGINT that ends the command; it gets the same cleanup as Ctrl-C."""
+    """A signal that ends the command; all of them get the same cleanup as Ctrl-C."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"ended by {signal.Signals(number).name}")
+        is_typed = number == signal.SIGINT
+        super().__init__("interrupted" if is_typed else f"ended by {signal.Signals(number).name}")
         self.number = number
 
 
@@ -81,7 +82,7 @@ def open_context() -> Iterator[CommandContext]:
         with suppress(OSError):  # the terminal is gone
             context.err.print(str(error))
         raise typer.Exit(128 + error.number) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # in a thread, or raised by code that a case names
         context.err.print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
@@ -128,31 +129,45 @@ def _print_error(context: CommandContext, text: str) -> None:
         context.err.print(f"error: {elide(text, MOST_TEXT)}", soft_wrap=True)
 
 
+_DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
 @contextmanager
 def _ends_on_signals() -> Iterator[None]:
-    """Raise `Ended` on SIGTERM or SIGHUP, whose default actions would skip cleanup and reports.
+    """Raise `Ended` on SIGINT, SIGTERM or SIGHUP: the default actions of the last two skip cleanup and reports.
 
-    Ranks of an external launcher are left to that launcher. A signal that is ignored (`nohup`) stays
-    ignored.
+    An error that follows a signal ends the command as the signal does: native code, such as pydantic's, turns
+    the exception of a signal into one of its own. Ranks of an external launcher are left to that launcher. A
+    signal that is ignored (`nohup`) stays ignored.
     """
-    numbers = [
-        number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL
-    ]
+    replaced = {number: kept for number, kept in _DEFAULTS.items() if signal.getsignal(number) is kept}
     if threading.current_thread() is not threading.main_thread() or _is_one_of_several():
-        numbers = []
+        replaced = {}
+    arrived: list[int] = []
 
     def end(number: int, frame: Any) -> None:
-        for each in numbers:
-            signal.signal(each, lambda *_: None)  # a second signal must not stop the cleanup
+        arrived.append(number)
+        for each in replaced.keys() - {signal.SIGINT}:
+            signal.signal(each, lambda *_: None)  # a second signal must not stop the cleanup; Ctrl-C may
         raise Ended(number)
 
-    for number in numbers:
+    for number in replaced:
         signal.signal(number, end)
     try:
         yield
+    except typer.Exit:
+        raise
+    except Exception:
+        if arrived:
+            raise Ended(arrived[0]) from None
+        raise
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, kept in replaced.items():
+            signal.signal(number, kept)
 
 
 @contextmanager

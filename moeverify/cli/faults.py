@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -71,11 +71,21 @@ Without = Annotated[
         "Can be repeated.",
     ),
 ]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")]
 _Number = Annotated[int, typer.Option("--number", min=1, max=1_000_000, help="How many mutants to choose.")]
 Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="MECHANISM", help="Leave out all other hypotheses. Can be repeated."),
 ]
+
+
+class Files(NamedTuple):
+    """The files of a benchmark to write, and the folder of its pictures."""
+
+    markdown: Path | None
+    html: Path | None
+    plots: Path | None
+    json: Path | None
 
 
 @faults.command("list")
@@ -133,6 +143,7 @@ def run(
     plots: Plots = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
+    json_file: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Inject faults, one run each, and say which were detected, located and named.
@@ -148,7 +159,8 @@ def run(
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
             chosen = change_precision(chosen, precision.value)
-        check_writable([path for path in (markdown, html) if path is not None], plots)
+        files = Files(markdown, html, plots, json_file)
+        check_writable([path for path in (markdown, html, json_file) if path is not None], plots)
         left_out = choose_left_out(without or (), only or ())
         options = replace(_options(device, cache), without=left_out)
         if EXPLAIN in left_out:
@@ -160,7 +172,7 @@ def run(
         words += [] if escalate else ["--no-escalate"]
         words += [f"--without {name}" for name in without or ()] + [f"--only {name}" for name in only or ()]
         with postponed_signals():
-            _report_faults(rows, context, device, " ".join(words), markdown, html, plots)
+            _report_faults(rows, context, device, " ".join(words), files)
         missed = {"pass": "mismatch"}  # a missed fault has the verdict pass
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
         raise typer.Exit(_conclude(verdicts))
@@ -171,27 +183,27 @@ def _report_faults(
     context: CommandContext,
     device: Device,
     command: str,
-    markdown: Path | None,
-    html: Path | None,
-    plots: Path | None,
+    files: Files,
 ) -> None:
     """Print the table of faults, and write the files that were asked for."""
-    from moeverify.report.faults import render_faults, write_faults
+    from moeverify.report.faults import render_faults, write_faults, write_json
     from moeverify.report.files import write_atomically
     from moeverify.verification.controller.machine import choose_device, describe_environment
 
     render_faults(rows, context.out)
     environment = describe_environment(choose_device(device.value))
-    if markdown is not None:
-        write_atomically(markdown, write_faults(rows, environment, command))
-    if html is not None:
+    if files.markdown is not None:
+        write_atomically(files.markdown, write_faults(rows, environment, command))
+    if files.json is not None:
+        write_atomically(files.json, write_json(rows, environment, command))
+    if files.html is not None:
         from moeverify.report.fault_page import write as write_page
 
-        write_page(rows, html, environment, command)
-    if plots is not None:
+        write_page(rows, files.html, environment, command)
+    if files.plots is not None:
         from moeverify.report.formats.plots import write_faults as write_fault_plots
 
-        write_fault_plots(rows, plots)
+        write_fault_plots(rows, files.plots)
 
 
 def _run_all(
@@ -292,9 +304,7 @@ def mutate(
             "--keep", metavar="FOLDER", help="Keep each result there, and run only what is not in it yet."
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
     markdown: Output = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, max=1e7, help="Seconds for one mutant.")

@@ -14,7 +14,7 @@ from moeverify.errors import CaseError, Problem
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
-    from moeverify.cases.validation.load import Loaded
+    from moeverify.cases.validation.load import LoadedCases
     from moeverify.results.run import CaseResult
 
 _MOST_NAMES = 8
@@ -35,7 +35,7 @@ class Verified:
     keys: Mapping[str, str]
 
 
-Verify = Callable[["Loaded", Mapping[str, "CaseResult"]], Verified]
+Verify = Callable[["LoadedCases", Mapping[str, "CaseResult"]], Verified]
 """Function that runs the cases missing from the known results, and reports all cases."""
 
 
@@ -89,7 +89,7 @@ def rerun_on_changes(
     return last.code
 
 
-def _load(selection: CaseSelection, last: Verified) -> Loaded:
+def _load(selection: CaseSelection, last: Verified) -> LoadedCases:
     """Return the valid cases; a file may only be invalid if it had no case in the last run.
 
     Raises: CaseError listing all problems.

@@ -24,7 +24,7 @@ from moeverify.cli.track import Tracking
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
-    from moeverify.cases.validation.load import Loaded
+    from moeverify.cases.validation.load import LoadedCases
     from moeverify.results.run import CaseResult, RunResult
     from moeverify.verification.controller.durations import Durations
     from moeverify.verification.controller.finished import FinishedCases
@@ -124,7 +124,7 @@ def run(
             outputs.keeping(out).check()
             tracking.check()
 
-        def verify(loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
+        def verify(loaded: LoadedCases, known: Mapping[str, CaseResult]) -> Verified:
             from moeverify.verification.controller.durations import Durations
 
             options = judging.complete(settings.make_options(loaded.cases, out), loaded.cases)
@@ -234,7 +234,7 @@ class _Verification:
         """Do the work that follows the report, and return its exit code; it cannot change a verdict."""
         if self.result is None:
             return 0
-        from moeverify.report.trackers.figures import list_run_figures
+        from moeverify.report.figures import list_run_figures
 
         for failure in self.finished.failures:
             context.err.print(f"error: {failure}", soft_wrap=True)
@@ -244,7 +244,7 @@ class _Verification:
         return 0 if is_tracked and not self.finished.failures else BAD_INPUT
 
 
-def render_refused(loaded: Loaded, context: CommandContext) -> None:
+def render_refused(loaded: LoadedCases, context: CommandContext) -> None:
     """Print the problems of the files that are left out, before the other cases run."""
     if not loaded.problems:
         return
@@ -266,7 +266,7 @@ def run_and_report(
     *,
     quiet: bool,
     timings: bool = False,
-    refused: Loaded | None = None,
+    refused: LoadedCases | None = None,
     durations: Durations | None = None,
     finished: Mapping[str, CaseResult] | None = None,
 ) -> int:
@@ -300,7 +300,7 @@ def run_and_report(
         return _deliver(_add_refused(result, refused), outputs, context, quiet=quiet, timings=timings)
 
 
-def _add_refused(result: RunResult, refused: Loaded | None) -> RunResult:
+def _add_refused(result: RunResult, refused: LoadedCases | None) -> RunResult:
     """Return the run with a skipped case for each refused file, so that reports mention them."""
     if refused is None or not refused.refused:
         return result

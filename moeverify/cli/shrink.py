@@ -15,7 +15,7 @@ from moeverify.cli.options import with_groups
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
-    from moeverify.verification.controller.shrink import Reduction
+    from moeverify.verification.controller.shrink import Shrinking
     from moeverify.verification.controller.smaller_cases import SmallerCases
 
 
@@ -39,7 +39,7 @@ def shrink(
         from moeverify.report.files import check_writable
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.judgement import JudgementCache
-        from moeverify.verification.controller.shrink import Reduction
+        from moeverify.verification.controller.shrink import Shrinking
         from moeverify.verification.controller.smaller_cases import SmallerCases, examine_place
 
         case = _choose(selection.load())
@@ -62,7 +62,7 @@ def shrink(
                 JudgementCache.of(options.cache_folder),
             )
             cases.begin()
-            reduction = Reduction(cases.list_fields, cases.shows, cases.confirms)
+            reduction = Shrinking(cases.list_fields, cases.shows, cases.confirms)
             try:
                 reduction.search()
             except BaseException:
@@ -84,7 +84,7 @@ def _choose(cases: list[Case]) -> Case:
 
 
 def _write(
-    cases: SmallerCases, reduction: Reduction, file: Path, context: CommandContext, *, is_whole: bool
+    cases: SmallerCases, reduction: Shrinking, file: Path, context: CommandContext, *, is_whole: bool
 ) -> None:
     """Write the smallest case so far, and print how it differs from the case itself."""
     from moeverify.report.console import print_fact

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.options import OptionGroup
-from moeverify.report.trackers.registry import Tracker
+from moeverify.report.trackers import Tracker
 
 if TYPE_CHECKING:
     from moeverify.cli.context import CommandContext
-    from moeverify.report.trackers.figures import Commit, Figures
+    from moeverify.report.figures import Figures, TrackedCommit
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tracking(OptionGroup):
         Raises: MachineError if a package is missing; CaseError if the folder cannot be written.
         """
         from moeverify.report.files import check_writable
-        from moeverify.report.trackers.registry import check_tracker
+        from moeverify.report.trackers import check_tracker
 
         for tracker in self.track or ():
             check_tracker(tracker)
@@ -47,7 +47,7 @@ class Tracking(OptionGroup):
 
     def write(self, figures: Figures, context: CommandContext) -> bool:
         """Log the figures to all services, and return whether all succeeded; the verdict is unaffected."""
-        from moeverify.report.trackers.registry import log_figures
+        from moeverify.report.trackers import log_figures
 
         if not self.track or not context.is_first:
             return True
@@ -62,12 +62,12 @@ class Tracking(OptionGroup):
         return is_written
 
 
-def find_commit(folder: Path | None = None) -> Commit:
+def find_commit(folder: Path | None = None) -> TrackedCommit:
     """Return the checked-out commit of a folder (default: the current one).
 
     Outside of git its name is empty and its number is the current time in seconds.
     """
-    from moeverify.report.trackers.figures import Commit
+    from moeverify.report.figures import TrackedCommit
 
     def ask(*words: str) -> str:
         try:
@@ -81,5 +81,5 @@ def find_commit(folder: Path | None = None) -> Commit:
     name, seconds = ask("rev-parse", "HEAD"), ask("show", "-s", "--format=%ct", "HEAD")
     number = ask("rev-list", "--count", "HEAD")
     if not (name and seconds and number):
-        return Commit(name="", number=int(time.time()), time=time.time())
-    return Commit(name=name, number=int(number), time=float(seconds))
+        return TrackedCommit(name="", number=int(time.time()), time=time.time())
+    return TrackedCommit(name=name, number=int(number), time=float(seconds))

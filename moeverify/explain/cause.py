@@ -8,6 +8,7 @@ from typing import Literal
 from moeverify.explain.edits import Edit
 from moeverify.explain.joint import At
 from moeverify.explain.suspects import Target
+from moeverify.results.culprit import SumPart
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Cause:
     - `stretch`: the operators from `ops` to the next end of a module.
     - `known`: the relation of the wrong results to single-device values: multiplied by `factor` ("scale"),
       parts of a sum ("reduction") or right values in other places ("moved"). "race" marks a race.
+    - `sums`: in a "reduction", the parts with wrong weights, if they were fitted.
     - `launch`: in a race, the collective that may still use the memory that `ops` use.
     - `is_local`: the first repair alone only makes its own results right. Later operators were recorded with
       other sizes, or edits of the training loop's own operators belong to the repair and are left out.
@@ -33,6 +35,7 @@ class Cause:
     residual: float | None = None
     stretch: list[At] = field(default_factory=list)
     known: Literal["", "scale", "reduction", "moved", "race"] = ""
+    sums: tuple[SumPart, ...] = ()
     launch: At | None = None
     factor: float = 1.0
     is_local: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +32,7 @@ _MOST_QUOTIENTS = 65536
 _MOST_HITS = 64
 """An element that occurs in more tensors than this does not identify a tensor."""
 
+_MOST_ROWS = 16
 _MOST_ROOTS = 4
 """Maximum number of tensors that one tensor may be composed of, such as two fused projections."""
 
@@ -258,6 +259,14 @@ class Elements:
         found = counts.argsort(descending=True)[: int((counts > 0).sum())]
         return {self._roots[place]: int(counts[place]) / ids.numel() for place in found.tolist()}
 
+    def rows(self, ids: Tensor | None) -> tuple[int, ...]:
+        """Return the indices in dim 0 of elements that are some whole slices of one value, or an empty tuple."""
+        roots = [] if ids is None else self.roots(ids)
+        if ids is None or len(roots) != 1:
+            return ()
+        index = ids[ids > 0] - self._bases[self._places[roots[0]]] - 1
+        return list_rows(index, self._one.values[roots[0]].shape)
+
     def pick(self, ids: Tensor) -> Tensor:
         """Return the values of elements, with 0 for padding. Same shape as `ids`, float64."""
         out = torch.zeros(ids.shape, dtype=torch.float64)
@@ -340,6 +349,16 @@ class Elements:
         if regular is not None and is_near(data.to(torch.float64), self._flat(root)[regular], size):
             return regular + base + 1
         return found
+
+
+def list_rows(index: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the first indices in dim 0 of elements, given by flat index, that are some whole slices of a tensor."""
+    width = math.prod(shape[1:])
+    if len(shape) < 2 or not width:
+        return ()
+    rows, counts = torch.unique(index // width, return_counts=True)
+    is_whole = bool((counts == width).all()) and len(rows) < shape[0]
+    return tuple(rows[:_MOST_ROWS].tolist()) if is_whole else ()
 
 
 def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:

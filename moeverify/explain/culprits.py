@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.counterparts import pair_tensors
@@ -23,7 +26,7 @@ from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.origins import Origins
-from moeverify.explain.program import HIDDEN, SETUP, Op
+from moeverify.explain.program import HIDDEN, SETUP, Op, list_refs
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.explain.upstream import Upstream
@@ -58,6 +61,7 @@ class Culprits:
         self._sizes = dict(sizes or {})
         self._landmarks = explainer.landmarks
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
+        self._right = explainer.right
         self._origins = Origins(self._alignment, self._one)
         self._upstream = Upstream(self._alignment, self._one, explainer.right)
         self._groups = groups
@@ -92,7 +96,8 @@ class Culprits:
         regions = [
             shown.region
             for program in self._joint.programs
-            for mark, shown in program.marks.items()
+            for mark, parts in program.marks.items()
+            for shown in parts
             if mark[0] == SETUP and mark[2] == name
         ]
         found: list[tuple[int, int, int]] = []
@@ -124,6 +129,7 @@ class Culprits:
             ranks=tuple(sorted({rank for rank, _ in cause.ops})),
             repaired=tuple(dict.fromkeys(cause.repaired))[:_MOST_REPAIRED],
             residual=cause.residual,
+            sums=cause.sums,
             is_local=cause.is_local,
             between=() if edit is not None and edit.kind != "value" else self._list_between(cause),
             others=tuple(each for each in others if each.line is not None and line_of(each) != line_of(here))[
@@ -152,9 +158,33 @@ class Culprits:
             found["here"] = self._operation(maker)
         elif found["taken"] is not None:
             found["axes"] = found["taken"].over
+            if cause.known == "moved":
+                found["copy_of"] = self._find_original(target, at)
             if cause.known == "moved" and not found["taken"].others:
                 found["moves_there"] = self._origins.list_later(at, target.mark)
         return found
+
+    def _find_original(self, target: Target, at: At) -> str:
+        """Return the right result of the same kind that has the elements of a moved result, or an empty string."""
+        roots, kind = self._origins.roots_of(at), target.mark[1]
+        marks = {each.mark: self._one.program.marks[each.mark][-1].value for each in self._right}
+        found = [mark for mark, own in marks.items() if own is not None and self._one.roots_of(own) == roots]
+        return next(("/".join(each[1:]) for each in found if each[1] == kind and each != target.mark), "")
+
+    def _find_rounding(self, op: At) -> str:
+        """Return the dtype to which a write rounds the memory that it overwrites, or an empty string."""
+        recorded = self._joint.op(op)
+        numbers = (*list_refs(recorded.args[0]), *recorded.results, *recorded.reads())
+        data = [each for number in numbers if (each := self._joint.data((op[0], number))) is not None]
+        if recorded.written != (0,) or len(data) < 3:
+            return ""
+        before, after, *taken = data
+        floats = [each.dtype for each in taken if each.is_floating_point()]
+        narrow = min(floats, key=lambda dtype: dtype.itemsize, default=before.dtype)
+        is_rounded = narrow.itemsize < before.itemsize and torch.equal(
+            before.to(narrow).to(before.dtype), after
+        )
+        return str(narrow).removeprefix("torch.") if is_rounded else ""
 
     def _find_scaling(self, cause: Cause, at: At) -> At:
         """Return the first operator whose result has the factor of a scaled result: the suspect, or a later one."""
@@ -227,6 +257,8 @@ class Culprits:
             return self._describe_returned(first, other)
         if edit.kind == "scale":
             return self._describe_scale(*self._origins.trace_scale(next(iter(edit.changes.values))))
+        if edit.kind == "removed":
+            return {"rounds_to": self._find_rounding(first)}
         if edit.kind == "number":
             return {"numbers": edit.numbers or list_differences(op, other)}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
@@ -243,7 +275,7 @@ class Culprits:
             pairs = pair_tensors(op, other)
             theirs = next((pair.theirs for pair in pairs if pair.place == edit.place), None)
             if theirs is not None:
-                found |= self._describe_operand(first, taken, theirs)
+                found |= self._describe_operand(first, taken, theirs, edit.changes.values[taken])
         return found
 
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
@@ -265,12 +297,16 @@ class Culprits:
         right = describe_value(self._one.program, other.results[0])
         return {"taken": self._source(end), "right": right, "results": (module,)}
 
-    def _describe_operand(self, reader: At, taken: At, theirs: int) -> dict[str, Any]:
-        """Return fields for a wrong operand, traced back to the first operator that takes a wrong one."""
+    def _describe_operand(self, reader: At, taken: At, theirs: int, wanted: Tensor) -> dict[str, Any]:
+        """Return fields for a wrong operand, traced back to the first operator that takes a wrong one.
+
+        `wanted` is the right value of the operand.
+        """
         factor, maker = self._origins.trace_scale(taken)
         if factor != 1.0 and self._origins.is_made_of(theirs, taken):
             return self._describe_scale(factor, maker)
         found: dict[str, Any] = {}
+        zeroed = self._origins.trace_zeros(taken, wanted)
         while (before := self._origins.trace_operand(taken, theirs)) is not None:
             reader, taken, theirs = before
             found = {
@@ -279,10 +315,22 @@ class Culprits:
             }
             found |= {"there": describe_op(self._one.program, self._one.reader(theirs)), "others": ()}
         found |= {"taken": self._source(taken), "right": describe_value(self._one.program, theirs)}
+        known, expected = self._alignment.find(taken), self._one.ids(theirs)
+        if (
+            found["taken"] is not None
+            and known is not None
+            and known.ids is not None
+            and expected is not None
+        ):
+            mine, right = self._one.elements.rows(known.ids), self._one.elements.rows(expected)
+            if mine and right and set(mine).isdisjoint(right):
+                for place, rows in (("taken", mine), ("right", right)):
+                    found[place] = found[place].model_copy(update={"rows": rows[:_MOST_OTHERS]})
         zeros = self._origins.count_zeros(taken, theirs)
         if found["taken"] is not None and zeros > _LEAST_SHARE:
             found["taken"] = found["taken"].model_copy(update={"zeros": zeros})
-        maker = self._joint.maker(skip_moves(self._joint, taken))
+        made = zeroed if zeros > _LEAST_SHARE else None
+        maker = made or self._joint.maker(skip_moves(self._joint, taken))
         if self._joint.op(maker).short not in HIDDEN:
             found["made"] = self._operation(maker)
         return found | self._origins.list_moves(taken, theirs)

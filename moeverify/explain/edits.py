@@ -17,7 +17,7 @@ from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place,
 from moeverify.explain.cuts import Cut, list_batch_cuts, list_cuts, take
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import execute_all
-from moeverify.explain.program import Op, Ref, list_refs
+from moeverify.explain.program import OVERWRITING, SETUP, Op, Ref, list_refs
 
 Kind = Literal[
     "number",
@@ -375,24 +375,30 @@ def list_removals(alignment: Alignment, ops: Sequence[At], depth: int = 0) -> It
             yield Edit("removed", tuple(ops), changes, {}, (place,))
 
 
-def list_skipped_writes(alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]:
+def list_skipped_writes(
+    alignment: Alignment, unknown: Sequence[At], *, trusts: bool = False
+) -> Iterator[Edit]:
     """Yield edits that leave out the writes of one call stack to a tensor that was right before.
 
+    With `trusts`, the values before are known to be right.
+
     Such writes belong to passes which one device does not run, such as a validation or a warm-up. Another call
-    made the tensor.
+    made the tensor. Code that overwrites a tensor before the first step initializes it: the written value is
+    wrong, and the write is not.
     """
     joint = alignment.joint
     groups: dict[tuple[object, ...], list[At]] = {}
     for at in unknown:
         op = joint.op(at)
-        if op.meeting is None and op.sites and len(op.results) == 1 and op.written == (0,):
+        is_initial = op.step == SETUP and not op.module and op.short.rstrip("_") in OVERWRITING
+        if op.meeting is None and op.sites and len(op.results) == 1 and op.written == (0,) and not is_initial:
             groups.setdefault((op.name, op.module, op.sites), []).append(at)
     for ops in groups.values():
         before = {at: next(list_refs(joint.op(at).args)) for at in ops}
         first = {at[0]: (at[0], before[at]) for at in reversed(ops)}.values()
         callers = joint.op(ops[0]).sites[1:]
         is_older = all(joint.op(joint.maker(each)).sites[1:] != callers for each in first)
-        if is_older and not any(map(alignment.is_wrong, first)):
+        if is_older and (trusts or not any(map(alignment.is_wrong, first))):
             changes = Changes(ops={at: _pass(before[at], 1) for at in ops})
             yield Edit("removed", tuple(ops), changes)
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain
@@ -90,6 +91,7 @@ class Explainer:
         self._proves = True
         self._on_place: Callable[[list[Cause]], object] | None = None
         self.landmarks = Landmarks(programs, self.one, step)
+        self._addends = Addends(self.joint, one)
         self._further = Further(self.joint, self.one, step)
         self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.right)
 
@@ -223,6 +225,9 @@ class Explainer:
 
         A cause without repairs is only a place.
         """
+        is_recorded = state.changed().keys().isdisjoint(target.values.values())
+        if is_recorded and (summed := self._addends.explain(target)) is not None:
+            return self._explain_sum(summed, state, end)
         alignment = self.alignment.under(state)
         factor = self._find_factor(target, state)
         if factor is not None:
@@ -234,9 +239,7 @@ class Explainer:
             place[0].stretch = self._list_stretch(first, stretch.unknown)
             place[0].known = self._find_kind(alignment, target, factor)
             place[0].factor = 1.0 if factor is None else factor
-        if self._on_place is not None:
-            self._on_place([*self.causes, *place])
-            self._on_place = None
+        self._tell_place(*place)
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
             return place, state
         less = _SAYS_LESS.get(place[0].known, frozenset()) if place else frozenset()
@@ -246,6 +249,21 @@ class Explainer:
             found = self._try([] if "removed" in less else skipped, target, stretch.unknown, state, end)
             found = found or self._search(target, state, stretch, end, _LONGEST_CHAIN)
         return (place, state) if found is None or found[0][0].repairs[0].kind in less else found
+
+    def _explain_sum(self, summed: Cause, state: Execution, end: float) -> tuple[list[Cause], Execution]:
+        """Return the write without which a wrong sum is right, if there is one, else the sum."""
+        self._tell_place(summed)
+        skipped = list_skipped_writes(self.alignment, summed.stretch, trusts=True) if self._proves else ()
+        found = self._try(skipped, summed.targets[0], summed.stretch, state, end)
+        if found is not None:
+            found[0][0].sums = summed.sums
+        return ([summed], state) if found is None else found
+
+    def _tell_place(self, *places: Cause) -> None:
+        """Call `on_place` with the first place."""
+        if self._on_place is not None:
+            self._on_place([*self.causes, *places])
+            self._on_place = None
 
     def _open(self, alignment: Alignment, target: Target) -> _Stretch:
         """Return the operators from right values to the target, or to the first wrong module ends before."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, skip_moves
@@ -20,6 +21,8 @@ from moeverify.results.culprit import Operation
 
 _MOST_MOVES = 3
 _MOST_FOLLOWED = 64
+_FEW = 0.1
+"""Maximum fraction of zeros among numbers that an operator sets to zero."""
 
 
 class Origins:
@@ -42,6 +45,34 @@ class Origins:
         if here is None or there is None or not here.numel() or not there.numel():
             return 0.0
         return float((here == 0).double().mean()) - float((there == 0).double().mean())
+
+    def trace_zeros(self, taken: At, right: Tensor) -> At | None:
+        """Return the operator that set the elements of a value to zero which are not zero in the right value.
+
+        None if no operator takes other numbers at the same places.
+        """
+        data = self._alignment.data(taken)
+        if data is None or data.shape != right.shape:
+            return None
+        lost = ((data == 0) & (right != 0)).reshape(-1)
+        at = taken
+        for _ in range(_MOST_FOLLOWED):
+            maker = self._joint.maker(at)
+            if not bool(lost.any()) or self._joint.op(maker).meeting is not None:
+                return None
+            shares = {}
+            for read in self._joint.reads(maker):
+                value = self._alignment.data(read)
+                if value is not None and value.is_floating_point() and value.numel() == lost.numel():
+                    shares[read] = float((value.reshape(-1)[lost] == 0).double().mean())
+            if not shares:
+                return None
+            at = max(shares, key=lambda each: shares[each])
+            if shares[at] < _FEW:
+                return maker
+            if shares[at] < 1 - _FEW:
+                return None  # elements of other places
+        return None
 
     def trace_scale(self, taken: At) -> tuple[float, At]:
         """Return the factor of a scaled value, and the first operator that introduces it.
@@ -173,7 +204,7 @@ class Origins:
 
         Empty if the rank's value is not on the way to the value that one device shows at `mark`.
         """
-        program, shown = self._one.program, self._one.program.marks[mark].value
+        program, shown = self._one.program, self._one.program.marks[mark][-1].value
         roots = set(self.roots_of(mine))
         if shown is None or roots & set(self._one.roots_of(shown)):
             return ()

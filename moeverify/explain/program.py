@@ -224,7 +224,7 @@ class Race:
 class Program:
     """Recorded operators and values of one process.
 
-    - `marks`: the tensors that the training loop showed.
+    - `marks`: the tensors that the training loop showed, one for each part that the rank holds.
     - `ends`: the tensors at the ends of modules.
     - `races`: uses of memory that a collective might still be using.
     - `shares`: (rows, positions) of the batch, for each micro-batch.
@@ -236,7 +236,7 @@ class Program:
 
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    marks: dict[Mark, Shown] = field(default_factory=dict)
+    marks: dict[Mark, list[Shown]] = field(default_factory=dict)
     ends: list[End] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     shares: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)

@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         if self._is_open:
             with _without_modes():
                 value = None if local is None else self._find(local_part(local.detach()))
-            self.program.marks[step, kind, name] = Shown(value, region)
+            self.program.marks.setdefault((step, kind, name), []).append(Shown(value, region))
 
     def begin_step(self, step: int) -> None:
         """Set the step of the operators that follow."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from moeverify.explain.align import Alignment
 from moeverify.explain.compare import TOLERANCE, is_right, relative_error
 from moeverify.explain.joint import At, Joint
-from moeverify.explain.program import Mark, Program
+from moeverify.explain.program import Mark, Program, Shown
 from moeverify.parallel.regions.region import Region
 
 _MANY = 16
@@ -35,31 +37,36 @@ class Target:
 def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], list[Target]]:
     """Return (wrong, right) tensors that are shown in a step, compared with the single device.
 
-    Both are in program order. A wrong target has only the ranks on which it differs.
+    Both are in program order. A wrong target has only the ranks on which it differs. A rank that holds
+    several parts of a tensor has one target for each.
     """
     wrong, right = [], []
     for mark, shown in one.marks.items():
-        whole = None if shown.value is None else one.values[shown.value].data
+        whole = None if shown[-1].value is None else one.values[shown[-1].value].data
         if mark[0] != step or whole is None:
             continue
-        found: dict[bool, Target] = {True: Target(mark, {}, {}, {}), False: Target(mark, {}, {}, {})}
-        for rank, program in enumerate(joint.programs):
-            own = program.marks.get(mark)
-            actual = None if own is None or own.value is None else program.values[own.value].data
-            if own is None or own.value is None or actual is None:
-                continue
-            if math.prod(own.region.shape) != whole.numel():
-                continue  # another number of values, such as choices of experts: later results show the error
-            expected = own.region.take(whole.reshape(own.region.shape))
-            target = found[is_right(actual, expected)]
-            target.values[rank] = (rank, own.value)
-            target.right[rank] = expected
-            target.regions[rank] = own.region
-        if found[False].values:
-            wrong.append(found[False])
-        elif found[True].values:
-            right.append(found[True])
+        for parts in itertools.zip_longest(*(program.marks.get(mark, ()) for program in joint.programs)):
+            found = _compare(mark, parts, joint, whole)
+            if found[False].values:
+                wrong.append(found[False])
+            elif found[True].values:
+                right.append(found[True])
     return wrong, right
+
+
+def _compare(mark: Mark, parts: Sequence[Shown | None], joint: Joint, whole: Tensor) -> dict[bool, Target]:
+    """Return the target of the ranks whose parts are wrong, by False, and the one of the others, by True."""
+    found: dict[bool, Target] = {True: Target(mark, {}, {}, {}), False: Target(mark, {}, {}, {})}
+    for rank, own in enumerate(parts):
+        at = (rank, -1 if own is None or own.value is None else own.value)
+        if own is None or at[1] < 0 or (actual := joint.data(at)) is None:
+            continue
+        if math.prod(own.region.shape) != whole.numel():
+            continue  # another number of values, such as choices of experts: later results show the error
+        expected = own.region.take(whole.reshape(own.region.shape))
+        target = found[is_right(actual, expected)]
+        target.values[rank], target.right[rank], target.regions[rank] = at, expected, own.region
+    return found
 
 
 def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:

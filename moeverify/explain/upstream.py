@@ -54,9 +54,8 @@ class Upstream:
         `named` already are left out. `defines` adds definitions of Python values that the operation takes.
         """
         lineage = self._list_lineage(cause)
-        # Lines that differ from one device come first. Without them, all groups, numbers and flags are in doubt.
-        found = self._choose(
-            named,
+        # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
+        sources = (
             self._list_cuts(cause),
             self._list_repeated(cause),
             self._list_received(cause.ops[0]) if defines else (),
@@ -67,6 +66,7 @@ class Upstream:
             self._list_missing(cause),
             self._list_read(taken),
         )
+        found = () if cause.sums else self._choose(named, *sources)
         is_met = self._joint.op(cause.ops[0]).meeting is not None
         return found or self._choose(
             named,
@@ -74,6 +74,7 @@ class Upstream:
             self._list_applied(cause),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._list_definitions(cause.ops[0]) if defines else (),
+            self._list_entered(cause.ops[0]),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
 
@@ -202,6 +203,15 @@ class Upstream:
         """Return the lines of the user's code that call an operator, the innermost first."""
         program = self._joint.programs[op[0]]
         return tuple(site for site in program.sites_of(self._joint.op(op)) if is_of_user(site.file))
+
+    def _list_entered(self, op: At) -> Iterator[Origin]:
+        """Yield the innermost call that one device does not run, if one device runs the operation's own line."""
+        sites = self._joint.programs[op[0]].sites_of(self._joint.op(op))
+        known = {(site.file, site.line) for each in self._one.program.ops for site in each.sites}
+        first = next((at for at, site in enumerate(sites) if (site.file, site.line) not in known), 0)
+        # Without user code on the stack, the model and the layout are those of this package.
+        if first and (is_of_user(sites[first].file) or not self._sites(op)):
+            yield _origin("entered", sites[first:])
 
     def _list_lineage(self, cause: Cause) -> list[At]:
         """Return the operators of the step that carried the value of a wrong result, the last one first.

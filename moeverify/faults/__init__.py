@@ -1,1 +1,1 @@
-"""Benchmark of real bugs, one per file. Each breaks the parallel code like the bug, never the comparison."""
+"""Benchmark of real bugs, one file per class. Each breaks the parallel code like the bug, never the comparison."""

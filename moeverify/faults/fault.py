@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moeverify.cases.schema import PRECISIONS, Case, Precision
 from moeverify.faults.patch import Patch
@@ -60,12 +62,50 @@ class Fault:
     saver: Case | None = None
     precisions: tuple[Precision, ...] = PRECISIONS
 
+    def __call__(self, patch: Patch) -> None:
+        """Inject the fault."""
+        self.inject(patch)
+
     @property
     def target(self) -> str:
         """Return the `--fault` argument that injects this fault."""
         return f"{self.inject.__module__}:{self.inject.__name__}"
 
+    def shows_line(self, finding: Finding) -> bool:
+        """Return whether a finding shows a line of this fault: of its injection, or of the helpers before it.
+
+        The first wrong operation and the lines to look at count, the calls around them do not.
+        """
+        culprit = finding.culprit
+        if culprit is None:
+            return False
+        module = sys.modules[self.inject.__module__]
+        end = _find_end(self)
+        ends = [_find_end(each) for each in vars(module).values() if isinstance(each, Fault)]
+        begin = max((each for each in ends if each < end), default=0)
+        name = f"{module.__name__.replace('.', '/')}.py"
+        lines = [culprit.here.line, *(origin.line for origin in culprit.origins)]
+        return any(
+            line is not None and line.file.endswith(name) and begin < line.line <= end for line in lines
+        )
+
     @property
     def bug_class(self) -> str:
         """Return the class of the bug, a letter from A to P."""
         return self.number[0]
+
+
+def _find_end(fault: Fault) -> int:
+    """Return the last line of a fault's injection in its file."""
+    lines, first = inspect.getsourcelines(fault.inject)
+    return first + len(lines) - 1
+
+
+def fault(
+    number: str, *, where: tuple[At, ...], causes: tuple[Cause, ...], **fields: Any
+) -> Callable[[Callable[[Patch], None]], Fault]:
+    """Return a decorator that makes a fault of its injection.
+
+    `where` and `causes` are the fields of `Expected`; `fields` are the other fields of `Fault`.
+    """
+    return lambda inject: Fault(number, expected=Expected(where, causes), inject=inject, **fields)

@@ -39,11 +39,11 @@ NUM_CARRIED = 2  # number of carried losses: balance and z
 class Work(Protocol):
     """The parts of a training step that stages run around the model, such as the loss. Micro-batches count from 0."""
 
-    def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
+    def begin(self, stage: ModelStage, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return positions and valid of a micro-batch, (M, s) both; called before each forward pass."""
 
     def add(
-        self, stage: Stage, micro_batch: int, routers: Sequence[RouterStats], carried: Tensor | None
+        self, stage: ModelStage, micro_batch: int, routers: Sequence[RouterStats], carried: Tensor | None
     ) -> Tensor:
         """Return the sum of losses up to this stage, (NUM_CARRIED,); called after each forward pass."""
 
@@ -51,7 +51,7 @@ class Work(Protocol):
         """Return the loss to differentiate, (); called on the last stage."""
 
 
-class Stage(Transformer):
+class ModelStage(Transformer):
     """One stage of the model: some of its layers, plus the embedding or the head at the ends.
 
     Set `work` before a forward pass. Parameters keep their FQNs of the whole model.
@@ -124,7 +124,7 @@ class Shapes:
 class Pipeline:
     """The stages of this rank, in order, and the schedule that runs them."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[ModelStage]
     schedule: Any
     num_micro_batches: int
 
@@ -149,17 +149,18 @@ class Pipeline:
 
 def build_stages(
     spec: ReferenceModel, layout: Layout, pp_rank: int, *, experts: str, dtype: torch.dtype
-) -> list[Stage]:
+) -> list[ModelStage]:
     """Return the stages of a rank of the pp axis, on the meta device."""
     layers = split_layers(layout, spec.num_layers)
     return [
-        Stage(spec, number, layers, experts=experts, dtype=dtype) for number in stages_of(layout, pp_rank)
+        ModelStage(spec, number, layers, experts=experts, dtype=dtype)
+        for number in stages_of(layout, pp_rank)
     ]
 
 
 @seam
 def build_pipeline(
-    stages: Sequence[Stage], layout: Layout, shapes: Shapes, group: ProcessGroup, device: torch.device
+    stages: Sequence[ModelStage], layout: Layout, shapes: Shapes, group: ProcessGroup, device: torch.device
 ) -> Pipeline:
     """Return the pipeline of stages that are ready to train.
 
@@ -179,7 +180,7 @@ def build_pipeline(
     return Pipeline(stages, schedule(wrapped if chosen.takes_list else wrapped[0], num, **options), num)
 
 
-def _wrap(stage: Stage, shapes: Shapes, group: ProcessGroup, device: torch.device) -> PipelineStage:
+def _wrap(stage: ModelStage, shapes: Shapes, group: ProcessGroup, device: torch.device) -> PipelineStage:
     """Return torch's stage with explicit shapes; shape inference would run the model once more."""
     dtype, spec = next(stage.parameters()).dtype, stage.spec
 

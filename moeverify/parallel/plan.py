@@ -40,7 +40,7 @@ from moeverify.parallel.expert import apply_expert_parallel
 from moeverify.parallel.gradients import Reduction, add_shared, finalize_gradients
 from moeverify.parallel.joined_gradients import join_gradients
 from moeverify.parallel.meshes import Meshes
-from moeverify.parallel.pipeline import Pipeline, Shapes, Stage, Stages, build_pipeline
+from moeverify.parallel.pipeline import ModelStage, Pipeline, Shapes, Stages, build_pipeline
 from moeverify.parallel.placed_experts import PlacedExperts, place_experts
 from moeverify.parallel.recompute import apply_recompute
 from moeverify.parallel.regions.local_shard import LocalShard, parameters
@@ -133,7 +133,12 @@ def parallelize(
 
 
 def parallelize_stages(
-    stages: Sequence[Stage], shapes: Shapes, layout: Layout, meshes: Meshes, device: torch.device, fill: Fill
+    stages: Sequence[ModelStage],
+    shapes: Shapes,
+    layout: Layout,
+    meshes: Meshes,
+    device: torch.device,
+    fill: Fill,
 ) -> Parallelized:
     """Return the stages of this rank as one parallel model with a pipeline; they must be on meta.
 

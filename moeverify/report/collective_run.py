@@ -14,7 +14,7 @@ from moeverify.report.console import choose_box, print_lines, print_table
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.sanitize import clean
 from moeverify.report.words.collective_run import describe_collective, describe_padding
-from moeverify.results.collective_run import CollectiveRun, Part, Parts, flatten
+from moeverify.results.collective_run import CollectiveRun, Parts, TensorSpan, flatten
 
 _SUM = "bold"
 
@@ -98,7 +98,7 @@ def _join(parts: Iterator[Text]) -> Text:
     return Text(" | ").join(list(parts))
 
 
-def _show_part(part: Part) -> Text:
+def _show_part(part: TensorSpan) -> Text:
     """Return the numbers in the colour of their rank of origin; an empty part is a dash."""
     text = " ".join(f"{value:.0f}" for value in part.values) or "-"
     return Text(text, style=_SUM if part.origin is None else find_colour(part.origin))
@@ -111,7 +111,7 @@ def _show_actual(expected: Parts, actual: Sequence[float]) -> Iterator[Text]:
         came = [*actual[start:stop], *[None] * (stop - start)][: stop - start]
         yield (
             Text(" ").join(
-                _show_part(Part(origin=part.origin, values=(right,)))
+                _show_part(TensorSpan(origin=part.origin, values=(right,)))
                 if value == right
                 else Text(
                     f"{'nothing' if value is None else format(value, '.6g')}(not {right:.0f})", style=WRONG

@@ -18,7 +18,7 @@ from moeverify.report.sanitize import clean
 from moeverify.report.sorting import order_findings
 from moeverify.report.words.cause import describe_cause, describe_explanation, describe_where
 from moeverify.report.words.factor import part_sources
-from moeverify.report.words.issued import describe_issued
+from moeverify.report.words.run import describe_issued
 from moeverify.results.facts import Facts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place

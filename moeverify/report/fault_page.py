@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from moeverify.report.faults import name_step, quote, summarize_faults
+from moeverify.report.faults import list_marks, name_step, quote, summarize_faults
 from moeverify.report.files import write_atomically
 from moeverify.report.page import render_page
 from moeverify.report.pictures import fault_matrix
@@ -30,6 +30,7 @@ def write(rows: Sequence[FaultRow], path: Path, environment: Mapping[str, str], 
         summary=summarize_faults(rows),
         picture=picture,
         svg=Markup(format_svg(picture, "faults")) if picture is not None else "",
+        list_marks=list_marks,
         name_step=name_step,
         quote=quote,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 
@@ -25,14 +26,14 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     table = Table(
         box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )
-    for name in ("fault", "detected", "located", "cause", "step", "loss curve", "and norm"):
+    for name in ("fault", "detected", "located", "cause", "line", "step", "loss curve", "and norm"):
         table.add_column(name, no_wrap=True)
     shows_own = any(row.found_in for row in rows)
     if shows_own:
         table.add_column(_OWN, no_wrap=True)
     table.add_column("what was said", overflow="fold", ratio=1)
     for row in rows:
-        marks = [_mark(row.detected), _mark(row.located), _mark(row.cause_named)]
+        marks = [_mark(value) for value in list_marks(row)]
         seen = [Text("sees it" if value else "blind") for value in (row.loss_curve, row.loss_and_norm)]
         seen += [_mark(row.detected and not row.found_in)] if shows_own else []
         quoted = quote(row)
@@ -41,6 +42,11 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     console.print()
     for line in summarize_faults(rows):
         print_lines(console, Text(line))
+
+
+def list_marks(row: FaultRow) -> tuple[bool, ...]:
+    """Return whether a fault was detected, located and named, and whether a line of it was shown."""
+    return row.detected, row.located, row.cause_named, row.line_shown
 
 
 def _call(row: FaultRow) -> str:
@@ -61,6 +67,7 @@ def summarize_faults(rows: Sequence[FaultRow]) -> list[str]:
         ("detected", sum(row.detected for row in rows)),
         ("located", sum(row.located for row in rows)),
         ("cause named", sum(row.cause_named for row in rows)),
+        ("a line of the fault shown", sum(row.line_shown for row in rows)),
         ("seen by a loss curve at 1e-3", sum(row.loss_curve for row in rows)),
         ("seen by losses and gradient norm at 1e-3", sum(row.loss_and_norm for row in rows)),
     ):
@@ -90,7 +97,7 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
     lines += [f"- {line}" for line in summarize_faults(rows)]
     shows_own = any(row.found_in for row in rows)
     headers = (
-        *("fault", "bug", "detected", "located", "cause named", "step"),
+        *("fault", "bug", "detected", "located", "cause named", "line shown", "step"),
         *("losses at 1e-3", "losses and gradient norm at 1e-3"),
         *([_OWN] if shows_own else []),
         "what was said",
@@ -99,7 +106,7 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
         (
             row.number,
             f"{row.title} ({row.source})",
-            *("yes" if value else "**no**" for value in (row.detected, row.located, row.cause_named)),
+            *("yes" if value else "**no**" for value in list_marks(row)),
             name_step(row),
             *("sees it" if value else "blind" for value in (row.loss_curve, row.loss_and_norm)),
             *(["**no**" if row.found_in or not row.detected else "yes"] if shows_own else []),
@@ -108,6 +115,12 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
         for row in rows
     ]
     return "\n".join([*lines, "", make_markdown_table(headers, table)]) + "\n"
+
+
+def write_json(rows: Sequence[FaultRow], environment: dict[str, str], command: str) -> str:
+    """Return the rows as JSON, with the command and environment that produced them."""
+    faults = [row.model_dump(mode="json", exclude={"finding"}) for row in rows]
+    return json.dumps({"command": command, "environment": environment, "faults": faults}, indent=1) + "\n"
 
 
 def name_finding_place(row: FaultRow) -> str:

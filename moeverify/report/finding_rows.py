@@ -10,7 +10,7 @@ from moeverify.report.words.cause import (
     leads_with_culprit,
 )
 from moeverify.report.words.culprit import list_culprit, list_origins, list_source
-from moeverify.report.words.follow_up import describe_follow_up
+from moeverify.report.words.run import describe_follow_up
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
 from moeverify.results.script import ScriptCheck

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeverify.report.words.follow_up import name_candidates
+from moeverify.report.words.run import name_candidates
 from moeverify.results.run import CaseResult
 
 # Options that change the behaviour of a case; a repeated run must keep them.

@@ -11,7 +11,8 @@ from moeverify.results.record import Record
 class FaultRow(Record):
     """One injected fault: whether it was detected, located, named, and visible in a loss curve.
 
-    `finding` is the first finding that follows from no other; its step is -1 before the first step.
+    `line_shown` is whether the report shows a line of the fault's own file: the first wrong operation, or a
+    line to look at. `finding` is the first finding that follows from no other; its step is -1 before the first step.
     `loss_curve` is whether the losses of a step differ by more than a relative 1e-3, the usual criterion in
     practice. `found_in` is set if the fault shows only in a wider precision and the run in its own
     precision passes. The losses and norms are always from the run in its own precision.
@@ -25,6 +26,7 @@ class FaultRow(Record):
     detected: bool
     located: bool
     cause_named: bool
+    line_shown: bool = False
     loss_curve: bool
     loss_and_norm: bool = False
     finding: Finding | None = None

@@ -8,7 +8,7 @@ from moeverify.results.finding import Verdict
 from moeverify.results.record import Record, Seconds
 
 
-class Judgement(Record):
+class CommitJudgement(Record):
     """The verdict of a case and its leading finding, short enough to be kept for every commit of a history.
 
     `check`, `tensor` and `code` are those of the finding, `cause` is in words, and `line` is
@@ -50,7 +50,7 @@ class JudgedCommit(Record):
     """A commit with its judgement. `is_known` means that an earlier command had judged the same content."""
 
     commit: Commit
-    judgement: Judgement
+    judgement: CommitJudgement
     is_known: bool = False
 
 
@@ -67,7 +67,7 @@ class Bisection(Record):
     good: Commit
     bad: Commit
     first_bad: Commit | None = None
-    judgement: Judgement | None = None
+    judgement: CommitJudgement | None = None
     files: tuple[str, ...] = ()
     candidates: tuple[Commit, ...] = ()
     judged: tuple[JudgedCommit, ...] = ()

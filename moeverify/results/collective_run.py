@@ -8,7 +8,7 @@ from moeverify.results.collective_name import Collective
 from moeverify.results.record import Record
 
 
-class Part(Record):
+class TensorSpan(Record):
     """Consecutive elements of a tensor that travel together.
 
     `origin` is the rank that sends them. It is None for a sum over all ranks, and for zeros that no rank
@@ -19,7 +19,7 @@ class Part(Record):
     values: tuple[float, ...]
 
 
-Parts = tuple[Part, ...]
+Parts = tuple[TensorSpan, ...]
 
 
 class RankTransfer(Record):

@@ -27,7 +27,7 @@ Mechanism = Literal[
 ]
 """The difference between an operation on the ranks and its counterpart on one device.
 
-`moeverify.report.words.mechanism` describes each.
+`moeverify.report.codes` describes each.
 """
 
 _CODES: dict[Mechanism, Cause] = {
@@ -70,7 +70,8 @@ class Source(Record):
 
     `label` names a parameter, buffer or input; otherwise `operation` computed the value. `over` names the
     mesh axes over which the given value is a partial sum. `scale` is its factor relative to the source. A
-    mixed value also has elements of `others`. `zeros` is the share of elements that are zero although they
+    mixed value also has elements of `others`. `rows` are its first indices in dim 0, where another value of the
+    same tensor is compared with it. `zeros` is the share of elements that are zero although they
     should not be.
     """
 
@@ -81,6 +82,7 @@ class Source(Record):
     scale: float = 1.0
     others: tuple[Source, ...] = ()
     zeros: float = 0.0
+    rows: tuple[int, ...] = ()
 
 
 OriginKind = Literal[
@@ -95,6 +97,7 @@ OriginKind = Literal[
     "group",
     "definition",
     "made",
+    "entered",
     "silent",
     "repeated",
 ]
@@ -111,7 +114,8 @@ OriginKind = Literal[
 - `definition`: it defines a number, group, index or flag of the operation in Python;
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
-- `silent`: it runs no operator, and one device does not execute it in this step.
+- `silent`: it runs no operator, and one device does not execute it in this step;
+- `entered`: it calls a function that one device runs too, from a line that one device does not run.
 """
 
 
@@ -121,6 +125,20 @@ class Origin(Record):
     kind: OriginKind
     line: CodeLine
     caller: CodeLine | None = None
+
+
+class SumPart(Record):
+    """A part with a wrong weight in a sum: the result of `ranks` counts the part of rank `source` `weight` times.
+
+    The result is in `rows`, the first of the indices in dim 0, empty for all. If the part is of other rows,
+    these are `source_rows`, and its right weight is 0; else it is 1.
+    """
+
+    ranks: tuple[int, ...]
+    source: int
+    weight: float
+    rows: tuple[int, ...] = ()
+    source_rows: tuple[int, ...] = ()
 
 
 class Culprit(Record):
@@ -139,7 +157,10 @@ class Culprit(Record):
     (here, there). `moves` are the operations that moved an operand from its producer to `here`, and
     `moves_there` the ones on one device. `others` are more lines with the same mistake.
 
-    `results` are the wrong results that the culprit explains; they are `factor` times the correct ones.
+    `results` are the wrong results that the culprit explains; they are `factor` times the correct ones. In a
+    reduction, `sums` are the parts with wrong weights; with weights 1 they add up to the correct result. Moved
+    results may be a copy of `copy_of`, which is correct. `rounds_to` is the dtype to which a removed operation
+    rounds the value that it writes.
     `leads` means that the report states this culprit as the cause, not as evidence for another one. If no
     change is proved, `between` has one operation per source line, from correct inputs to the first wrong
     result. `origins` are lines of user code before `here` from which its wrong operands, groups and numbers
@@ -166,6 +187,9 @@ class Culprit(Record):
     leads: bool = False
     results: tuple[str, ...] = ()
     factor: float = 1.0
+    sums: tuple[SumPart, ...] = ()
+    copy_of: str = ""
+    rounds_to: str = ""
     between: tuple[Operation, ...] = ()
     origins: tuple[Origin, ...] = ()
     absent: tuple[tuple[int, int, int], ...] = ()
@@ -173,13 +197,32 @@ class Culprit(Record):
     @property
     def code(self) -> Cause:
         """Return the cause to which this culprit belongs."""
-        if self.mechanism in _CODES and not (self.mechanism == "scale" and self.here.phase == "step"):
-            return _CODES[self.mechanism]
-        if self.taken is not None and self.right is not None and _is_stale(self.taken, self.right):
-            return Cause.STALE
+        found = self._find_relation()
+        if found is not None:
+            return found
+        if self.taken is not None and self.right is not None:
+            if self.taken.rows != self.right.rows:
+                return Cause.PERMUTATION
+            if _is_stale(self.taken, self.right):
+                return Cause.STALE
         return {"forward": Cause.FORWARD, "backward": Cause.BACKWARD, "step": Cause.OPTIMIZER}.get(
             self.here.phase, Cause.FORWARD
         )
+
+    def _find_relation(self) -> Cause | None:
+        """Return the cause that the relation of the results to correct values names, or None."""
+        if self.copy_of:
+            return Cause.DUPLICATE
+        if self.rounds_to:
+            return Cause.ROUNDING
+        if any(each.source_rows for each in self.sums):
+            return Cause.COLLECTIVES
+        if self.sums and len({each.weight for each in self.sums}) == 1 and self.sums[0].weight:
+            return Cause.SCALE
+        if any(each.weight or each.source in each.ranks for each in self.sums):
+            return Cause.SHARE_WEIGHTS  # else each rank lacks only the parts of others
+        is_rate = self.mechanism == "scale" and self.here.phase == "step"
+        return None if is_rate else _CODES.get(self.mechanism)
 
 
 def _is_stale(taken: Source, right: Source) -> bool:

@@ -127,7 +127,7 @@ class Disagreement(Record):
     by_rank: dict[int, CollectiveRecord]
 
 
-class Cause(StrEnum):
+class FailureCause(StrEnum):
     """The reason why a job has no result."""
 
     RANK = "rank"  # a rank failed
@@ -151,7 +151,7 @@ class JobFailure(Record):
     with the current place in their code if known.
     """
 
-    cause: Cause
+    cause: FailureCause
     phase: Phase = "in the job"
     rank: int | None = None
     end: RankEnd | None = None

@@ -177,8 +177,10 @@ class Finding(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_old_keys(cls, data: dict[str, Any]) -> dict[str, Any]:
+    def _drop_old_keys(cls, data: Any) -> Any:
         """Drop keys of older versions: the tests of all hypotheses, and the affected part."""
+        if not isinstance(data, dict):  # a damaged file, which pydantic refuses
+            return data
         return {key: value for key, value in data.items() if key not in ("trials", "part")}
 
     @property

@@ -32,7 +32,7 @@ CauseVerdict = Literal["right", "place", "none", "wrong", "open", ""]
 """
 
 
-class Judgement(Record):
+class MutantJudgement(Record):
     """A judgement of the report on a mutant.
 
     `located` is None if the mutated code serves every axis and module, so that no place is wrong. `because`
@@ -79,7 +79,7 @@ class MutantRow(Record):
     counted_only: bool
     cases: tuple[str, ...] = ()
     outcome: Outcome
-    judgement: Judgement = Judgement()
+    judgement: MutantJudgement = MutantJudgement()
     finding: Finding | None = None
     said: str = ""
     loss_curve: bool = False

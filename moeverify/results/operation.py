@@ -188,12 +188,16 @@ class Rounded(Record):
 
 
 class Miscounted(Record):
-    """A rank whose count differs from the routing."""
+    """A rank whose count differs from the routing.
+
+    `counts_padding` means that it is the count of all tokens, in place of the valid ones.
+    """
 
     kind: Literal["miscounted"] = "miscounted"
     expected: float
     actual: float
     rank: int
+    counts_padding: bool = False
 
 
 class RepeatedShard(Record):

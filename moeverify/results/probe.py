@@ -42,7 +42,7 @@ class Probe(StrEnum):
     NCCL = "NCCL version"
 
 
-class Outcome(StrEnum):
+class ProbeOutcome(StrEnum):
     """The outcome of a probe, or the reason why it has none."""
 
     RIGHT = "right"
@@ -60,7 +60,7 @@ class Outcome(StrEnum):
 class Answer(Record):
     """The answer of a probe: its outcome, names or versions `found` or `wrong`, and an `error`."""
 
-    outcome: Outcome
+    outcome: ProbeOutcome
     found: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
     error: str = ""

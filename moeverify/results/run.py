@@ -64,7 +64,7 @@ class Declared(Record):
     because: str = ""
 
 
-class Stage(Record):
+class TimePart(Record):
     """A part of the time of a run or a case.
 
     Units: `seconds` is wall time.
@@ -116,7 +116,7 @@ class CaseResult(Record):
     saver_file: str = ""
     operators: str = ""
     decided_in: str = ""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[TimePart, ...] = ()
     bounds: tuple[Bound, ...] = ()
 
     @property

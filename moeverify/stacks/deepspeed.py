@@ -1,7 +1,8 @@
 """DeepSpeed: any model under its engine, with ZeRO stage 0 to 3, and its own expert parallelism.
 
 Loss, micro-batches, clip and step use the engine. DeepSpeed does not support float64, so a recipe needs
-`precision: float32`. A case names `parallelize` and needs no code:
+`precision: float32`. Under ZeRO stage 3 no whole parameter is kept: every rank compares its own partition
+in place, without a gather. A case names `parallelize` and needs no code:
 
     layout: {dp_shard: 2, parallelize: "moeverify.stacks.deepspeed:parallelize", arguments: {stage: 2}}
 """
@@ -9,21 +10,81 @@ Loss, micro-batches, clip and step use the engine. DeepSpeed does not support fl
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer as TorchOptimizer
 
 from moeverify.errors import CaseError, Problem
+from moeverify.parallel.regions.local_shard import LocalShard, logical_name
+from moeverify.parallel.regions.region import Region
 from moeverify.stacks.deepspeed_loop import DeepSpeedLoop
 from moeverify.stacks.deepspeed_moe import build_again, leave_reductions_to_gloo, split_groups
-from moeverify.stacks.deepspeed_zero3 import PartitionedModel, ZeroThreeLoop
 from moeverify.stacks.framework import import_framework, refuse_axes
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
+
+
+class PartitionedModel(ParallelizedCustomModel):
+    """Model in which each parameter has a partition in `ds_tensor`. See `ParallelizedCustomModel`."""
+
+    def list_shards(self, whole: Mapping[str, Tensor]) -> list[LocalShard]:
+        """Return this rank's partition of each parameter, without the padding at the end."""
+        shards = []
+        for name, parameter in self.model.named_parameters():
+            partition: Any = parameter.ds_tensor  # type: ignore[attr-defined]  # set by ZeRO-3
+            start = dist.get_rank(parameter.ds_process_group) * partition.numel()  # type: ignore[attr-defined]
+            stop = min(start + partition.numel(), parameter.ds_numel)  # type: ignore[attr-defined]
+            if stop > start:
+                region = Region.run(tuple(parameter.ds_shape), start, stop)  # type: ignore[attr-defined]
+                partition.parameter = parameter  # DeepSpeed's accessors need the parameter
+                shards.append(
+                    LocalShard(logical_name(name), partition, region, partial(_cut, length=stop - start))
+                )
+        return shards
+
+
+class ZeroThreeLoop(DeepSpeedLoop):
+    """DeepSpeed engine with ZeRO stage 3. See `moeverify.train.engine.Engine`."""
+
+    def __init__(self, engine: Any, optimizer: TorchOptimizer) -> None:
+        super().__init__(engine, optimizer, stage=3)
+
+    def gradient(self, shard: LocalShard) -> Tensor | None:
+        """Return this rank's partition of a gradient."""
+        from deepspeed.utils import safe_get_local_grad
+
+        gradient: Tensor | None = safe_get_local_grad(shard.tensor.parameter)  # type: ignore[attr-defined]
+        return gradient
+
+    def step(self) -> None:
+        """Clip and perform the step of the engine."""
+        self._engine.step()
+
+    def state(self, shards: Sequence[LocalShard]) -> Iterator[tuple[str, Tensor, Region]]:
+        """Yield this rank's partitions of the moments, and the step counters."""
+        from deepspeed.utils import safe_get_local_optimizer_state
+
+        zero = self._engine.optimizer
+        for shard in shards:
+            parameter = shard.tensor.parameter  # type: ignore[attr-defined]  # set by `list_shards`
+            group, _, _ = zero.grad_position[zero.get_param_id(parameter)]
+            for key, value in sorted(zero.optimizer.state[zero.fp32_partitioned_groups_flat[group]].items()):
+                if isinstance(value, Tensor) and value.ndim == 0:  # step counter of a group
+                    yield f"{shard.name}.{key}", value, Region.whole(())
+                elif isinstance(value, Tensor):
+                    moment = safe_get_local_optimizer_state(parameter, key)
+                    yield f"{shard.name}.{key}", shard.local(moment), shard.region
+
+
+def _cut(partition: Tensor, *, length: int) -> Tensor:
+    return partition.reshape(-1)[:length]
+
 
 # The first release with `safe_get_full_grad` for every stage under torch-style accumulation boundaries.
 LEAST = "0.17.0"

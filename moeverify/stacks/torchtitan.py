@@ -20,6 +20,8 @@ torchtitan's. A case names functions of this module:
 from __future__ import annotations
 
 import copy
+import importlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
@@ -43,6 +45,8 @@ from moeverify.train.wide_operators import multiply_groups
 
 # The first release whose models store their shardings in their configuration.
 LEAST = "0.3.0"
+LAYERS = 2
+"""The layers that `moeverify init` keeps: a dense one and one of experts, where the model has both."""
 # The first one is the default. torchtitan's own default, `spmd_types`, marks plain tensors, which FSDP2 of
 # torch 2.13.0 rejects. `full_dtensor` requires inputs and targets as DTensors, which moeverify's loop does
 # not create.
@@ -71,6 +75,42 @@ class KeptPrecision(TorchFunctionMode):
         if func is torch._grouped_mm and args[0].dtype in (torch.float32, torch.float64):
             return multiply_groups(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def find_arguments(target: str) -> dict[str, Any]:
+    """Return arguments of `make` for the smallest model of a package of torchtitan.
+
+    `target` names anything in it, such as `torchtitan.models.qwen3.model:Qwen3Model`: the nearest package
+    above with a `model_registry` gives the function, and its table of flavors the names to choose from.
+    Fields that `target` leaves open are those of `make`.
+
+    Raises: CaseError when no such package is found.
+    """
+    module = target.partition(":")[0]
+    while "." in module:
+        package = vars(importlib.import_module(module))
+        tables = [
+            each for name, each in package.items() if name.endswith("_configs") and isinstance(each, dict)
+        ]
+        if "model_registry" in package and tables:
+            spec = f"{module}:model_registry"
+            counts = {name: _count_parameters(package["model_registry"], name) for name in tables[0]}
+            return {"spec": spec, "flavor": min(counts, key=lambda name: counts[name]), "layers": LAYERS}
+        module = module.rpartition(".")[0]
+    message = f"no package around `{target}` has a `model_registry`"
+    raise CaseError(
+        [Problem(message, path="FACTORY", remedy="name a model such as torchtitan.models.qwen3:Qwen3Model")]
+    )
+
+
+def _count_parameters(registry: Callable[[str], Any], flavor: str) -> float:
+    """Return the number of parameters of a flavor, or infinity if it cannot be made."""
+    try:
+        with torch.device("meta"):
+            built = registry(flavor).model.build()
+    except Exception:  # a flavor that needs more than its name, or another machine
+        return math.inf
+    return float(sum(each.numel() for each in built.parameters()))
 
 
 def make(spec: str, *, layers: int | None = None, spread: float = 0.1, **arguments: Any) -> nn.Module:
@@ -115,10 +155,11 @@ def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     from torchtitan.distributed import utils
 
     dims = getattr(model, "parallel_dims", None)
+    config: Any = getattr(model, "module", model).config  # inside of DDP's wrapper
     # The backend is global, and the process of a layout also trains goldens.
     utils.set_spmd_backend(dims.spmd_backend if dims else "partial_dtensor")
     with _surround(dims):
-        found: Tensor = cross_entropy_loss(model(tokens), targets, global_vocab_size=model.config.vocab_size)  # type: ignore[union-attr]
+        found: Tensor = cross_entropy_loss(model(tokens), targets, global_vocab_size=config.vocab_size)
     return found
 
 

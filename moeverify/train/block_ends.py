@@ -105,7 +105,9 @@ class BlockEnds:
 
 def _list_roots(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are called once per micro-batch: the model, or each pipeline stage."""
-    stages: list[nn.Module] = [module for module in model.modules() if isinstance(module, pipeline.Stage)]
+    stages: list[nn.Module] = [
+        module for module in model.modules() if isinstance(module, pipeline.ModelStage)
+    ]
     return stages or [model]
 
 
@@ -115,7 +117,7 @@ def _list_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]
     root = model
     names = dict(model.named_modules())
     for name, module in names.items():
-        if isinstance(module, pipeline.Stage):
+        if isinstance(module, pipeline.ModelStage):
             root = module
         container = names[name.rpartition(".")[0]] if name else None
         is_inner = any(name.startswith(f"{other}.") for other in found)

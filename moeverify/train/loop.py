@@ -33,7 +33,7 @@ from moeverify.train.forward import compute_losses
 from moeverify.train.objective import Normalizers, count_valid
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.pipeline import run_pipeline
-from moeverify.train.program import MicroBatchResult, Program, Source, StepInputs
+from moeverify.train.program import MicroBatchResult, Program, ReadableState, StepInputs
 from moeverify.train.routing import observe_routing, replay, update_selection_bias
 from moeverify.train.state import TrainingState
 
@@ -45,7 +45,7 @@ def train(
     program: Program,
     observer: Observer,
     *,
-    golden: Source | None = None,
+    golden: ReadableState | None = None,
     replay_routing: bool = False,
     forced: bool = False,
     num_steps: int | None = None,
@@ -69,7 +69,7 @@ def train(
     return rates
 
 
-def train_step(state: TrainingState, observer: Observer, ids: Source | None = None) -> None:
+def train_step(state: TrainingState, observer: Observer, ids: ReadableState | None = None) -> None:
     """Train the next step and report every tensor; if `ids` is given, routers use the ids of that golden.
 
     Collective: all ranks of the layout.
@@ -192,7 +192,7 @@ def _observe_results(
     observer: Observer,
     step: int,
     results: Iterator[MicroBatchResult],
-    ids: Source | None,
+    ids: ReadableState | None,
 ) -> list[Tensor]:
     """Report losses and routing; return each router's counts (E) of this rank's valid tokens in the step."""
     counts: list[Tensor] = []
@@ -224,7 +224,7 @@ def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> Non
 
 
 @torch.no_grad()
-def load_state(program: Program, optimizer: Optimizer, golden: Source, step: int) -> None:
+def load_state(program: Program, optimizer: Optimizer, golden: ReadableState, step: int) -> None:
     """Overwrite weights, buffers and optimizer state with the golden's values after `step`."""
     for shard in program.live_shards():
         _load(shard.local(), golden.read(step, Kind.WEIGHT, shard.name, shard.region))

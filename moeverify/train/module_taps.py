@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction, Overlapping
 from moeverify.model.moe import MoE
 from moeverify.parallel.float8 import unpack
-from moeverify.parallel.pipeline import Stage
+from moeverify.parallel.pipeline import ModelStage
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import Passes
 from moeverify.parallel.regions.placement import is_partial, local_part
@@ -103,7 +103,7 @@ class Tap:
         dispatchers: dict[MoE, Dispatcher] = {}
         root: nn.Module = self._model
         for name, module in self._model.named_modules():
-            if isinstance(module, Stage):
+            if isinstance(module, ModelStage):
                 root = module
             pre_hook = self._make_pre_hook(logical_name(name), root)
             handles.append(module.register_forward_pre_hook(unseen(pre_hook), with_kwargs=True))

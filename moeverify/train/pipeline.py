@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeverify.model.router import RouterRecord, RouterStats
-from moeverify.parallel.pipeline import NUM_CARRIED, Stage
+from moeverify.parallel.pipeline import NUM_CARRIED, ModelStage
 from moeverify.seams import seam
 from moeverify.train.forward import cross_entropy
 from moeverify.train.objective import Losses, router_losses
@@ -47,7 +47,7 @@ class StageWork(StepInputs):
     records: dict[tuple[int, str], RouterRecord | None] = field(default_factory=dict)
 
     @seam
-    def begin(self, stage: Stage, micro_batch: int) -> tuple[Tensor, Tensor]:
+    def begin(self, stage: ModelStage, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return the positions and the valid mask of a micro-batch, both (M, s)."""
         batch = self.batches[micro_batch]
         if self.ids is not None:
@@ -56,7 +56,7 @@ class StageWork(StepInputs):
 
     @seam
     def add(
-        self, stage: Stage, micro_batch: int, routers: Sequence[RouterStats], carried: Tensor | None
+        self, stage: ModelStage, micro_batch: int, routers: Sequence[RouterStats], carried: Tensor | None
     ) -> Tensor:
         """Return the balance and z losses of all layers so far, (2,) float64."""
         for router in self._routers(stage):
@@ -79,6 +79,6 @@ class StageWork(StepInputs):
         self.losses[micro_batch] = (losses.detach(), token_loss.detach())
         return total
 
-    def _routers(self, stage: Stage) -> list[RouterView]:
+    def _routers(self, stage: ModelStage) -> list[RouterView]:
         modules: set[object] = set(stage.modules())
         return [router for router in self.program.routers if router.module in modules]

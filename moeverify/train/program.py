@@ -38,7 +38,7 @@ def _no_context(last: bool) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-class Source(Protocol):
+class ReadableState(Protocol):
     """A readable state of a run, such as a stored golden."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
@@ -156,7 +156,7 @@ class StepInputs:
     batches: Sequence[Batch]
     normalizers: Normalizers
     step: int
-    ids: Source | None = None
+    ids: ReadableState | None = None
 
 
 @dataclass(frozen=True)

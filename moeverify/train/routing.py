@@ -14,7 +14,7 @@ from moeverify.parallel.regions.region import Indices, Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
 from moeverify.train.data import Batch
-from moeverify.train.program import Program, Source
+from moeverify.train.program import Program, ReadableState
 from moeverify.train.routers import RouterView
 
 
@@ -25,7 +25,12 @@ def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Reg
 
 @seam
 def observe_routing(
-    recipe: Recipe, program: Program, batch: Batch, observer: Observer, step: int, replayed: Source | None
+    recipe: Recipe,
+    program: Program,
+    batch: Batch,
+    observer: Observer,
+    step: int,
+    replayed: ReadableState | None,
 ) -> list[Tensor]:
     """Report the routing of the last forward pass and return the counts (E) of each router.
 
@@ -47,21 +52,25 @@ def observe_routing(
             observer.observe(step, Kind.ROUTER_IDS, router.name, record.ids, region)
             observer.observe(step, Kind.ROUTER_MARGIN, router.name, record.margin, tokens)
         else:
-            flips = _find_flips(record, replayed, router.name, step, region, tokens)
+            chosen = _region(recipe, batch, positions, router.module.spec.top_k)
+            flips = _find_flips(record, replayed, router.name, step, chosen, tokens)
             observer.observe(step, Kind.ROUTER_FLIPS, router.name, flips, tokens)
+            region = _region(recipe, batch, positions, record.weights.shape[-1])  # of the replayed choice
         observer.observe(step, Kind.ROUTER_WEIGHTS, router.name, record.weights, region)
         counts.append(record.counts)
     return counts
 
 
 def _find_flips(
-    record: RouterRecord, golden: Source, name: str, step: int, region: Region, tokens: Region
+    record: RouterRecord, golden: ReadableState, name: str, step: int, region: Region, tokens: Region
 ) -> Tensor:
     expected = golden.read(step, Kind.ROUTER_IDS, name, region)
     margin = golden.read(step, Kind.ROUTER_MARGIN, name, tokens)
     if expected is None or margin is None:
         raise KeyError(f"the golden has no routing of {name} at step {step}")
     expected, margin = (send(values, record.ids.device) for values in (expected, margin))
+    if record.ids.shape != expected.shape:
+        return margin  # another number of choices differs for every token
     flipped = (record.ids.sort(dim=-1).values != expected.sort(dim=-1).values).any(dim=-1)
     return torch.where(flipped, margin, 0.0)
 
@@ -70,7 +79,7 @@ def replay(
     recipe: Recipe,
     routers: Sequence[RouterView],
     batch: Batch,
-    golden: Source,
+    golden: ReadableState,
     step: int,
     device: torch.device,
 ) -> None:

@@ -26,7 +26,7 @@ from moeverify.results.observation import Direction, End
 from moeverify.results.probe import Answer
 from moeverify.results.record import Record
 from moeverify.results.route import RouteResult
-from moeverify.results.run import Stage
+from moeverify.results.run import TimePart
 from moeverify.results.timeline import Timeline
 
 WORKER = "moeverify.verification.worker.main"
@@ -264,7 +264,7 @@ class VerifyResult(Record):
     errors: tuple[ErrorMap, ...] = ()
     timeline: Timeline | None = None
     operators: str = ""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[TimePart, ...] = ()
     bounds: tuple[Bound, ...] = ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,25 @@ def test_errors_become_exit_codes(
     assert told.out == ""
     assert text in told.err
     assert ("Traceback" in told.err) == isinstance(error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "text"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_an_error_made_of_a_signal_ends_the_command_as_the_signal_does(
+    number: int, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hide_signal() -> None:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise ValueError("SchemaError: KeyboardInterrupt") from None  # as pydantic does
+
+    with pytest.raises(typer.Exit) as caught, open_context():
+        hide_signal()
+    assert caught.value.exit_code == code
+    assert capsys.readouterr().err.strip() == text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from moeverify.report.formats.registry import write_run
 from moeverify.report.words.cause import describe_explanation
-from moeverify.report.words.issued import describe_collective
+from moeverify.report.words.run import describe_collective
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective
 from moeverify.results.explanation import Explanation, Quantity, Subject

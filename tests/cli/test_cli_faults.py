@@ -97,7 +97,7 @@ def test_a_list_names_the_class_of_each_fault_and_show_says_what_it_is(invoke: A
     assert all(line.split()[1] == "gradient_norm" for line in lines)
     shown = invoke("faults", "show", "H03").stdout
     assert "class      H, gradient_norm: " in shown
-    assert "--fault moeverify.faults.catalogue.gradient_norm.h03_norm_of_local_shard:inject\n" in shown
+    assert "--fault moeverify.faults.catalogue.gradient_norm:h03_norm_of_local_shard\n" in shown
 
 
 def test_an_interrupt_while_wider_precisions_run_leaves_the_table(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import moeverify
-from moeverify.report.words.mechanism import MECHANISMS
+from moeverify.report.codes import MECHANISMS
 from moeverify.results.cause import Cause
 
 Invoke = Callable[..., Any]

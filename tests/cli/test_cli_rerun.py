@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from moeverify.cases.schema import Case
-from moeverify.cases.validation.load import Loaded
+from moeverify.cases.validation.load import LoadedCases
 from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import CommandContext
 from moeverify.cli.rerun import Verified, check_watch, list_folders, rerun_on_changes
@@ -47,7 +47,7 @@ class Session:
             raise _EnoughError
         threading.Timer(0.1, make).start()
 
-    def verify(self, loaded: Loaded, known: Mapping[str, CaseResult]) -> Verified:
+    def verify(self, loaded: LoadedCases, known: Mapping[str, CaseResult]) -> Verified:
         ran = [case.name for case in loaded.cases if case.name not in known]
         self.runs.append((ran, sorted(known)))
         self.change()

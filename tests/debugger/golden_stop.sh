@@ -9,7 +9,7 @@ trap 'rm -f "$said"' EXIT
 "$python" -m multiprocessing_pdb "$MPDB_JOB" -c "wait 2 300" -c "diff --golden actual" -c "diff --golden" -c "@all c" >"$said" &
 console=$!
 "$python" -m moeverify run cases/ddp-ep2.yaml --debug \
-    --fault moeverify.faults.catalogue.expert_gradients.a01_ddp_expert_scale:inject "$@"
+    --fault moeverify.faults.catalogue.expert_gradients:a01_ddp_expert_scale "$@"
 code=$?
 wait "$console"
 cat "$said"

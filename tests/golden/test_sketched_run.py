@@ -12,7 +12,7 @@ recipe: sketched
 layout: {dp_shard: 2, ep: 2}
 checks: {repeat: never}
 """
-FAULT = "moeverify.faults.catalogue.expert_gradients.a04_expert_divided_twice:inject"
+FAULT = "moeverify.faults.catalogue.expert_gradients:a04_expert_divided_twice"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moeverify.cases.document import Report, read_document
-from moeverify.cases.entry import Entry, Place, build_entry, merge, show
+from moeverify.cases.entry import Entry, FileLine, build_entry, merge, show
 from moeverify.cases.fields import Section
 from moeverify.cases.override import FILE as OVERRIDE
 from moeverify.cases.override import Override, parse_overrides
@@ -38,7 +38,7 @@ class _Built:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCases:
     """The selected valid cases, the problems of all other files, and these `refused` files."""
 
     cases: list[Case]
@@ -66,7 +66,7 @@ def load_cases(
 
 def load_valid_cases(
     paths: Sequence[Path], *, overrides: Sequence[str] = (), pattern: str | None = None
-) -> Loaded:
+) -> LoadedCases:
     """Return the cases of `paths` like `load_cases`, without refused files from folders.
 
     Raises: CaseError with all problems of all files, when a file named in `paths` is refused, an option is
@@ -95,7 +95,7 @@ def load_valid_cases(
     must_stop |= any(problem.file in ("-k", OVERRIDE) for problem in ledger.problems)
     if ledger.problems and (must_stop or not cases or not refused.isdisjoint(paths)):
         raise CaseError(_order(ledger.problems))
-    return Loaded(cases, _order(ledger.problems), [path for path in files if path in refused])
+    return LoadedCases(cases, _order(ledger.problems), [path for path in files if path in refused])
 
 
 def _read_documents(files: Sequence[Path], ledger: Ledger) -> tuple[list[tuple[Path, Entry]], set[Path]]:
@@ -120,7 +120,7 @@ def build_case(fields: Mapping[str, Any]) -> Case:
     Raises: CaseError with all problems.
     """
     ledger = Ledger()
-    built = _build_case(Path("case"), build_entry(dict(fields), Place()), [], ledger)
+    built = _build_case(Path("case"), build_entry(dict(fields), FileLine()), [], ledger)
     if ledger.problems:
         raise CaseError(ledger.problems)
     return built.case.model_copy(update={"file": ""})

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from moeverify.explain.fitting.engine import DiagnosedCause
 from moeverify.explain.fitting.inputs import DiagnosisInputs
+from moeverify.explain.fitting.wrong_tensor import quantity_of
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding
 from moeverify.results.operation import OwnValues, Scaled
@@ -30,6 +31,11 @@ _STAGES: Mapping[Quantity, Stage] = {
 }
 # Tensors of these kinds are named after a parameter or buffer, so a module holds them.
 _IN_MODULES = ("initial_weight", "initial_buffer", "gradient", "update", "optimizer_state", "buffer")
+
+
+def stage_of(finding: Finding) -> Stage | None:
+    """Return the part of a training step that computes the tensor of a finding."""
+    return _STAGES.get(quantity_of(finding.kind, finding.tensor))
 
 
 def locate(finding: Finding, cause: DiagnosedCause, inputs: DiagnosisInputs) -> Place:

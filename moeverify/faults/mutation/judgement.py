@@ -16,7 +16,7 @@ from moeverify.faults.mutation.operators import OPERATORS
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding
-from moeverify.results.mutation import CauseVerdict, Judgement
+from moeverify.results.mutation import CauseVerdict, MutantJudgement
 from moeverify.results.place import Place
 
 _Verdict = tuple[CauseVerdict, str]
@@ -36,14 +36,14 @@ _MOVES = (Cause.PERMUTATION, Cause.DUPLICATE, Cause.STALE)
 _MOVING = ("reorder", "off-by-one", "chunk-order", "stale", "other-dim")
 
 
-def judge(mutant: Mutant, case: Case, finding: Finding) -> Judgement:
+def judge(mutant: Mutant, case: Case, finding: Finding) -> MutantJudgement:
     """Return whether the first finding of a mutant points at it, and whether its cause is right."""
     verdict, because = _judge_cause(mutant, case, finding)
     located = _locates(mutant, case, finding)
     # A right cause implies a right place.
     if located is not None:
         located = located or verdict == "right"
-    return Judgement(located=located, cause=verdict, because=because)
+    return MutantJudgement(located=located, cause=verdict, because=because)
 
 
 def _judge_cause(mutant: Mutant, case: Case, finding: Finding) -> _Verdict:

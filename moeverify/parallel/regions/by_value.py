@@ -30,7 +30,7 @@ _MOST_ANCHORS = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class RegionOfValues:
     """A logical tensor and the region of it whose values equal a local tensor seen through `view`."""
 
     name: str
@@ -155,17 +155,17 @@ def find_namesake(own_name: str, names: Collection[str]) -> str | None:
     return max(near, key=len, default=None)
 
 
-def _certain(places: Sequence[Place] | Unplaced) -> Sequence[Place]:
+def _certain(places: Sequence[RegionOfValues] | Unplaced) -> Sequence[RegionOfValues]:
     return () if isinstance(places, Unplaced) else places
 
 
 def find_places(
     local: Tensor, logical: Mapping[str, LogicalTensor], own_name: str
-) -> Sequence[Place] | Unplaced:
+) -> Sequence[RegionOfValues] | Unplaced:
     """Return the place of a local tensor, or several places where logical tensors are fused in it."""
     own = logical.get(own_name)
     if own is not None and own.values.shape == local.shape and _equal(own.values, local):
-        return [Place(own_name, Region.whole(local.shape), _keep)]
+        return [RegionOfValues(own_name, Region.whole(local.shape), _keep)]
     found = [place for tensor in logical.values() for place in _find_in(local, tensor)]
     found = _prefer(found, own_name)
     if len(found) == 1:
@@ -173,11 +173,11 @@ def find_places(
     if not found and (fused := _find_fused(local, logical)):
         return fused
     if not found and own is not None and own.values.shape == local.shape:
-        return [Place(own_name, Region.whole(local.shape), _keep)]  # values differ: the comparison reports it
+        return [RegionOfValues(own_name, Region.whole(local.shape), _keep)]  # values differ: a mismatch
     return Unplaced(own_name, tuple(local.shape), tuple(dict.fromkeys(place.name for place in found)))
 
 
-def _prefer(found: list[Place], own_name: str) -> list[Place]:
+def _prefer(found: list[RegionOfValues], own_name: str) -> list[RegionOfValues]:
     """Return the preferred places: those of the tensor's own name, and of these the one in unchanged shape.
 
     If only other parameters have the values in unchanged shape, the result contains both and is ambiguous.
@@ -197,7 +197,7 @@ def _prefer(found: list[Place], own_name: str) -> list[Place]:
     return next((places for places in (unchanged, adjacent) if len(places) == 1), own)
 
 
-def _find_in(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:
+def _find_in(local: Tensor, logical: LogicalTensor) -> Iterator[RegionOfValues]:
     """Yield the distinct regions of one logical tensor that have the local values."""
     if not local.numel() or local.numel() > logical.values.numel():
         return
@@ -207,7 +207,7 @@ def _find_in(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:
         for region in _find_boxes(seen_as, logical):
             if region.key not in seen:
                 seen.add(region.key)
-                yield Place(logical.name, region, view)
+                yield RegionOfValues(logical.name, region, view)
     if local.ndim == 1 and logical.values.ndim > 1:
         yield from _find_runs(local, logical)
 
@@ -273,16 +273,16 @@ def _match_line(local: Tensor, whole: Tensor, anchor: tuple[int, ...], dim: int)
     return as_indices(found)
 
 
-def _find_runs(local: Tensor, logical: LogicalTensor) -> Iterator[Place]:
+def _find_runs(local: Tensor, logical: LogicalTensor) -> Iterator[RegionOfValues]:
     flat = logical.values.reshape(-1)
     anchors = logical.find(local[0])
     for start in anchors if len(anchors) <= _MOST_ANCHORS else ():
         stop = start + local.numel()
         if stop <= flat.numel() and _equal(flat[start:stop], local):
-            yield Place(logical.name, Region.run(logical.values.shape, start, stop), _keep)
+            yield RegionOfValues(logical.name, Region.run(logical.values.shape, start, stop), _keep)
 
 
-def _find_fused(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[Place]:
+def _find_fused(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[RegionOfValues]:
     """Return the logical tensors fused in a local one along dim 0; empty if a row matches none of them.
 
     Trailing zeros of a flat buffer count as padding.
@@ -296,7 +296,7 @@ def _find_fused(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[Pla
         if len(names) != 1:
             return []
         owners.append(names.pop())
-    places: list[Place] = []
+    places: list[RegionOfValues] = []
     begin = 0
     for row in range(1, len(owners) + 1):
         if row < len(owners) and owners[row] == owners[begin]:
@@ -306,13 +306,13 @@ def _find_fused(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[Pla
         if len(found) != 1:
             return []
         view = partial(_narrow, start=begin, stop=row, inner=found[0].view)
-        places.append(Place(owners[begin], found[0].region, view))
+        places.append(RegionOfValues(owners[begin], found[0].region, view))
         begin = row
     return places
 
 
-def _find_flat(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[Place]:
-    places: list[Place] = []
+def _find_flat(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[RegionOfValues]:
+    places: list[RegionOfValues] = []
     begin = 0
     while begin < local.numel():
         runs = [
@@ -329,7 +329,9 @@ def _find_flat(local: Tensor, logical: Mapping[str, LogicalTensor]) -> list[Plac
         length, tensor, start = best[0]
         region = Region.run(tensor.values.shape, start, start + length)
         places.append(
-            Place(tensor.name, region, partial(_narrow, start=begin, stop=begin + length, inner=_keep))
+            RegionOfValues(
+                tensor.name, region, partial(_narrow, start=begin, stop=begin + length, inner=_keep)
+            )
         )
         begin += length
     return places

@@ -125,7 +125,7 @@ def _(facts: ComparedFacts, finding: Finding) -> Words:
     if facts.absent_ranks:
         evidence.append(f"the run has no such tensor on ranks {_join(facts.absent_ranks)}")
     if facts.is_unexpected:
-        evidence.append("the golden has no such tensor")
+        evidence.append("the golden has no tensor of this name and size")
     if facts.num_nonfinite:
         evidence.append(f"{facts.num_nonfinite} elements are not finite")
     if facts.block:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
@@ -85,6 +85,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "made": "makes the tensor, or a weight from which it comes, before the first step",
     "repeated": "adds values that are equal on all of its ranks",
     "silent": "runs no operator, and one device does not execute it",
+    "entered": "calls this function from a line that one device does not run",
 }
 """Relation of a line to the wrong result that may come from it."""
 
@@ -195,6 +196,8 @@ def _name_source(source: Source | None) -> str:
         name = "a value"
     if source.others:
         name = f"a mix of {'; and of '.join([name, *map(_name_source, source.others)])}"
+    if source.rows:
+        name = f"{_name_rows(source.rows)} of {name}"
     if source.zeros:
         name += f" ({source.zeros:.0%} of its elements are zero instead)"
     if source.over:
@@ -255,8 +258,10 @@ def _describe_whole(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"a part of {right}"), (_THERE, f"all of it{_at_there(culprit)}")]
 
 
-def _describe_removed(_: Culprit) -> list[Row]:
-    return [(_THERE, "the value that it takes goes on unchanged")]
+def _describe_removed(culprit: Culprit) -> list[Row]:
+    rows = [(_HERE, f"it rounds the value to {culprit.rounds_to}")] if culprit.rounds_to else []
+    rows += [(_HERE, f"the ranks' parts add up wrongly: {_describe_sums(culprit)}")] if culprit.sums else []
+    return [*rows, (_THERE, "the value that it takes goes on unchanged")]
 
 
 def _describe_inserted(culprit: Culprit) -> list[Row]:
@@ -277,9 +282,32 @@ def _describe_scale(culprit: Culprit) -> list[Row]:
 
 
 def _describe_reduction(culprit: Culprit) -> list[Row]:
-    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
     names = ", ".join(culprit.results)
+    if culprit.sums:
+        return [
+            (
+                _CAUSE,
+                f"{names} is a wrong sum of the ranks' parts, which are right: {_describe_sums(culprit)}",
+            )
+        ]
+    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
     return [(_CAUSE, f"{names} is not reduced{over}: the values of these ranks add up to that of one device")]
+
+
+def _describe_sums(culprit: Culprit) -> str:
+    """Return the wrong parts of a sum, together for the same ranks and rows."""
+    found: dict[str, list[str]] = {}
+    for each in culprit.sums:
+        where = format_ranks(each.ranks) + (f", {_name_rows(each.rows)}" if each.rows else "")
+        how = "without" if each.weight == 0.0 else "with"
+        how += f" {format_number(each.weight)} times" if each.weight not in (0.0, 1.0) else ""
+        source = f" for {_name_rows(each.source_rows)}" if each.source_rows else ""
+        found.setdefault(where, []).append(f"{how} the part of rank {each.source}{source}")
+    return "; ".join(f"{where}: {', '.join(parts)}" for where, parts in found.items())
+
+
+def _name_rows(rows: Sequence[int]) -> str:
+    return f"{'row' if len(rows) == 1 else 'rows'} {', '.join(map(str, rows))}"
 
 
 def _describe_moved(culprit: Culprit) -> list[Row]:
@@ -289,6 +317,8 @@ def _describe_moved(culprit: Culprit) -> list[Row]:
     if culprit.moves_there:
         later = ", then ".join(map(_name_operation, culprit.moves_there))
         return [(_CAUSE, f"{names} is {source}"), (_THERE, f"followed by {later}")]
+    if culprit.copy_of:
+        return [(_CAUSE, f"{names} is a copy of {culprit.copy_of}: it has the values of {source}")]
     return [(_CAUSE, f"{names} has the values of {source}, up to their places")]
 
 

@@ -11,7 +11,7 @@ from moeverify.report.words.collective import (
     describe_waiting,
     list_waits,
 )
-from moeverify.results.failure import Cause, End, JobFailure, RankEnd
+from moeverify.results.failure import End, FailureCause, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 
 _ENDS = {
@@ -99,13 +99,13 @@ def _describe_cause(failure: JobFailure) -> str:
     limit = _describe_limit(failure)
     timeout = f"over its {failure.timeout or 0.0:g} s{limit}"
     return {
-        Cause.RANK: origin,
-        Cause.OVER_TIME: f"{timeout}: {origin}",
-        Cause.UNREPORTED: f"{timeout}, and its ranks did not report: {origin}",
-        Cause.LAUNCHER: f"{process}; {failure.launcher_error or origin}",
-        Cause.NOT_IN_TIME: f"{_describe_not_up(failure)}{limit}",
-        Cause.TOO_FEW: f"it needs {failure.num_needed} ranks, and {failure.num_started} were started",
-        Cause.ENDED_BEFORE: f"the ranks ended with job {failure.earlier_job}",
+        FailureCause.RANK: origin,
+        FailureCause.OVER_TIME: f"{timeout}: {origin}",
+        FailureCause.UNREPORTED: f"{timeout}, and its ranks did not report: {origin}",
+        FailureCause.LAUNCHER: f"{process}; {failure.launcher_error or origin}",
+        FailureCause.NOT_IN_TIME: f"{_describe_not_up(failure)}{limit}",
+        FailureCause.TOO_FEW: f"it needs {failure.num_needed} ranks, and {failure.num_started} were started",
+        FailureCause.ENDED_BEFORE: f"the ranks ended with job {failure.earlier_job}",
     }[failure.cause]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 
 from moeverify.report.numbers import format_ranks
-from moeverify.report.words.altered import describe_altered
 from moeverify.report.words.factor import (
     describe_amount,
     describe_factor,
@@ -16,18 +15,17 @@ from moeverify.report.words.factor import (
     name_products,
 )
 from moeverify.report.words.layout import describe_reordered
-from moeverify.report.words.norms import (
+from moeverify.report.words.mistakes import (
+    describe_altered,
     describe_loss_scale,
-    describe_norm_of_slices,
-)
-from moeverify.report.words.part import name_block, name_part, name_some
-from moeverify.report.words.reduction import (
+    describe_lost,
     describe_miscounted,
     describe_misplaced,
+    describe_norm_of_slices,
+    describe_rounded,
+    describe_weights,
 )
-from moeverify.report.words.rounded import describe_rounded
-from moeverify.report.words.rows import describe_lost
-from moeverify.report.words.shares import describe_weights
+from moeverify.report.words.part import name_block, name_part, name_some
 from moeverify.report.words.subject import MODEL, name_subject
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moeverify.report.words.note import describe_limit
 from moeverify.results.obstacle import RankLimit
-from moeverify.results.probe import Answer, Outcome, Probe, ProbeRow, Status
+from moeverify.results.probe import Answer, Probe, ProbeOutcome, ProbeRow, Status
 
 _ENOUGH_RANKS = 8
 _MOST_CHARACTERS = 160
@@ -32,58 +32,58 @@ _REFUSED_STRIDES = _Words("refused: {error}", "a strided tensor is an error, nev
 _REFUSED_LAYOUTS = _Words("refused: {error}", "a permuted gradient is an error, never a wrong number")
 _RIGHT = _Words("right")
 
-_PROBES: Mapping[Probe, Mapping[Outcome, _Words]] = {
+_PROBES: Mapping[Probe, Mapping[ProbeOutcome, _Words]] = {
     Probe.SUMS: {
-        Outcome.RIGHT: _Words("all_reduce right in {found}", "the layouts stand on it"),
-        Outcome.WRONG: _Words("all_reduce: {wrong}", "no verdict can be trusted here", "fail"),
+        ProbeOutcome.RIGHT: _Words("all_reduce right in {found}", "the layouts stand on it"),
+        ProbeOutcome.WRONG: _Words("all_reduce: {wrong}", "no verdict can be trusted here", "fail"),
     },
     Probe.AVERAGE: {
-        Outcome.RIGHT: _Words("right", "FSDP1 and FSDP2 average with it"),
-        Outcome.SUM: _Words(
+        ProbeOutcome.RIGHT: _Words("right", "FSDP1 and FSDP2 average with it"),
+        ProbeOutcome.SUM: _Words(
             "returns the sum",
             "every fsdp layout differs from its golden, and it is not the layout's fault (pytorch #162338)",
             "fail",
         ),
-        Outcome.WRONG: _Words(
+        ProbeOutcome.WRONG: _Words(
             "wrong", "every fsdp layout differs from its golden, and it is not the layout's fault", "fail"
         ),
-        Outcome.REFUSED: _Words("{error}", "no fsdp layout can run here", "fail"),
+        ProbeOutcome.REFUSED: _Words("{error}", "no fsdp layout can run here", "fail"),
     },
     Probe.ALL_TO_ALL: {
-        Outcome.RIGHT: _Words("right in {found}", "tokens of expert parallelism travel by it"),
-        Outcome.WRONG: _Words("{wrong}", "layouts with ep cannot be verified here", "fail"),
+        ProbeOutcome.RIGHT: _Words("right in {found}", "tokens of expert parallelism travel by it"),
+        ProbeOutcome.WRONG: _Words("{wrong}", "layouts with ep cannot be verified here", "fail"),
     },
     Probe.STRIDED: {
-        Outcome.RIGHT: _RIGHT,
-        Outcome.REFUSED: _REFUSED_STRIDES,
-        Outcome.WRONG: _Words(
+        ProbeOutcome.RIGHT: _RIGHT,
+        ProbeOutcome.REFUSED: _REFUSED_STRIDES,
+        ProbeOutcome.WRONG: _Words(
             "sums other elements than the view's",
             f"{_OWN}a user's code that reduces a strided tensor gets wrong numbers (pytorch #192920)",
             "warn",
         ),
     },
     Probe.LAYOUTS: {
-        Outcome.RIGHT: _RIGHT,
-        Outcome.REFUSED: _REFUSED_LAYOUTS,
-        Outcome.WRONG: _Words(
+        ProbeOutcome.RIGHT: _RIGHT,
+        ProbeOutcome.REFUSED: _REFUSED_LAYOUTS,
+        ProbeOutcome.WRONG: _Words(
             "sums in the order of memory",
             f"{_OWN}a user's hook that reduces gradients as they come may add wrong elements",
             "warn",
         ),
     },
     Probe.SCATTER_LAYOUTS: {
-        Outcome.RIGHT: _RIGHT,
-        Outcome.REFUSED: _REFUSED_LAYOUTS,
-        Outcome.WRONG: _Words(
+        ProbeOutcome.RIGHT: _RIGHT,
+        ProbeOutcome.REFUSED: _REFUSED_LAYOUTS,
+        ProbeOutcome.WRONG: _Words(
             "scatters in the order of memory",
             f"{_OWN}a user's code that reduces gradients as they come gets elements in another order",
             "warn",
         ),
     },
     Probe.GATHER_BACKWARD: {
-        Outcome.RIGHT: _RIGHT,
-        Outcome.REFUSED: _Words("{error}", "moeverify does not use it", "warn"),
-        Outcome.WRONG: _Words(
+        ProbeOutcome.RIGHT: _RIGHT,
+        ProbeOutcome.REFUSED: _Words("{error}", "moeverify does not use it", "warn"),
+        ProbeOutcome.WRONG: _Words(
             "gradient wrong",
             "moeverify does not use it; "
             "a user's torch.distributed.nn.functional.all_gather gives a wrong gradient",
@@ -91,69 +91,71 @@ _PROBES: Mapping[Probe, Mapping[Outcome, _Words]] = {
         ),
     },
     Probe.PREMULTIPLIED: {
-        Outcome.RIGHT: _Words("right", "FSDP2's set_gradient_divide_factor uses it"),
-        Outcome.REFUSED: _Words(
+        ProbeOutcome.RIGHT: _Words("right", "FSDP2's set_gradient_divide_factor uses it"),
+        ProbeOutcome.REFUSED: _Words(
             "not supported",
             "FSDP2's set_gradient_divide_factor needs set_force_sum_reduction_for_comms(True), as moeverify does",
             "warn",
         ),
-        Outcome.WRONG: _Words(
+        ProbeOutcome.WRONG: _Words(
             "wrong",
             "FSDP2's set_gradient_divide_factor needs set_force_sum_reduction_for_comms(True), as moeverify does",
             "warn",
         ),
     },
     Probe.DIVIDE_FACTOR: {
-        Outcome.RIGHT: _Words("a factor of 2 divides by 2"),
-        Outcome.WRONG: _Words(
+        ProbeOutcome.RIGHT: _Words("a factor of 2 divides by 2"),
+        ProbeOutcome.WRONG: _Words(
             "a factor of 2 divides {wrong}",
             "moeverify divides by itself there; a user's set_gradient_divide_factor over one rank is wrong",
             "warn",
         ),
     },
     Probe.GROUPED_MM: {
-        Outcome.RIGHT: _Words("right in {found}", "other dtypes run the experts in a loop"),
-        Outcome.WRONG: _Words(
+        ProbeOutcome.RIGHT: _Words("right in {found}", "other dtypes run the experts in a loop"),
+        ProbeOutcome.WRONG: _Words(
             "wrong in {wrong}", "cases with experts: grouped_mm differ from their golden", "fail"
         ),
-        Outcome.REFUSED: _Words("fails in every dtype", "cases with experts: grouped_mm cannot run", "warn"),
-        Outcome.ABSENT: _Words("not in this torch", "cases with experts: grouped_mm cannot run", "warn"),
+        ProbeOutcome.REFUSED: _Words(
+            "fails in every dtype", "cases with experts: grouped_mm cannot run", "warn"
+        ),
+        ProbeOutcome.ABSENT: _Words("not in this torch", "cases with experts: grouped_mm cannot run", "warn"),
     },
     Probe.FUSED_SGD: {
-        Outcome.RIGHT: _RIGHT,
-        Outcome.WRONG: _Words("wrong", "updates of `optimizer: fused` differ", "fail"),
-        Outcome.REFUSED: _Words(
+        ProbeOutcome.RIGHT: _RIGHT,
+        ProbeOutcome.WRONG: _Words("wrong", "updates of `optimizer: fused` differ", "fail"),
+        ProbeOutcome.REFUSED: _Words(
             "not implemented", "write `optimizer: foreach` in layouts with fsdp2, tp or ep", "warn"
         ),
     },
     Probe.TRITON: {
-        Outcome.RIGHT: _Words("{found}"),
-        Outcome.ABSENT: _Words("not installed", _NO_TRITON),
-        Outcome.BROKEN: _Words("installed, and its import fails: {error}", _NO_TRITON, "warn"),
+        ProbeOutcome.RIGHT: _Words("{found}"),
+        ProbeOutcome.ABSENT: _Words("not installed", _NO_TRITON),
+        ProbeOutcome.BROKEN: _Words("installed, and its import fails: {error}", _NO_TRITON, "warn"),
     },
     Probe.MEGABLOCKS: {
-        Outcome.RIGHT: _Words("{found}", "cases with experts: megablocks run"),
-        Outcome.ABSENT: _Words("not installed", _NO_MEGABLOCKS),
-        Outcome.BROKEN: _Words("installed, and its import fails: {error}", _NO_MEGABLOCKS, "warn"),
+        ProbeOutcome.RIGHT: _Words("{found}", "cases with experts: megablocks run"),
+        ProbeOutcome.ABSENT: _Words("not installed", _NO_MEGABLOCKS),
+        ProbeOutcome.BROKEN: _Words("installed, and its import fails: {error}", _NO_MEGABLOCKS, "warn"),
     },
     Probe.GPU: {
-        Outcome.RIGHT: _Words("{found}"),
-        Outcome.SLOW: _Words("{found}", "torch's grouped matmul has no fast path below capability 9.0"),
+        ProbeOutcome.RIGHT: _Words("{found}"),
+        ProbeOutcome.SLOW: _Words("{found}", "torch's grouped matmul has no fast path below capability 9.0"),
     },
     Probe.PEER_ACCESS: {
-        Outcome.RIGHT: _Words("GPU 0 and GPU 1 reach each other"),
-        Outcome.ABSENT: _Words("no", "NCCL goes through the host: slower, the same numbers", "warn"),
+        ProbeOutcome.RIGHT: _Words("GPU 0 and GPU 1 reach each other"),
+        ProbeOutcome.ABSENT: _Words("no", "NCCL goes through the host: slower, the same numbers", "warn"),
     },
     Probe.NCCL: {
-        Outcome.RIGHT: _Words("{found}"),
-        Outcome.ABSENT: _Words("not in this torch", "layouts cannot run on CUDA", "fail"),
+        ProbeOutcome.RIGHT: _Words("{found}"),
+        ProbeOutcome.ABSENT: _Words("not in this torch", "layouts cannot run on CUDA", "fail"),
     },
 }
 # Any probe may crash or hang its ranks.
 _ENDS = {
-    Outcome.HUNG: _Words("hangs: {error}", "a case that does the same will end so too", "fail"),
-    Outcome.CRASHED: _Words("crashes: {error}", "a case that does the same will end so too", "fail"),
-    Outcome.UNSTARTED: _Words("no ranks came up: {error}", "no case can run here", "fail"),
+    ProbeOutcome.HUNG: _Words("hangs: {error}", "a case that does the same will end so too", "fail"),
+    ProbeOutcome.CRASHED: _Words("crashes: {error}", "a case that does the same will end so too", "fail"),
+    ProbeOutcome.UNSTARTED: _Words("no ranks came up: {error}", "no case can run here", "fail"),
 }
 
 

@@ -30,14 +30,19 @@ from moeverify.scripts.compare.batch import count_inputs, find_other_rows
 from moeverify.scripts.compare.calls import find_wrong_calls
 from moeverify.scripts.compare.copies import find_copies
 from moeverify.scripts.compare.entries import Comparer
-from moeverify.scripts.compare.explain import explain_gradients
-from moeverify.scripts.compare.limits import UNITS, Precision, make_bounds, shows_noise_of
-from moeverify.scripts.compare.norm import explain_norm
+from moeverify.scripts.compare.explain import explain_gradients, explain_norm
+from moeverify.scripts.compare.limits import (
+    UNITS,
+    Precision,
+    are_undecided,
+    make_bounds,
+    set_aside,
+    shows_noise_of,
+)
 from moeverify.scripts.compare.options import find_other_options, find_other_parameters
 from moeverify.scripts.compare.outputs import OutputComparer, judge_outputs, list_spots
 from moeverify.scripts.compare.places import Places, find_places, find_repeated_parts
 from moeverify.scripts.compare.sites import add_sites
-from moeverify.scripts.compare.undecided import are_undecided, set_aside
 from moeverify.scripts.record.read import RecordedRun
 from moeverify.verification.checks.base import Compared, Outcome, make_outcome
 from moeverify.verification.checks.golden_tensors import GoldenTensors

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
 
 import torch
 
@@ -13,11 +16,118 @@ from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import Key, RankShard, WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
+from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
-from moeverify.results.observation import HiddenByRounding
+from moeverify.results.observation import AmbiguousCount, HiddenByRounding
+from moeverify.results.operation import Scaled
+from moeverify.results.script import NormFacts
 from moeverify.scripts.compare.batch import find_other_passes
-from moeverify.scripts.compare.counts import RANKS, list_sources, note_ambiguous
+from moeverify.scripts.compare.calls import calls_of
 from moeverify.scripts.compare.entries import Comparer
+from moeverify.scripts.record.norm_parts import NormParts, choose_error
+
+
+def explain_norm(comparer: Comparer, step: int, rank: int) -> NormFacts:
+    """Return the wrong sum of squares that gives the clip coefficient of a rank; `unknown` if none fits.
+
+    The norms are known up to a common factor. A coefficient is max_norm / norm, so the ratio of the
+    coefficients of two runs that both clip is the inverse ratio of their norms.
+    """
+    wanted = comparer.coefficient(comparer.expected.ranks[0], step)
+    found = comparer.coefficient(comparer.actual.ranks[rank], step)
+    ratio = found.norm / wanted.norm if found.norm and wanted.norm else wanted.value / found.value
+    return choose_error(_list_candidates(comparer, step, rank), ratio)
+
+
+def _list_candidates(comparer: Comparer, step: int, rank: int) -> Iterator[tuple[NormFacts, float]]:
+    """Yield possible counting errors, with the resulting norm as a multiple of the right one."""
+    num_ranks = comparer.actual.world_size
+    replicated = comparer.places.replicated(num_ranks)
+    squares: dict[str, float] = {}
+    local = 0.0
+    for name in dict.fromkeys(each.name for each in comparer.places.known.values()):
+        whole = comparer.read_expected(step, Kind.GRADIENT, name)
+        if whole is None:
+            return  # the sums of squares need all gradients
+        squares[name] = float(whole.double().square().sum())
+        local += sum(
+            float(placed.region.take(whole).double().square().sum())
+            for (number, _), placed in comparer.places.known.items()
+            if number == rank and placed.name == name and name not in replicated
+        )
+    dense = sum(value for name, value in squares.items() if name in replicated)
+    parts = NormParts(
+        replicated=dense,
+        sharded=sum(squares.values()) - dense,
+        local=local,
+        num_replicated=len(replicated & squares.keys()),
+        num_sharded=len(squares.keys() - replicated),
+    )
+    yield from parts.list_errors(num_ranks)
+
+
+RANKS, MICRO_BATCHES = "ranks", "micro-batches"
+_NEAR, _FAR = 0.1, 0.3  # of logarithms of ratios: weights differ after the first wrong step
+
+
+def list_sources(comparer: Comparer, step: int) -> list[Source]:
+    """Return the numbers of ranks and of micro-batches of a step, without one that the run rules out.
+
+    No gradient is averaged over ranks if each tensor is on one of them, as in a pipeline. If a step has
+    another number of micro-batches, its gradients show which of two equal numbers the factor is.
+    """
+    run = comparer.actual
+    ranks = Source(name=RANKS, size=run.world_size)
+    batches = Source(name=MICRO_BATCHES, size=_count_micro_batches(comparer, step))
+    holders = Counter(placed.name for placed in comparer.places.known.values())
+    if run.world_size > 1 and set(holders.values()) == {1} and not comparer.places.unknown:
+        return [batches]
+    if ranks.size == batches.size > 1:
+        for other in run.steps:
+            number = _count_micro_batches(comparer, other)
+            if number != batches.size and other in comparer.expected.steps:
+                ratio = _measure_ratio(comparer, other)
+                near = [each for each in (ranks.size, number) if abs(math.log(ratio / each)) < _NEAR]
+                far = [each for each in (ranks.size, number) if abs(math.log(ratio / each)) > _FAR]
+                if len(near) == len(far) == 1:
+                    return [ranks] if near[0] == ranks.size else [batches]
+    return [ranks, batches]
+
+
+def note_ambiguous(finding: Finding, comparer: Comparer, step: int) -> Finding:
+    """Return a finding with the way to separate equal numbers of ranks and micro-batches, if it needs one."""
+    operation = None if finding.explanation is None else finding.explanation.operation
+    parts = operation.contributions if isinstance(operation, Scaled) else ()
+    if not any({RANKS, MICRO_BATCHES} <= set(part.factor.sources) for part in parts):
+        return finding
+    header = comparer.actual.ranks[0].header
+    seen = AmbiguousCount(
+        num_ranks=comparer.actual.world_size,
+        num_micro_batches=_count_micro_batches(comparer, step),
+        script=header.script,
+    )
+    return finding.model_copy(update={"observations": (*finding.observations, seen)})
+
+
+def _count_micro_batches(comparer: Comparer, step: int) -> int:
+    return sum(call.name == "backward" for call in calls_of(comparer.actual.ranks[0], step)) or 1
+
+
+def _measure_ratio(comparer: Comparer, step: int) -> float:
+    """Return the median ratio of the norms of this run's gradients and the expected ones; 1 if unknown."""
+    ratios = []
+    for rank in comparer.actual.ranks:
+        for (number, own), placed in comparer.places.known.items():
+            line = rank.values.get((step, Kind.GRADIENT, own)) if number == rank.rank else None
+            whole = None if line is None else comparer.read_expected(step, Kind.GRADIENT, placed.name)
+            local = None if line is None else comparer.read_actual(rank, line)
+            if whole is None or local is None:
+                continue
+            expected, actual = float(placed.region.take(whole).norm()), float(local.norm())
+            if expected > 0.0 and actual > 0.0:
+                ratios.append(actual / expected)
+    return median(ratios) if ratios else 1.0
+
 
 # The other causes need data that a recording lacks: parts of a gradient, a second run, dtypes of a recipe.
 _KNOWN = (

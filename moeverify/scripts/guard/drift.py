@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from moeverify.results.guard import DriftCause
-from moeverify.scripts.guard.exchange_groups import exchange_activations
-from moeverify.scripts.guard.lines import StepRecord
+from moeverify.scripts.guard.lines import StepRecord, exchange_activations
 from moeverify.scripts.record.lines import Options
 
 _SAME = 1e-5  # relative, of losses and largest outputs of equal computations

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Literal
 
 from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName
 from moeverify.results.comparable import comparable
 from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import Finding
-from moeverify.results.guard import GuardCheck, NonfiniteFacts
+from moeverify.results.guard import DriftFacts, GuardCheck, NonfiniteFacts
 from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.results.step_facts import RecomputedFacts
 from moeverify.scripts.guard.copies import CopyRule
 from moeverify.scripts.guard.exchange import Inbox
-from moeverify.scripts.guard.lines import GroupLine, StepRecord
+from moeverify.scripts.guard.lines import GroupLine, RankHeader, StepRecord
 from moeverify.scripts.guard.norms import NormRule
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
-from moeverify.scripts.guard.sites import add_sites
-from moeverify.scripts.guard.stages import find_stages
 from moeverify.scripts.guard.tokens import TokenRule
+from moeverify.scripts.record.sites import BACKWARD, CLIP, DATA, STEP, USED, list_sites
 from moeverify.train.calls.rules import find_emptied
 from moeverify.verification.collectives.ledger import Entry, Page, Stream, find_unequal, locate
 
@@ -232,3 +232,75 @@ def _key_of(finding: Finding) -> object:
     if isinstance(finding.facts, RecomputedFacts):
         return finding.check, finding.kind, tuple(term.name for term in finding.facts.wrong_terms)
     return finding.check, finding.tensor
+
+
+def find_stages(records: Mapping[int, StepRecord]) -> dict[int, int]:
+    """Return the stage of each rank: the largest number of ranks from which activations have come to it.
+
+    A later stage has received and not sent when its first backward pass begins. All stages are 0 if these
+    messages form a ring, as in context parallelism.
+    """
+    sources: dict[int, set[int]] = {rank: set() for rank in records}
+    for rank, record in records.items():
+        counts = {group.ranks: group.num_before for group in record.groups if group.is_message}
+        for (sender, receiver), number in counts.items():
+            if receiver == rank and number and not counts.get((receiver, sender)):
+                sources[rank].add(sender)
+    stages: dict[int, int] = {}
+    while len(stages) < len(sources):
+        ready = [rank for rank, known in sources.items() if rank not in stages and known <= stages.keys()]
+        if not ready:
+            return dict.fromkeys(sources, 0)
+        found = {rank: max((stages[each] + 1 for each in sources[rank]), default=0) for rank in ready}
+        stages.update(found)
+    return stages
+
+
+def add_sites(
+    finding: Finding, records: Mapping[int, StepRecord], headers: Mapping[int, RankHeader]
+) -> Finding:
+    """Return a finding with the call sites that its check is about, the most important one first."""
+    record = records.get(finding.rank)
+    if record is None or finding.sites:
+        return finding
+    used = _find_use(finding, headers.get(finding.rank))
+    sites = list_sites(_choose(finding), record.calls, data=record.data_site, used=used)
+    return finding.model_copy(update={"sites": sites})
+
+
+def _choose(finding: Finding) -> tuple[str, ...]:
+    if isinstance(finding.facts, NonfiniteFacts) and finding.facts.what == "output":
+        return USED, DATA
+    if (
+        isinstance(finding.facts, DriftFacts)
+        and finding.facts.cause is not None
+        and finding.facts.cause.module
+    ):
+        return USED, BACKWARD
+    chosen: Mapping[str, tuple[str, ...]] = {
+        GuardCheck.REPLICAS: (STEP, BACKWARD, USED),
+        GuardCheck.EXPERTS: (USED,),
+        ScriptCheck.COPIES: (USED,),
+        GuardCheck.TOKENS: (DATA,),
+        GuardCheck.SAME_WORK: (DATA,),
+        GuardCheck.NORM: (CLIP, STEP) if _is_of_torch(finding) else (STEP,),
+        GuardCheck.UPDATE: (STEP, USED),
+        GuardCheck.FINITE: (BACKWARD, USED),
+        ScriptCheck.PARAMETERS: (STEP, USED),
+        CheckName.GRADIENT: (BACKWARD, USED),
+    }
+    return chosen.get(finding.check, ())
+
+
+def _is_of_torch(finding: Finding) -> bool:
+    return getattr(finding.facts, "source", "") == "norm"
+
+
+def _find_use(finding: Finding, header: RankHeader | None) -> str:
+    """Return where the script calls the module of a tensor, or the module that the finding names."""
+    tensors = () if header is None else header.tensors
+    own = (line.site for line in tensors if line.name == finding.tensor and line.site)
+    cause = finding.facts.cause if isinstance(finding.facts, DriftFacts) else None
+    module = cause.module if cause is not None and cause.module else finding.tensor
+    inner = (line.site for line in tensors if line.name.rpartition(".")[0] == module and line.site)
+    return next(inner, "") or next(own, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from moeverify.results.finding import Finding
@@ -153,3 +154,19 @@ class StepRecord(Record):
         """Return the numbers of the tensors that something else than the optimizer's step has changed."""
         both = enumerate(zip(self.stepped, self.ended, strict=False))
         return frozenset(number for number, (one, two) in both if 0 != one != two)
+
+
+def exchange_activations(ranks: Iterable[int], records: Mapping[int, StepRecord]) -> bool:
+    """Return whether some of these ranks exchange more than a few numbers in a forward pass, or messages.
+
+    True if the collectives of a rank are not known.
+    """
+    members = set(ranks)
+    for rank in members & records.keys():
+        record = records[rank]
+        if not record.is_traced:
+            return True
+        messages = (group.ranks for group in record.groups if group.is_message)
+        if any(len(members.intersection(group)) > 1 for group in (*record.exchanged, *messages)):
+            return True
+    return False

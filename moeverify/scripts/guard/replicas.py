@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from moeverify.results.finding import Finding
 from moeverify.results.guard import DriftCause, DriftFacts, GuardCheck
 from moeverify.scripts.guard.drift import find_cause
-from moeverify.scripts.guard.exchange_groups import exchange_activations
-from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine
+from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine, exchange_activations
 
 _ROUNDING = (
     16 * 2.0**-24

@@ -9,8 +9,7 @@ from itertools import combinations
 
 from moeverify.results.finding import Finding
 from moeverify.results.guard import GuardCheck, SameWorkFacts, TokenFacts
-from moeverify.scripts.guard.exchange_groups import exchange_activations
-from moeverify.scripts.guard.lines import RankHeader, StepRecord
+from moeverify.scripts.guard.lines import RankHeader, StepRecord, exchange_activations
 
 _TIMES = 2  # sampled steps in a row: a sampler may pad the last batch of an epoch with rows of other ranks
 _SHARE = 0.5  # of a rank's rows: random draws with replacement may coincide

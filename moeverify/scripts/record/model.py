@@ -1,9 +1,16 @@
-"""The model of a script, detected by its forward passes, with logical names for its parameters."""
+"""The model of a script, detected by its forward passes, with logical names for its parameters.
+
+DeepSpeed ZeRO stages 1 and 2 concatenate the parameters of a group, and each rank updates one part in
+float32. DeepSpeed stores at each parameter which elements are in this rank's part:
+https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/tensor_fragment.py
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +20,6 @@ from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard, logical_name, parameters
 from moeverify.parallel.regions.region import Region
-from moeverify.scripts.record.owners import find_holders, find_owner
-from moeverify.scripts.record.zero import find_fragments
 from moeverify.train.calls.listener import find_site
 from moeverify.verification.compare.difference import hash_words
 
@@ -256,3 +261,54 @@ def compute_dtype(inputs: tuple[Any, ...]) -> str:
 def is_number(tensor: Tensor) -> bool:
     """Return whether a tensor is one real number."""
     return tensor.numel() == 1 and tensor.is_floating_point()
+
+
+def find_owner(modules: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the outermost module that contains all of `modules`, or None; the largest one if several do."""
+    wanted = {id(module) for module in modules}
+    return _choose(each for each in _list_outermost() if wanted <= {id(part) for part in each.modules()})
+
+
+def find_holders(parameters: Sequence[Tensor]) -> list[nn.Module]:
+    """Return outermost modules that hold these parameters, the largest ones if several hold the same."""
+    missing = {id(parameter) for parameter in parameters}
+    held = [(each, {id(own) for own in each.parameters()}) for each in _list_outermost()]
+    found: list[nn.Module] = []
+    for module, own in sorted(held, key=lambda pair: -len(pair[1])):
+        if missing & own:
+            found.append(module)
+            missing -= own
+    return found
+
+
+def _choose(owners: Iterator[nn.Module]) -> nn.Module | None:
+    return max(owners, key=lambda owner: sum(1 for _ in owner.parameters()), default=None)
+
+
+def _list_outermost() -> list[nn.Module]:
+    # `type` instead of `isinstance`: proxies answer the latter with code of their own.
+    everything = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    inner = {id(child) for each in everything for child in vars(each).get("_modules", {}).values()}
+    return [each for each in everything if id(each) not in inner]
+
+
+def find_fragments(partition: Tensor, shards: Sequence[LocalShard]) -> Iterator[LocalShard]:
+    """Yield the part of each parameter in a flat partition; nothing if it is not a ZeRO partition.
+
+    Shapes: `partition` is (elements of all parameters of a group / ranks,), padded at its end.
+    """
+    storage = partition.untyped_storage().data_ptr()
+    for shard in shards:
+        mapping = getattr(shard.tensor, "_hp_mapping", None)
+        if mapping is None or mapping.hp_fragment is None:
+            continue
+        if mapping.hp_fragment.untyped_storage().data_ptr() != storage:
+            continue
+        own, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+        region = Region.run(shard.region.shape, own.start, own.start + own.numel)
+        view = partial(_narrow, start=flat.start, length=flat.numel)
+        yield LocalShard(shard.name, partition, region, view)
+
+
+def _narrow(tensor: Tensor, *, start: int, length: int) -> Tensor:
+    return tensor.reshape(-1).narrow(0, start, length)

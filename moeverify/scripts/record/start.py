@@ -1,10 +1,13 @@
-"""Start of the recording in this process."""
+"""Start of the recording in this process, by the command or by `moeverify.watch` within a script."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from moeverify.scripts.record.recorder import Recorder
 from moeverify.scripts.record.settings import Settings
@@ -32,3 +35,29 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def watch(
+    model: nn.Module,
+    *optimizers: Optimizer,
+    out: str | Path,
+    steps: tuple[int, int] = (0, 3),
+    outputs: bool = False,
+) -> None:
+    """Record optimizer steps `steps[0]` to `steps[1]` of this process, for `moeverify compare`.
+
+    Call it on every rank after the model is parallelized and before the first step. `out` must not contain
+    a recorded run. `outputs` also records the inputs and outputs of modules. For example:
+
+        moeverify.watch(model, optimizer, out="runs/ep2")
+
+    Raises: ValueError when an optimizer has parameters that are not in the model.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        groups = [group["params"] for group in optimizer.param_groups]
+        if any(id(parameter) not in known for group in groups for parameter in group):
+            raise ValueError(f"{type(optimizer).__name__} has parameters that are not of this model")
+    settings = Settings(out=Path(out).resolve(), first=steps[0], last=steps[1], outputs=outputs)
+    recorder = start(settings.model_dump_json())
+    recorder.take_model(model)

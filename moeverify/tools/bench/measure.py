@@ -1,4 +1,4 @@
-"""Measurement of a case on every rank: trains some steps without a golden."""
+"""Measurement of a case on every rank: trains some steps without golden and observation, as in production."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from moeverify.cases.flops import count_training_flops
-from moeverify.cases.schema import Case
+from moeverify.cases.schema import Case, Recipe
 from moeverify.errors import CaseError, Problem
 from moeverify.parallel.meshes import build_meshes
 from moeverify.parallel.regions.local_shard import buffers, parameters
@@ -26,9 +26,9 @@ from moeverify.tools.bench.profile import StepProfile, read_profile
 from moeverify.tools.bench.roofline import measure_roofline, synchronize
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.data import Batch
-from moeverify.train.loop import make_batches
-from moeverify.train.program import Program
-from moeverify.train.step import add_gradients, take_step, update
+from moeverify.train.loop import make_batches, run_micro_batches
+from moeverify.train.objective import count_valid
+from moeverify.train.program import Program, StepInputs
 from moeverify.verification.compare.gather import gather_on_first
 
 
@@ -258,3 +258,26 @@ def _forget(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def take_step(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> None:
+    """Train on one global batch after `engine.begin`. Collective: all ranks of the layout."""
+    add_gradients(recipe, program, batches)
+    update(recipe, program)
+
+
+def add_gradients(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> None:
+    """Run all micro-batches of a step forward and backward. Collective: all ranks of the layout."""
+    normalizers = count_valid(batches, program.sums, recipe.data.batch)
+    program.engine.zero_grad()
+    for _ in run_micro_batches(StepInputs(recipe, program, batches, normalizers, step=0)):
+        pass  # the results of a micro-batch are not used
+
+
+def update(recipe: Recipe, program: Program) -> None:
+    """Complete and clip the gradients, and step the optimizer. Collective: all ranks of the layout."""
+    program.finalize()
+    if recipe.optimizer.clip_norm is not None:
+        norm = program.measure_norm()
+        program.engine.clip(program.shards, norm, recipe.optimizer.clip_norm)
+    program.engine.step()

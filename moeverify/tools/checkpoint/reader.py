@@ -32,7 +32,7 @@ from torch.futures import Future
 from moeverify.dtype_names import DTYPES
 from moeverify.errors import FormatError
 from moeverify.tools.checkpoint.manifest import Manifest, StoredChunk, StoredTensor
-from moeverify.tools.checkpoint.writer import Part
+from moeverify.tools.checkpoint.writer import HeldBox
 
 _CHUNK = 1 << 24
 _MAPPED = 1 << 26  # mapped pages count as memory of this process until they are released
@@ -44,7 +44,7 @@ class HyperrectLoadPlanner(LoadPlanner):
     The state dict has the local tensor of each part by its number.
     """
 
-    def __init__(self, parts: Sequence[Part], state: dict[str, Tensor]) -> None:
+    def __init__(self, parts: Sequence[HeldBox], state: dict[str, Tensor]) -> None:
         self._parts = parts
         self._state = state
         self._numbers = {

@@ -20,7 +20,7 @@ from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.seams import seam
 from moeverify.tools.checkpoint.hyperrect import split_region
 from moeverify.tools.checkpoint.manifest import MANIFEST
-from moeverify.tools.checkpoint.writer import HyperrectPlanner, Part, SafeWriter, remove_partial
+from moeverify.tools.checkpoint.writer import HeldBox, HyperrectPlanner, SafeWriter, remove_partial
 
 BY_NAME = "by_name"
 """The fact that is the union of all ranks' mappings, for facts known only where a tensor is stored."""
@@ -173,12 +173,12 @@ class HostCopy:
 
 
 @seam
-def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Tensor]]:
+def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[HeldBox], dict[str, Tensor]]:
     """Return the boxes that this rank holds, and their local tensors by number.
 
     Raises: TypeError for a dtype that a checkpoint cannot hold.
     """
-    parts: list[Part] = []
+    parts: list[HeldBox] = []
     state: dict[str, Tensor] = {}
     for shard in tensors:
         local = shard.local()
@@ -186,7 +186,7 @@ def list_parts(tensors: Sequence[LocalShard]) -> tuple[list[Part], dict[str, Ten
             raise TypeError(f"{shard.name}: a checkpoint cannot hold {local.dtype}")
         for box, view in split_region(shard.region, local):
             state[str(len(parts))] = view
-            parts.append(Part(shard.name, shard.region.shape, box))
+            parts.append(HeldBox(shard.name, shard.region.shape, box))
     return parts, state
 
 

@@ -53,7 +53,7 @@ from moeverify.tools.checkpoint.manifest import (
 _CHUNK = 1 << 24  # bytes that are hashed while in cache, then written
 
 
-class Part(NamedTuple):
+class HeldBox(NamedTuple):
     """One box of a logical tensor that this rank holds."""
 
     key: str
@@ -67,7 +67,7 @@ class HyperrectPlanner(DefaultSavePlanner):
     The state dict has the local tensor of each part by its number.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[HeldBox]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = {
             MetadataIndex(part.key, part.box.offset): (str(number), part) for number, part in enumerate(parts)

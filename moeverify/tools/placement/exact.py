@@ -22,7 +22,7 @@ from moeverify.tools.placement.cluster import Cluster
 from moeverify.tools.placement.load_trace import TokenLoad
 from moeverify.tools.placement.marks import BoolArray
 from moeverify.tools.placement.patterns import PatternSearch
-from moeverify.tools.placement.program import Limit, Program
+from moeverify.tools.placement.program import LayerProgram, Limit
 from moeverify.tools.placement.sharing import FloatArray, measure_traffic, share_load
 
 Status = Literal["optimal", "time limit", "too large"]
@@ -93,7 +93,7 @@ class _LayerSearch:
         self.best = incumbent
         self.largest = self._measure(incumbent)
         self.bound = 0.0
-        self._program = Program(copies, cluster, num_slots, self.largest, is_even=is_even)
+        self._program = LayerProgram(copies, cluster, num_slots, self.largest, is_even=is_even)
 
     def _measure(self, marks: BoolArray) -> float:
         return float(share_load(marks, self._copies, self._cluster).sum(0).max())

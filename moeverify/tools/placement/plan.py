@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from moeverify.errors import CaseError, Problem
-from moeverify.tools.placement.bounds import bound_load
 from moeverify.tools.placement.cluster import Cluster
-from moeverify.tools.placement.cost import Cost, measure_cost, measure_steps
+from moeverify.tools.placement.cost import Cost, bound_load, measure_cost, measure_steps
 from moeverify.tools.placement.exact import ExactAnswer, Status, solve_exactly
 from moeverify.tools.placement.heuristic import solve
 from moeverify.tools.placement.incremental import improve

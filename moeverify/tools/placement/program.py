@@ -78,7 +78,7 @@ class _Rows:
         self.high.append(high)
 
 
-class Program:
+class LayerProgram:
     """The program of one layer; only placements with loads up to `largest` are considered.
 
     `largest` must be the largest load of a known placement. Shapes: copies (E, R) by source rank.

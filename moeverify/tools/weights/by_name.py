@@ -12,13 +12,13 @@ from moeverify.errors import FormatError
 from moeverify.parallel.regions.local_shard import LocalShard, buffers, parameters
 from moeverify.tools.weights.dcp import DcpSource
 from moeverify.tools.weights.description import find_kind
-from moeverify.tools.weights.load import Loaded, fill_shards
+from moeverify.tools.weights.load import LoadedWeights, fill_shards
 from moeverify.tools.weights.safetensors_files import SafetensorsSource
-from moeverify.tools.weights.source import Source
+from moeverify.tools.weights.source import WeightSource
 from moeverify.tools.weights.tensor_mapping import MappedTensor, TensorMapping
 
 
-def load_by_name(model: nn.Module, folder: Path, rounded_to: torch.dtype | None = None) -> Loaded:
+def load_by_name(model: nn.Module, folder: Path, rounded_to: torch.dtype | None = None) -> LoadedWeights:
     """Fill the parameters and persistent buffers of a model with the stored tensors of the same name.
 
     Values are rounded to `rounded_to` first, if given. A tied parameter is read under any of its names.
@@ -48,7 +48,7 @@ def _is_filled(shard: LocalShard) -> bool:
 
 def _open(
     folder: Path, shapes: dict[str, tuple[int, ...]], left_out: list[str], tied: Sequence[TensorMapping]
-) -> Source:
+) -> WeightSource:
     kind = find_kind(folder)
     if kind == "dcp":
         return DcpSource(folder, shapes, left_out)

@@ -64,7 +64,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class DcpSource:
-    """The weights of a model in a distributed checkpoint; a `Source`.
+    """The weights of a model in a distributed checkpoint; a `WeightSource`.
 
     The last stored chunk is cached, so reading a large one piece by piece loads it once.
 
@@ -126,7 +126,7 @@ class DcpSource:
                 raise FormatError(f"{file}: it is cut off at {file.stat().st_size} of {end} bytes")
 
     def read(self, name: str, box: Ranges, out: Tensor) -> Tensor:
-        """Fill `out` with a box of the tensor `name`; see `Source`."""
+        """Fill `out` with a box of the tensor `name`; see `WeightSource`."""
         for chunk in self._chunks[name]:
             shared = [
                 range(max(at, indices.start), min(at + size, indices.stop))

@@ -12,12 +12,12 @@ from torch import nn
 from moeverify.errors import FormatError, join_problems
 from moeverify.parallel.regions.local_shard import LocalShard, buffers, parameters
 from moeverify.tools.weights.description import Description
-from moeverify.tools.weights.source import Source, Spec, read_region
+from moeverify.tools.weights.source import Spec, WeightSource, read_region
 from moeverify.tools.weights.stream import open_source
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedWeights:
     """Result of loading on one rank: the number of tensors it stores part of, and bytes read from files."""
 
     num_tensors: int
@@ -31,7 +31,7 @@ def load_weights(
     described: Description | None = None,
     drop: Sequence[str] = (),
     rounded_to: torch.dtype | None = None,
-) -> Loaded:
+) -> LoadedWeights:
     """Fill this rank's shards of a reference model with the weights of a folder.
 
     `target` is the model under its layout, or a list of shards. Values are rounded to the dtype of the
@@ -47,8 +47,8 @@ def load_weights(
 
 @torch.no_grad()
 def fill_shards(
-    shards: Sequence[LocalShard], source: Source, folder: Path, rounded_to: torch.dtype | None
-) -> Loaded:
+    shards: Sequence[LocalShard], source: WeightSource, folder: Path, rounded_to: torch.dtype | None
+) -> LoadedWeights:
     """Fill shards with the stored tensors of their names, rounded to `rounded_to` first if given.
 
     Returns the number of tensors and bytes read.
@@ -62,7 +62,7 @@ def fill_shards(
         local = shard.local()
         values = read_region(source, shard.name, shard.region).view(local.shape)
         local.copy_(values if rounded_to is None else values.to(rounded_to))
-    return Loaded(len(shards), source.num_bytes_read)
+    return LoadedWeights(len(shards), source.num_bytes_read)
 
 
 def _find_misfit(specs: Mapping[str, Spec], shard: LocalShard) -> str:

@@ -28,7 +28,7 @@ _MAPPED_BYTES = CHUNK_BYTES
 
 
 class SafetensorsSource:
-    """The weights of a model in a folder of safetensors files; a `Source`.
+    """The weights of a model in a folder of safetensors files; a `WeightSource`.
 
     The constructor checks everything but the values. Every tensor must exist with its shape, and there must
     be no other tensor unless its key matches `drop`. `others` are further ways in which tensors may be stored.
@@ -63,7 +63,7 @@ class SafetensorsSource:
         return places[0].dtype
 
     def read(self, name: str, box: Ranges, out: Tensor) -> Tensor:
-        """Fill `out` with a box of the tensor `name`; see `Source`."""
+        """Fill `out` with a box of the tensor `name`; see `WeightSource`."""
         for window in find_windows(self._mapping[name], box):
             stored = self._read_stored(window.key, window.stored)
             part = stored.T if window.is_transposed else stored  # one expert; dim 0 of the target has size 1

@@ -24,7 +24,7 @@ _REDUNDANT = ("*.rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """The file, shape and dtype of a stored tensor."""
 
     file: Path
@@ -34,7 +34,7 @@ class Place:
 
 def read_index(
     folder: Path, mappings: Sequence[TensorMapping], drop: Sequence[str]
-) -> tuple[dict[str, Place], TensorMapping]:
+) -> tuple[dict[str, TensorLocation], TensorMapping]:
     """Return the place of every stored tensor, and for each of our tensors the mapping that fits.
 
     Stored tensors of no mapping must match `drop`. Files whose tensors all match it are not opened.
@@ -53,7 +53,7 @@ def read_index(
     }
     mapping = choose_stored(mappings, {key for found, _ in files.values() for key in found})
     shapes = {mapped.key: mapped.shape for parts in mapping.values() for mapped in parts}
-    places: dict[str, Place] = {}
+    places: dict[str, TensorLocation] = {}
     problems: list[str] = []
     for path, (found, listed) in files.items():
         for key in listed:
@@ -95,7 +95,7 @@ def _list_files(folder: Path) -> dict[Path, list[str] | None]:
     return listed
 
 
-def _read_headers(path: Path) -> Mapping[str, Place]:
+def _read_headers(path: Path) -> Mapping[str, TensorLocation]:
     try:
         open_input(path).close()
         places = {}
@@ -105,7 +105,7 @@ def _read_headers(path: Path) -> Mapping[str, Place]:
                 code = part.get_dtype()
                 if code not in DTYPES:
                     raise FormatError(f"{path}: {key} has the dtype {code}, which is not supported")
-                places[key] = Place(path, tuple(part.get_shape()), DTYPES[code])
+                places[key] = TensorLocation(path, tuple(part.get_shape()), DTYPES[code])
     except FileNotFoundError:
         raise FormatError(f"{path}: the file is missing") from None
     except (SafetensorError, OSError) as error:

@@ -70,7 +70,7 @@ class Buffer:
         return torch.frombuffer(self._memory, dtype=chunk.spec.dtype, count=math.prod(shape)).view(shape)
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Weights that can be read; `num_bytes_read` counts the bytes read from files so far."""
 
     specs: Mapping[str, Spec]
@@ -100,7 +100,7 @@ def cut(specs: Mapping[str, Spec]) -> list[Chunk]:
     return chunks
 
 
-def read_region(source: Source, name: str, region: Region) -> Tensor:
+def read_region(source: WeightSource, name: str, region: Region) -> Tensor:
     """Return a region of the tensor `name`, in the region's local shape, reading little else of the files."""
     dtype = source.specs[name].dtype
     if region.flat is not None:
@@ -111,7 +111,7 @@ def read_region(source: Source, name: str, region: Region) -> Tensor:
     return local
 
 
-def _read_run(source: Source, name: str, region: Region) -> Tensor:
+def _read_run(source: WeightSource, name: str, region: Region) -> Tensor:
     """Read the rows that a range of the flattened tensor touches, and return the range."""
     assert region.flat is not None
     run = region.flat

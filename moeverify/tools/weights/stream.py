@@ -1,14 +1,18 @@
-"""Conversion of weights from one format to another, chunk by chunk."""
+"""Conversion of weights from one format to another, chunk by chunk, into a folder that appears whole."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from moeverify.errors import CaseError, MachineError, Problem
 from moeverify.tools.weights.dcp import DcpSink, DcpSource
 from moeverify.tools.weights.description import (
     Description,
@@ -17,11 +21,60 @@ from moeverify.tools.weights.description import (
     read_description,
     write_description,
 )
-from moeverify.tools.weights.folder import check_room, make_folder
 from moeverify.tools.weights.huggingface import create_huggingface, open_huggingface
 from moeverify.tools.weights.megablocks import create_megablocks, open_megablocks
-from moeverify.tools.weights.source import Buffer, Chunk, Sink, Source, Spec, cut
+from moeverify.tools.weights.source import Buffer, Chunk, Sink, Spec, WeightSource, cut
 from moeverify.tools.weights.tensor_mapping import list_tensors
+
+
+@contextmanager
+def make_folder(destination: Path) -> Iterator[Path]:
+    """Yield a new temporary folder next to `destination`, and rename it to `destination` on success.
+
+    After an error or an interrupt the temporary folder is removed. A killed process leaves a folder
+    `.NAME.partial-PID`, which may be deleted.
+
+    Raises: CaseError when `destination` is a file or a non-empty folder; MachineError when writing fails.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        remedy = "choose another destination, or remove it"
+        raise CaseError([Problem("something is there already", file=str(destination), remedy=remedy)])
+    partial = destination.absolute().with_name(f".{destination.absolute().name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _sync(partial)
+        partial.rename(destination.absolute())
+        _sync(destination.absolute().parent)
+    except OSError as error:
+        raise MachineError(f"{destination} was not written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_room(destination: Path, num_bytes: int) -> None:
+    """Check that the disk has room for `num_bytes`.
+
+    Raises: MachineError when it does not.
+    """
+    parent = destination.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < num_bytes:
+        gigabytes = f"{num_bytes / 1e9:.1f} GB are needed there, and {free / 1e9:.1f} GB are free"
+        raise MachineError(f"{destination} was not written: {gigabytes}")
+
+
+def _sync(folder: Path) -> None:
+    """Sync a folder's entries and the contents of its JSON files to disk."""
+    for path in [*folder.glob("*.json"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
 
 SHARD_BYTES = 5 * 10**9
 
@@ -39,7 +92,7 @@ class Conversion:
     num_files: int
 
 
-def open_source(folder: Path, described: Description | None = None, drop: Sequence[str] = ()) -> Source:
+def open_source(folder: Path, described: Description | None = None, drop: Sequence[str] = ()) -> WeightSource:
     """Return the weights of a folder in any format.
 
     `described` is needed only if the folder does not describe the model.

@@ -1,4 +1,7 @@
-"""Base class of listeners to a training script, which hooks call."""
+"""Base class of listeners to a training script, which hooks call.
+
+A forward pass that a script starts with `module.forward(...)` runs no hook of torch; it is noticed apart.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from moeverify.parallel.regions.passes import is_in_backward, is_trial_pass
 from moeverify.parallel.regions.unseen import unseen
-from moeverify.train.calls.bypass import find_bypassed
 
 P = ParamSpec("P")
 _Self = TypeVar("_Self", bound="Listener")
@@ -205,3 +207,24 @@ def to_float(value: Any) -> float:
     For a DTensor this is a collective: all ranks of its mesh must call it.
     """
     return float(value.full_tensor()) if hasattr(value, "full_tensor") else float(value)
+
+
+def find_bypassed(module: nn.Module) -> nn.Module | None:
+    """Return the outermost other module that contains `module` and whose `forward` is running, if any.
+
+    Call it from a hook of a module that no other hooked call encloses: an enclosing `forward` was then
+    called directly.
+    """
+    found: nn.Module | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner is not module and _contains(owner, module):
+                found = owner
+        frame = frame.f_back
+    return found
+
+
+def _contains(owner: nn.Module, module: nn.Module) -> bool:
+    return any(each is module for each in owner.modules())

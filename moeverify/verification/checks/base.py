@@ -204,7 +204,7 @@ class Check(ABC, Generic[R]):
     A kind that only this check shows, in `show`, is named after the check. A check that `sees_inside` uses
     module hooks. It is skipped where passes are launched as graphs, because hooks do not run there. A check
     that `recomputes_step` recomputes the results of a step as the recipe defines them. A user's own step
-    may define them differently; see `moeverify.verification.golden_run.own_step`.
+    may define them differently; see `moeverify.verification.golden_run.golden`.
     """
 
     name: CheckName

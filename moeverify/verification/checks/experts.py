@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 Shares = Sequence[tuple[str, str, list[int]]]  # (tensor, key of the region, a share of each expert's hash)
 
 
-class Experts(Check[Shares]):
+class ExpertHashes(Check[Shares]):
     """Hash of each expert of each tensor, compared with the saved hash."""
 
     name = CheckName.EXPERTS
@@ -119,4 +119,4 @@ def _find_twin(number: int, found: Sequence[int], wanted: Sequence[int]) -> int 
     return None
 
 
-CHECKS = (Experts(),)
+CHECKS = (ExpertHashes(),)

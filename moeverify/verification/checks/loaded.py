@@ -14,7 +14,7 @@ from moeverify.verification.checks.golden_tensors import GoldenTensors
 from moeverify.verification.compare.difference import fingerprint_bits
 
 
-class Loaded(GoldenTensors):
+class LoadedState(GoldenTensors):
     """Comparison of everything that a checkpoint restores with the state of the saving layout.
 
     A report lists the names of a rank's tensors whose bits or dtype differ from the saved ones.
@@ -69,4 +69,4 @@ def _has_same_bits(saved: Tensor, local: Tensor) -> bool:
     return saved.dtype == actual.dtype and bool(fingerprint_bits(saved) == fingerprint_bits(actual))
 
 
-CHECKS = (Loaded(),)
+CHECKS = (LoadedState(),)

@@ -280,7 +280,7 @@ def _bound_of(recipe: Recipe, replayed: Replayed | Summed, factor: float = 1.0) 
     return max(factor * replayed.rounding, FLOOR[recipe.precision])
 
 
-class Modules(Check[ModuleReport]):
+class ModuleAgreement(Check[ModuleReport]):
     """Outputs of modules and gradients of their inputs, against one device's modules on the same inputs."""
 
     name = CheckName.MODULES
@@ -407,4 +407,4 @@ def _describe(reports: Sequence[ModuleReport], replayed: set[str]) -> ReplayedMo
     )
 
 
-CHECKS = (Modules(),)
+CHECKS = (ModuleAgreement(),)

@@ -30,7 +30,7 @@ from moeverify.train.program import Program
 from moeverify.train.schedule import find_factor, list_rates
 from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.verification.checks.recomputed_step import (
-    Batch,
+    RecomputedBatch,
     Row,
     Sampled,
     fit,
@@ -73,7 +73,7 @@ class OptimizerWatch(Watch[list[Row]]):
         self._num_taken: dict[tuple[str, str], int] = {}
         self._stepped: set[tuple[str, str]] = set()
         self._step = -1
-        self._batches: list[Batch] = []
+        self._batches: list[RecomputedBatch] = []
 
     def begin_step(self, step: int) -> None:
         """Recompute the previous step; see `Watch`."""

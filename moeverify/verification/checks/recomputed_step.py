@@ -87,7 +87,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecomputedBatch:
     """Recomputed values of several shards, not yet read from the device.
 
     Shapes: `numbers` (N, 10 + D + (T + 1)**2) for N shards, T terms and D `narrower` dtypes; see
@@ -116,7 +116,7 @@ def recompute(
     step: int,
     lr: float,
     clip: Tensor | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[RecomputedBatch]:
     """Yield the moments and updates of shards, compared with recomputed ones.
 
     `groups` are pairs of (shards, weight decay). The shards of a group share options, dtypes and the
@@ -174,7 +174,7 @@ def _list_results(
     return results
 
 
-def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> Iterator[Batch]:
+def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> Iterator[RecomputedBatch]:
     """Yield a batch for each result, in order."""
     measured: dict[int, Tensor] = {}
     for together in _join_alike(results):
@@ -185,7 +185,7 @@ def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> 
         terms = tuple((term.name, term.coefficient) for term in each.recomputed.terms)
         narrower = list_narrower(*each.members[0].dtypes)
         name, numbers = each.recomputed.name, measured[place]
-        yield Batch(step, clip, each.members, name, terms, numbers, narrower)
+        yield RecomputedBatch(step, clip, each.members, name, terms, numbers, narrower)
 
 
 def _join_alike(results: Sequence[_Result]) -> Iterator[list[int]]:
@@ -279,7 +279,7 @@ def _find_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
     return both[0], both[1]
 
 
-def read_batch(batch: Batch) -> Iterator[Row]:
+def read_batch(batch: RecomputedBatch) -> Iterator[Row]:
     """Yield the rows of a batch. Synchronizes with the device."""
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)

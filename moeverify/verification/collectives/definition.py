@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from moeverify.results.collective_name import Collective
-from moeverify.results.collective_run import Part, Parts, RankTransfer, Transfer, flatten
+from moeverify.results.collective_run import Parts, RankTransfer, TensorSpan, Transfer, flatten
 
 Sizes = Sequence[Sequence[int]]
 """Sizes[r][s]: number of elements that rank r has for rank s."""
@@ -107,7 +107,7 @@ def _copy(sizes: Sizes, source: int) -> _Defined:
     (row,) = sizes
     inputs = _number_all([[size] for size in row])
     total = tuple(_sum(inputs))
-    unused = (Part(origin=None, values=(0.0,) * row[0]),)
+    unused = (TensorSpan(origin=None, values=(0.0,) * row[0]),)
     return inputs, [inputs[source]] * len(row), [total if r == source else unused for r in range(len(row))]
 
 
@@ -129,7 +129,7 @@ def _number_all(sizes: Sizes) -> list[Parts]:
 def _number(rank: int, sizes: Sequence[int], step: int) -> Parts:
     ends = accumulate(sizes, initial=0)
     return tuple(
-        Part(origin=rank, values=tuple(float(step * rank + i) for i in range(start, stop)))
+        TensorSpan(origin=rank, values=tuple(float(step * rank + i) for i in range(start, stop)))
         for start, stop in pairwise(ends)
     )
 
@@ -147,9 +147,9 @@ def _transpose(parts: Sequence[Parts]) -> list[Parts]:
     return [tuple(each[rank] for each in parts) for rank in range(len(parts))]
 
 
-def _sum(parts: Sequence[Parts]) -> list[Part]:
+def _sum(parts: Sequence[Parts]) -> list[TensorSpan]:
     """Return, for each position, the elementwise sum of the parts of all ranks."""
     return [
-        Part(origin=None, values=tuple(map(sum, zip(*(part.values for part in same), strict=True))))
+        TensorSpan(origin=None, values=tuple(map(sum, zip(*(part.values for part in same), strict=True))))
         for same in zip(*parts, strict=True)
     ]

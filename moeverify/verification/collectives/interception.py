@@ -15,7 +15,7 @@ from moeverify.results.trace import CollectiveRecord, State
 from moeverify.verification.collectives.ledger import Stream
 
 
-class Operator(NamedTuple):
+class CollectiveOperator(NamedTuple):
     """The common name of a `c10d` operator, and the positions of its tensors and of its peer or root.
 
     For a `lazy` operator, gloo does part of the work inside `Work.wait` and never reports completion. With
@@ -32,28 +32,30 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {
-    "allreduce_": Operator("all_reduce", 0, same_size=True),
-    "allreduce_coalesced_": Operator("all_reduce_coalesced", 0, same_size=True),
-    "allgather_": Operator("all_gather", 1),
-    "_allgather_base_": Operator("all_gather_into_tensor", 1, same_size=True),
-    "allgather_coalesced_": Operator("all_gather_coalesced", 1),
-    "allgather_into_tensor_coalesced_": Operator("all_gather_into_tensor_coalesced", 1, same_size=True),
-    "reduce_scatter_": Operator("reduce_scatter", 1, lazy=True),
-    "_reduce_scatter_base_": Operator("reduce_scatter_tensor", 1, lazy=True, same_size=True),
-    "reduce_scatter_tensor_coalesced_": Operator(
+    "allreduce_": CollectiveOperator("all_reduce", 0, same_size=True),
+    "allreduce_coalesced_": CollectiveOperator("all_reduce_coalesced", 0, same_size=True),
+    "allgather_": CollectiveOperator("all_gather", 1),
+    "_allgather_base_": CollectiveOperator("all_gather_into_tensor", 1, same_size=True),
+    "allgather_coalesced_": CollectiveOperator("all_gather_coalesced", 1),
+    "allgather_into_tensor_coalesced_": CollectiveOperator(
+        "all_gather_into_tensor_coalesced", 1, same_size=True
+    ),
+    "reduce_scatter_": CollectiveOperator("reduce_scatter", 1, lazy=True),
+    "_reduce_scatter_base_": CollectiveOperator("reduce_scatter_tensor", 1, lazy=True, same_size=True),
+    "reduce_scatter_tensor_coalesced_": CollectiveOperator(
         "reduce_scatter_tensor_coalesced", 1, lazy=True, same_size=True
     ),
-    "alltoall_": Operator("all_to_all", 1),
-    "alltoall_base_": Operator("all_to_all_single", 1, same_size=True, splits_at=3),
-    "broadcast_": Operator("broadcast", 0, 2, same_size=True),
-    "reduce_": Operator("reduce", 0, 3, same_size=True),
-    "gather_": Operator("gather", 1, 3),
-    "scatter_": Operator("scatter", 0, 3),
-    "barrier": Operator("barrier", None),
-    "monitored_barrier_": Operator("monitored_barrier", None),
-    "send": Operator("send", 0, 2, point_to_point=True),
-    "recv_": Operator("recv", 0, 2, point_to_point=True),
-    "recv_any_source_": Operator("recv", 0, point_to_point=True),
+    "alltoall_": CollectiveOperator("all_to_all", 1),
+    "alltoall_base_": CollectiveOperator("all_to_all_single", 1, same_size=True, splits_at=3),
+    "broadcast_": CollectiveOperator("broadcast", 0, 2, same_size=True),
+    "reduce_": CollectiveOperator("reduce", 0, 3, same_size=True),
+    "gather_": CollectiveOperator("gather", 1, 3),
+    "scatter_": CollectiveOperator("scatter", 0, 3),
+    "barrier": CollectiveOperator("barrier", None),
+    "monitored_barrier_": CollectiveOperator("monitored_barrier", None),
+    "send": CollectiveOperator("send", 0, 2, point_to_point=True),
+    "recv_": CollectiveOperator("recv", 0, 2, point_to_point=True),
+    "recv_any_source_": CollectiveOperator("recv", 0, point_to_point=True),
 }
 
 
@@ -103,7 +105,9 @@ class Collective:
         "work_id",
     )
 
-    def __init__(self, operator: Operator, group: Group, arguments: tuple[Any, ...], site: str) -> None:
+    def __init__(
+        self, operator: CollectiveOperator, group: Group, arguments: tuple[Any, ...], site: str
+    ) -> None:
         tensors = [] if operator.tensors_at is None else list(flatten(arguments[operator.tensors_at]))
         self.operator = operator
         self.group = group

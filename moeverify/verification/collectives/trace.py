@@ -25,8 +25,8 @@ from moeverify.verification.collectives.flight_recorder import NUM_SLOTS, Flight
 from moeverify.verification.collectives.interception import (
     OPERATORS,
     Collective,
+    CollectiveOperator,
     Group,
-    Operator,
     describe_group,
     find_group,
     find_storage,
@@ -160,7 +160,9 @@ class CollectiveTrace:
         self.poll()
         return self._collectives[-1].to_record() if self._collectives else None
 
-    def _make_kernel(self, operator: Operator, redispatch: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_kernel(
+        self, operator: CollectiveOperator, redispatch: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def kernel(keys: Any, *arguments: Any, **named: Any) -> Any:
             is_accepted = self.accepts()
             collective = self._begin(operator, find_group(arguments), arguments, is_noted=is_accepted)
@@ -212,7 +214,12 @@ class CollectiveTrace:
         return wait_and_note
 
     def _begin(
-        self, operator: Operator, handle: dist.ProcessGroup, arguments: tuple[Any, ...], *, is_noted: bool
+        self,
+        operator: CollectiveOperator,
+        handle: dist.ProcessGroup,
+        arguments: tuple[Any, ...],
+        *,
+        is_noted: bool,
     ) -> Collective:
         group = self._groups.get(handle)
         if group is None:

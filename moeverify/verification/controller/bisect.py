@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moeverify.errors import CaseError, Problem
 from moeverify.report.numbers import format_count, format_seconds
-from moeverify.results.bisection import Bisection, Commit, JudgedCommit, Judgement
+from moeverify.results.bisection import Bisection, Commit, CommitJudgement, JudgedCommit
 from moeverify.results.run import CaseResult, Event
 from moeverify.verification.controller.git_history import GitBisection, Repository
 
@@ -94,7 +94,7 @@ class Search:
         seconds = num_steps * sum(measured) / len(measured)
         return f"{text}, about {format_seconds(float(round(seconds)))}"
 
-    def _emit(self, kind: str, commit: Commit, note: str, judgement: Judgement | None = None) -> None:
+    def _emit(self, kind: str, commit: Commit, note: str, judgement: CommitJudgement | None = None) -> None:
         name = f"{commit.hash[:_SHORT]} {commit.subject}"
         result = None
         if judgement is not None:
@@ -131,7 +131,7 @@ class Search:
         )
 
 
-def _name_term(judgement: Judgement, kind: str) -> str:
+def _name_term(judgement: CommitJudgement, kind: str) -> str:
     """Return the word of `git bisect` for a verdict. Another failure than that of BAD says nothing."""
     if judgement.verdict == "pass":
         return "good"

@@ -23,7 +23,7 @@ from moeverify.cases.validation.load import load_valid_cases
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.input_file import read_input
 from moeverify.report.formats.json import read_run
-from moeverify.results.bisection import JudgedCommit, Judgement
+from moeverify.results.bisection import CommitJudgement, JudgedCommit
 from moeverify.verification.controller.git_history import Repository
 from moeverify.verification.controller.judgement import JudgementCache, judge
 from moeverify.verification.controller.search_path import find_package_parent, search_path
@@ -164,16 +164,16 @@ class Slot:
                 stderr=subprocess.STDOUT,
             )
 
-    def finish(self) -> Judgement:
+    def finish(self) -> CommitJudgement:
         """Wait for the end of the verification, and return its judgement."""
         if self.process is None:
-            return Judgement(verdict="skipped", reason=f"this commit has no module `{self.missing}`")
+            return CommitJudgement(verdict="skipped", reason=f"this commit has no module `{self.missing}`")
         code = self.process.wait()
         self.process = None
         try:
             run = read_run(self.scratch / _RESULT)
         except FormatError:
-            return Judgement(verdict="skipped", reason=self._find_reason(code))
+            return CommitJudgement(verdict="skipped", reason=self._find_reason(code))
         if len(run.cases) != 1:
             names = ", ".join(case.name for case in run.cases)
             remedy = "name one, or select one by -k after `--`"

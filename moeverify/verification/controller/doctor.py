@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from moeverify.errors import MoeverifyError
 from moeverify.report.words.failure import describe_failure
 from moeverify.report.words.probe import word_answer, word_gpus, word_host, word_obstacle
-from moeverify.results.probe import Answer, Outcome, Probe, ProbeEvent, ProbeRow
+from moeverify.results.probe import Answer, Probe, ProbeEvent, ProbeOutcome, ProbeRow
 from moeverify.verification.controller.installed import find_installed
 from moeverify.verification.controller.machine import (
     count_cores,
@@ -171,5 +171,7 @@ def _read(outcome: JobOutcome) -> Answer:
     found = read_outcome(outcome, ProbeResult)
     if isinstance(found, ProbeResult):
         return found.answer
-    how = {"hung": Outcome.HUNG, "unstarted": Outcome.UNSTARTED}.get(outcome.state, Outcome.CRASHED)
+    how = {"hung": ProbeOutcome.HUNG, "unstarted": ProbeOutcome.UNSTARTED}.get(
+        outcome.state, ProbeOutcome.CRASHED
+    )
     return Answer(outcome=how, error=describe_failure(outcome.failure))

@@ -20,7 +20,9 @@ from moeverify.report.words.wider import (
     describe_unasked,
     describe_unconfirmed,
 )
+from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
+from moeverify.results.explanation import Quantity
 from moeverify.results.facts import OwnStep
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
@@ -40,8 +42,11 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
 _CONFIRMED = ("pass", "undecided")
 """Verdicts that a run in a wider precision may change."""
 
-_SURE, _UPSTREAM = 3, -1
-"""Ratings of a finding: the cause is certain, and the cause is upstream of the finding."""
+_SURE, _ESTIMATE, _TRACED, _UNTRACED, _UPSTREAM = 5, 4, 3, 2, -1
+"""Ratings of a finding; see `_rate`."""
+
+_NAMING_CODES = (Cause.OPTIMIZER, Cause.ROUNDING)
+"""Causes that name a kind of operation, where others only name a place."""
 
 
 _OF_STEP = frozenset({Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE})
@@ -49,9 +54,14 @@ _OF_STEP = frozenset({Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE})
 
 
 def change_precision(case: Case, precision: Precision) -> Case:
-    """Return the case with its recipe in another precision. The recipe is renamed."""
+    """Return the case with its recipe in another precision. The recipe is renamed.
+
+    Outside `mixed`, no module is an exception to the precision, so `layout.in_float32` is dropped.
+    """
     changed = {"precision": precision, "name": f"{case.recipe.name}-{precision}"}
-    return case.model_copy(update={"recipe": case.recipe.model_copy(update=changed)})
+    kept = case.layout.in_float32 if precision == "mixed" else ()
+    layout = case.layout.model_copy(update={"in_float32": kept})
+    return case.model_copy(update={"recipe": case.recipe.model_copy(update=changed), "layout": layout})
 
 
 def try_precision(case: Case, precision: Precision) -> Case | None:
@@ -108,6 +118,7 @@ def escalate(
     early = _confirm_early(passing, wanted, keeping, on_event, on_confirmed or on_event)
     answers = run_cases(wanted, chosen, early)
     assert answers is not None  # not an external launch
+    answers = _escalate_confirmed(passing, wanted, keeping, answers, chosen, on_event)
     found = {answer.name: answer for answer in answers.cases}
     merged = []
     for each in result.cases:
@@ -300,6 +311,34 @@ def _confirm_early(
     return handle
 
 
+def _escalate_confirmed(
+    passing: Mapping[str, CaseResult],
+    wides: Sequence[Case],
+    keeping: Collection[str],
+    answers: RunResult,
+    options: RunOptions,
+    on_event: Callable[[Event], None],
+) -> RunResult:
+    """Return the answers with the causes of mismatches of confirming runs, searched in still wider precisions.
+
+    Operations are recorded in float64 alone, and a cause that float32 suggests must hold there too.
+    """
+    precisions = {wide.name: wide.recipe.precision for wide in wides}
+    mismatches = [
+        answer
+        for answer in answers.cases
+        if (case := passing.get(answer.name)) is not None
+        and confirm(case, precisions[answer.name], answer, keeps_dtypes=case.name in keeping).findings
+    ]
+    if not mismatches:
+        return answers
+    known = {each.name for each in mismatches}
+    run = answers.model_copy(update={"cases": tuple(mismatches)})
+    deeper = escalate([wide for wide in wides if wide.name in known], run, options, on_event)
+    named = {each.name: each for each in deeper.cases}
+    return deeper.model_copy(update={"cases": tuple(named.get(each.name, each) for each in answers.cases)})
+
+
 def confirm(
     case: CaseResult, precision: Precision, answer: CaseResult, *, keeps_dtypes: bool = False
 ) -> CaseResult:
@@ -322,12 +361,20 @@ def confirm(
     note = describe_confirmation(precision, answer)
     if answer.verdict != "mismatch":
         return case.model_copy(update={"notes": (*case.notes, note)})
-    seen = Wider(precision=precision, outcome="found")
     findings = tuple(
-        finding if finding.follows else finding.model_copy(update={"wider": (seen,)})
+        finding
+        if finding.follows
+        else finding.model_copy(update={"wider": (_find_wider(finding, precision),)})
         for finding in answer.findings
     )
     return answer.model_copy(update={"name": case.name, "findings": findings, "notes": (note,)})
+
+
+def _find_wider(finding: Finding, precision: Precision) -> Wider:
+    """Return that a confirming run found a finding, or the still wider run that named its cause."""
+    return Wider(
+        precision=finding.wider[0].precision if finding.is_of_wider_run else precision, outcome="found"
+    )
 
 
 def _is_of_step_alone(answer: CaseResult) -> bool:
@@ -377,13 +424,30 @@ def _rate(finding: Finding | None) -> int:
     """Rate how much a finding tells about its cause.
 
     -1: the cause is upstream of the finding, and a wider run may show it. 0: nothing. 1: a location or a
-    size. 2: an estimated operation. 3: a certain operation.
+    size. 2: a part of a sum in the gradient of a module. 3: the first wrong operation among the recorded
+    ones, so that the sum is refuted. 4: an estimated operation, or its kind. 5: a certain operation.
     """
-    if finding is not None and _is_upstream(finding):
+    if finding is None:
+        return 0
+    if _is_upstream(finding):
         return _UPSTREAM
-    if finding is None or not finding.names_operation:
-        return 0 if finding is None else int(finding.is_explained)
-    return _SURE - finding.is_estimate
+    if not finding.names_operation:
+        is_traced = finding.culprit is not None and finding.culprit.leads
+        is_named = finding.code in _NAMING_CODES
+        return _TRACED if is_traced else _ESTIMATE if is_named else int(finding.is_explained)
+    if _is_untraced(finding):
+        return _UNTRACED
+    return _ESTIMATE if finding.is_estimate else _SURE
+
+
+def _is_untraced(finding: Finding) -> bool:
+    """Return whether a cause was fitted to the gradient of a module, with no operations recorded after it.
+
+    A part of a sum is right there if a later operation reduces it.
+    """
+    explanation = finding.explanation
+    is_of_module = explanation is not None and explanation.subject.quantity is Quantity.MODULE_GRADIENT
+    return is_of_module and finding.culprit is None
 
 
 def _is_upstream(finding: Finding) -> bool:

@@ -166,6 +166,7 @@ def score(fault: Fault, result: CaseResult, own: CaseResult | None = None) -> Fa
         detected=detected,
         located=first is not None and fault.expected.locates(first),
         cause_named=first is not None and fault.expected.names(first),
+        line_shown=first is not None and fault.shows_line(first),
         loss_curve=sees_loss_curve(curves),
         loss_and_norm=sees_loss_and_norm(curves),
         finding=first,

@@ -19,24 +19,24 @@ from moeverify.report.brief import list_lines
 from moeverify.report.files import write_atomically
 from moeverify.report.stacks import find_reason
 from moeverify.report.words.cause import describe_cause
-from moeverify.results.bisection import Judgement
+from moeverify.results.bisection import CommitJudgement
 from moeverify.results.run import CaseResult
 from moeverify.verification.controller.kept import code_version
 from moeverify.verification.controller.machine import choose_device, default_cache, describe_environment
 
 _FILE = "judgements.json"
 _MOST = 5000  # judgements to remember, the most recent ones
-_CONTENT = TypeAdapter(dict[str, Judgement])
+_CONTENT = TypeAdapter(dict[str, CommitJudgement])
 _FINAL = ("pass", "mismatch")
 _DECIDES = ("moeverify", "torch", "python", "device")
 
 
-def judge(result: CaseResult) -> Judgement:
+def judge(result: CaseResult) -> CommitJudgement:
     """Return the judgement of a case result."""
     lead = result.lead
     if lead is None:
-        return Judgement(verdict=result.verdict, reason=find_reason(result), seconds=result.seconds)
-    return Judgement(
+        return CommitJudgement(verdict=result.verdict, reason=find_reason(result), seconds=result.seconds)
+    return CommitJudgement(
         verdict=result.verdict,
         check=lead.check,
         tensor=lead.tensor,
@@ -66,11 +66,11 @@ class JudgementCache:
         text = json.dumps([_describe_code(), list(content)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def read(self, key: str) -> Judgement | None:
+    def read(self, key: str) -> CommitJudgement | None:
         """Return the judgement of a key, or None."""
         return self._read_all().get(key)
 
-    def keep(self, found: dict[str, Judgement]) -> None:
+    def keep(self, found: dict[str, CommitJudgement]) -> None:
         """Store the final ones of these judgements: an error may have been one of the machine."""
         new = {key: each for key, each in found.items() if each.verdict in _FINAL}
         if not new:
@@ -79,7 +79,7 @@ class JudgementCache:
         with suppress(OSError):
             write_atomically(self.path, seal(_CONTENT.dump_json(dict(list(known.items())[-_MOST:])).decode()))
 
-    def _read_all(self) -> dict[str, Judgement]:
+    def _read_all(self) -> dict[str, CommitJudgement]:
         try:
             file = JsonFile.read(self.path, "")
             file.require_seal()

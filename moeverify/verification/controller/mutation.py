@@ -20,7 +20,7 @@ from moeverify.faults.mutation.reviewed import BY_HAND, EQUIVALENT
 from moeverify.faults.mutation.sites import DATA_AXES
 from moeverify.faults.setting import make_case
 from moeverify.report.words.cause import describe_cause
-from moeverify.results.mutation import CoveredCode, Judgement, MutantRow, Outcome, Span
+from moeverify.results.mutation import CoveredCode, MutantJudgement, MutantRow, Outcome, Span
 from moeverify.results.run import CaseResult
 from moeverify.verification.controller.clean_matrix import LAYOUTS
 from moeverify.verification.controller.escalation import (
@@ -421,9 +421,9 @@ class MutationRun:
         rows = [self._kept.rows[name] for name in self._mutants if name in self._kept.rows]
         return [row.model_copy(update={"judgement": self._judge(row)}) for row in rows]
 
-    def _judge(self, row: MutantRow) -> Judgement:
+    def _judge(self, row: MutantRow) -> MutantJudgement:
         if row.outcome != "detected" or row.finding is None:
-            return Judgement()
+            return MutantJudgement()
         found = judge(self._mutants[row.name], self._cases[row.cases[-1]], row.finding)
         by_hand = BY_HAND.get((row.name, row.said))
         if found.cause == "open" and by_hand is not None:

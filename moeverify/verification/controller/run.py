@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from moeverify.abandoned import remove_abandoned
 from moeverify.cases.axes.describe import describe_layout
-from moeverify.cases.schema import Case, CustomModel
+from moeverify.cases.schema import Case, Checks, CustomModel, Precision
 from moeverify.report.operator_file import name_file
 from moeverify.report.words.check import word_check
 from moeverify.report.words.failure import describe_failure, word_report
@@ -27,12 +27,11 @@ from moeverify.report.words.note import (
     describe_unused_loop,
     list_notes,
 )
-from moeverify.results.finding import Verdict, find_undecided, note_failure
+from moeverify.results.finding import CheckResult, Verdict, find_undecided, note_failure
 from moeverify.results.golden import GoldenState
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.obstacle import Obstacle
-from moeverify.results.run import CaseResult, Event, GoldenTime, RankReport, RunResult
-from moeverify.verification.controller.declared import apply_declared_differences
+from moeverify.results.run import CaseResult, Declared, Event, GoldenTime, RankReport, RunResult
 from moeverify.verification.controller.goldens import GOLDENS, GoldenSet
 from moeverify.verification.controller.machine import Machine
 from moeverify.verification.controller.mesh import make_shape
@@ -401,3 +400,24 @@ def find_overall_verdict(results: Sequence[CaseResult]) -> Any:
     """Return the verdict of a run: the first of `error`, `mismatch`, `undecided` that a case has, or `pass`."""
     verdicts = {result.verdict for result in results}
     return next((verdict for verdict in ("error", "mismatch", "undecided") if verdict in verdicts), "pass")
+
+
+def apply_declared_differences(
+    wanted: Checks, checks: Sequence[CheckResult], precision: Precision = "float64"
+) -> tuple[Verdict, Declared | None]:
+    """Return the verdict of a case and the state of its declaration.
+
+    A case with a declaration passes if exactly the declared checks differ. Rounding may hide the difference from
+    some of them: below float64 one is enough.
+    """
+    found = {check.name for check in checks if check.verdict == "mismatch"}
+    if not wanted.differs:
+        return ("mismatch" if found else "pass"), None
+    has_enough = precision != "float64" and bool(found.intersection(wanted.differs))
+    declared = Declared(
+        names=wanted.differs,
+        equal=() if has_enough else tuple(name for name in wanted.differs if name not in found),
+        has_more=bool(found - set(wanted.differs)),
+        because=wanted.because,
+    )
+    return ("mismatch" if declared.equal or declared.has_more else "pass"), declared

@@ -15,7 +15,7 @@ from moeverify.cases.function import examine_function
 from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError, MachineError, Problem
-from moeverify.results.bisection import Judgement
+from moeverify.results.bisection import CommitJudgement
 from moeverify.results.run import CaseResult, Event
 from moeverify.verification.controller.finished import read_own_sources
 from moeverify.verification.controller.init_files import dump_yaml
@@ -48,7 +48,7 @@ class SmallerCases:
     options: RunOptions
     on_event: OnEvent
     cache: JudgementCache
-    first: Judgement | None = None
+    first: CommitJudgement | None = None
     _loaded: dict[str, Case | None] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -91,12 +91,12 @@ class SmallerCases:
     def _explaining(self) -> RunOptions:
         return replace(self.options, explain_seconds=min(self.options.explain_seconds, _LINE_SECONDS))
 
-    def _is_same(self, found: Judgement) -> bool:
+    def _is_same(self, found: CommitJudgement) -> bool:
         assert self.first is not None
         is_mismatch = found.verdict == "mismatch" and found.check == self.first.check
         return is_mismatch and (not self.first.code or found.code == self.first.code)
 
-    def _judge(self, candidates: Sequence[Values], options: RunOptions) -> list[Judgement]:
+    def _judge(self, candidates: Sequence[Values], options: RunOptions) -> list[CommitJudgement]:
         """Return the judgement of each case; one launch runs all that are not known."""
         cases = [self._name(position, values) for position, values in enumerate(candidates)]
         keys = {case.name: self._make_key(case, options) for case in cases}

@@ -54,6 +54,13 @@ class MappedFile:
         """Return a tensor by its name. Raises: KeyError when the file has no such tensor."""
         return self.box(key, [range(size) for size in self._places[key]["shape"]])
 
+    def has_box(self, key: str, dims: Sequence[range]) -> bool:
+        """Return whether a tensor has all these indices."""
+        shape = self._places[key]["shape"]
+        return len(shape) == len(dims) and all(
+            indices.stop <= size for indices, size in zip(dims, shape, strict=True)
+        )
+
     def box(self, key: str, dims: Sequence[range]) -> Tensor:
         """Return the part of a tensor within these indices of every dim, each a range of step 1."""
         entry = self._places[key]

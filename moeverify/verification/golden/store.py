@@ -246,12 +246,16 @@ class StoredGolden:
         return self._file(step).whole(key)
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor on the CPU, or None if the golden does not store its values."""
+        """Return a region of a logical tensor on the CPU, or None if the golden does not store its values.
+
+        A box that exceeds the stored tensor, such as one with more choices of experts, has no values either.
+        """
         file, key = self._file(step), tensor_key(kind, name)
         if key not in file or key in self.sketches:
             return None
         if region.flat is None and all(isinstance(indices, range) for indices in region.dims):
-            return file.box(key, cast(tuple[range, ...], region.dims))
+            box = cast(tuple[range, ...], region.dims)
+            return file.box(key, box) if file.has_box(key, box) else None
         return region.take(file.whole(key))
 
     def norm(self, step: int, key: str) -> float:

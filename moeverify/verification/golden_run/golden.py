@@ -1,27 +1,102 @@
-"""Creation of a recipe's golden on one device, with its noise and the summary for the file in git."""
+"""Creation of a recipe's golden on one device, with its noise and the summary for the file in git.
+
+Some checks recompute the results of a rank's step from its inputs, with the recipe's optimizer and clip. A
+user's step may change a gradient between the clip and the optimizer, or in an optimizer hook, as Muon does.
+If the step on one device does not match these checks, and no known mistake explains the difference, the
+checks have no reference for a rank. Such results are compared only with the golden.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from moeverify.cases.schema import Recipe
-from moeverify.results.facts import Use
+from moeverify.cases.schema import Case, Recipe, Tolerance
+from moeverify.parallel.regions.observer import Observer
+from moeverify.results.facts import Use, names_operation
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.verification.checks.base import Check, Training
-from moeverify.verification.checks.observers import open_observers
+from moeverify.train.program import Program, compute_dtype_of
+from moeverify.verification.checks.base import ALONE, Check, RankRun, Shown, Training, Watch
+from moeverify.verification.checks.bounds import Bounds
+from moeverify.verification.checks.dtype_watch import DtypeWatch
+from moeverify.verification.checks.modules import list_unreproduced
+from moeverify.verification.checks.narrower import name_dtype
+from moeverify.verification.checks.observers import Unseen, open_observers
 from moeverify.verification.checks.registry import choose_checks
-from moeverify.verification.golden.store import GoldenWriter, StoredGolden
-from moeverify.verification.golden_run.dtypes import record_dtypes
+from moeverify.verification.collectives.trace import CollectiveTrace
+from moeverify.verification.golden.store import Dtypes, GoldenWriter, OwnResult, StoredGolden
+from moeverify.verification.golden_run.narrow_rounding import NarrowParts
 from moeverify.verification.golden_run.noise import calibrate
-from moeverify.verification.golden_run.own_step import list_own_results
 from moeverify.verification.golden_run.sketched import make_sketched_golden
 from moeverify.verification.golden_run.soundness import check_soundness
 from moeverify.verification.golden_run.summary import summarize
+
+
+def record_dtypes(recipe: Recipe, device: torch.device) -> Dtypes:
+    """Return the dtypes of parameters, gradients, optimizer state, module outputs and residual streams.
+
+    They are those of the first training step. Modules of a user's model that compute below float64 in a
+    float64 recipe are included, and in 16 bits those that one device does not reproduce.
+    """
+    program = assemble_single(recipe, device)
+    watch = DtypeWatch(program.model, compute_dtype_of(recipe.precision), lambda number: ())
+    parts = NarrowParts(program.model, [shard.tensor for shard in program.shards])
+    if recipe.precision == "float64" and recipe.functions:
+        program.loss_context = parts.noting
+    _train_watched(recipe, program, watch)
+    found = {sighting.key: sighting.dtype for sighting in watch.report()}
+    found |= {(Use.NARROW, name, ""): name_dtype(dtype) for name, dtype in parts.found.items()}
+    left_out = list_unreproduced(
+        recipe, device, partial(_train_watched, recipe, num_steps=min(2, recipe.steps))
+    )
+    return found | {(Use.UNREPRODUCED, name, what): why for (name, what), why in left_out.items()}
+
+
+def _train_watched(recipe: Recipe, program: Program, watch: Watch[Any], num_steps: int = 1) -> None:
+    with open_observers(Training(recipe, program), Unseen(), (), [watch]) as observer:
+        train(recipe, program, observer, num_steps=num_steps)
+
+
+def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch.device) -> list[OwnResult]:
+    """Return the results of a user's step on one device that the checks can neither reproduce nor explain.
+
+    A mistake that the checks can name, such as the learning rate of another step, is not included. The
+    checks then report it on the ranks.
+    """
+    if recipe.step is None:
+        return []
+    case = Case(name=recipe.name, recipe=recipe, layout=ALONE)
+    program = assemble_single(recipe, device)
+    run = RankRun(case, CollectiveTrace(), entries=list, train_again=_train_no_more)
+    watches: dict[Check[Any], Watch[Any]] = {}
+    for check in checks:
+        watch = check.watch(run, program) if check.recomputes_step else None
+        if watch is not None:
+            watches[check] = watch
+    with open_observers(Training(recipe, program), Unseen(), (), list(watches.values())) as observer:
+        train(recipe, program, observer)
+    shown = Shown(
+        case=case,
+        coordinates={0: {}},
+        tensors={},
+        bounds=Bounds(Tolerance(), recipe.precision, {}),
+        golden_names={},
+    )
+    outcomes = [check.judge(shown, [watch.report()]) for check, watch in watches.items()]
+    findings = [finding for outcome in outcomes if outcome is not None for finding in outcome.findings]
+    return sorted(
+        {(each.check, each.kind, each.tensor) for each in findings if not names_operation(each.facts)}
+    )
+
+
+def _train_no_more(observer: Observer, num_steps: int) -> NoReturn:
+    raise RuntimeError("one device's own step is trained once")
+
 
 # Precisions with a rounding of 2**-9, against which the rounding of float32, 2**-25, is negligible.
 COARSE = ("bfloat16", "mixed")

@@ -31,7 +31,7 @@ from moeverify.train.data import Batch, Share
 from moeverify.train.forward import cross_entropy
 from moeverify.train.loop import SCALAR
 from moeverify.train.objective import Losses, Normalizers, Sums, count_valid, router_losses
-from moeverify.train.program import Source
+from moeverify.train.program import ReadableState
 from moeverify.train.routing import observe_routing, replay
 from moeverify.train.subjects import subject_of
 from moeverify.verification.checks.observers import Unseen
@@ -83,7 +83,7 @@ class StreamedRun:
     device: torch.device
     folder: Path
     recorder: SketchRecorder = field(default_factory=SketchRecorder)
-    ids: Source | None = None
+    ids: ReadableState | None = None
     on_visit: Callable[[Visit, float], None] = lambda visit, seconds: None
 
     def __post_init__(self) -> None:

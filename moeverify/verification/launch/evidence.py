@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
@@ -79,11 +80,30 @@ def collect_reports(
 
 def read_frozen(pid: int) -> ProcessState | None:
     """Return the state of a process that cannot respond, or None if it can or does not exist."""
+    return _FROZEN.get(_read_letter(pid))
+
+
+def read_pid(launch_folder: Path, rank: int) -> int | None:
+    """Return the process id of a rank, or None if it did not write one."""
+    pid = _read_json(launch_folder / f"rank-{rank}.json").get("pid")
+    return pid if isinstance(pid, int) else None
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, even if its parent has not read its exit status yet."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        os.kill(pid, 0)
+    except OSError:  # no process has the id, or one of another user has it now
+        return True
+    return _read_letter(pid) in ("Z", "X")
+
+
+def _read_letter(pid: int) -> str:
+    """Return the letter of a process's state, see proc(5), or an empty string if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return None
-    return _FROZEN.get(letter)
+        return ""
 
 
 def read_tail(path: Path) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from moeverify.results.failure import Cause, End, JobFailure, RankEnd
+from moeverify.results.failure import End, FailureCause, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.results.trace import CollectiveRecord
 from moeverify.verification.collectives.flight_recorder import NUM_SLOTS
@@ -263,7 +263,9 @@ class _Session:
         self._began = time.monotonic()
         if job.num_ranks > self._world.world_size:
             num_started = self._world.world_size
-            failure = JobFailure(cause=Cause.TOO_FEW, num_needed=job.num_ranks, num_started=num_started)
+            failure = JobFailure(
+                cause=FailureCause.TOO_FEW, num_needed=job.num_ranks, num_started=num_started
+            )
             self._report_outcome("unstarted", failure)
             return
         done = f"done/{self._index}"
@@ -372,7 +374,7 @@ class _Session:
         failure = origin.make_failure()
         if origin.is_hang:
             failure = origin.make_failure(
-                Cause.OVER_TIME,
+                FailureCause.OVER_TIME,
                 timeout=self._jobs[self._index].timeout,
                 machine=self._clock.describe_machine(self._not_counted),
             )
@@ -393,7 +395,7 @@ class _Session:
 
 
 def _leave_unstarted(job: Job, index: int, failed: str) -> JobOutcome:
-    failure = JobFailure(cause=Cause.ENDED_BEFORE, earlier_job=failed)
+    failure = JobFailure(cause=FailureCause.ENDED_BEFORE, earlier_job=failed)
     return JobOutcome(job=job.name, index=index, state="unstarted", failure=failure, launch=1)
 
 

@@ -13,10 +13,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from moeverify.results.failure import Cause, JobFailure, Phase, ProcessState
+from moeverify.results.failure import FailureCause, JobFailure, Phase, ProcessState
 from moeverify.results.run import RankReport
 from moeverify.verification.launch.clock import ActiveClock, ProcessTree
-from moeverify.verification.launch.evidence import Death, collect_reports, read_death, read_frozen, read_tail
+from moeverify.verification.launch.evidence import (
+    Death,
+    collect_reports,
+    has_ended,
+    read_death,
+    read_frozen,
+    read_pid,
+    read_tail,
+)
 from moeverify.verification.launch.plan import CLOCK_FILE, USED_UP_FILE, Job, JobOutcome, LaunchEvent, Plan
 from moeverify.verification.launch.stack import find_place
 
@@ -29,6 +37,8 @@ _HANG_SLACK = 9.0
 _STOP_GRACE = 2.0
 _END_GRACE = 10.0
 _DUMP_GRACE = 0.5
+_LOST_GRACE = 3.0
+_LOOK = 0.5
 
 
 class Agent(Protocol):
@@ -98,6 +108,7 @@ class LaunchMonitor:
         self._not_counted = 0.0  # time that the clock had not counted when the current limit began
         self._agent: Agent | None = None
         self._up = False
+        self._looked = self._whole = 0.0  # when the ranks were last looked at, and when all of them ran
         self._death = Death()
         self._was_forced = False
         self._frozen: dict[int, ProcessState] = {}
@@ -176,17 +187,33 @@ class LaunchMonitor:
                     launch=self._launch,
                     **result,
                 )
-            if ended or self._clock.read() > limit:
-                if not ended:
+            is_lost = began is not None and self._has_lost_rank(job.num_ranks)
+            if ended or is_lost or self._clock.read() > limit:
+                if not (ended or is_lost):
                     self._force_stacks(job.num_ranks if began is not None else self._plan.num_ranks)
                 break
             time.sleep(_POLL)
         self._stop()
         if began is not None:
             seconds = time.monotonic() - began
-            return self._describe_failure(position, job, folder, seconds, is_over_time=not ended)
+            return self._describe_failure(position, job, folder, seconds, is_over_time=not (ended or is_lost))
         self._note_loss(position, forced=not ended)
         return None
+
+    def _has_lost_rank(self, num_ranks: int) -> bool:
+        """Return whether a rank of the current job ended some time ago.
+
+        All ranks of a job end it together, and rank 0 writes the result at once. Elastic takes exit status 0
+        for success, and the other ranks may wait for that rank without a timeout of their own.
+        """
+        now = self._clock.read()
+        if now < self._looked + _LOOK:
+            return False
+        self._looked = now
+        pids = [read_pid(self._plan.launch_folder, rank) for rank in range(num_ranks)]
+        if not any(pid is not None and has_ended(pid) for pid in pids):
+            self._whole = now
+        return now > self._whole + _LOST_GRACE
 
     def _await_end(self) -> None:
         assert self._agent is not None
@@ -215,12 +242,12 @@ class LaunchMonitor:
             ranks.append(death.first)
         origin = collect_reports(self._plan.launch_folder, folder, ranks, death)
         if origin.is_hang or is_over_time:
-            cause = Cause.OVER_TIME if origin.is_hang else Cause.UNREPORTED
+            cause = FailureCause.OVER_TIME if origin.is_hang else FailureCause.UNREPORTED
             machine = self._clock.describe_machine(self._not_counted)
             failure = origin.make_failure(cause, timeout=job.timeout, machine=machine)
         elif not death.exits:
             failure = origin.make_failure(
-                Cause.LAUNCHER, launcher_status=death.agent, launcher_error=death.error
+                FailureCause.LAUNCHER, launcher_status=death.agent, launcher_error=death.error
             )
         else:
             failure = origin.make_failure()
@@ -251,7 +278,7 @@ class LaunchMonitor:
         if self._was_forced:
             stacks = {report.rank: report.stack for report in origin.reports}
             failure = origin.make_failure(
-                Cause.NOT_IN_TIME,
+                FailureCause.NOT_IN_TIME,
                 phase=phase,
                 not_up={rank: find_place(stacks[rank]) for rank in self._list_not_up()},
                 timeout=self._limit_start(self.num_over),
@@ -260,7 +287,7 @@ class LaunchMonitor:
         elif death.error or not death.exits:
             error = death.error or read_tail(folder / "agent.log")
             failure = origin.make_failure(
-                Cause.LAUNCHER, phase=phase, launcher_status=death.agent, launcher_error=error
+                FailureCause.LAUNCHER, phase=phase, launcher_status=death.agent, launcher_error=error
             )
         else:
             failure = origin.make_failure(phase=phase)
@@ -302,9 +329,10 @@ class LaunchMonitor:
         Called just before the kill.
         """
         for rank in range(num_ranks):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                path = self._plan.launch_folder / f"rank-{rank}.json"
-                pid = int(json.loads(path.read_text())["pid"])
+            pid = read_pid(self._plan.launch_folder, rank)
+            if pid is None:
+                continue
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGUSR1)
                 state = read_frozen(pid)
                 if state is not None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moeverify.results.failure import Cause, Disagreement, End, Hang, JobFailure, RankEnd
+from moeverify.results.failure import Disagreement, End, FailureCause, Hang, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.collectives.hang import Traces, find_disagreement, find_waits
 from moeverify.verification.launch.stack import find_place
@@ -36,7 +36,7 @@ class Origin:
         """Return whether a rank timed out."""
         return any(report.state == "hung" for report in self.reports)
 
-    def make_failure(self, cause: Cause = Cause.RANK, **rest: object) -> JobFailure:
+    def make_failure(self, cause: FailureCause = FailureCause.RANK, **rest: object) -> JobFailure:
         """Return the failure of a job with this origin. `rest` overrides or adds fields of `JobFailure`."""
         first = self.reports[0]
         content = {"rank": first.rank, "end": first.end, "hang": self.hang, "disagreement": self.disagreement}

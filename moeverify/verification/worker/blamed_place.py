@@ -19,7 +19,7 @@ from moeverify.cases.schema import Case
 from moeverify.explain.fitting.first_divergence import READING_BOUNDS
 from moeverify.explain.fitting.rank_readings import locate_tokens
 from moeverify.explain.fitting.wrong_tensor import MODULE_KINDS
-from moeverify.parallel.pipeline import Stage
+from moeverify.parallel.pipeline import ModelStage
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import Passes
 from moeverify.parallel.regions.placement import is_partial, local_part
@@ -29,7 +29,7 @@ from moeverify.train.program import Program, dtype_of
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.jobs import BlamedPlace, StopPoint
 from moeverify.verification.launch.single_rank_world import single_rank_world
-from moeverify.verification.worker.golden_modules import read_golden_modules
+from moeverify.verification.worker.step_tap import read_golden_modules
 
 Stop = Callable[[str, FrameType | None, Mapping[str, object]], None]
 """Function that stops the rank: (reason, frame or None for the module's caller, names at the prompt)."""
@@ -241,7 +241,7 @@ def _find_callable(model: nn.Module, path: str) -> tuple[nn.Module, Any, nn.Modu
     root = model
     modules: dict[str, tuple[nn.Module, nn.Module]] = {}
     for name, module in model.named_modules():
-        root = module if isinstance(module, Stage) else root
+        root = module if isinstance(module, ModelStage) else root
         modules[logical_name(name)] = (module, root)  # the innermost of nested wrappers comes last
     if path in modules:
         module, root = modules[path]

@@ -28,7 +28,7 @@ _UNKNOWN = Difference.from_statistics([0.0] * NUM_STATISTICS)
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardSketch:
     """The sketch of a shard: the rows (n, columns) of the blocks (n) that it reaches, with its elements there."""
 
     blocks: Tensor
@@ -36,12 +36,12 @@ class Part:
     rows: Tensor
 
     @classmethod
-    def of(cls, kind: str, local: Tensor, region: Region) -> Part:
+    def of(cls, kind: str, local: Tensor, region: Region) -> ShardSketch:
         """Return the sketch of a shard, on the device of its values."""
         blocks, counts = _count(region)
         return cls(blocks, counts, make_sketch(kind, local, region))
 
-    def fetch(self) -> Part:
+    def fetch(self) -> ShardSketch:
         """Return the sketch on the CPU, without the blocks that the shard does not reach."""
         return replace(self, rows=self.rows.cpu()[self.blocks])
 
@@ -68,7 +68,7 @@ class SketchedEntry:
     """
 
     entry: Entry
-    part: Part
+    part: ShardSketch
     bits: Tensor
 
     def fetch(self) -> SketchedEntry:
@@ -125,7 +125,7 @@ def _sketch(
     values = values.reshape(region.local_shape)
     state = "absent" if local is None else "compared"
     entry = Entry(step, kind, name, region.key, shape, region.local_shape, state, 0, _UNKNOWN)
-    return SketchedEntry(entry, Part.of(kind, values, region), fingerprint_bits(values))
+    return SketchedEntry(entry, ShardSketch.of(kind, values, region), fingerprint_bits(values))
 
 
 def estimate_entries(

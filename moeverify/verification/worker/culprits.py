@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,23 @@ from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.fitting.diagnosis import is_apart, origin_step
 from moeverify.explain.fitting.failure import describe_failure
+from moeverify.explain.fitting.place import stage_of
 from moeverify.explain.program import Program
 from moeverify.results.cause import Cause as Code
 from moeverify.results.culprit import Culprit
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum
+from moeverify.results.place import Place
 from moeverify.train.program import Program as Training
 from moeverify.verification.checks.base import Judgement
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.launch.single_rank_world import single_rank_world
 from moeverify.verification.worker.operators import keep_operators
 from moeverify.verification.worker.recorded import record_one_device, record_ranks
+
+_PHASES = (Code.FORWARD, Code.BACKWARD, Code.OPTIMIZER)
+"""Finding codes that only name a part of the step. The first wrong operation knows it better."""
 
 _KEPT = (Code.NORM, Code.REPLICAS)
 """Finding codes that are kept, since they say more than the kind of the wrong operation."""
@@ -240,9 +246,17 @@ def _attach(
     findings: Sequence[Finding], lead: Finding, culprit: Culprit, *, everything: bool
 ) -> list[Finding]:
     """Return the findings with the culprit attached to `lead`, which comes first."""
-    is_kept = lead.code in _KEPT or not culprit.proved
+    is_kept = lead.code in _KEPT or not (culprit.proved or lead.code in _PHASES)
+    is_kept &= not culprit.copy_of
     code = lead.code if lead.code and is_kept else culprit.code
-    update = {"culprit": culprit.model_copy(update={"leads": True}), "follows": "", "code": code}
+    update: dict[str, Any] = {
+        "culprit": culprit.model_copy(update={"leads": True}),
+        "follows": "",
+        "code": code,
+    }
+    update["place"] = lead.place or Place(
+        module=culprit.here.module, ranks=culprit.ranks, stage=stage_of(lead)
+    )
     first = lead.model_copy(update={**update, "rivals": (), "unexplained": (), "follow_up": None})
     repaired = set(culprit.repaired)
 

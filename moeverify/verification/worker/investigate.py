@@ -49,11 +49,15 @@ from moeverify.verification.checks.registry import CHECKS, choose_checks
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.launch.single_rank_world import single_rank_world
-from moeverify.verification.worker.golden_modules import read_golden_modules
-from moeverify.verification.worker.issued import find_issued, list_issued
 from moeverify.verification.worker.observed import train_observed
-from moeverify.verification.worker.step_tap import StepTap
-from moeverify.verification.worker.timeline import RankTimeline, join_timelines, note_timeline
+from moeverify.verification.worker.step_tap import StepTap, read_golden_modules
+from moeverify.verification.worker.timeline import (
+    RankTimeline,
+    find_issued,
+    join_timelines,
+    list_issued,
+    note_timeline,
+)
 
 Assemble = Callable[[], Program]
 

@@ -65,7 +65,7 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     state = None if all(target.startswith(OWN) for target in targets) else ProcessState()
     _forget_compiled()
     result = write_result(_run(context, asked, state))
-    if state is not None and state.find_changes():
+    if state is not None and state.find_lasting_changes():
         context.retire()
     return result
 

@@ -1,15 +1,20 @@
-"""Observer that reads modules and captures wrong tensors in one step of a diagnosis rerun."""
+"""Observer of one step of a diagnosis rerun: module readings, on one device too, and wrong tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from moeverify.cases.schema import Recipe
 from moeverify.explain.fitting.capture import Capture
 from moeverify.parallel.regions.region import Region
-from moeverify.train.module_taps import Tap
+from moeverify.train.assemble import assemble_single
+from moeverify.train.loop import train
+from moeverify.train.module_taps import Reading, Tap
+from moeverify.verification.golden.store import StoredGolden
 
 
 class StepTap:
@@ -50,3 +55,19 @@ class StepTap:
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = None
+
+
+def read_golden_modules(
+    recipe: Recipe, golden: StoredGolden, step: int, device: torch.device
+) -> list[Reading]:
+    """Return the module readings of the single-device model in `step`, starting from the golden's state.
+
+    The model computes in float64. No collective.
+    """
+    program = assemble_single(recipe, device, compute="float64")
+    batch = recipe.data
+    tap = Tap(program.model, batch.batch, batch.seq_len, scale=1.0, limit=1 << 62)
+    observer = StepTap(Capture(()), tap, step)
+    train(recipe, program, observer, golden=golden, num_steps=step + 1)
+    observer.close()
+    return tap.readings

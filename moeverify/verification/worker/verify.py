@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from moeverify.results.facts import ComparedFacts
 from moeverify.results.finding import Finding
 from moeverify.results.load import ExpertLoad
 from moeverify.results.operation import OwnValues
-from moeverify.results.run import Stage
+from moeverify.results.run import TimePart
 from moeverify.results.timeline import Timeline
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.program import Program
@@ -60,6 +60,7 @@ from moeverify.verification.worker.culprits import (
 from moeverify.verification.worker.error_map import list_bounds, map_errors
 from moeverify.verification.worker.golden_reference import GoldenReference
 from moeverify.verification.worker.investigate import explain_findings, gather_evidence
+from moeverify.verification.worker.leftovers import Settings
 from moeverify.verification.worker.load_watch import LoadWatch, sum_load
 from moeverify.verification.worker.observed import list_coordinates, make_bounds, train_observed
 
@@ -106,7 +107,8 @@ def verify_case(
         assemble = assemble_program.without_graphs()
         evidence = gather_evidence(case, golden, judgement, assemble, trace)
         clock.end("second run")
-    # The fault is undone at this point, so that the single device computes the right values.
+    # From here on the single device computes the right values: without the fault, and with its own settings.
+    assemble.settings.restore()
     explained = None
     if observed is not None:
         findings = explain_findings(case, golden, observed.judgement, evidence, device)
@@ -131,15 +133,15 @@ class _Clock:
 
     def __init__(self) -> None:
         self._last = time.monotonic()
-        self._stages: list[Stage] = []
+        self._stages: list[TimePart] = []
 
     def end(self, name: str) -> None:
         """End the stage that began when the previous one ended."""
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         if seconds >= 0.01:
-            self._stages.append(Stage(name=name, seconds=round(seconds, 3)))
+            self._stages.append(TimePart(name=name, seconds=round(seconds, 3)))
 
-    def read(self) -> tuple[Stage, ...]:
+    def read(self) -> tuple[TimePart, ...]:
         """Return the stages so far."""
         return tuple(self._stages)
 
@@ -219,11 +221,16 @@ class _Explained:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Factory of new programs of this rank, one for each run of a case, over the same meshes."""
+    """Factory of new programs of this rank, one for each run of a case, over the same meshes.
+
+    Each run starts with the `settings` of the first: a `parallelize` that sets the default dtype must not
+    change the model of the next run.
+    """
 
     case: Case
     device: torch.device
     meshes: Meshes
+    settings: Settings = field(default_factory=Settings)
 
     def without_graphs(self) -> Assembly:
         """Return an assembly without CUDA graphs, whose modules hooks can observe."""
@@ -232,6 +239,7 @@ class Assembly:
 
     def __call__(self) -> Program:
         gc.collect()  # reference cycles would keep the previous run's model alive
+        self.settings.restore()
         return assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
 
 

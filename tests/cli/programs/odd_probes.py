@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moeverify.results.probe import Answer, Outcome, Probe
+from moeverify.results.probe import Answer, Probe, ProbeOutcome
 from moeverify.verification.launch.plan import Job
 from moeverify.verification.launch.rank import serve
 from moeverify.verification.launch.runner import RankContext
@@ -22,14 +22,14 @@ def crash(context: RankContext) -> Answer:
     if context.rank == 1:
         os.abort()
     dist.barrier()
-    return Answer(outcome=Outcome.RIGHT)
+    return Answer(outcome=ProbeOutcome.RIGHT)
 
 
 def hang(context: RankContext) -> Answer:
     if context.rank == 1:
         time.sleep(600)
     dist.barrier()
-    return Answer(outcome=Outcome.RIGHT)
+    return Answer(outcome=ProbeOutcome.RIGHT)
 
 
 def be_late(context: RankContext) -> Answer:
@@ -39,7 +39,7 @@ def be_late(context: RankContext) -> Answer:
         first.touch()
         time.sleep(600)
     dist.barrier()
-    return Answer(outcome=Outcome.RIGHT)
+    return Answer(outcome=ProbeOutcome.RIGHT)
 
 
 def fail(context: RankContext) -> Answer:

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, ...]] = {
         f"{SMALL}, loss: 'own_models:sum_unless_fsdp2'",
         "dp_shard: 2, data_parallel: fsdp1, micro_batches: 2",
     ),
+    "settings": (SMALL, f"{FSDP}, parallelize: 'own_models:shard_and_change_settings'"),
     "loss-sum": (f"{SMALL}, loss: 'own_models:sum_tokens'", FSDP),
     "loss-each": (f"{SMALL}, loss: 'own_models:each_token'", FSDP),
     "loss-mean": (f"{SMALL}, loss: 'own_models:mean_tokens'", FSDP),

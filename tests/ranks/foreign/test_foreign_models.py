@@ -15,6 +15,7 @@ from moeverify.report.words.run import word_finding
     [
         "plain",
         "fsdp1",
+        "settings",
         "loss-sum",
         "loss-each",
         "reference",

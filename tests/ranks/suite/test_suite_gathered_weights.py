@@ -32,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult
         golden_folder=folder / "golden",
         cache_folder=folder / "cache",
         require_goldens=False,
-        case_faults={"stale": "moeverify.faults.catalogue.optimizer.n02_stale_compute_weights:inject"},
+        case_faults={"stale": "moeverify.faults.catalogue.optimizer:n02_stale_compute_weights"},
     )
     result = run_cases([*CLEAN.values(), STALE], options, lambda event: None)
     assert result is not None

@@ -66,9 +66,7 @@ def test_what_is_not_written_in_python_is_believed():
     assert examine_function("math:sqrt", [], "--fault") is None
     assert examine_function("sys:exit", [], "--fault") is None
     assert (
-        examine_function(
-            "moeverify.faults.catalogue.expert_gradients.a01_ddp_expert_scale:inject", [], "--fault"
-        )
+        examine_function("moeverify.faults.catalogue.expert_gradients:a01_ddp_expert_scale", [], "--fault")
         is None
     )
 

@@ -60,6 +60,6 @@ def find_input(program: Program, label: str, rank: int = 0) -> At:
 
 def find_result(program: Program, rank: int = 0) -> At:
     """Return the value that a function has returned."""
-    number = program.marks[MARK].value
+    number = program.marks[MARK][-1].value
     assert number is not None
     return rank, number

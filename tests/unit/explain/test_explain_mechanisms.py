@@ -119,6 +119,49 @@ def test_an_operator_that_one_device_has_too_is_not_to_be_left_out() -> None:
     assert list_removed(twice=True) == ["scaled * 0.5"]
 
 
+@pytest.mark.parametrize(("dtype", "cause"), [(torch.bfloat16, Cause.ROUNDING), (None, Cause.FORWARD)])
+def test_a_write_that_rounds_is_told_from_another(dtype: torch.dtype | None, cause: Cause) -> None:
+    def copy(sums: Tensor) -> None:
+        sums.copy_(sums.sin() if dtype is None else sums.to(dtype))
+
+    def run(x: Tensor, *, writes: bool) -> Tensor:
+        sums = x.exp()
+        if writes:
+            copy(sums)
+        return sums.cumsum(0)
+
+    (culprit,) = explain_call(lambda x: run(x, writes=True), lambda x: run(x, writes=False), x=make(6, 8))
+    assert (culprit.mechanism, culprit.proved) == ("removed", True)
+    assert culprit.code is cause
+    assert culprit.rounds_to == ("" if dtype is None else "bfloat16")
+
+
+def test_rows_of_the_right_tensor_in_another_place_are_named() -> None:
+    def run(x: Tensor, w: Tensor, row: int) -> Tensor:
+        return x @ w[row]
+
+    inputs = {"x": make(6, 8), "w": make(3, 8, 5, seed=1)}
+    (culprit,) = explain_call(lambda x, w: run(x, w, 2), lambda x, w: run(x, w, 0), **inputs)
+    assert culprit.taken is not None
+    assert culprit.right is not None
+    assert (culprit.taken.rows, culprit.right.rows, culprit.code) == ((2,), (0,), Cause.PERMUTATION)
+
+
+def test_an_initial_value_that_is_right_elsewhere_is_a_copy() -> None:
+    def record(*seeds: int) -> Program:
+        recorder = Recorder()
+        with recorder.recording():
+            for name, seed in zip("ab", seeds, strict=True):
+                weight = make(4, 5, seed=seed).clone()
+                recorder.observe(SETUP, Kind.INITIAL_WEIGHT, name, weight, Region.whole((4, 5)))
+        return recorder.program
+
+    explainer = Explainer([record(0, 0)], record(0, 1), SETUP, [])
+    (culprit,) = [Culprits(explainer, {}).make(cause) for cause in explainer.explain(10.0)]
+    assert (culprit.mechanism, culprit.code) == ("moved", Cause.DUPLICATE)
+    assert culprit.copy_of == "initial_weight/a"
+
+
 def test_an_operator_on_lists_is_a_counterpart_of_the_operator_on_a_tensor() -> None:
     def ranks(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
         w.mul_(0.999)
@@ -325,6 +368,28 @@ def test_writes_of_passes_that_one_device_does_not_run_are_left_out(passes: int)
 def test_passes_whose_writes_are_cleared_are_not_blamed() -> None:
     x = make(4, 5)
     assert not explain(record_counter(x.clone(), 2, clears=True), record_counter(x, 0))
+
+
+def test_a_tensor_that_is_initialized_again_is_wrong_where_its_value_is_computed() -> None:
+    def record(*, again: bool) -> Program:
+        recorder = Recorder()
+        inverse, x = torch.arange(1.0, 6.0, dtype=torch.float64).reciprocal(), make(4, 5)
+        recorder.name_tensors([("inverse", inverse), ("x", x)])
+
+        def rebuild() -> None:
+            rebuilt = inverse.sin()
+            inverse.copy_(rebuilt)
+
+        with recorder.recording():
+            if again:
+                rebuild()
+            recorder.begin_step(0)
+            recorder.observe(0, Kind.LOSS, "total", (x * inverse).sum(0), Region.whole((5,)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    (culprit,) = explain(record(again=True), record(again=False))
+    assert expression_of(culprit) == "inverse.sin()"
 
 
 class Mixture(nn.Module):

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import torch
 from generated import explain
-from recordings import make, record_call
+from recordings import data_of, find_result, make, record_call
 from torch import Tensor
 
+from moeverify.explain.describe import describe_op
+from moeverify.explain.explain import Explainer
+from moeverify.explain.origins import Origins
 from moeverify.explain.program import Program
 from moeverify.results.culprit import Culprit, Operation
 
@@ -160,3 +163,22 @@ def test_an_operator_whose_result_is_a_multiple_by_chance_is_suspected_too() -> 
     assert culprit.mechanism == "operator"
     assert culprit.proved
     assert read(culprit.here) == "wide + wide"
+
+
+def test_lost_elements_are_traced_to_the_operator_that_set_them_to_zero() -> None:
+    def ranks(x: Tensor, inside: Tensor, gradient: Tensor) -> Tensor:
+        y = x.tanh()
+        y = y * inside[:, None]
+        return (gradient * y).flatten()
+
+    x, gradient = make(4, 5), torch.tensor(0.7, dtype=torch.float64)
+    inside = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    program = record_call(ranks, None, x=x, inside=inside, gradient=gradient)
+    one = record_call(lambda x, gradient: (gradient * x.tanh()).flatten(), None, x=x, gradient=gradient)
+    explainer = Explainer([program], one, 0, [])
+    origins = Origins(explainer.alignment, explainer.one)
+    right = data_of(one, find_result(one)[1])
+    maker = origins.trace_zeros(find_result(program), right)
+    assert maker is not None
+    assert read(describe_op(program, program.ops[maker[1]])) == "y * inside[:, None]"
+    assert origins.trace_zeros(find_result(program), right * inside.repeat_interleave(5)) is None

@@ -14,8 +14,10 @@ from recordings import data_of, list_ops, make, record_call, result_of
 from torch import Tensor, nn
 
 from moeverify.explain.describe import read_expression
+from moeverify.explain.joint import Joint
 from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
+from moeverify.explain.suspects import find_targets
 from moeverify.faults.catalogue import load_faults
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
@@ -195,10 +197,27 @@ def test_the_ends_of_modules_are_kept_forward_and_backward(trained: Program) -> 
 
 
 def test_what_a_step_shows_is_marked(trained: Program) -> None:
-    shown = trained.marks[0, Kind.LOSS, "total"]
+    shown = trained.marks[0, Kind.LOSS, "total"][-1]
     loss = list_ops(trained, "sum")[0].results[0]
     assert (shown.value, shown.region) == (loss, Region.whole(()))
-    assert trained.marks[0, Kind.LOSS, "none"].value is None
+    assert trained.marks[0, Kind.LOSS, "none"][-1].value is None
+
+
+def test_each_part_of_a_tensor_that_a_rank_holds_is_a_target_of_its_own() -> None:
+    def record(*regions: Region, scale: float) -> Program:
+        recorder, whole = Recorder(), torch.arange(12.0).reshape(4, 3) + 0.3
+        with recorder.recording():
+            recorder.begin_step(0)
+            for number, region in enumerate(regions):
+                part = region.take(whole) * (scale if number else 1.0)
+                recorder.observe(0, Kind.GRADIENT, "w", part, region)
+        return recorder.program
+
+    parts = [Region.box((4, 3), (rows, range(3))) for rows in ((0, 2), (1, 3))]
+    joint = Joint([record(*parts, scale=2.0)])
+    wrong, right = find_targets(joint, record(Region.whole((4, 3)), scale=1.0), 0)
+    assert [each.regions[0] for each in wrong] == parts[1:]
+    assert [each.regions[0] for each in right] == parts[:1]
 
 
 def test_a_derivative_has_the_lines_of_what_it_is_the_derivative_of(trained: Program) -> None:

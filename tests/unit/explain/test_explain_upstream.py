@@ -88,6 +88,19 @@ def test_a_tensor_that_no_rank_has_whole_names_the_line_that_cut_it() -> None:
     assert ("definition", "count - 1") in origins
 
 
+def test_a_call_from_a_line_that_one_device_does_not_run_is_named() -> None:
+    def shared(x: Tensor, scale: float) -> Tensor:
+        return (x * scale).sin()
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        if on_ranks:
+            return shared(x, 3.0)
+        return shared(x, 2.0)
+
+    culprit, *_ = explain_call(run, 1, 0)
+    assert ("entered", "shared(x, 3.0)") in list_origins(culprit)
+
+
 def test_the_lines_that_make_a_group_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group(dist.ProcessGroup):
         group_name = "pair"

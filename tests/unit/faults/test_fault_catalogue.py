@@ -13,6 +13,7 @@ import pytest
 import moeverify.verification.worker.main  # everything that runs on a rank  # noqa: F401
 from moeverify.faults import catalogue
 from moeverify.faults.catalogue import load_classes, load_faults
+from moeverify.faults.injection import find_fault
 from moeverify.faults.null import reverse_reductions
 from moeverify.faults.patch import Patch
 from moeverify.seams import SEAMS
@@ -113,17 +114,18 @@ def test_every_class_of_bugs_is_there_under_a_name_of_its_own():
     assert sum(fault.saver is not None for fault in FAULTS.values()) >= 10
 
 
-def test_every_file_with_a_fault_is_found():
-    files = [path for path in Path(catalogue.__file__).parent.rglob("*.py") if "FAULT = " in path.read_text()]
-    assert len(files) == len(FAULTS) >= 100
+def test_every_fault_of_a_file_is_found():
+    files = Path(catalogue.__file__).parent.rglob("*.py")
+    assert sum(path.read_text().count("@fault(") for path in files) == len(FAULTS) >= 100
 
 
-def test_a_file_is_named_after_its_fault_and_stands_in_the_folder_of_its_class():
+def test_a_fault_is_found_by_its_target_which_is_named_after_it_in_the_module_of_its_class():
     for each in load_classes():
         for fault in each.faults:
-            package, _, file = fault.inject.__module__.rpartition(".")
-            assert package.endswith(f".catalogue.{each.name}")
-            assert file.startswith(f"{fault.number.lower()}_")
+            module, _, name = fault.target.partition(":")
+            assert module.endswith(f".catalogue.{each.name}")
+            assert name.startswith(f"{fault.number.lower()}_")
+            assert find_fault(fault.target) is fault
 
 
 def test_a_list_of_all_faults_needs_no_torch():

@@ -10,6 +10,7 @@ from moeverify.faults.catalogue import load_faults
 from moeverify.faults.fault import Expected
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
+from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered
@@ -91,6 +92,23 @@ def test_the_first_finding_that_follows_from_none_is_scored() -> None:
         False,
         None,
     )
+
+
+def test_a_line_of_a_fault_is_the_operation_or_a_line_to_look_at_in_its_own_code() -> None:
+    fault, before = load_faults()["N03"], load_faults()["N02"]
+    own, other = (
+        CodeLine(file="moeverify/faults/catalogue/optimizer.py", line=each.inject.__code__.co_firstlineno + 1)
+        for each in (fault, before)
+    )
+
+    def shows(line: CodeLine, *origins: CodeLine) -> bool:
+        here = Operation(operator="mul", line=line, callers=(own,))
+        lines = tuple(Origin(kind="value", line=each) for each in origins)
+        culprit = Culprit(mechanism="place", proved=False, here=here, origins=lines)
+        return fault.shows_line(find().model_copy(update={"culprit": culprit}))
+
+    assert (shows(own), shows(other), shows(other, own)) == (True, False, True)
+    assert not fault.shows_line(find())
 
 
 @pytest.mark.parametrize("number", load_faults())

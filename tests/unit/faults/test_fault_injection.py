@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moeverify.errors import CaseError
 from moeverify.faults.assignments import assignments_undone
+from moeverify.faults.catalogue import load_faults
 from moeverify.faults.injection import find_fault, injected
 from moeverify.model.router import Router
 from moeverify.parallel import fsdp1, plan
@@ -130,5 +131,5 @@ def test_a_function_that_wants_more_than_a_patch_is_refused():
 
 
 def test_a_fault_of_the_catalogue_is_found_by_its_target():
-    found = find_fault("moeverify.faults.catalogue.expert_gradients.a05_fsdp2_expert_divisor:inject")
-    assert found.__name__ == "inject"
+    found = find_fault("moeverify.faults.catalogue.expert_gradients:a05_fsdp2_expert_divisor")
+    assert found is load_faults()["A05"]

@@ -21,7 +21,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
-from moeverify.results.mutation import CoveredCode, Judgement, MutantRow
+from moeverify.results.mutation import CoveredCode, MutantJudgement, MutantRow
 from moeverify.results.operation import Altered, Rounded, Scaled, Unreduced
 from moeverify.results.part import WHOLE, Contribution, Part
 from moeverify.results.place import Place, Stage
@@ -316,7 +316,7 @@ def test_a_module_is_a_place_where_the_code_runs_and_wrong_elsewhere():
 
 def row(name, outcome, cause="", *, counted=False, **fields):
     content = {"operator": "stale", "file": "a.py", "line": 1, "before": "x", "after": "y"}
-    judgement = Judgement(cause=cause, located=True if cause else None)
+    judgement = MutantJudgement(cause=cause, located=True if cause else None)
     return MutantRow(
         name=name, outcome=outcome, judgement=judgement, counted_only=counted, **{**content, **fields}
     )

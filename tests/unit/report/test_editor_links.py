@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.report.editor_links import link_lines
+from moeverify.report.page import link_lines
 
 
 def write_source(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from moeverify.report import fault_page
-from moeverify.report.faults import render_faults, write_clean, write_faults
+from moeverify.report.faults import render_faults, write_clean, write_faults, write_json
 from moeverify.report.markdown import make_markdown_table
 from moeverify.results.benchmark_rows import CleanRow, FaultRow
 
@@ -34,7 +35,7 @@ def test_what_a_cell_holds_stays_in_it() -> None:
 @pytest.fixture
 def rows(make_finding: Any) -> list[FaultRow]:
     fields = {"source": "a/b #1 | c", "is_moe": True, "loss_curve": False}
-    missed = {"detected": False, "located": False, "cause_named": False}
+    missed = {"detected": False, "located": False, "cause_named": False, "line_shown": False}
     found = {"detected": True, "located": True, "cause_named": True}
     return [
         FaultRow(
@@ -43,6 +44,7 @@ def rows(make_finding: Any) -> list[FaultRow]:
             verdict="mismatch",
             finding=make_finding(),
             loss_and_norm=True,
+            line_shown=True,
             **fields,
             **found,
         ),
@@ -63,16 +65,27 @@ def rows(make_finding: Any) -> list[FaultRow]:
 def test_the_page_of_the_faults(rows: list[FaultRow]) -> None:
     page = write_faults(rows, ENVIRONMENT, "moeverify faults run")
     table = [[cell.strip() for cell in row] for row in split_rows(page)]
-    assert {len(row) for row in table} == {9}
-    assert [row[6:8] for row in table[2:]] == [["blind", "sees it"], ["blind", "blind"], ["blind", "blind"]]
-    assert [row[5] for row in table[2:]] == ["0", "init", ""]
+    assert {len(row) for row in table} == {10}
+    assert [row[7:9] for row in table[2:]] == [["blind", "sees it"], ["blind", "blind"], ["blind", "blind"]]
+    assert [row[6] for row in table[2:]] == ["0", "init", ""]
     assert [row[2] for row in table[2:]] == ["yes", "yes", "**no**"]
-    assert table[2][8].startswith(
+    assert table[2][9].startswith(
         "`blocks.1.moe.experts.12.up.weight \\| backward of blocks.1.moe.combine`: "
     )
-    assert table[4][8] == "missed: nothing \\| differs"
+    assert table[4][9] == "missed: nothing \\| differs"
     assert "detected: 2 of 3" in page
     assert "seen by losses and gradient norm at 1e-3: 1 of 3" in page
+
+
+def test_the_rows_in_json_have_all_marks_and_no_finding(rows: list[FaultRow]) -> None:
+    written = json.loads(write_json(rows, ENVIRONMENT, "moeverify faults run"))
+    assert (written["command"], written["environment"]) == ("moeverify faults run", ENVIRONMENT)
+    assert [(each["number"], each["cause_named"], each["line_shown"]) for each in written["faults"]] == [
+        ("A01", True, True),
+        ("A02", True, False),
+        ("A03", False, False),
+    ]
+    assert not any("finding" in each for each in written["faults"])
 
 
 def test_the_page_in_html_has_the_rates_the_picture_and_a_row_for_each_fault(
@@ -89,19 +102,21 @@ def test_the_page_in_html_has_the_rates_the_picture_and_a_row_for_each_fault(
         for line in page.splitlines()
         if '<tr><th scope="row">' in line
     ]
-    assert [row[1:5] for row in cells] == [
-        ["yes", "yes", "yes", "0"],
-        ["yes", "yes", "yes", "init"],
-        ["no", "no", "no", ""],
-        ["yes", "yes", "yes", "0"],
+    assert [row[1:6] for row in cells] == [
+        ["yes", "yes", "yes", "yes", "0"],
+        ["yes", "yes", "yes", "no", "init"],
+        ["no", "no", "no", "no", ""],
+        ["yes", "yes", "yes", "yes", "0"],
     ]
     assert page.count("<script") == 1
 
 
 def test_the_table_on_the_console(rows: list[FaultRow], print_at: Any) -> None:
     text = print_at(lambda console: render_faults(rows, console), width=160, terminal=False)
-    assert re.search(r"^A01 +yes +yes +yes +0 +blind +sees it ", text, re.MULTILINE)
-    assert re.search(r"^A03 +NO +NO +NO +- +blind +blind +missed: nothing \| differs$", text, re.MULTILINE)
+    assert re.search(r"^A01 +yes +yes +yes +yes +0 +blind +sees it ", text, re.MULTILINE)
+    assert re.search(
+        r"^A03 +NO +NO +NO +NO +- +blind +blind +missed: nothing \| differs$", text, re.MULTILINE
+    )
 
 
 def test_what_a_wider_precision_alone_has_shown_stands_beside_the_narrow_result(
@@ -109,12 +124,14 @@ def test_what_a_wider_precision_alone_has_shown_stands_beside_the_narrow_result(
 ) -> None:
     rows[0] = rows[0].model_copy(update={"found_in": "float64"})
     text = print_at(lambda console: render_faults(rows, console), width=200, terminal=False)
-    assert re.search(r"^A01 +yes +yes +yes +0 +blind +sees it +NO +blocks.* in float64: ", text, re.MULTILINE)
-    assert re.search(r"^A02 +yes +yes +yes +init +blind +blind +yes ", text, re.MULTILINE)
+    assert re.search(
+        r"^A01 +yes +yes +yes +yes +0 +blind +sees it +NO +blocks.* in float64: ", text, re.MULTILINE
+    )
+    assert re.search(r"^A02 +yes +yes +yes +NO +init +blind +blind +yes ", text, re.MULTILINE)
     assert "detected: 2 of 3" in text
     assert "alone: detected 1, located 1, cause named 1 of 3" in text
     page = write_faults(rows, ENVIRONMENT, "moeverify faults run")
-    assert [row[8].strip() for row in split_rows(page)[2:]] == ["**no**", "yes", "**no**"]
+    assert [row[9].strip() for row in split_rows(page)[2:]] == ["**no**", "yes", "**no**"]
     assert "alone: detected 1, located 1, cause named 1 of 3" in page
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import random
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -86,6 +89,31 @@ def test_unreadable_json_is_named_with_a_remedy(tmp_path: Path, content: bytes, 
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
     assert ";" in str(caught.value)
+
+
+def _replace_each(value: Any, wrong: Any) -> Iterator[Any]:
+    """Yield copies of `value`, in each of which one inner value is `wrong`."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        for changed in (wrong, *_replace_each(inner, wrong)):
+            copied = copy.copy(value)
+            copied[key] = changed
+            yield copied
+
+
+@pytest.mark.parametrize("wrong", ["x", 2.5, None, [], {}, [[]]])
+def test_a_wrong_value_anywhere_is_refused_or_read(
+    make_run: Any, make_case: Any, make_finding: Any, tmp_path: Path, wrong: Any
+) -> None:
+    path = tmp_path / "run.json"
+    write_run("json", make_run(make_case("a", "mismatch", findings=[make_finding()])), path)
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    content["schema_version"] = 2  # later versions have a checksum
+    for changed in _replace_each(content, wrong):
+        path.write_text(json.dumps(changed))
+        with suppress(FormatError):
+            read_run(path)
 
 
 def test_every_flipped_bit_is_noticed_with_its_line(make_run: Any, tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from moeverify.report.timings import render_timings
-from moeverify.results.run import GoldenTime, Stage
+from moeverify.results.run import GoldenTime, TimePart
 
 
 def test_the_stages_add_up_to_the_run(make_run: Any, make_case: Any, print_at: Any) -> None:
     cases = [make_case(f"case-{number}", seconds=float(number)) for number in range(1, 13)]
-    slow = make_case("slow", "mismatch", seconds=40.0, stages=(Stage(name="second run", seconds=7.5),))
+    slow = make_case("slow", "mismatch", seconds=40.0, stages=(TimePart(name="second run", seconds=7.5),))
     run = make_run(
         *cases, slow, seconds=141.3, start_seconds=5.0, goldens=(GoldenTime(recipe="tiny", seconds=2.0),)
     )

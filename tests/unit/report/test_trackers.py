@@ -11,14 +11,14 @@ import pytest
 
 from moeverify.cli.track import find_commit
 from moeverify.errors import MachineError
-from moeverify.report.trackers import registry
-from moeverify.report.trackers.figures import Commit, Figures, list_bench_figures, list_run_figures
-from moeverify.report.trackers.registry import Tracker, check_tracker, log_figures
+from moeverify.report import trackers
+from moeverify.report.figures import Figures, TrackedCommit, list_bench_figures, list_run_figures
+from moeverify.report.trackers import Tracker, check_tracker, log_figures
 from moeverify.results.finding import CheckResult, Worst
 from moeverify.results.measurement import BenchRun, Measurement, Spread
 from moeverify.results.run import CaseResult, RunResult
 
-COMMIT = Commit(name="0123456789abcdef", number=7, time=1_700_000_000.0)
+COMMIT = TrackedCommit(name="0123456789abcdef", number=7, time=1_700_000_000.0)
 FIGURES = Figures(
     numbers={"run/passed": 2.0, "error_over_bound/a": 0.25}, tags={"torch": "2.13"}, verdict="pass"
 )
@@ -84,7 +84,7 @@ def test_a_commit_is_numbered_by_those_before_it(tmp_path: Path) -> None:
 
 
 def test_a_service_that_is_not_installed_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(MachineError, match=r"moeverify\[wandb\]"):
         check_tracker(Tracker.wandb)
 

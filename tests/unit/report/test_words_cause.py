@@ -11,8 +11,7 @@ from norm_sentences import NORMS
 from operation_sentences import OPERATIONS
 from value_sentences import VALUES
 
-from moeverify.report.words.cause import describe_explanation
-from moeverify.report.words.place import describe_place
+from moeverify.report.words.cause import describe_explanation, describe_place
 from moeverify.results.explanation import Explanation
 from moeverify.results.operation import Operation
 

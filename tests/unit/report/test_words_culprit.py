@@ -14,7 +14,7 @@ from moeverify.report.words.culprit import (
     list_origins,
     list_source,
 )
-from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, OriginKind, Source
+from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, OriginKind, Source, SumPart
 
 HERE = Operation(
     operator="mul",
@@ -169,6 +169,49 @@ def test_a_value_to_which_one_device_does_more_is_named_with_what_follows() -> N
         ("reference", f"followed by {X_B}, then `a @ w` (mm), mine/ffn.py:9"),
     ]
     assert list_culprit(culprit)[:2] == rows
+
+
+SUMS = (
+    SumPart(ranks=(0, 1), source=1, weight=0.0, rows=(2, 7)),
+    SumPart(ranks=(2,), source=0, weight=1.0, rows=(3,), source_rows=(4,)),
+    SumPart(ranks=(2,), source=1, weight=0.5, rows=(3,)),
+)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "fields", "row"),
+    [
+        (
+            "reduction",
+            {"results": ("gradient/w",), "sums": SUMS},
+            (
+                "cause",
+                "gradient/w is a wrong sum of the ranks' parts, which are right: ranks 0, 1, rows 2, 7: without the "
+                "part of rank 1; rank 2, row 3: with the part of rank 0 for row 4, with 0.5 times the part of rank 1",
+            ),
+        ),
+        (
+            "removed",
+            {"sums": SUMS[:1]},
+            ("here", "the ranks' parts add up wrongly: ranks 0, 1, rows 2, 7: without the part of rank 1"),
+        ),
+        ("removed", {"rounds_to": "bfloat16"}, ("here", "it rounds the value to bfloat16")),
+        (
+            "operand",
+            {"operand": 1, "taken": WEIGHT.model_copy(update={"rows": (0,)}), "right": WEIGHT},
+            ("here", "input 2 is row 0 of head.weight"),
+        ),
+        (
+            "moved",
+            {"results": ("weight/w",), "taken": WEIGHT, "copy_of": "weight/v"},
+            ("cause", "weight/w is a copy of weight/v: it has the values of head.weight"),
+        ),
+    ],
+)
+def test_what_is_known_of_a_relation_is_told(
+    mechanism: Mechanism, fields: dict[str, Any], row: tuple[str, str]
+) -> None:
+    assert row in list_culprit(make(mechanism, **fields))
 
 
 def test_lines_to_look_at_are_named_with_their_callers() -> None:

@@ -8,10 +8,15 @@ import pytest
 
 from moeverify.report.words.cause import describe_evidence
 from moeverify.report.words.expected import describe_expected
-from moeverify.report.words.follow_up import describe_follow_up, name_candidates
-from moeverify.report.words.issued import describe_issued
 from moeverify.report.words.observation import describe_observation
-from moeverify.report.words.run import list_notes, word_case, word_finding
+from moeverify.report.words.run import (
+    describe_follow_up,
+    describe_issued,
+    list_notes,
+    name_candidates,
+    word_case,
+    word_finding,
+)
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
 from moeverify.results.collective import IssuedCollective

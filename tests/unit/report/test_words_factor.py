@@ -11,7 +11,7 @@ from moeverify.report.words.factor import describe_factor, format_factor, name_p
 from moeverify.report.words.part import name_part
 from moeverify.results.factor import Factor, Product
 from moeverify.results.part import WHOLE, Part, Tokens
-from moeverify.scripts.compare.counts import MICRO_BATCHES, RANKS
+from moeverify.scripts.compare.explain import MICRO_BATCHES, RANKS
 
 
 @pytest.mark.parametrize(

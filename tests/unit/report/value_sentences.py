@@ -171,6 +171,15 @@ VALUES = [
         "",
     ),
     (
+        explain(
+            Cause.PADDING,
+            Quantity.ROUTING_COUNT,
+            Miscounted(expected=276, actual=384, rank=1, counts_padding=True),
+        ),
+        "rank 1 counts 384 choices of experts where 276 are expected: those of padding, too",
+        "",
+    ),
+    (
         explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=276, rank=1)),
         "rank 1 counts 276 choices, as many as are expected, but not of the expected experts",
         "",

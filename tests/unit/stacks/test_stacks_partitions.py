@@ -12,7 +12,7 @@ from torch import nn
 
 from moeverify.errors import CaseError
 from moeverify.stacks import deepspeed_moe, megatron
-from moeverify.stacks.deepspeed_zero3 import PartitionedModel
+from moeverify.stacks.deepspeed import PartitionedModel
 from moeverify.stacks.framework import refuse_unknown_arguments
 from moeverify.stacks.megatron_on_cpu import CudaIsCpu
 

@@ -17,7 +17,7 @@ from moeverify.results.data import Batch
 from moeverify.train.calls.hooks import install
 from moeverify.train.calls.listener import Listener
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap
-from moeverify.verification.checks.data_reads import MODEL, DataReads
+from moeverify.verification.checks.data import MODEL, DataReads
 
 ROWS, LENGTH, VOCABULARY, WIDTH, PARTS = 2, 3, 7, 4, 3
 TOKENS = torch.arange(PARTS * ROWS * LENGTH).view(PARTS * ROWS, LENGTH) % VOCABULARY

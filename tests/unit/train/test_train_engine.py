@@ -13,12 +13,12 @@ from moeverify.cases.schema import Optimizer, Recipe
 from moeverify.faults.setting import make_case
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.region import Region
+from moeverify.tools.bench.measure import take_step
 from moeverify.train.assemble import assemble_single
 from moeverify.train.clipping import gradient_norm
 from moeverify.train.engine import Engine, PlainEngine
 from moeverify.train.loop import make_batches, train
 from moeverify.train.state import TrainingState
-from moeverify.train.step import take_step
 
 CPU = torch.device("cpu")
 

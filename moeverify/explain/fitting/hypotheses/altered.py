@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from moeverify.cases.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.explain.fitting.families import module_of
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
+from moeverify.results.factor import is_same
 from moeverify.results.observation import Observation, ScalarValues, WrongElements
 from moeverify.results.operation import Altered, Miscounted, Operation
 
@@ -57,7 +59,8 @@ class AlteredHypothesis(Hypothesis):
         )
         seen: list[Observation] = []
         if tensor.quantity is Quantity.ROUTING_COUNT:
-            operation = _count_choices(tensor)
+            operation = _count_choices(tensor, inputs)
+            cause = Cause.PADDING if operation.counts_padding else cause
         elif first:
             cause = Cause.STATE
         elif tensor.quantity is Quantity.OUTPUT and chooses_otherwise(tensor, inputs):
@@ -73,11 +76,14 @@ class AlteredHypothesis(Hypothesis):
         return Outcome(explanation, tuple(seen))
 
 
-def _count_choices(tensor: WrongTensor) -> Miscounted:
+def _count_choices(tensor: WrongTensor, inputs: DiagnosisInputs) -> Miscounted:
     """Return the expected and actual sum of counts on the worst rank."""
+    sizes = {each.name: each.size for each in inputs.axes.loss_counts}
+    scale = sizes.get(TOKENS, 1) / sizes.get(VALID_TOKENS, 1)
     worst = tensor.worst_shard
     expected, actual = (float(each.sum()) for each in (tensor.expected_of(worst), worst.values()))
-    return Miscounted(expected=expected, actual=actual, rank=worst.rank)
+    is_all = scale > 1.0 and is_same(actual, expected * scale)
+    return Miscounted(expected=expected, actual=actual, rank=worst.rank, counts_padding=is_all)
 
 
 def _is_finite(tensor: WrongTensor) -> bool:

@@ -6,7 +6,7 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from moeverify.faults.mutation.operators.base import Operator, expression, name_of_call
+from moeverify.faults.mutation.operators.base import MutationOperator, expression, name_of_call
 from moeverify.results.cause import Cause
 
 
@@ -71,8 +71,8 @@ _FACTORS = frozenset(
 _TERMS = _FACTORS | {Cause.DETACHED, Cause.STALE}
 
 OPERATORS = (
-    Operator("other-denominator", "a denominator is missing, squared or 1", _divide, _FACTORS),
-    Operator("lost-factor", "a factor is missing", _multiply, _FACTORS | {Cause.DETACHED}),
-    Operator("lost-term", "a term or an element is missing", _lose, _TERMS),
-    Operator("local-count", "a rank's own count in place of that of all", _stay_local, _FACTORS),
+    MutationOperator("other-denominator", "a denominator is missing, squared or 1", _divide, _FACTORS),
+    MutationOperator("lost-factor", "a factor is missing", _multiply, _FACTORS | {Cause.DETACHED}),
+    MutationOperator("lost-term", "a term or an element is missing", _lose, _TERMS),
+    MutationOperator("local-count", "a rank's own count in place of that of all", _stay_local, _FACTORS),
 )

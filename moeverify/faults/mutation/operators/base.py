@@ -13,7 +13,7 @@ Rewrite = Callable[[ast.AST], Iterator[ast.AST]]
 
 
 @dataclass(frozen=True)
-class Operator:
+class MutationOperator:
     """One way to break code. `rewrite` yields the replacements of a syntax tree node, one per mutant.
 
     It yields new nodes and leaves the given one unchanged. `causes` are the right causes for a diagnosis of

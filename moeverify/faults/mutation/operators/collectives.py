@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator, Mapping
 
 from moeverify.faults.mutation.operators.base import (
-    Operator,
+    MutationOperator,
     expression,
     name_of_call,
     with_argument,
@@ -149,10 +149,10 @@ _SUMS_OFF = frozenset(
 _MOVED = frozenset({Cause.PERMUTATION, Cause.DUPLICATE, Cause.ROUTING, Cause.STATE})
 
 OPERATORS = (
-    Operator("drop-collective", "a collective is not called", _drop, _SUMS_OFF),
-    Operator("double-collective", "a collective is called twice", _double, _SUMS_OFF),
-    Operator("swap-collective", "another collective, or another backward", _swap, _SUMS_OFF),
-    Operator("reorder", "what goes out and what comes in are exchanged", _reorder, _MOVED),
-    Operator("other-group", "over other ranks", _regroup, _SUMS_OFF | {Cause.LAYOUT}),
-    Operator("other-reduction", "a sum, a mean or a maximum in place of another", _reduce, _SUMS_OFF),
+    MutationOperator("drop-collective", "a collective is not called", _drop, _SUMS_OFF),
+    MutationOperator("double-collective", "a collective is called twice", _double, _SUMS_OFF),
+    MutationOperator("swap-collective", "another collective, or another backward", _swap, _SUMS_OFF),
+    MutationOperator("reorder", "what goes out and what comes in are exchanged", _reorder, _MOVED),
+    MutationOperator("other-group", "over other ranks", _regroup, _SUMS_OFF | {Cause.LAYOUT}),
+    MutationOperator("other-reduction", "a sum, a mean or a maximum in place of another", _reduce, _SUMS_OFF),
 )

@@ -6,7 +6,7 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from moeverify.faults.mutation.operators.base import Operator, expression, name_of_call
+from moeverify.faults.mutation.operators.base import MutationOperator, expression, name_of_call
 from moeverify.results.cause import Cause
 
 STALE = "_kept_by_a_mutant"
@@ -115,7 +115,9 @@ _ANY = frozenset(
 )
 
 OPERATORS = (
-    Operator("other-condition", "a condition is inverted, dropped or off at its border", _invert, _ANY),
-    Operator("skip-statement", "a call, an assignment or one pass of a loop is skipped", _skip, _ANY),
-    Operator("stale", "a value is computed once and never refreshed", _keep_old, _ANY),
+    MutationOperator(
+        "other-condition", "a condition is inverted, dropped or off at its border", _invert, _ANY
+    ),
+    MutationOperator("skip-statement", "a call, an assignment or one pass of a loop is skipped", _skip, _ANY),
+    MutationOperator("stale", "a value is computed once and never refreshed", _keep_old, _ANY),
 )

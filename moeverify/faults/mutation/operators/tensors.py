@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator
 
 from moeverify.faults.mutation.operators.base import (
-    Operator,
+    MutationOperator,
     expression,
     name_of_call,
     with_argument,
@@ -155,11 +155,13 @@ _PLACEMENTS = frozenset({Cause.MISSING_REDUCTION, Cause.SCALE, Cause.LAYOUT, Cau
 _ROUNDS = frozenset({Cause.ROUNDING, Cause.PRECISION})
 
 OPERATORS = (
-    Operator("add-detach", "a result is detached from its graph", _detach, _GRADIENTS),
-    Operator("skip-detach", "a value keeps the graph that it should lose", _attach, _GRADIENTS),
-    Operator("other-dim", "along another dim", _redim, _PLACES | {Cause.MISSING_REDUCTION, Cause.SCALE}),
-    Operator("other-placement", "another placement", _replace_placement, _PLACEMENTS),
-    Operator(NARROW, "in a narrower dtype", _narrow, _ROUNDS),
-    Operator("off-by-one", "positions, slices or ranks are off by one", _shift, _PLACES),
-    Operator("chunk-order", "chunks in the reverse order", _reverse, _PLACES),
+    MutationOperator("add-detach", "a result is detached from its graph", _detach, _GRADIENTS),
+    MutationOperator("skip-detach", "a value keeps the graph that it should lose", _attach, _GRADIENTS),
+    MutationOperator(
+        "other-dim", "along another dim", _redim, _PLACES | {Cause.MISSING_REDUCTION, Cause.SCALE}
+    ),
+    MutationOperator("other-placement", "another placement", _replace_placement, _PLACEMENTS),
+    MutationOperator(NARROW, "in a narrower dtype", _narrow, _ROUNDS),
+    MutationOperator("off-by-one", "positions, slices or ranks are off by one", _shift, _PLACES),
+    MutationOperator("chunk-order", "chunks in the reverse order", _reverse, _PLACES),
 )

@@ -34,9 +34,9 @@ from moeverify.verification.compare.gpu.kernels import compare_spans, is_known
 from moeverify.verification.compare.gpu.staging import (
     ROOM,
     TABLES,
-    Batch,
     Packed,
     Packing,
+    StagedBatch,
     StagedShard,
     Values,
 )
@@ -62,14 +62,14 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Reading:
-    batch: Batch
+    batch: StagedBatch
     slot: _Slot
     done: Future[None]
 
 
 @dataclass(frozen=True)
 class _Running:
-    batch: Batch  # keeps the copies alive until the device has read them
+    batch: StagedBatch  # keeps the copies alive until the device has read them
     slot: _Slot
     done: Any
 
@@ -191,7 +191,7 @@ class AsyncComparison:
             for batch in self._packing.put(shard, expected, ready):
                 self._send(batch)
 
-    def _send(self, batch: Batch) -> None:
+    def _send(self, batch: StagedBatch) -> None:
         """Start the reads of a batch, and compare the batches whose reads are done."""
         while self._running and self._running[0].done.query():
             self._retire()

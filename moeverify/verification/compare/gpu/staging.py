@@ -64,7 +64,7 @@ class Packed:
 
 
 @dataclass
-class Batch:
+class StagedBatch:
     """Parts of shards with one pair of dtypes. The shards are complete after the events in `ready`."""
 
     dtype: torch.dtype
@@ -170,9 +170,9 @@ class Packing:
     """The open batch of each pair of dtypes."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[torch.dtype, torch.dtype], Batch] = {}
+        self._open: dict[tuple[torch.dtype, torch.dtype], StagedBatch] = {}
 
-    def put(self, shard: StagedShard, expected: Tensor | None, ready: Any) -> Iterator[Batch]:
+    def put(self, shard: StagedShard, expected: Tensor | None, ready: Any) -> Iterator[StagedBatch]:
         """Add a shard, in parts if it is large, and yield the full batches."""
         if expected is None:
             yield from self._put(shard, 0, shard.copy.numel(), None, torch.float64, ready)
@@ -191,14 +191,14 @@ class Packing:
         expected: Values | None,
         expected_dtype: torch.dtype,
         ready: Any,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[StagedBatch]:
         """Add elements to the open batch and the following ones; non-contiguous values stay together."""
         key = (shard.copy.dtype, expected_dtype)
         flat = expected.reshape(-1) if expected is not None and expected.flags.c_contiguous else None
         divisible = expected is None or flat is not None
         behind = 0
         while True:
-            batch = self._open.setdefault(key, Batch(*key))
+            batch = self._open.setdefault(key, StagedBatch(*key))
             left = size - behind
             fits = min(left, batch.room)
             if fits < left and (fits == 0 or not divisible):
@@ -210,7 +210,7 @@ class Packing:
             if behind == size:
                 return
 
-    def rest(self) -> Iterator[Batch]:
+    def rest(self) -> Iterator[StagedBatch]:
         """Yield the batches that are not full."""
         while self._open:
             yield self._open.popitem()[1]

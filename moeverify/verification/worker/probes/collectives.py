@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from moeverify.results.probe import Answer, Outcome
+from moeverify.results.probe import Answer, ProbeOutcome
 from moeverify.verification.launch.runner import RankContext
 
 _PREMUL_SUM = getattr(dist, "_make_nccl_premul_sum")  # noqa: B009 - exported, and not declared
@@ -27,8 +27,8 @@ def _attempt(work: Callable[[], Tensor], expected: Tensor) -> Answer:
     try:
         actual = work()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return Answer(outcome=Outcome.REFUSED, error=str(error).strip().splitlines()[0])
-    return Answer(outcome=Outcome.RIGHT if _agree(torch.equal(actual, expected)) else Outcome.WRONG)
+        return Answer(outcome=ProbeOutcome.REFUSED, error=str(error).strip().splitlines()[0])
+    return Answer(outcome=ProbeOutcome.RIGHT if _agree(torch.equal(actual, expected)) else ProbeOutcome.WRONG)
 
 
 def _join(by_dtype: Mapping[torch.dtype, Answer]) -> Answer:
@@ -37,9 +37,11 @@ def _join(by_dtype: Mapping[torch.dtype, Answer]) -> Answer:
     wrong = tuple(
         f"{name} {answer.error or answer.outcome}"
         for name, answer in named.items()
-        if answer.outcome is not Outcome.RIGHT
+        if answer.outcome is not ProbeOutcome.RIGHT
     )
-    return Answer(outcome=Outcome.WRONG if wrong else Outcome.RIGHT, found=tuple(named), wrong=wrong)
+    return Answer(
+        outcome=ProbeOutcome.WRONG if wrong else ProbeOutcome.RIGHT, found=tuple(named), wrong=wrong
+    )
 
 
 def probe_sums(context: RankContext) -> Answer:
@@ -69,8 +71,8 @@ def probe_average(context: RankContext) -> Answer:
 
     expected = torch.arange(4.0, device=context.device).chunk(2)[context.rank] + 1
     answer = _attempt(average, expected)
-    if answer.outcome is not Outcome.RIGHT and _agree(torch.equal(part, 2 * expected)):
-        return Answer(outcome=Outcome.SUM)
+    if answer.outcome is not ProbeOutcome.RIGHT and _agree(torch.equal(part, 2 * expected)):
+        return Answer(outcome=ProbeOutcome.SUM)
     return answer
 
 

@@ -6,6 +6,7 @@ It writes a `TriedModel` or a `Refused` as JSON.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -43,7 +44,6 @@ _REMEDY = (
     "the model is called with token ids of shape (rows, positions); write a `loss(model, tokens, targets)` beside "
     "the factory to call it in another way"
 )
-_OWN_SETTINGS = ("torchtitan", "megatron")
 _EXPERT_DEGREE = re.compile("ep$|ep_|expert_(model_)?parallel")
 _Wide = Literal["float64", "float32"]
 _WIDTH = re.compile("dim|width|embd|embed|hidden|d_model|channels", re.IGNORECASE)
@@ -55,9 +55,10 @@ def try_model(factory: str, parallelize: str, fields: Mapping[str, Any]) -> Trie
 
     Raises: CaseError when no step of the model works on one device.
     """
+    factory, fields = adapt(factory, fields)
     trial = Trial(factory, fields)
     framework = find_framework(trial.whole)
-    if framework not in ("", "transformers"):
+    if framework not in ("", "transformers") and not factory.startswith("moeverify."):
         raise _refuse_framework(type(trial.whole).__name__, framework)
     sizes, left = trial.shrink()
     if left is None or left > _MOST_TRIED:
@@ -82,6 +83,14 @@ def try_model(factory: str, parallelize: str, fields: Mapping[str, Any]) -> Trie
         parallelize=divides,
         expert_degrees=tuple(list_expert_degrees(divides)),
     )
+
+
+def adapt(factory: str, fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the factory of an adapter with its arguments for a model of torchtitan, else the given ones."""
+    if factory.partition(".")[0] != "torchtitan":
+        return factory, fields
+    adapter = importlib.import_module("moeverify.stacks.torchtitan")
+    return f"{adapter.__name__}:make", {**adapter.find_arguments(factory), **fields}
 
 
 class Trial:
@@ -255,8 +264,8 @@ def _refuse_size(parameters: int) -> CaseError:
 
 def _refuse_framework(title: str, framework: str) -> CaseError:
     remedy = "name the function that makes the plain model inside it"
-    if framework in _OWN_SETTINGS:
-        remedy = f"write its settings into a recipe like those of examples/stacks/{framework}"
+    if framework == "megatron":
+        remedy = "write its settings into a recipe like those of examples/stacks/megatron"
     return CaseError([Problem(f"{title} is a model of {framework}", path=_FACTORY, remedy=remedy)])
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from moeverify.model.megablocks.package import STAND_INS, import_package
 from moeverify.model.megablocks.requirements import NEEDED
-from moeverify.results.probe import Answer, Outcome
+from moeverify.results.probe import Answer, ProbeOutcome
 from moeverify.verification.launch.runner import RankContext
 
 
@@ -27,9 +27,9 @@ def probe_divide_factor(context: RankContext) -> Answer:
         for dtype in (torch.float64, torch.float32)
     }
     if all(ratio == 0.5 for ratio in ratios.values()):
-        return Answer(outcome=Outcome.RIGHT)
+        return Answer(outcome=ProbeOutcome.RIGHT)
     wrong = tuple(f"{name} by {1 / ratio:g}" for name, ratio in ratios.items())
-    return Answer(outcome=Outcome.WRONG, wrong=wrong)
+    return Answer(outcome=ProbeOutcome.WRONG, wrong=wrong)
 
 
 def _divided(context: RankContext, dtype: torch.dtype) -> float:
@@ -49,7 +49,7 @@ def probe_grouped_mm(context: RankContext) -> Answer:
     """Multiply two groups of rows in every dtype, and compare with a loop."""
     grouped = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
     if grouped is None:
-        return Answer(outcome=Outcome.ABSENT)
+        return Answer(outcome=ProbeOutcome.ABSENT)
     right: list[str] = []
     wrong: list[str] = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -65,8 +65,8 @@ def probe_grouped_mm(context: RankContext) -> Answer:
         close = torch.allclose(actual.float(), expected.float(), rtol=2e-2, atol=2e-2)
         (right if close else wrong).append(name)
     if wrong:
-        return Answer(outcome=Outcome.WRONG, wrong=tuple(wrong))
-    return Answer(outcome=Outcome.RIGHT if right else Outcome.REFUSED, found=tuple(right))
+        return Answer(outcome=ProbeOutcome.WRONG, wrong=tuple(wrong))
+    return Answer(outcome=ProbeOutcome.RIGHT if right else ProbeOutcome.REFUSED, found=tuple(right))
 
 
 def probe_fused_sgd(context: RankContext) -> Answer:
@@ -77,37 +77,37 @@ def probe_fused_sgd(context: RankContext) -> Answer:
     try:
         torch.optim.SGD([parameter], lr=0.5, fused=True).step()
     except (RuntimeError, NotImplementedError):
-        return Answer(outcome=Outcome.REFUSED)
+        return Answer(outcome=ProbeOutcome.REFUSED)
     right = torch.equal(parameter.detach().to_local(), torch.full((4,), 0.5, device=context.device))  # type: ignore[attr-defined]
-    return Answer(outcome=Outcome.RIGHT if right else Outcome.WRONG)
+    return Answer(outcome=ProbeOutcome.RIGHT if right else ProbeOutcome.WRONG)
 
 
 def probe_triton(context: RankContext) -> Answer:
     """Import triton."""
     if importlib.util.find_spec("triton") is None:
-        return Answer(outcome=Outcome.ABSENT)
+        return Answer(outcome=ProbeOutcome.ABSENT)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("triton")
     except Exception as error:
-        return Answer(outcome=Outcome.BROKEN, error=_first_line(error))
-    return Answer(outcome=Outcome.RIGHT, found=(_version("triton"),))
+        return Answer(outcome=ProbeOutcome.BROKEN, error=_first_line(error))
+    return Answer(outcome=ProbeOutcome.RIGHT, found=(_version("triton"),))
 
 
 def probe_megablocks(context: RankContext) -> Answer:
     """Import megablocks as `experts: megablocks` does, with stand-ins for packages that are not compiled."""
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
-        return Answer(outcome=Outcome.ABSENT)
+        return Answer(outcome=ProbeOutcome.ABSENT)
     compiled = [name for name in STAND_INS if importlib.util.find_spec(name) is not None]
     replaced = [name for name in STAND_INS if name not in compiled]
     try:
         import_package(torch.float32)
     except Exception as error:
-        return Answer(outcome=Outcome.BROKEN, error=_first_line(error))
+        return Answer(outcome=ProbeOutcome.BROKEN, error=_first_line(error))
     parts = [f"compiled {' and '.join(compiled)}"] if compiled else []
     parts += [f"stand-ins for {' and '.join(replaced)}"] if replaced else []
-    return Answer(outcome=Outcome.RIGHT, found=(_version("megablocks"), *parts))
+    return Answer(outcome=ProbeOutcome.RIGHT, found=(_version("megablocks"), *parts))
 
 
 def _first_line(error: Exception) -> str:
@@ -128,18 +128,18 @@ def probe_gpu(context: RankContext) -> Answer:
     kind = (
         f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
     )
-    return Answer(outcome=Outcome.SLOW if found.major < 9 else Outcome.RIGHT, found=(kind,))
+    return Answer(outcome=ProbeOutcome.SLOW if found.major < 9 else ProbeOutcome.RIGHT, found=(kind,))
 
 
 def probe_peers(context: RankContext) -> Answer:
     """Return whether the first two GPUs can access each other's memory."""
     can_access = torch.cuda.can_device_access_peer(0, 1)
-    return Answer(outcome=Outcome.RIGHT if can_access else Outcome.ABSENT)
+    return Answer(outcome=ProbeOutcome.RIGHT if can_access else ProbeOutcome.ABSENT)
 
 
 def probe_nccl(context: RankContext) -> Answer:
     """Return the version of NCCL."""
     if not dist.is_nccl_available():
-        return Answer(outcome=Outcome.ABSENT)
+        return Answer(outcome=ProbeOutcome.ABSENT)
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Answer(outcome=Outcome.RIGHT, found=(version,))
+    return Answer(outcome=ProbeOutcome.RIGHT, found=(version,))

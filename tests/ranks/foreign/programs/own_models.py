@@ -88,6 +88,13 @@ def return_nothing(model, mesh):
     fully_shard(model, mesh=mesh["dp_shard"])
 
 
+def shard_and_change_settings(model, mesh):
+    """Shard the model, and leave a setting behind that a second run of the layout would see."""
+    fully_shard(model, mesh=mesh["dp_shard"])
+    torch.set_default_dtype(torch.bfloat16)
+    return model
+
+
 def halve_at_the_end(model, mesh):
     """Halve every step's gradients by mistake, in the function that may complete them."""
     fully_shard(model, mesh=mesh["dp_shard"])

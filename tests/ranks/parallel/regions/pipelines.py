@@ -13,10 +13,10 @@ from moeverify.cases.schema import Layout, Recipe
 from moeverify.faults.setting import make_case
 from moeverify.parallel.meshes import build_meshes
 from moeverify.parallel.regions.region import Region
+from moeverify.tools.bench.measure import take_step
 from moeverify.train.assemble import assemble_parallel, assemble_single
 from moeverify.train.loop import make_batches, train
 from moeverify.train.program import Program
-from moeverify.train.step import take_step
 from moeverify.verification.launch.plan import Job
 from moeverify.verification.launch.rank import serve
 from moeverify.verification.launch.runner import RankContext

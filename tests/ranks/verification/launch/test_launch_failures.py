@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeverify.report.words.failure import describe_failure, word_report
-from moeverify.results.failure import Cause, End
+from moeverify.results.failure import End, FailureCause
 from moeverify.verification.launch.launcher import run_jobs
 from moeverify.verification.launch.plan import Job, JobOutcome
 
@@ -20,6 +20,7 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "die": {"rank": 1, "signal": "SIGKILL"},
     "crash": {"rank": 0},
     "leave": {"rank": 1},
+    "leave_among_sleepers": {"rank": 1},
     "stay_away": {"rank": 2},
     "hold_the_lock": {"rank": 1},
     "sleep": {},
@@ -127,6 +128,15 @@ def test_a_rank_that_ends_itself(outcomes: dict[str, JobOutcome]) -> None:
     assert origin.stack.endswith("farewell")
 
 
+def test_a_rank_that_leaves_with_status_0_ends_the_job_of_waiting_ranks(
+    outcomes: dict[str, JobOutcome],
+) -> None:
+    outcome = outcomes["leave_among_sleepers"]
+    lost, waiting = outcome.rank_reports
+    assert (outcome.state, lost.rank, lost.summary) == ("failed", 1, "ended with status 0 without a report")
+    assert "in leave_among_sleepers" in waiting.stack
+
+
 def test_a_hang_names_who_waits_where_and_who_is_late(outcomes: dict[str, JobOutcome]) -> None:
     outcome = outcomes["stay_away"]
     late, *waiting = outcome.rank_reports
@@ -136,7 +146,7 @@ def test_a_hang_names_who_waits_where_and_who_is_late(outcomes: dict[str, JobOut
         describe_failure(outcome.failure),
     )
     assert outcome.failure is not None
-    assert (outcome.failure.cause, outcome.failure.timeout) == (Cause.OVER_TIME, 3.0)
+    assert (outcome.failure.cause, outcome.failure.timeout) == (FailureCause.OVER_TIME, 3.0)
     assert outcome.failure.hang is not None
     (wait,) = outcome.failure.hang.waits
     assert (wait.ranks, wait.collective.op, wait.collective.sequence) == ((0, 1), "all_reduce", 2)

@@ -174,6 +174,22 @@ def test_shards_are_summed_region_by_region() -> None:
     assert outcome.explanation.candidates == (Product(times=("dp_replicate",)),)
 
 
+@pytest.mark.parametrize(("factor", "explains"), [(1.0, True), (2.0, False)])
+def test_a_region_of_one_holder_must_be_right_beside_replicas_that_sum_to_the_golden(
+    factor: float, explains: bool
+) -> None:
+    expected, part = draw(4, 3), draw(4, 3, seed=1)
+    alone, shared = (Region.box((4, 3), (rows, range(3))) for rows in (range(2), range(2, 4)))
+    shards = (
+        RankShard(0, alone, factor * alone.take(expected)),
+        RankShard(0, shared, shared.take(part)),
+        RankShard(1, shared, shared.take(expected - part)),
+    )
+    tensor = WrongTensor((0, "gradient", WEIGHT), expected, shards)
+    outcome = examine("replica_sum", tensor, make_inputs(tensor, axes=on_axes(ep=[[0, 1]])))
+    assert (outcome.explanation is not None) is explains
+
+
 def test_multiples_that_differ_between_regions_explain_nothing() -> None:
     expected, part = draw(4, 3), draw(4, 3, seed=1)
     shards = []

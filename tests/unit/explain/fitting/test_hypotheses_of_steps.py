@@ -6,10 +6,12 @@ import pytest
 import torch
 from wrong_tensors import AXES, draw, examine, make_inputs, make_sharded, make_tensor
 
+from moeverify.cases.axes.groups import TOKENS, VALID_TOKENS
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.first_divergence import Search
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
+from moeverify.results.factor import Source
 from moeverify.results.observation import RankValues, ScalarValues, WrongElements
 from moeverify.results.operation import (
     Altered,
@@ -61,6 +63,17 @@ def test_the_count_of_the_worst_rank_is_quoted() -> None:
     explanation = examine("altered", tensor).explanation
     assert explanation.cause is Cause.STATE
     assert explanation.operation == Miscounted(expected=60.0, actual=54.0, rank=1)
+
+
+@pytest.mark.parametrize(("actual", "cause"), [(120.0, Cause.PADDING), (90.0, Cause.STATE)])
+def test_a_count_of_all_tokens_where_valid_ones_count_has_padding(actual: float, cause: Cause) -> None:
+    tensor = make_tensor(
+        torch.tensor([60.0]), torch.tensor([actual]), name="layers.1.moe.router", kind="router_counts"
+    )
+    sizes = (Source(name=TOKENS, size=40), Source(name=VALID_TOKENS, size=20))
+    inputs = make_inputs(tensor, axes=Axes({}, loss_counts=sizes))
+    explanation = examine("altered", tensor, inputs).explanation
+    assert (explanation.cause, explanation.operation.counts_padding) == (cause, cause is Cause.PADDING)
 
 
 @pytest.mark.parametrize(("is_old", "found"), [(True, Replaced(by="step-before")), (False, None)])

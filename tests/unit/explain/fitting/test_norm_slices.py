@@ -10,7 +10,7 @@ import pytest
 
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.norm_slices import find_norm_of_slices
-from moeverify.report.words.norms import describe_norm_of_slices
+from moeverify.report.words.mistakes import describe_norm_of_slices
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Product

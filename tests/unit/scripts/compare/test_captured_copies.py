@@ -13,7 +13,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.finding import Finding
 from moeverify.results.script import CopyFacts, ScriptCheck
 from moeverify.scripts.compare.copies import find_copies
-from moeverify.scripts.compare.counts import MICRO_BATCHES, RANKS, list_sources
+from moeverify.scripts.compare.explain import MICRO_BATCHES, RANKS, list_sources
 from moeverify.scripts.compare.places import Placed, Places
 from moeverify.scripts.compare.sites import add_sites
 from moeverify.scripts.record.lines import Rows, Span, Values, Where

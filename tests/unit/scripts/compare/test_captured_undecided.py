@@ -11,7 +11,7 @@ from moeverify.results.checks import CheckName
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.operation import Scaled
-from moeverify.scripts.compare.undecided import are_undecided, set_aside
+from moeverify.scripts.compare.limits import are_undecided, set_aside
 
 EXPLAINED = Explanation(
     cause=Cause.SCALE,

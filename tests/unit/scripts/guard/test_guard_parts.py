@@ -9,10 +9,9 @@ import pytest
 from moeverify.results.guard import DriftFacts, TokenFacts
 from moeverify.results.script import CopyFacts
 from moeverify.scripts.guard.copies import CopyRule
+from moeverify.scripts.guard.judge import add_sites, find_stages
 from moeverify.scripts.guard.lines import GroupLine, Pass, RankHeader, StepRecord, SumLine, TensorLine
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
-from moeverify.scripts.guard.sites import add_sites
-from moeverify.scripts.guard.stages import find_stages
 from moeverify.scripts.guard.tokens import TokenRule
 from moeverify.train.calls.call import Call
 

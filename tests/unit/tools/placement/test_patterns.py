@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeverify.tools.placement.bounds import bound_load
 from moeverify.tools.placement.cluster import Cluster
+from moeverify.tools.placement.cost import bound_load
 from moeverify.tools.placement.exact import solve_exactly
 from moeverify.tools.placement.heuristic import solve
 from moeverify.tools.placement.load_trace import spread_evenly
 from moeverify.tools.placement.marks import mark
 from moeverify.tools.placement.patterns import PatternSearch, _list_patterns, _list_replicas
 from moeverify.tools.placement.placement import place_in_blocks
-from moeverify.tools.placement.program import Program
+from moeverify.tools.placement.program import LayerProgram
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -28,7 +28,7 @@ def test_both_programs_have_the_same_optimum(seed: int) -> None:
         by_expert, num_ranks, num_slots, float(bound_load(load, cluster, num_slots)[0]), start, blocks
     )
     search.run(60)
-    program = Program(load.copies[0], cluster, num_slots, start, is_even=True)
+    program = LayerProgram(load.copies[0], cluster, num_slots, start, is_even=True)
     program.build()
     answer = program.minimize(program.largest_load(), [], 60, is_ordered=True)
     assert search.is_optimal

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from moeverify.errors import CaseError
-from moeverify.tools.placement.bounds import bound_load
 from moeverify.tools.placement.cluster import Cluster
-from moeverify.tools.placement.cost import measure_cost
+from moeverify.tools.placement.cost import bound_load, measure_cost
 from moeverify.tools.placement.exact import solve_exactly
 from moeverify.tools.placement.heuristic import list_slots, mark_slots, solve
 from moeverify.tools.placement.incremental import improve

@@ -411,7 +411,7 @@ def test_a_write_that_fails_leaves_nothing(to: Kind, tmp_path: Path) -> None:
 def test_a_disk_without_room_is_found_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moeverify.tools.weights.folder import check_room
+    from moeverify.tools.weights.stream import check_room
 
     with pytest.raises(
         MachineError, match=r"was not written: [\d.]+ GB are needed there, and [\d.]+ GB are free"

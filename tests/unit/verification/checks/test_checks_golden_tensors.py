@@ -124,7 +124,7 @@ def test_what_the_golden_does_not_have_is_unexpected(run_ranks: Callable, weight
     ranks.show(0, weight, WHOLE, name="stranger")
     finding = find_one(ranks.judge())
     assert finding.tensor == "stranger"
-    assert finding.evidence == ("the golden has no such tensor",)
+    assert finding.evidence == ("the golden has no tensor of this name and size",)
 
 
 def test_a_value_that_is_not_finite_is_said(run_ranks: Callable, weight: Tensor) -> None:

@@ -16,8 +16,8 @@ from moeverify.parallel.regions.region import Region
 from moeverify.report.words.run import word_finding
 from moeverify.results.facts import BitFacts, ExpertFacts
 from moeverify.verification.checks.base import RankLoad
-from moeverify.verification.checks.experts import Experts, hash_state, judge_experts, merge_hashes
-from moeverify.verification.checks.loaded import Loaded
+from moeverify.verification.checks.experts import ExpertHashes, hash_state, judge_experts, merge_hashes
+from moeverify.verification.checks.loaded import LoadedState
 from moeverify.verification.checks.resumed import Resumed
 from moeverify.verification.compare.comparison import Comparison
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
@@ -54,7 +54,7 @@ def load(case: Case, saved: StoredGolden, values: Tensor) -> RankLoad:
 def test_bits_that_are_not_those_that_were_saved(
     case: Case, saved: StoredGolden, values: Tensor, others: list[str]
 ) -> None:
-    assert Loaded().inspect(load(case, saved, values)) == others
+    assert LoadedState().inspect(load(case, saved, values)) == others
 
 
 def test_what_is_equal_as_a_number_alone_is_a_finding(
@@ -64,10 +64,10 @@ def test_what_is_equal_as_a_number_alone_is_a_finding(
     whole = saved.whole(STEP, f"loaded/{NAME}")
     ranks = run_ranks({0: {}}, {key: whole})
     ranks.show(0, whole, WHOLE, name=NAME, kind="loaded")
-    clean = Loaded().judge(ranks.shown(case), [[]])
+    clean = LoadedState().judge(ranks.shown(case), [[]])
     assert clean is not None
     assert (clean.result.verdict, clean.findings) == ("pass", ())
-    odd = Loaded().judge(ranks.shown(case), [[NAME]])
+    odd = LoadedState().judge(ranks.shown(case), [[NAME]])
     assert odd is not None
     (finding,) = odd.findings
     assert odd.result.verdict == "mismatch"
@@ -114,7 +114,7 @@ def test_experts_are_known_by_their_values_whatever_their_division(case: Case) -
     other[2] += 1.0
     (finding,) = judge_experts(expected, hash_over(other, by_row)).findings
     assert finding.facts == ExpertFacts(wrong=((2, None),))
-    assert Experts().inspect(RankLoad(case, [], cast(StoredGolden, None), [], None)) == []
+    assert ExpertHashes().inspect(RankLoad(case, [], cast(StoredGolden, None), [], None)) == []
 
 
 def test_the_steps_after_a_load_are_compared_bit_by_bit(case: Case, saved: StoredGolden) -> None:

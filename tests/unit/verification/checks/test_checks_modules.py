@@ -19,7 +19,7 @@ from moeverify.verification.checks.module_replay import (
     choose_modules,
     replay,
 )
-from moeverify.verification.checks.modules import ModuleReport, Modules
+from moeverify.verification.checks.modules import ModuleAgreement, ModuleReport
 
 ROWS, POSITIONS, WIDTH = 2, 8, 16
 
@@ -172,7 +172,7 @@ def test_an_error_in_a_block_follows_the_one_in_its_member_and_reasons_are_liste
     wrong = [Replayed("blocks.0", "output", 0.5, 0.004), Replayed("blocks.0.mlp", "output", 0.9, 0.004)]
     left_out = {"moe": "makes choices that rounding flips", "drop": ""}
     reports = [ModuleReport(tuple(right)), ModuleReport((*right, *wrong), left_out)]
-    outcome = Modules().judge(shown(), reports)
+    outcome = ModuleAgreement().judge(shown(), reports)
     assert outcome is not None
     assert [(each.tensor, each.follows, each.ranks) for each in outcome.findings] == [
         ("blocks.0 output", "blocks.0.mlp output", (1,)),
@@ -184,4 +184,4 @@ def test_an_error_in_a_block_follows_the_one_in_its_member_and_reasons_are_liste
         "2 of 5 modules were not computed again: drop is not reproduced on one device either; "
         "moe makes choices that rounding flips"
     )
-    assert Modules().judge(shown(), [ModuleReport(tuple(right))]).findings == ()  # type: ignore[union-attr]
+    assert ModuleAgreement().judge(shown(), [ModuleReport(tuple(right))]).findings == ()  # type: ignore[union-attr]

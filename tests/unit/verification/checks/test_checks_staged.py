@@ -11,7 +11,7 @@ import pytest
 from moeverify.cases.validation.load import build_case
 from moeverify.report.words.check import describe_facts
 from moeverify.results.checks import Kind
-from moeverify.verification.checks.staged import find_elsewhere, list_owners
+from moeverify.verification.checks.placed import find_elsewhere, list_owners
 from moeverify.verification.compare.assembled import Assembled
 from moeverify.verification.compare.comparison import Entry
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeverify.errors import CaseError
-from moeverify.results.bisection import Bisection, JudgedCommit, Judgement
+from moeverify.results.bisection import Bisection, CommitJudgement, JudgedCommit
 from moeverify.results.finding import Verdict
 from moeverify.verification.controller.bisect import Search
 from moeverify.verification.controller.git_history import Repository
@@ -68,7 +68,7 @@ class History:
             for each in commits:
                 commit = repository.describe(each)
                 self.asked.append(commit.subject)
-                judgement = Judgement(verdict=rule(commit.subject), reason="no module")
+                judgement = CommitJudgement(verdict=rule(commit.subject), reason="no module")
                 found[each] = JudgedCommit(commit=commit, judgement=judgement)
             return found
 

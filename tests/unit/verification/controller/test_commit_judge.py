@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.results.bisection import Judgement
+from moeverify.results.bisection import CommitJudgement
 from moeverify.verification.controller.commit_judge import CommitCase, Slot
 from moeverify.verification.controller.git_history import Repository
 from moeverify.verification.controller.judgement import JudgementCache
@@ -69,8 +69,8 @@ def test_only_missing_parts_of_the_case_are_copied(case: CommitCase, tmp_path: P
 def test_verdicts_are_kept_by_content(case: CommitCase, tmp_path: Path) -> None:
     cache = JudgementCache(tmp_path / "judgements.json")
     key = case.make_key("tree", cache)
-    cache.keep({key: Judgement(verdict="pass"), "other": Judgement(verdict="error")})
-    assert cache.read(key) == Judgement(verdict="pass")
+    cache.keep({key: CommitJudgement(verdict="pass"), "other": CommitJudgement(verdict="error")})
+    assert cache.read(key) == CommitJudgement(verdict="pass")
     assert cache.read("other") is None  # an error may be one of the machine
     assert case.make_key("another tree", cache) != key
     case.file.write_text(CASE + "# changed\n")

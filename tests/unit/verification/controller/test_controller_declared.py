@@ -6,7 +6,7 @@ from moeverify.cases.schema import Checks, Precision
 from moeverify.report.words.note import describe_declared
 from moeverify.results.finding import CheckResult
 from moeverify.results.run import Declared
-from moeverify.verification.controller.declared import apply_declared_differences
+from moeverify.verification.controller.run import apply_declared_differences
 
 
 def make_checks(**verdicts: str) -> list[CheckResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,16 +13,19 @@ from moeverify.faults.setting import make_case
 from moeverify.report.words.cause import describe_evidence
 from moeverify.report.words.wider import describe_wider
 from moeverify.results.cause import Cause
+from moeverify.results.culprit import Culprit
+from moeverify.results.culprit import Operation as OperatorCall
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.facts import ClipFacts, ObjectiveFacts, OwnStep, RouterFacts, RouterGradientFacts
 from moeverify.results.finding import CheckResult, Finding, Wider
 from moeverify.results.observation import HiddenByRounding
-from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved
+from moeverify.results.operation import Altered, Operation, OwnValues, Rounded, Scaled, Unmoved, Unreduced
 from moeverify.results.part import WHOLE, Contribution, Part
-from moeverify.results.run import CaseResult
+from moeverify.results.run import CaseResult, RunResult
 from moeverify.results.step_facts import RecomputedFacts, TermFacts
 from moeverify.results.upstream import OffUpstream
+from moeverify.verification.controller import escalation
 from moeverify.verification.controller.escalation import (
     asks_confirmation,
     confirm,
@@ -30,6 +34,7 @@ from moeverify.verification.controller.escalation import (
     merge,
     needs_escalation,
 )
+from moeverify.verification.controller.options import RunOptions
 
 
 def find(tensor: str, **fields: Any) -> Finding:
@@ -58,7 +63,14 @@ def scale(value: float, *equals: Product, part: Part = WHOLE) -> Scaled:
     return Scaled(contributions=(Contribution(part=part, factor=Factor(value=value, equals=equals)),))
 
 
+def explain_module(operation: Operation, cause: Cause) -> Finding:
+    subject = Subject(quantity=Quantity.MODULE_GRADIENT, module="m")
+    return find("w", explanation=Explanation(cause=cause, subject=subject, operation=operation), code=cause)
+
+
 PLACED = explain(Altered())
+PART = Unreduced(axes=(Product(times=("tp",)),), num_replicas=2, factor=Factor(value=1.0))
+UNREDUCED = explain_module(PART, Cause.MISSING_REDUCTION)
 EXPLAINED = explain(scale(2.0, Product(times=("tp",))), Cause.SCALE)
 
 
@@ -240,6 +252,65 @@ def test_a_coefficient_of_a_step_that_is_no_number_of_the_run_is_an_estimate() -
     guess = find("w", code=Cause.SCALE, facts=facts)
     assert guess.is_estimate
     assert needs_escalation(answer(guess))
+
+
+def trace(tensor: str = "w", **fields: Any) -> Finding:
+    """Return a finding of which only the first wrong operation is known."""
+    culprit = Culprit(mechanism="place", proved=False, here=OperatorCall(operator="mm"), leads=True)
+    return find(tensor, culprit=culprit, code=Cause.BACKWARD, **fields)
+
+
+def test_a_first_wrong_operation_leads_places_and_refutes_parts_of_sums() -> None:
+    for narrow in (PLACED, UNREDUCED):
+        assert needs_escalation(answer(narrow))
+        lead, before = merge(answer(narrow), [("float64", answer(trace("v")))]).findings
+        assert (lead.tensor, lead.wider[0].precision, before.follows) == ("v", "float64", "v")
+    rounded = explain(Rounded(dtype="bfloat16", is_representable=False), Cause.ROUNDING)
+    for narrow in (rounded, find("w", code=Cause.OPTIMIZER), estimate(EXPLAINED)):
+        (kept,) = merge(answer(narrow), [("float64", answer(trace("v")))]).findings
+        assert (kept.tensor, kept.follows) == ("w", "")
+    sure, own = merge(answer(trace("v")), [("float64", answer(EXPLAINED))]).findings
+    assert (sure.tensor, own.follows) == ("w", "w")
+
+
+def test_a_cause_fitted_to_a_modules_gradient_is_sure_with_the_operations_of_the_step() -> None:
+    culprit = Culprit(mechanism="total", proved=True, here=OperatorCall(operator="mm"))
+    assert needs_escalation(answer(UNREDUCED))
+    assert not needs_escalation(answer(UNREDUCED.model_copy(update={"culprit": culprit})))
+
+
+def test_the_cause_of_a_mismatch_in_a_confirming_run_is_searched_in_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {"c-float32": UNREDUCED, "c-float32-float64": trace("v"), "d-float32": EXPLAINED}
+
+    def run(cases: Sequence[Case], *_: object) -> RunResult:
+        ran.append([case.name for case in cases])
+        found = [answer(answers[case.name]).model_copy(update={"name": case.name}) for case in cases]
+        return RunResult(verdict="mismatch", environment={}, cases=tuple(found), launches=1)
+
+    ran: list[list[str]] = []
+    monkeypatch.setattr(escalation, "run_cases", run)
+    cases = [in_precision("bfloat16", name) for name in "cd"]
+    undecided = [answer(verdict="undecided").model_copy(update={"name": case.name}) for case in cases]
+    result = RunResult(verdict="undecided", environment={}, cases=tuple(undecided))
+    done = escalation.escalate(cases, result, RunOptions(), lambda event: None)
+    assert ran == [["c-float32", "d-float32"], ["c-float32-float64"]]
+    traced, fitted = done.cases
+    assert [(each.tensor, each.follows) for each in traced.findings] == [("v", ""), ("w", "v")]
+    assert (traced.findings[0].wider[0].precision, traced.findings[0].wider[0].outcome) == (
+        "float64",
+        "found",
+    )
+    assert fitted.findings[0].wider[0].precision == "float32"
+    assert done.launches == 2
+
+
+def test_exceptions_to_mixed_precision_do_not_keep_a_case_from_wider_runs() -> None:
+    recipe = {"name": "r", "model": {"factory": "own:make", "vocab_size": 8}, "precision": "mixed"}
+    layout = {"dp_shard": 2, "parallelize": "own:shard", "in_float32": ["norm"]}
+    case = build_case({"name": "c", "recipe": recipe, "layout": layout})
+    assert [each.recipe.precision for each in list_wider(case)] == ["float32", "float64"]
 
 
 def in_precision(precision: str, name: str = "c", **layout: Any) -> Case:

@@ -11,7 +11,7 @@ import pytest
 from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import load_cases
 from moeverify.report.words.run import word_case
-from moeverify.results.failure import Cause, End, JobFailure, RankEnd
+from moeverify.results.failure import End, FailureCause, JobFailure, RankEnd
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.run import CaseResult, Event, RankReport
@@ -37,7 +37,7 @@ from moeverify.verification.launch.plan import Job, JobOutcome, LaunchEvent
 CASES = Path(__file__).parents[4] / "cases"
 SUMMARY = GoldenSummary(losses={}, tensors={})
 RAISED = RankEnd(how=End.RAISED, error="ValueError: no")
-FAILURE = JobFailure(cause=Cause.RANK, rank=1, end=RAISED)
+FAILURE = JobFailure(cause=FailureCause.RANK, rank=1, end=RAISED)
 PASSED = VerifyResult(checks=(CheckResult(name="loss", verdict="pass", tensors=3),), losses=((1.0, 1.0),))
 DIFFERS = VerifyResult(
     checks=(CheckResult(name="loss", verdict="mismatch", tensors=3, inconclusive=2),),
@@ -215,7 +215,7 @@ def test_a_load_without_its_save_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pairs: list[Pair]
 ) -> None:
     missing = JobFailure(
-        cause=Cause.RANK, rank=0, end=RankEnd(how=End.RAISED, error="FileNotFoundError: checkpoint")
+        cause=FailureCause.RANK, rank=0, end=RankEnd(how=End.RAISED, error="FileNotFoundError: checkpoint")
     )
     ranks = Ranks({"save ddp": FAILURE, "ddp -> ddp": missing, "fsdp2 -> ddp": missing})
     monkeypatch.setattr(tasks, "run_jobs", ranks.run)

@@ -11,7 +11,7 @@ from moeverify.cases.schema import Case, ReferenceModel
 from moeverify.cases.validation.load import build_case, load_cases
 from moeverify.errors import CaseError
 from moeverify.verification.controller.reductions import Reducible, Values, format_values, list_reducible
-from moeverify.verification.controller.shrink import Reduction
+from moeverify.verification.controller.shrink import Shrinking
 from moeverify.verification.controller.smaller_cases import examine_place, write_case
 
 CASE = """\
@@ -35,7 +35,7 @@ Rule = Callable[[Case], bool]
 
 
 @pytest.fixture
-def reduce(tmp_path: Path) -> Callable[..., tuple[Case, Reduction]]:
+def reduce(tmp_path: Path) -> Callable[..., tuple[Case, Shrinking]]:
     """Return a function that reduces the case as long as a rule holds."""
     file = tmp_path / "case.yaml"
     file.write_text(CASE)
@@ -46,7 +46,7 @@ def reduce(tmp_path: Path) -> Callable[..., tuple[Case, Reduction]]:
         except CaseError:
             return None
 
-    def do(rule: Rule, is_confirmed: Rule = lambda case: True) -> tuple[Case, Reduction]:
+    def do(rule: Rule, is_confirmed: Rule = lambda case: True) -> tuple[Case, Shrinking]:
         def shows(candidates: Sequence[Values]) -> list[bool]:
             cases = [load(each) for each in candidates]
             assert None not in cases, "an invalid case was run"
@@ -61,7 +61,7 @@ def reduce(tmp_path: Path) -> Callable[..., tuple[Case, Reduction]]:
             assert case is not None
             return is_confirmed(case)
 
-        reduction = Reduction(list_fields, shows, confirms)
+        reduction = Shrinking(list_fields, shows, confirms)
         reduction.search()
         smallest = load(reduction.values)
         assert smallest is not None
@@ -70,7 +70,7 @@ def reduce(tmp_path: Path) -> Callable[..., tuple[Case, Reduction]]:
     return do
 
 
-def test_only_what_the_failure_needs_is_left(reduce: Callable[..., tuple[Case, Reduction]]) -> None:
+def test_only_what_the_failure_needs_is_left(reduce: Callable[..., tuple[Case, Shrinking]]) -> None:
     smallest, reduction = reduce(lambda case: case.layout.ep >= 2 and case.recipe.steps >= 2)
     assert smallest.layout.world_size == smallest.layout.ep == 2
     assert (smallest.recipe.steps, smallest.recipe.data.batch, smallest.recipe.data.seq_len) == (2, 2, 1)
@@ -83,7 +83,7 @@ def test_only_what_the_failure_needs_is_left(reduce: Callable[..., tuple[Case, R
     assert reduction.num_tried < 150
 
 
-def test_a_case_that_is_not_confirmed_is_not_kept(reduce: Callable[..., tuple[Case, Reduction]]) -> None:
+def test_a_case_that_is_not_confirmed_is_not_kept(reduce: Callable[..., tuple[Case, Shrinking]]) -> None:
     smallest, _ = reduce(
         lambda case: case.layout.ep >= 2, lambda case: case.recipe.steps + case.recipe.data.batch >= 10
     )
@@ -94,7 +94,7 @@ def test_a_case_that_is_not_confirmed_is_not_kept(reduce: Callable[..., tuple[Ca
 
 
 def test_fields_that_need_each_other_shrink_together(
-    reduce: Callable[..., tuple[Case, Reduction]],
+    reduce: Callable[..., tuple[Case, Shrinking]],
 ) -> None:
     smallest, _ = reduce(lambda case: case.layout.tp == 2)
     assert smallest.layout.world_size == 2
@@ -103,7 +103,7 @@ def test_fields_that_need_each_other_shrink_together(
     assert smallest.recipe.model.moe is None  # a whole section is left out, with its fields
 
 
-def test_a_section_that_the_failure_needs_stays(reduce: Callable[..., tuple[Case, Reduction]]) -> None:
+def test_a_section_that_the_failure_needs_stays(reduce: Callable[..., tuple[Case, Shrinking]]) -> None:
     def rule(case: Case) -> bool:
         moe = case.recipe.model.moe
         return case.layout.tp == 2 and moe is not None and moe.top_k == 3
@@ -116,7 +116,7 @@ def test_a_section_that_the_failure_needs_stays(reduce: Callable[..., tuple[Case
 
 
 def test_a_failure_that_needs_little_is_found_by_reducing_all_fields_together(
-    reduce: Callable[..., tuple[Case, Reduction]],
+    reduce: Callable[..., tuple[Case, Shrinking]],
 ) -> None:
     smallest, reduction = reduce(lambda case: case.layout.dp_shard > 1)
     assert smallest.layout.world_size == 2
@@ -124,7 +124,7 @@ def test_a_failure_that_needs_little_is_found_by_reducing_all_fields_together(
 
 
 def test_a_failure_that_needs_everything_leaves_the_case(
-    reduce: Callable[..., tuple[Case, Reduction]],
+    reduce: Callable[..., tuple[Case, Shrinking]],
 ) -> None:
     smallest, reduction = reduce(lambda case: False)
     assert not reduction.values
@@ -142,7 +142,7 @@ def test_an_interrupted_search_keeps_the_best_so_far(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return [False for _ in candidates]  # all fields together; each alone is next
 
-    reduction = Reduction(lambda values: list_reducible(case), shows)
+    reduction = Shrinking(lambda values: list_reducible(case), shows)
     with pytest.raises(KeyboardInterrupt):
         reduction.search()
     assert asked == 2

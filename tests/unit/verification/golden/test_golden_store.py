@@ -79,7 +79,11 @@ def test_regions_are_read_as_they_are_taken(region: Region, tmp_path: Path, weig
 
 
 def test_what_the_golden_does_not_have_is_none(tmp_path: Path, weight: Tensor) -> None:
-    assert store(tmp_path / "g", weight).read(0, "gradient", "stranger", Region.whole((1,))) is None
+    golden = store(tmp_path / "g", weight)
+    assert golden.read(0, "gradient", "stranger", Region.whole((1,))) is None
+    wider = (*SHAPE[:-1], SHAPE[-1] + 1)
+    assert golden.read(0, "gradient", "w", Region.whole(wider)) is None
+    assert golden.read(0, "gradient", "w", Region.whole(SHAPE[1:])) is None
 
 
 def test_the_run_may_change_a_tensor_after_it_was_observed(tmp_path: Path, weight: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from moeverify.verification.golden_run.draws import find_draws
+from moeverify.verification.golden_run.soundness import find_draws
 
 
 def test_each_line_that_draws_is_named_once() -> None:

@@ -13,7 +13,7 @@ from moeverify.cases.validation.load import load_cases
 from moeverify.results.facts import ComparedFacts, DtypeFacts, NumCollectives, Use
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.measurement import Measurement, Roofline
-from moeverify.results.probe import Answer, Outcome
+from moeverify.results.probe import Answer, ProbeOutcome
 from moeverify.verification.jobs import (
     BenchJob,
     BenchResult,
@@ -83,7 +83,7 @@ RESULTS: list[RankResult] = [
         goldens=(GoldenSummary(losses={"a": 1.0}, tensors={"b": [1.0], "c": "hash"}), Refusal(error="no")),
     ),
     BenchResult(measurement=Measurement(name="a", ranks=2, roofline=Roofline(matmul=1e9))),
-    ProbeResult(answer=Answer(outcome=Outcome.WRONG, wrong=("float64",))),
+    ProbeResult(answer=Answer(outcome=ProbeOutcome.WRONG, wrong=("float64",))),
     Refusal(error="there is no module `x`"),
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeverify.report.words.failure import describe_failure
-from moeverify.results.failure import Cause, JobFailure, MachineLoad
+from moeverify.results.failure import FailureCause, JobFailure, MachineLoad
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.launch import clock as clocks
 from moeverify.verification.launch.clock import ActiveClock, ProcessTree, PublishedClock, Usage, read_usage
@@ -114,7 +114,9 @@ def test_a_slow_clock_delays_the_dump_of_a_rank_that_holds_the_lock(
 
 def test_a_limit_is_told_with_its_option_and_the_load_of_the_machine() -> None:
     machine = MachineLoad(load=41.26, num_processors=2, not_counted=2260.4)
-    failure = JobFailure(cause=Cause.NOT_IN_TIME, timeout=180.0, machine=machine, not_up={1: "a.py:3 in f"})
+    failure = JobFailure(
+        cause=FailureCause.NOT_IN_TIME, timeout=180.0, machine=machine, not_up={1: "a.py:3 in f"}
+    )
     assert describe_failure(failure) == (
         "rank 1, which is at a.py:3 in f, did not come up within 180 s (raise --timeout; load 41.3 on 2 processors; "
         "2260 s of waiting for a processor not counted)"

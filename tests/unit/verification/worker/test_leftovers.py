@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moeverify.verification.worker.leftovers import ProcessState
+from moeverify.verification.worker.leftovers import ProcessState, Settings
 
 Change = Callable[[pytest.MonkeyPatch], object]
 
@@ -42,22 +42,19 @@ def _restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, handler = ProcessState(), signal.getsignal(signal.SIGTERM)
+def test_changes_are_found_and_settings_are_restored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, settings = ProcessState(), Settings()
     state.note_functions()
     monkeypatch.setattr(torch.nn, "cache_of_a_library", lambda: None, raising=False)  # had no value before
     monkeypatch.setattr(sys, "excepthook", dist.get_rank)  # by torch, as `init_process_group` does
     torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
-    assert state.find_changes() == []
+    assert state.find_lasting_changes() == []
+    is_function = name in ("torch.distributed.all_reduce", "Linear.forward")
     try:
         CHANGES[name](monkeypatch)
-        assert name in state.find_changes()
+        assert settings.find_changes() == ([] if is_function else [name])
     finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-        torch.set_grad_enabled(True)
-        torch.autograd.set_detect_anomaly(False)
-        torch.use_deterministic_algorithms(False)
-        torch.set_float32_matmul_precision("highest")
-        torch.set_autocast_enabled("cpu", False)
-        signal.signal(signal.SIGTERM, handler)
+        lasting = state.find_lasting_changes()
+    assert lasting == ([name] if is_function else [])
+    assert torch.empty(2).device.type == "cpu"
+    assert torch.empty(2).dtype == torch.float32

@@ -21,7 +21,8 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, ReplicaSum
-from moeverify.results.operation import Misplaced, OwnValues, Unreduced
+from moeverify.results.operation import Altered, Misplaced, OwnValues, Unreduced
+from moeverify.results.place import Place, Stage
 from moeverify.verification.worker import culprits
 from moeverify.verification.worker.culprits import Found, Recorded, agree_on_step, find_culprits, lead_with
 
@@ -112,6 +113,14 @@ def test_an_operation_outside_all_modules_refutes_a_cause_in_the_backward_pass(
     assert (told.code, told.observations) == (
         (Cause.FORWARD, ()) if is_refuted else ("missing-reduction", (seen,))
     )
+
+
+@pytest.mark.parametrize("code", [Cause.BACKWARD, Cause.METRIC])
+def test_the_part_of_the_step_is_that_of_the_first_wrong_operation(code: Cause) -> None:
+    unknown = EXPLANATION.model_copy(update={"cause": code, "operation": Altered()})
+    told = lead([find("w", code=code, explanation=unknown)], (blame("gradient/w", proved=False), [W]))
+    assert told[0].code == (Cause.FORWARD if code is Cause.BACKWARD else code)
+    assert told[0].place == Place(module="", stage=Stage.BACKWARD)
 
 
 @pytest.mark.parametrize("code", ["", Cause.NORM])

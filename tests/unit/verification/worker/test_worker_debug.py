@@ -23,9 +23,9 @@ from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.jobs import BlamedPlace, StopPoint
 from moeverify.verification.worker.blamed_place import BlamedStop, is_at
 from moeverify.verification.worker.debug import StopWatch, has_part
-from moeverify.verification.worker.golden_modules import read_golden_modules
 from moeverify.verification.worker.golden_reference import GoldenReference
 from moeverify.verification.worker.observed import make_bounds
+from moeverify.verification.worker.step_tap import read_golden_modules
 
 CPU = torch.device("cpu")
 OWN, ELSEWHERE = "layers.0.attention.q_proj.weight", "layers.7.attention.q_proj.weight"

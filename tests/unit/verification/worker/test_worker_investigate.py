@@ -19,7 +19,7 @@ from moeverify.verification.worker.investigate import (
     _make_axes,
     _make_whole_batch,
 )
-from moeverify.verification.worker.issued import _summarize, find_issued
+from moeverify.verification.worker.timeline import _summarize, find_issued
 
 
 def record(op: str, shape: list[int], **fields: Any) -> CollectiveRecord:

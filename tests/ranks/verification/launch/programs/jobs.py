@@ -57,6 +57,12 @@ def fail_among_sleepers(context: RankContext, job: Job) -> None:
     time.sleep(1000)
 
 
+def leave_among_sleepers(context: RankContext, job: Job) -> None:
+    if context.rank == job.payload["rank"]:
+        os._exit(0)
+    time.sleep(1000)
+
+
 def disguise(context: RankContext, job: Job) -> None:
     if context.rank == job.payload["rank"]:
         raise ArithmeticError("the origin")

@@ -1,1 +1,0 @@
-"""Export of figures to tracking services, one module each; all of them are optional."""

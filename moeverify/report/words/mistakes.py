@@ -1,0 +1,202 @@
+"""Sentences about the kinds of wrong operations: counts, places, weights, norms, rounding, lost elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeverify.report.numbers import format_ranks
+from moeverify.report.words.factor import describe_factor, name_products
+from moeverify.report.words.part import name_part
+from moeverify.report.words.subject import MODEL, name_culprit, name_subject
+from moeverify.results.cause import Cause
+from moeverify.results.explanation import Explanation, Quantity
+from moeverify.results.operation import (
+    Altered,
+    LostElements,
+    Miscounted,
+    Misplaced,
+    NormOfSlices,
+    OwnTokens,
+    Rounded,
+    Scaled,
+)
+from moeverify.results.part import Part
+
+
+def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
+    """Return how many choices of experts a rank counts, compared with the expected number."""
+    count = len(explanation.subject.tensors)
+    routers = f" of each of {count} routers" if count > 1 else ""
+    if operation.actual == operation.expected:
+        return (
+            f"rank {operation.rank} counts {operation.actual:.0f} choices{routers}, as many as are expected, "
+            "but not of the expected experts"
+        )
+    return (
+        f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
+        f"{operation.expected:.0f} are expected"
+        + (": those of padding, too" if operation.counts_padding else "")
+    )
+
+
+def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:
+    """Return which parameters have a different shape than on one device, with their placement."""
+    count = len(explanation.subject.tensors)
+    names = explanation.subject.tensors[0] if count == 1 else f"{count} parameters"
+    actual, expected = map(_format_shape, (operation.actual, operation.expected))
+    sizes = f"the shape {actual} under this layout, {expected} on one device"
+    first = "" if count == 1 else f" ({explanation.subject.tensors[0]})"
+    if operation.dim is None:
+        return f"{names} {'has' if count == 1 else 'have'} {sizes}{first}"
+    over = f" over {name_products(operation.axes)}" if operation.axes else ""
+    placed = f"placed as parts along dim {operation.dim}{over}, and every rank holds as much as the whole"
+    return f"{names} {'is' if count == 1 else 'are'} {placed}: {sizes}{first}"
+
+
+def _format_shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def describe_lost(operation: LostElements, subject: str) -> str:
+    """Return how many elements of the shards of `subject` are zero, and where."""
+    if operation.dim is not None:
+        num_more = operation.num_slices - len(operation.slices)
+        listed = ", ".join(map(str, operation.slices)) + (f" and {num_more} more" if num_more else "")
+        noun, verb = ("slice", "is") if operation.num_slices == 1 else ("slices", "are")
+        which = f"{noun} {listed} along dim {operation.dim} of {subject}"
+        own = f", {', '.join(map(str, operation.own))} of its own part" if operation.own else ""
+        return f"{which} {verb} zero on {format_ranks(operation.ranks)}{own}"
+    which = (
+        f"{'the last ' if operation.at_end else ''}{operation.num_lost} of {operation.num_elements} elements"
+    )
+    return f"{which} of a shard of {subject} are zero on {format_ranks(operation.ranks)}"
+
+
+_OWN_TOKENS: Mapping[OwnTokens, str] = {
+    "times": "multiplied by its own number of valid tokens",
+    "divided": "divided by its own number of valid tokens once more",
+    "share": "multiplied by its own number of valid tokens over the mean of all shards",
+    "of-largest": "multiplied by its own number of valid tokens over the largest of all shards",
+    "largest-over": "multiplied by the largest number of valid tokens of all shards over its own",
+    "root": "multiplied by the root of its own number of valid tokens over the mean of all shards",
+}
+
+
+def describe_weights(operation: Scaled) -> str:
+    """Return the rule for the weights of the batch's shares, if it is known."""
+    terms = [term for term in dict.fromkeys(each.part.term for each in operation.contributions) if term]
+    about = f" in the {' and the '.join(terms)} loss" if terms else ""
+    scale = "" if operation.means_factor is None else f", {describe_factor(operation.means_factor)}"
+    if operation.own_tokens is not None:
+        part = f"the part of the {' and the '.join(terms)} loss" if terms else "the gradient"
+        return f"{part} of each data shard is {_OWN_TOKENS[operation.own_tokens]}"
+    return (
+        f"mean of means{about}: each of the {operation.local_means} data shards is divided by its own number of "
+        f"valid tokens{scale}"
+    )
+
+
+def describe_norm_of_slices(operation: NormOfSlices, explanation: Explanation) -> str:
+    """Return the axis over which squares are not summed, and how the ranks' norms are combined instead."""
+    over = name_products(operation.axes)
+    squares = "the squares" + (
+        f" of {name_part(Part(group=operation.group))}" if operation.group is not None else ""
+    )
+    if operation.combination == "own":
+        return (
+            f"the gradients match, and {squares} are not summed over {over}: "
+            "each rank's gradient norm counts only those of the ranks at its own coordinate"
+        )
+    if operation.combination == "one":
+        place = "one coordinate" if operation.coordinate is None else f"coordinate {operation.coordinate}"
+        return (
+            f"the gradients match, and {squares} are not summed over {over}: "
+            f"the gradient norm of all ranks counts only those of the ranks at {place}"
+            + (", where it is largest" if operation.is_largest else "")
+        )
+    value = {
+        "mean": "the mean of",
+        "sum": "the sum of",
+        "root-mean-square": "the root of the mean square of",
+    }[operation.combination]
+    made = f"the gradient norm is {value} the norms at each coordinate"
+    if operation.is_apart:
+        made = f"their part of the gradient norm is the square of {value} their norms at each coordinate"
+    return f"the gradients match, and {squares} are not summed over {over}: {made}"
+
+
+def describe_loss_scale(operation: Scaled) -> str:
+    """Return that a norm was computed from gradients that still contain, or lack, a loss scale."""
+    scale = 2 ** abs(operation.loss_scale)
+    if operation.loss_scale > 0:
+        how = f"{scale} times the right one, as of gradients that still have a scale of the loss of {scale}"
+    else:
+        how = (
+            f"1/{scale} of the right one, as of gradients that were divided by a scale of the loss once more"
+        )
+    return f"the gradients match, and the gradient norm is {how}"
+
+
+def describe_rounded(operation: Rounded, explanation: Explanation) -> str:
+    """Return the rounded quantity, its dtype, and the first module where it was rounded."""
+    subject = name_subject(explanation.subject)
+    module = explanation.subject.module
+    is_tensor = explanation.subject.quantity not in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
+    first = f", first in {module}" if module and is_tensor else ""
+    if operation.is_representable:
+        hold = subject.pick("holds", "hold")
+        other = "what was saved" if explanation.subject.quantity is Quantity.LOADED else "the golden"
+        return (
+            f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
+        )
+    return f"{subject} {subject.be} off by about the rounding of {operation.dtype}, in no direction{first}"
+
+
+def describe_altered(operation: Altered, explanation: Explanation) -> str:
+    """Return where a computation diverges, for an operation whose formula is unknown."""
+    subject = explanation.subject
+    names = {
+        "module": name_culprit(subject),
+        "tensors": ", ".join(subject.tensors) or subject.module or MODEL,
+        "subject": name_subject(subject),
+    }
+    if operation.first_micro_batch:
+        text = (
+            "{module} matches in the first micro-batch and diverges from micro-batch {first} on: something that "
+            "changes once a step changed between them"
+        )
+        return text.format(first=operation.first_micro_batch, **names)
+    if subject.quantity is Quantity.MODULE_GRADIENT and subject.tensors:
+        return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
+    text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
+    if explanation.cause is Cause.METRIC and subject.quantity in _REPORTED:
+        text = "only what is reported of {tensors} is wrong: what its block puts out matches"
+    if not operation.inputs_seen:
+        text = text.replace(_MATCH, _UNSEEN)
+    if operation.is_no_number:
+        text = text.replace(_DIFFERS, _IS_NO_NUMBER)
+    return text.format(**names)
+
+
+_REPORTED = (Quantity.EXPERT_CHOICE, Quantity.ROUTING_WEIGHT)
+_MATCH, _UNSEEN = "inputs match", "inputs are not known to match"
+_DIFFERS, _IS_NO_NUMBER = "does not)", "has values that are no numbers)"
+
+
+_ALTERED_CAUSES: Mapping[Cause, str] = {
+    Cause.NONDETERMINISM: "two runs of the same layout differ: something in it is not deterministic",
+    Cause.ROUTING: "{tensors} chooses other experts (inputs match)",
+    Cause.METRIC: (
+        "only a reported number is wrong: {subject} is no multiple of the expected value; the gradients match"
+    ),
+}
+_ALTERED: Mapping[Quantity, str] = {
+    Quantity.OUTPUT: "first divergence: {module} (inputs match, output does not)",
+    Quantity.MODULE_GRADIENT: (
+        "first divergence in backward: {module} (its output gradient matches, what it passes back does not)"
+    ),
+    Quantity.LOSS: "{subject} is computed differently (routing and module outputs match)",
+    Quantity.ROUTING_WEIGHT: "{tensors} weights its choice differently (inputs match)",
+    Quantity.BUFFER: "{subject} changed differently than on one device",
+    Quantity.LOADED: "{subject} has other values than were saved, and none that are known",
+}
