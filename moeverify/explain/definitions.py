@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from moeverify.explain.program import Site
+from moeverify.explain.program import HIDDEN, Program, Site
+from moeverify.explain.sites import is_of_user
 
 _MOST_VISITED = 400
 _MOST_FRAMES = 3
@@ -371,3 +372,21 @@ def _list_conditions(file: _File, node: ast.AST) -> Iterator[ast.expr]:
                     if isinstance(each, ast.If) and isinstance(each.body[-1], _LEAVES)
                 )
         child = parent
+
+
+def make_definitions(programs: Sequence[Program]) -> Definitions:
+    """Return the definitions in the user's files that the recorded programs name."""
+    files: set[str] = set()
+    made: set[tuple[str, int]] = set()
+    read: set[tuple[str, int]] = set()
+    for program in programs:
+        for op in program.ops:
+            users = [site for site in op.sites if is_of_user(site.file)]
+            files.update(site.file for site in users)
+            if users and op.short not in HIDDEN:
+                (made if op.scalar is None else read).add((users[0].file, users[0].line))
+            if op.step >= 0 and any(program.values[number].is_floating for number in op.results):
+                made.update((site.file, site.line) for site in users)
+        files.update(site.file for calls in program.groups.values() for site in calls[0])
+    # A line that makes tensors is in the recorded program, if it does not read a number of one.
+    return Definitions(filter(is_of_user, files), lambda *line: line in made and line not in read)

@@ -18,7 +18,7 @@ from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import OneDevice
-from moeverify.explain.definitions import Definitions
+from moeverify.explain.definitions import Definitions, make_definitions
 from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At
 from moeverify.explain.program import HIDDEN, Op, Ref, Site, list_numbers
@@ -387,7 +387,7 @@ class Upstream:
                 yield _origin("missing", sites)
 
     def _describe_missing(self, op: At, words: Collection[str]) -> Iterator[Origin]:
-        """Yield the call of a collective, and what decides whether it is called: lines with these words first."""
+        """Yield the call of a collective, and the conditions of the call: lines with these words first."""
         recorded, stack = self._joint.op(op), self._stack(op)
         if any(is_of_user(site.file) for site in recorded.sites):
             yield _origin("missing", stack)
@@ -468,7 +468,7 @@ class Upstream:
         of_conditions: bool = False,
         words: Collection[str] = (),
     ) -> Iterator[Origin]:
-        """Yield definitions of what a call takes: those with these words first, then those only of the ranks."""
+        """Yield definitions of the arguments of a call: first those with these words, then those of ranks alone."""
         found = self._definitions.find(sites, is_of_tensors=is_of_tensors, of_conditions=of_conditions)
 
         def rank_of(site: Site) -> tuple[bool, bool]:
@@ -480,20 +480,7 @@ class Upstream:
 
     @cached_property
     def _definitions(self) -> Definitions:
-        files: set[str] = set()
-        made: set[tuple[str, int]] = set()
-        read: set[tuple[str, int]] = set()
-        for program in self._joint.programs:
-            for op in program.ops:
-                users = [site for site in op.sites if is_of_user(site.file)]
-                files.update(site.file for site in users)
-                if users and op.short not in HIDDEN:
-                    (made if op.scalar is None else read).add((users[0].file, users[0].line))
-                if op.step >= 0 and any(program.values[number].is_floating for number in op.results):
-                    made.update((site.file, site.line) for site in users)
-            files.update(site.file for calls in program.groups.values() for site in calls[0])
-        # A line that makes tensors is in the recorded program, if it does not read a number of one.
-        return Definitions(filter(is_of_user, files), lambda *line: line in made and line not in read)
+        return make_definitions(self._joint.programs)
 
 
 def _has_numbers(op: Op) -> bool:

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeverify.cases.schema import PRECISIONS, Case, Precision
@@ -83,7 +84,7 @@ class Fault:
         end = _find_end(self)
         ends = [_find_end(each) for each in vars(module).values() if isinstance(each, Fault)]
         begin = max((each for each in ends if each < end), default=0)
-        name = f"{module.__name__.replace('.', '/')}.py"
+        name = f"catalogue/{Path(inspect.getfile(self.inject)).name}"
         lines = [culprit.here.line, *(origin.line for origin in culprit.origins)]
         return any(
             line is not None and line.file.endswith(name) and begin < line.line <= end for line in lines
