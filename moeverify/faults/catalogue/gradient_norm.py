@@ -99,6 +99,23 @@ def h01_norm_of_owned_experts(patch: Patch) -> None:
 TP = 2
 
 
+def count_on_each_rank(patch: Patch, is_counted: Callable[[LocalShard], bool]) -> None:
+    """Count the squares of some gradients in the norm once per tp rank."""
+    from moeverify.train.clipping import gradient_norm
+
+    @patch.wrap(gradient_norm)
+    def count_again(
+        original: Original[Tensor],
+        shards: Sequence[LocalShard],
+        sum_over_shards: SumOverShards | None = None,
+        sum_over_stages: SumOverShards | None = None,
+    ) -> Tensor:
+        counted = [shard for shard in shards if is_counted(shard)]
+        norm = original(shards, sum_over_shards, sum_over_stages)
+        again = original(counted, sum_over_shards, sum_over_stages)
+        return (norm.square() + (TP - 1) * again.square()).sqrt()
+
+
 @fault(
     "H02",
     title="the gradient norm counts parameters that are replicated over tp once a rank",
@@ -112,19 +129,7 @@ TP = 2
 )
 def h02_replicas_over_tp(patch: Patch) -> None:
     """Count the squares of parameters not sharded over tp once per tp rank."""
-    from moeverify.train.clipping import gradient_norm
-
-    @patch.wrap(gradient_norm)
-    def count_again(
-        original: Original[Tensor],
-        shards: Sequence[LocalShard],
-        sum_over_shards: SumOverShards | None = None,
-        sum_over_stages: SumOverShards | None = None,
-    ) -> Tensor:
-        copies = [shard for shard in shards if not is_sharded(shard.tensor)]
-        norm = original(shards, sum_over_shards, sum_over_stages)
-        again = original(copies, sum_over_shards, sum_over_stages)
-        return (norm.square() + (TP - 1) * again.square()).sqrt()
+    count_on_each_rank(patch, lambda shard: not is_sharded(shard.tensor))
 
 
 def is_sharded(tensor: object) -> bool:
@@ -372,16 +377,4 @@ def h11_replicated_parameters_counted_often(patch: Patch) -> None:
 )
 def h12_one_parameter_on_each_rank(patch: Patch) -> None:
     """Count the squares of the query norms once per tp rank."""
-    from moeverify.train.clipping import gradient_norm
-
-    @patch.wrap(gradient_norm)
-    def count_again(
-        original: Original[Tensor],
-        shards: Sequence[LocalShard],
-        sum_over_shards: SumOverShards | None = None,
-        sum_over_stages: SumOverShards | None = None,
-    ) -> Tensor:
-        marked = [shard for shard in shards if shard.name.endswith("attention.q_norm.weight")]
-        norm = original(shards, sum_over_shards, sum_over_stages)
-        again = original(marked, sum_over_shards, sum_over_stages)
-        return (norm.square() + (TP - 1) * again.square()).sqrt()
+    count_on_each_rank(patch, lambda shard: shard.name.endswith("attention.q_norm.weight"))

@@ -81,6 +81,22 @@ def count_own_tokens(patch: Patch) -> None:
         return Normalizers(own * sums.over_batch(torch.ones_like(own)), num_rows)
 
 
+def change_parallelized(patch: Patch, change: Callable[[Parallelized, Layout, Meshes], Parallelized]) -> None:
+    """Replace the divided model by `change(parallelized, layout, meshes)`."""
+    from moeverify.parallel.plan import parallelize
+
+    @patch.wrap(parallelize)
+    def changed(
+        original: Original[Parallelized],
+        model: Transformer,
+        layout: Layout,
+        meshes: Meshes,
+        *args: Any,
+        **named: Any,
+    ) -> Parallelized:
+        return change(original(model, layout, meshes, *args, **named), layout, meshes)
+
+
 @fault(
     "G01",
     title="gradient accumulation averages the means of micro-batches",
@@ -149,19 +165,8 @@ def g03_loss_times_world(patch: Patch) -> None:
 )
 def g05_gradients_scaled_by_data_ranks(patch: Patch) -> None:
     """Scale the finished gradients by dp / world."""
-    from moeverify.parallel.plan import parallelize
 
-    @patch.wrap(parallelize)
-    def rescale(
-        original: Original[Parallelized],
-        model: Transformer,
-        layout: Layout,
-        meshes: Meshes,
-        *args: Any,
-        **named: Any,
-    ) -> Parallelized:
-        done = original(model, layout, meshes, *args, **named)
-
+    def rescale(done: Parallelized, layout: Layout, meshes: Meshes) -> Parallelized:
         def finalize() -> None:
             done.finalize()
             for shard in done.shards:
@@ -169,6 +174,8 @@ def g05_gradients_scaled_by_data_ranks(patch: Patch) -> None:
                     shard.local(shard.tensor.grad).mul_(meshes.size("loss") / layout.world_size)
 
         return replace(done, finalize=finalize)
+
+    change_parallelized(patch, rescale)
 
 
 @fault(
@@ -274,19 +281,10 @@ def g10_micro_batches_weighted_by_rows(patch: Patch) -> None:
 )
 def g11_loss_times_cp(patch: Patch) -> None:
     """Scale the loss by cp a second time before the backward pass."""
-    from moeverify.parallel.plan import parallelize
-
-    @patch.wrap(parallelize)
-    def multiply_by_cp(
-        original: Original[Parallelized],
-        model: Transformer,
-        layout: Layout,
-        meshes: Meshes,
-        *args: Any,
-        **named: Any,
-    ) -> Parallelized:
-        done = original(model, layout, meshes, *args, **named)
-        return replace(done, num_loss_ranks=done.num_loss_ranks * meshes.size("cp"))
+    change_parallelized(
+        patch,
+        lambda done, layout, meshes: replace(done, num_loss_ranks=done.num_loss_ranks * meshes.size("cp")),
+    )
 
 
 @fault(
