@@ -28,6 +28,13 @@ READER_GONE = 141  # the code that a shell reports for a process ended by SIGPIP
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
+_DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""The signals that end a command, with the handlers that Python starts with."""
+
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torchrun, srun
 
 
@@ -129,13 +136,6 @@ def _print_error(context: CommandContext, text: str) -> None:
         context.err.print(f"error: {elide(text, MOST_TEXT)}", soft_wrap=True)
 
 
-_DEFAULTS = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-}
-
-
 @contextmanager
 def _ends_on_signals() -> Iterator[None]:
     """Raise `Ended` on SIGINT, SIGTERM or SIGHUP: the default actions of the last two skip cleanup and reports.
@@ -187,7 +187,7 @@ def postponed_signals() -> Iterator[None]:
         arrived.append(number)
         signal.signal(number, kept[number])
 
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for each in _DEFAULTS:
         if signal.getsignal(each) not in (signal.SIG_IGN, None):
             kept[each] = signal.getsignal(each)
             signal.signal(each, postpone)

@@ -26,6 +26,7 @@ class Agreement:
         self._alignment, self._one, self._joint = alignment, one, alignment.joint
 
     def is_on_one_device(self, at: At) -> bool:
+        """Return whether the same line computes a value on one device."""
         return bool(self._alignment.list_counterparts(at))
 
     def agrees(self, at: At) -> bool:

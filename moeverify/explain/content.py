@@ -261,11 +261,11 @@ class Elements:
 
     def rows(self, ids: Tensor | None) -> tuple[int, ...]:
         """Return the indices in dim 0 of elements that are some whole slices of one value, or an empty tuple."""
-        roots = [] if ids is None else self.roots(ids)
-        if ids is None or len(roots) != 1:
+        if ids is None or len(roots := self.roots(ids)) != 1:
             return ()
-        index = ids[ids > 0] - self._bases[self._places[roots[0]]] - 1
-        return list_rows(index, self._one.values[roots[0]].shape)
+        (root,) = roots
+        index = ids[ids > 0] - self._bases[self._places[root]] - 1
+        return list_rows(index, self._one.values[root].shape)
 
     def pick(self, ids: Tensor) -> Tensor:
         """Return the values of elements, with 0 for padding. Same shape as `ids`, float64."""

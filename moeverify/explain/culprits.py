@@ -315,17 +315,12 @@ class Culprits:
             }
             found |= {"there": describe_op(self._one.program, self._one.reader(theirs)), "others": ()}
         found |= {"taken": self._source(taken), "right": describe_value(self._one.program, theirs)}
-        known, expected = self._alignment.find(taken), self._one.ids(theirs)
-        if (
-            found["taken"] is not None
-            and known is not None
-            and known.ids is not None
-            and expected is not None
-        ):
-            mine, right = self._one.elements.rows(known.ids), self._one.elements.rows(expected)
-            if mine and right and set(mine).isdisjoint(right):
-                for place, rows in (("taken", mine), ("right", right)):
-                    found[place] = found[place].model_copy(update={"rows": rows[:_MOST_OTHERS]})
+        known = self._alignment.find(taken)
+        mine = self._one.elements.rows(None if known is None else known.ids)
+        right = self._one.elements.rows(self._one.ids(theirs))
+        if found["taken"] is not None and mine and right and set(mine).isdisjoint(right):
+            for place, rows in (("taken", mine), ("right", right)):
+                found[place] = found[place].model_copy(update={"rows": rows[:_MOST_OTHERS]})
         zeros = self._origins.count_zeros(taken, theirs)
         if found["taken"] is not None and zeros > _LEAST_SHARE:
             found["taken"] = found["taken"].model_copy(update={"zeros": zeros})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from moeverify.explain.program import SETUP
@@ -23,7 +23,6 @@ class Lines:
 
     def __init__(self, found: dict[int, set[Line]]) -> None:
         self._found = found
-        self._is_of_user: dict[CodeType, bool] = {}
         self.begin(SETUP)
 
     def begin(self, step: int) -> None:
@@ -44,11 +43,7 @@ class Lines:
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         """Return the tracer of a function: None for functions of libraries and of this package."""
-        code = frame.f_code
-        known = self._is_of_user.get(code)
-        if known is None:
-            known = self._is_of_user[code] = is_of_user(code.co_filename)
-        return self._note if known else None
+        return self._note if is_of_user(frame.f_code.co_filename) else None
 
     def _note(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":

@@ -105,6 +105,7 @@ def is_own(site: Site) -> bool:
     return site.file.startswith(_PACKAGE)
 
 
+@functools.cache
 def is_of_user(file: str) -> bool:
     """Return whether a file belongs neither to this package nor to a library."""
     return not file.startswith(("<", _PACKAGE, *_LIBRARIES))

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from moeverify.explain.agreement import Agreement
-from moeverify.explain.align import Alignment
+from moeverify.explain.align import Alignment, Known
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.content import is_move
@@ -162,17 +162,8 @@ class Upstream:
                 continue
             taken = [self._alignment.find(at) for at in self._joint.reads(op) if at[0] == rank]
             made = [self._alignment.find((rank, number)) for number in recorded.results]
-            if any(
-                one is not None
-                and two is not None
-                and not one.over
-                and not two.over
-                and one.ids is not None
-                and two.ids is not None
-                and torch.equal(one.ids, two.ids)
-                and math.isclose(two.scale, one.scale * len(recorded.meeting.group.ranks))
-                for one, two in zip(taken, made, strict=False)
-            ):
+            num_ranks = len(recorded.meeting.group.ranks)
+            if any(_is_multiple(one, two, num_ranks) for one, two in zip(taken, made, strict=False)):
                 yield _origin("repeated", self._stack(op) or self._sites(op))
 
     def _list_silent(self, cause: Cause) -> Iterator[Origin]:
@@ -486,6 +477,13 @@ class Upstream:
 def _has_numbers(op: Op) -> bool:
     """Return whether an operator takes numbers other than sizes, or a process group."""
     return op.meeting is not None or any(isinstance(each, int | float) for each in op.args)
+
+
+def _is_multiple(one: Known | None, two: Known | None, factor: float) -> bool:
+    """Return whether a value has the same elements as another one, which are no parts, times a factor."""
+    if one is None or two is None or one.over or two.over or one.ids is None or two.ids is None:
+        return False
+    return torch.equal(one.ids, two.ids) and math.isclose(two.scale, one.scale * factor)
 
 
 def _origin(kind: OriginKind, sites: Sequence[Site]) -> Origin:

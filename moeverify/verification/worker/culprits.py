@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -249,14 +248,13 @@ def _attach(
     is_kept = lead.code in _KEPT or not (culprit.proved or lead.code in _PHASES)
     is_kept &= not culprit.copy_of
     code = lead.code if lead.code and is_kept else culprit.code
-    update: dict[str, Any] = {
+    place = lead.place or Place(module=culprit.here.module, ranks=culprit.ranks, stage=stage_of(lead))
+    update = {
         "culprit": culprit.model_copy(update={"leads": True}),
         "follows": "",
         "code": code,
+        "place": place,
     }
-    update["place"] = lead.place or Place(
-        module=culprit.here.module, ranks=culprit.ranks, stage=stage_of(lead)
-    )
     first = lead.model_copy(update={**update, "rivals": (), "unexplained": (), "follow_up": None})
     repaired = set(culprit.repaired)
 

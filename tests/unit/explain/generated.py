@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import linecache
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from recordings import record_call
 from torch import Tensor
 
 from moeverify.explain.culprits import Culprits
@@ -142,3 +143,15 @@ def make_inputs(seed: int) -> dict[str, Tensor]:
     """Return the inputs of all programs."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) for name in ("a", "b")}
+
+
+def explain_call(
+    ranks: Callable[..., Tensor], one: Callable[..., Tensor], /, **inputs: Tensor
+) -> list[Culprit]:
+    copies = {name: each.clone() for name, each in inputs.items()}
+    return explain(record_call(ranks, None, **copies), record_call(one, None, **inputs))
+
+
+def expression_of(culprit: Culprit) -> str:
+    assert culprit.here.line is not None
+    return culprit.here.line.expression

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from generated import explain
+from generated import explain, explain_call, expression_of
 from recordings import make, record_call
 from torch import Tensor, nn
 
@@ -47,18 +47,6 @@ def record_model(model: nn.Module, x: Tensor) -> Program:
         recorder.observe(0, Kind.LOSS, "total", loss, Region.whole(()))
     recorder.program.shares = [((0,), (0,))]
     return recorder.program
-
-
-def explain_call(
-    ranks: Callable[..., Tensor], one: Callable[..., Tensor], /, **inputs: Tensor
-) -> list[Culprit]:
-    copies = {name: each.clone() for name, each in inputs.items()}
-    return explain(record_call(ranks, None, **copies), record_call(one, None, **inputs))
-
-
-def expression_of(culprit: Culprit) -> str:
-    assert culprit.here.line is not None
-    return culprit.here.line.expression
 
 
 def test_what_a_module_returns_is_told_from_what_it_uses_inside() -> None:
@@ -117,49 +105,6 @@ def test_an_operator_that_one_device_has_too_is_not_to_be_left_out() -> None:
 
     assert list_removed(twice=False) == []
     assert list_removed(twice=True) == ["scaled * 0.5"]
-
-
-@pytest.mark.parametrize(("dtype", "cause"), [(torch.bfloat16, Cause.ROUNDING), (None, Cause.FORWARD)])
-def test_a_write_that_rounds_is_told_from_another(dtype: torch.dtype | None, cause: Cause) -> None:
-    def copy(sums: Tensor) -> None:
-        sums.copy_(sums.sin() if dtype is None else sums.to(dtype))
-
-    def run(x: Tensor, *, writes: bool) -> Tensor:
-        sums = x.exp()
-        if writes:
-            copy(sums)
-        return sums.cumsum(0)
-
-    (culprit,) = explain_call(lambda x: run(x, writes=True), lambda x: run(x, writes=False), x=make(6, 8))
-    assert (culprit.mechanism, culprit.proved) == ("removed", True)
-    assert culprit.code is cause
-    assert culprit.rounds_to == ("" if dtype is None else "bfloat16")
-
-
-def test_rows_of_the_right_tensor_in_another_place_are_named() -> None:
-    def run(x: Tensor, w: Tensor, row: int) -> Tensor:
-        return x @ w[row]
-
-    inputs = {"x": make(6, 8), "w": make(3, 8, 5, seed=1)}
-    (culprit,) = explain_call(lambda x, w: run(x, w, 2), lambda x, w: run(x, w, 0), **inputs)
-    assert culprit.taken is not None
-    assert culprit.right is not None
-    assert (culprit.taken.rows, culprit.right.rows, culprit.code) == ((2,), (0,), Cause.PERMUTATION)
-
-
-def test_an_initial_value_that_is_right_elsewhere_is_a_copy() -> None:
-    def record(*seeds: int) -> Program:
-        recorder = Recorder()
-        with recorder.recording():
-            for name, seed in zip("ab", seeds, strict=True):
-                weight = make(4, 5, seed=seed).clone()
-                recorder.observe(SETUP, Kind.INITIAL_WEIGHT, name, weight, Region.whole((4, 5)))
-        return recorder.program
-
-    explainer = Explainer([record(0, 0)], record(0, 1), SETUP, [])
-    (culprit,) = [Culprits(explainer, {}).make(cause) for cause in explainer.explain(10.0)]
-    assert (culprit.mechanism, culprit.code) == ("moved", Cause.DUPLICATE)
-    assert culprit.copy_of == "initial_weight/a"
 
 
 def test_an_operator_on_lists_is_a_counterpart_of_the_operator_on_a_tensor() -> None:
@@ -275,48 +220,6 @@ def test_a_wrong_mask_is_told_from_wrong_scores(fill: float) -> None:
     assert culprit.mechanism == "operand"
     assert culprit.proved
     assert any("triu(2)" in move.line.expression for move in culprit.moves if move.line is not None)
-
-
-@pytest.mark.parametrize(("wrong", "line"), [(0.5, "q @ k.T * scale"), (0.25, "")])
-def test_scores_that_are_scaled_later_are_wrong_where_the_scale_is(wrong: float, line: str) -> None:
-    def ranks(q: Tensor, k: Tensor) -> Tensor:
-        scale = wrong
-        scores = q @ k.T * scale
-        return scores.softmax(-1)
-
-    def one(q: Tensor, k: Tensor) -> Tensor:
-        return ((q * 0.5) @ (k.T * 0.5)).softmax(-1)
-
-    culprits = explain_call(ranks, one, q=make(6, 8), k=make(6, 8, seed=1))
-    assert [expression_of(culprit) for culprit in culprits] == ([line] if line else [])
-    assert all(culprit.mechanism == "scale" and culprit.factor == 2.0 for culprit in culprits)
-
-
-def test_a_multiple_that_is_squared_is_wrong_where_it_is_made() -> None:
-    def ranks(x: Tensor) -> Tensor:
-        wide = x.tanh() * 3
-        return wide.square().cos()
-
-    def one(x: Tensor) -> Tensor:
-        return x.tanh().square().cos()
-
-    (culprit,) = explain_call(ranks, one, x=make(6, 8))
-    assert culprit.mechanism == "scale"
-    assert expression_of(culprit) == "x.tanh() * 3"
-
-
-def test_steps_up_and_down_prove_nothing() -> None:
-    def count(x: Tensor) -> Tensor:
-        return (x.sum(0) - 0.5).sign() * 0.1
-
-    def ranks(x: Tensor, y: Tensor) -> Tensor:
-        return count(y)
-
-    def one(x: Tensor, y: Tensor) -> Tensor:
-        return count(x)
-
-    culprits = explain_call(ranks, one, x=make(3, 40), y=make(3, 40, seed=1))
-    assert not any(culprit.proved for culprit in culprits)
 
 
 class Counter(nn.Module):

@@ -1,0 +1,102 @@
+"""Explanations by a relation of wrong values to right ones: multiples, rounding, other rows, and copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from generated import explain_call, expression_of
+from recordings import make
+from torch import Tensor
+
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.program import SETUP, Program
+from moeverify.explain.record import Recorder
+from moeverify.parallel.regions.region import Region
+from moeverify.results.cause import Cause
+from moeverify.results.checks import Kind
+
+
+@pytest.mark.parametrize(("dtype", "cause"), [(torch.bfloat16, Cause.ROUNDING), (None, Cause.FORWARD)])
+def test_a_write_that_rounds_is_told_from_another(dtype: torch.dtype | None, cause: Cause) -> None:
+    def copy(sums: Tensor) -> None:
+        sums.copy_(sums.sin() if dtype is None else sums.to(dtype))
+
+    def run(x: Tensor, *, writes: bool) -> Tensor:
+        sums = x.exp()
+        if writes:
+            copy(sums)
+        return sums.cumsum(0)
+
+    (culprit,) = explain_call(lambda x: run(x, writes=True), lambda x: run(x, writes=False), x=make(6, 8))
+    assert (culprit.mechanism, culprit.proved) == ("removed", True)
+    assert culprit.code is cause
+    assert culprit.rounds_to == ("" if dtype is None else "bfloat16")
+
+
+def test_rows_of_the_right_tensor_in_another_place_are_named() -> None:
+    def run(x: Tensor, w: Tensor, row: int) -> Tensor:
+        return x @ w[row]
+
+    inputs = {"x": make(6, 8), "w": make(3, 8, 5, seed=1)}
+    (culprit,) = explain_call(lambda x, w: run(x, w, 2), lambda x, w: run(x, w, 0), **inputs)
+    assert culprit.taken is not None
+    assert culprit.right is not None
+    assert (culprit.taken.rows, culprit.right.rows, culprit.code) == ((2,), (0,), Cause.PERMUTATION)
+
+
+def test_an_initial_value_that_is_right_elsewhere_is_a_copy() -> None:
+    def record(*seeds: int) -> Program:
+        recorder = Recorder()
+        with recorder.recording():
+            for name, seed in zip("ab", seeds, strict=True):
+                weight = make(4, 5, seed=seed).clone()
+                recorder.observe(SETUP, Kind.INITIAL_WEIGHT, name, weight, Region.whole((4, 5)))
+        return recorder.program
+
+    explainer = Explainer([record(0, 0)], record(0, 1), SETUP, [])
+    (culprit,) = [Culprits(explainer, {}).make(cause) for cause in explainer.explain(10.0)]
+    assert (culprit.mechanism, culprit.code) == ("moved", Cause.DUPLICATE)
+    assert culprit.copy_of == "initial_weight/a"
+
+
+@pytest.mark.parametrize(("wrong", "line"), [(0.5, "q @ k.T * scale"), (0.25, "")])
+def test_scores_that_are_scaled_later_are_wrong_where_the_scale_is(wrong: float, line: str) -> None:
+    def ranks(q: Tensor, k: Tensor) -> Tensor:
+        scale = wrong
+        scores = q @ k.T * scale
+        return scores.softmax(-1)
+
+    def one(q: Tensor, k: Tensor) -> Tensor:
+        return ((q * 0.5) @ (k.T * 0.5)).softmax(-1)
+
+    culprits = explain_call(ranks, one, q=make(6, 8), k=make(6, 8, seed=1))
+    assert [expression_of(culprit) for culprit in culprits] == ([line] if line else [])
+    assert all(culprit.mechanism == "scale" and culprit.factor == 2.0 for culprit in culprits)
+
+
+def test_a_multiple_that_is_squared_is_wrong_where_it_is_made() -> None:
+    def ranks(x: Tensor) -> Tensor:
+        wide = x.tanh() * 3
+        return wide.square().cos()
+
+    def one(x: Tensor) -> Tensor:
+        return x.tanh().square().cos()
+
+    (culprit,) = explain_call(ranks, one, x=make(6, 8))
+    assert culprit.mechanism == "scale"
+    assert expression_of(culprit) == "x.tanh() * 3"
+
+
+def test_steps_up_and_down_prove_nothing() -> None:
+    def count(x: Tensor) -> Tensor:
+        return (x.sum(0) - 0.5).sign() * 0.1
+
+    def ranks(x: Tensor, y: Tensor) -> Tensor:
+        return count(y)
+
+    def one(x: Tensor, y: Tensor) -> Tensor:
+        return count(x)
+
+    culprits = explain_call(ranks, one, x=make(3, 40), y=make(3, 40, seed=1))
+    assert not any(culprit.proved for culprit in culprits)
