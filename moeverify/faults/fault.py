@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from moeverify.cases.schema import PRECISIONS, Case, Precision
@@ -73,22 +73,17 @@ class Fault:
         return f"{self.inject.__module__}:{self.inject.__name__}"
 
     def shows_line(self, finding: Finding) -> bool:
-        """Return whether a finding shows a line of this fault: of its injection, or of the helpers before it.
+        """Return whether a finding shows a line of this fault: of its injection, or of a helper that it calls.
 
         The first wrong operation and the lines to look at count, the calls around them do not.
         """
         culprit = finding.culprit
         if culprit is None:
             return False
-        module = sys.modules[self.inject.__module__]
-        end = _find_end(self)
-        ends = [_find_end(each) for each in vars(module).values() if isinstance(each, Fault)]
-        begin = max((each for each in ends if each < end), default=0)
-        name = f"catalogue/{Path(inspect.getfile(self.inject)).name}"
+        file = f"catalogue/{Path(inspect.getfile(self.inject)).name}"
+        own = [number for function in _list_called(self.inject) for number in _list_lines(function)]
         lines = [culprit.here.line, *(origin.line for origin in culprit.origins)]
-        return any(
-            line is not None and line.file.endswith(name) and begin < line.line <= end for line in lines
-        )
+        return any(line is not None and line.file.endswith(file) and line.line in own for line in lines)
 
     @property
     def bug_class(self) -> str:
@@ -96,10 +91,27 @@ class Fault:
         return self.number[0]
 
 
-def _find_end(fault: Fault) -> int:
-    """Return the last line of a fault's injection in its file."""
-    lines, first = inspect.getsourcelines(fault.inject)
-    return first + len(lines) - 1
+def _list_called(function: Any) -> list[Any]:
+    """Return a function, and the functions of its module that it calls, or that these call."""
+    found = [function]
+    for each in found:
+        named = (each.__globals__.get(name) for name in _list_names(each.__code__))
+        own = [value for value in named if getattr(value, "__module__", "") == function.__module__]
+        found += [value for value in own if inspect.isfunction(value) and value not in found]
+    return found
+
+
+def _list_names(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes that code uses, that of its inner functions included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _list_names(inner)
+
+
+def _list_lines(function: Any) -> range:
+    lines, first = inspect.getsourcelines(function)
+    return range(first, first + len(lines))
 
 
 def fault(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moeverify.faults.catalogue import load_faults
+from moeverify.faults.catalogue.gradient_norm import count_on_each_rank
 from moeverify.faults.fault import Expected
 from moeverify.results.benchmark import At
 from moeverify.results.cause import Cause
@@ -109,6 +110,19 @@ def test_a_line_of_a_fault_is_the_operation_or_a_line_to_look_at_in_its_own_code
 
     assert (shows(own), shows(other), shows(other, own)) == (True, False, True)
     assert not fault.shows_line(find())
+
+
+def test_a_helper_that_faults_share_is_own_code_of_each() -> None:
+    line = count_on_each_rank.__code__.co_firstlineno + 1
+    here = Operation(
+        operator="mul", line=CodeLine(file="moeverify/faults/catalogue/gradient_norm.py", line=line)
+    )
+    finding = find().model_copy(update={"culprit": Culprit(mechanism="place", proved=False, here=here)})
+    assert [load_faults()[number].shows_line(finding) for number in ("H02", "H12", "H06")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("number", load_faults())
