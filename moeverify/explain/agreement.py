@@ -46,6 +46,13 @@ class Agreement:
         blocks = {is_block(data, each, self._begins[at[0]]) for each in right}
         return True in blocks or blocks == {None} or self._adds_up(at, data, right)
 
+    def is_elsewhere(self, at: At, number: int) -> bool:
+        """Return whether a right value could be a block of a value of one device, and is none."""
+        mine, theirs = self._alignment.data(at), self._one.data(number)
+        if mine is None or theirs is None or not self._alignment.is_right(at):
+            return False
+        return is_block(mine, theirs, self._begins[at[0]]) is False
+
     @cached_property
     def _begins(self) -> list[dict[tuple[int, int], int]]:
         """The first position of each rank, by (number of its positions, number of all), if it has a run of them."""

@@ -90,6 +90,8 @@ OriginKind = Literal[
     "value",
     "extra",
     "number",
+    "factor",
+    "moved",
     "part",
     "missing",
     "applied",
@@ -107,6 +109,8 @@ OriginKind = Literal[
 - `value`: its inputs match, and its integers, masks or numbers differ;
 - `extra`: one device does not run it, and its result enters the wrong one;
 - `number`: it multiplies by a number that one device does not have there;
+- `factor`: it computes a factor of the loss, and one device does not execute it;
+- `moved`: it changes the order of elements, and one device does not run it;
 - `part`: it passes on a part of a sum, without a reduction;
 - `missing`: right results of this kind pass its collective or are made by it, and this one is not;
 - `applied`: it applies the function whose backward is wrong;

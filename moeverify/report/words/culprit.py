@@ -76,6 +76,8 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "value": "its inputs match, and its values differ from those of one device",
     "extra": "one device does not run it, and its result is used here",
     "number": "takes a number that one device does not pass",
+    "factor": "computes a factor of the loss, and one device does not execute it",
+    "moved": "changes the order of elements, and one device does not run it",
     "part": "passes on this rank's part of a sum",
     "missing": "right results of this kind pass this call, and this one does not",
     "applied": "calls the function in the forward pass",

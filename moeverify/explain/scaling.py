@@ -1,0 +1,112 @@
+"""Lines that scale a wrong result: operators that multiply by numbers, and the number that scales the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.cause import Cause
+from moeverify.explain.content import is_move
+from moeverify.explain.counterparts import OneDevice
+from moeverify.explain.joint import At
+from moeverify.explain.program import Ref, Site, list_numbers
+from moeverify.explain.user_lines import UserLines, make_origin
+from moeverify.results.culprit import Origin
+
+_MOST_SCALARS = 32
+"""Maximum number of operators that compute the scale of a loss."""
+
+
+class Scaling:
+    """Search for the lines that scale a multiple of a right result, or the parts of a sum unequally."""
+
+    def __init__(self, alignment: Alignment, one: OneDevice, lines: UserLines) -> None:
+        self._alignment, self._one, self._joint, self._lines = alignment, one, alignment.joint, lines
+
+    def find(self, cause: Cause, lineage: Sequence[At]) -> Iterator[Origin]:
+        """Yield operators that multiply by numbers, and the lines of the numbers.
+
+        `lineage` are the operators that carried the value of the wrong result, the last one first.
+        """
+        first = cause.ops[0]
+        uneven = [at for at in self._joint.reads(first) if len(self._list_scales(at)) > 1]
+        before = self._list_backward(first, uneven)
+        if cause.known == "scale" or uneven:
+            yield from self._list_numbers(before, lineage if cause.known == "scale" else ())
+        elif self._joint.op(first).phase == "backward":
+            yield from self._list_loss_scale(before, is_right=False)
+
+    def _list_numbers(self, before: Sequence[At], lineage: Sequence[At]) -> Iterator[Origin]:
+        """Yield operators that multiply by numbers which one device does not have, and definitions of these."""
+        users: dict[At, tuple[Site, ...]] = {}
+        for op in [*lineage, *before]:
+            sites = self._lines.sites(op)
+            if sites and sites not in users.values() and self._multiplies(op) and self._has_other_numbers(op):
+                users[op] = sites
+        own = [sites for op, sites in users.items() if op in lineage]
+        others = [sites for op, sites in users.items() if op not in lineage]
+        yield from (make_origin("number", sites) for sites in own)
+        yield from self._list_loss_scale(before, is_right=True)
+        for sites in [*others, *own]:
+            yield make_origin("number", sites)
+            yield from self._lines.define(sites)
+
+    def _list_loss_scale(self, before: Sequence[At], *, is_right: bool) -> Iterator[Origin]:
+        """Yield lines of ranks alone that compute a factor of the loss, the nearest to the loss first.
+
+        `before` are operators of the backward pass; the first one differentiates the end of the loss. Values
+        that one device has, too, count only with `is_right`: a reduction may need another one.
+        """
+        roots = [self._joint.op(op).origin for op in before[:1]]
+        waiting = [(before[0][0], root) for root in roots if root >= 0]
+        seen: set[At] = set()
+        while waiting and len(seen) < _MOST_SCALARS:
+            op = waiting.pop(0)
+            if op in seen:
+                continue
+            seen.add(op)
+            sites = self._lines.sites(op)
+            made = [(op[0], number) for number in self._joint.op(op).results]
+            if is_right or not all(map(self._alignment.is_right, made)):
+                if sites and self._lines.is_parallel(sites[0]):
+                    yield make_origin("factor", sites)
+                yield from self._lines.define(sites, of_ranks=True)
+            scalars = [at for at in self._joint.reads(op) if not self._joint.value(at).shape]
+            waiting += [self._joint.maker(at) for at in scalars if at[0] == op[0]]
+
+    def _list_scales(self, at: At) -> set[float]:
+        """Return the factors of the values that one line computes on all ranks and in all micro-batches."""
+        known = [self._alignment.find(each) for each in self._alignment.siblings(at)]
+        return {float(f"{each.scale:.6g}") for each in known if each is not None}
+
+    def _list_backward(self, first: At, uneven: Sequence[At]) -> list[At]:
+        """Return the operators of the backward pass before an operation, the nearest to the loss first."""
+        joint, before = self._joint, self._joint.list_before(uneven or self._joint.reads(first))
+        own = self._joint.op(first)
+        found = [
+            op
+            for op in before
+            if op[0] == first[0] and (joint.op(op).step, joint.op(op).phase) == (own.step, "backward")
+        ]
+        return sorted(found, key=joint.place)
+
+    def _multiplies(self, op: At) -> bool:
+        """Return whether an operator computes each element of its result from an element and a number."""
+        recorded = self._joint.op(op)
+        if len(recorded.args) < 2 or not isinstance(recorded.args[0], Ref) or is_move(recorded):
+            return False
+        own = [self._joint.value((op[0], number)) for number in recorded.results]
+        taken = self._joint.value((op[0], recorded.args[0].number))
+        is_same = all(each.alias < 0 and each.shape == taken.shape for each in own)
+        return is_same and type(recorded.args[1]) in (int, float)
+
+    def _has_other_numbers(self, op: At) -> bool:
+        """Return whether some rank passes numbers that one device does not pass to an operator of this place.
+
+        False if one device has no such place.
+        """
+        place = (op[0], self._joint.op(op).results[0])
+        theirs = [self._one.program.op_of(each) for each in self._alignment.list_counterparts(place)]
+        mine = [self._joint.op(self._joint.maker(each)) for each in self._alignment.siblings(place)]
+        right = [list_numbers(each.args) for each in theirs]
+        return bool(right) and not all(list_numbers(each.args) in right for each in mine)

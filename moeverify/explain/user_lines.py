@@ -1,0 +1,107 @@
+"""Lines of user code around recorded operators: call stacks, lines that ranks alone execute, and definitions."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
+
+from moeverify.explain.definitions import Definitions, make_definitions
+from moeverify.explain.describe import make_line
+from moeverify.explain.joint import At, Joint
+from moeverify.explain.program import Program, Site
+from moeverify.explain.sites import is_of_user
+from moeverify.results.culprit import Origin, OriginKind
+
+
+class UserLines:
+    """Lines of the user's code in the programs of the ranks (`joint`) and of one device (`one`)."""
+
+    def __init__(self, joint: Joint, one: Program) -> None:
+        self._joint, self._one = joint, one
+
+    def sites(self, op: At) -> tuple[Site, ...]:
+        """Return the lines of the user's code that call an operator, the innermost first."""
+        program = self._joint.programs[op[0]]
+        return tuple(site for site in program.sites_of(self._joint.op(op)) if is_of_user(site.file))
+
+    def stack(self, op: At) -> tuple[Site, ...]:
+        """Return the lines of user code that call an operator, and those of its forward operator in other files."""
+        recorded, own = self._joint.op(op), self.sites(op)
+        if recorded.origin < 0 or not own:
+            return own
+        sites = self._joint.programs[op[0]].ops[recorded.origin].sites
+        return own[:1] + tuple(each for each in sites if is_of_user(each.file) and each.file != own[0].file)
+
+    def made_at(self, op: At) -> tuple[Site, ...]:
+        """Return the lines that made a tensor before the first step, of which this operator may take a view."""
+        program = self._joint.programs[op[0]]
+        bases = [program.base(number).op for number in self._joint.op(op).results[:1]]
+        return next(filter(None, (self.sites((op[0], each)) for each in (op[1], *bases))), ())
+
+    def is_parallel(self, site: Site) -> bool:
+        """Return whether ranks execute a line and one device does not."""
+        return (site.file, site.line) in self._of_ranks
+
+    def list_silent(self, rank: int, step: int) -> list[Site]:
+        """Return the lines of a step that only ranks execute and that run no operator.
+
+        Of lines one after another, only the first is returned.
+        """
+        program = self._joint.programs[rank]
+        heard = {(site.file, site.line) for op in program.ops for site in op.sites}
+        lines = program.lines.get(step, set()) - self._of_one - heard
+        firsts = sorted((file, line) for file, line in lines if (file, line - 1) not in lines)
+        return [Site(*line, "") for line in firsts]
+
+    def define(
+        self,
+        sites: tuple[Site, ...],
+        *,
+        is_of_tensors: bool = False,
+        of_conditions: bool = False,
+        of_ranks: bool = False,
+        words: Collection[str] = (),
+    ) -> Iterator[Origin]:
+        """Yield definitions of the arguments of a call: first those with these words, then those of ranks alone.
+
+        With `of_ranks`, yield only lines that one device does not execute.
+        """
+        found = self._definitions.find(sites, is_of_tensors=is_of_tensors, of_conditions=of_conditions)
+
+        def rank_of(site: Site) -> tuple[bool, bool]:
+            text = linecache.getline(site.file, site.line)
+            is_named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
+            return not is_named, not self.is_parallel(site)
+
+        yield from (
+            make_origin("definition", [site])
+            for site in sorted(found, key=rank_of)
+            if not of_ranks or self.is_parallel(site)
+        )
+
+    def list_calls(self, rank: int, group: str) -> Iterator[Origin]:
+        """Yield the lines of user code that made a process group or took it from a mesh."""
+        for sites in self._joint.programs[rank].groups.get(group, ()):
+            if is_of_user(sites[0].file):
+                yield make_origin("group", sites)
+
+    @cached_property
+    def _of_one(self) -> set[tuple[str, int]]:
+        return set().union(*self._one.lines.values())
+
+    @cached_property
+    def _of_ranks(self) -> set[tuple[str, int]]:
+        lines = (each for program in self._joint.programs for each in program.lines.values())
+        return set().union(*lines) - self._of_one
+
+    @cached_property
+    def _definitions(self) -> Definitions:
+        return make_definitions(self._joint.programs)
+
+
+def make_origin(kind: OriginKind, sites: Sequence[Site]) -> Origin:
+    """Return the record of a line, `sites[0]`, and of the next line of the user's code that calls it."""
+    callers = [site for site in sites[1:] if is_of_user(site.file)][:1]
+    return Origin(kind=kind, line=make_line(sites[0]), caller=make_line(callers[0]) if callers else None)

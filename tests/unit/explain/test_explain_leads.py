@@ -1,0 +1,90 @@
+"""Lines that scale the loss, change the order of elements, or detach a tensor, before a wrong result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from recordings import make, record_call
+from torch import Tensor
+
+from moeverify.explain.explain import Explainer
+from moeverify.explain.upstream import Upstream
+
+
+WEIGHT = make(4, 4, seed=3)
+
+
+def list_leads(run: Callable[[Tensor, int], Tensor]) -> list[tuple[str, str]]:
+    """Return (kind, expression) of the lines before the first wrong operations, without proof by execution."""
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    explainer = Explainer([ranks], one, 0, (2.0,))
+    causes = explainer.explain(20, proves=False)
+    assert causes
+    upstream = Upstream(explainer.alignment, explainer.one, explainer.right)
+    return [(each.kind, each.line.expression) for cause in causes for each in upstream.find(cause)]
+
+
+def backward(value: Tensor, leaf: Tensor) -> Tensor:
+    value.backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def test_a_result_that_autograd_saves_is_no_detached_tensor() -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        hidden = leaf @ WEIGHT
+        weights = hidden.softmax(-1) if on_ranks else hidden.exp() / hidden.exp().sum(-1, keepdim=True)
+        return backward((weights * hidden).square().sum() * (1.0 if on_ranks else 0.5), leaf)
+
+    assert not [each for each in list_leads(run) if each[0] == "cut"]
+
+
+def test_a_factor_of_the_loss_that_ranks_alone_compute_is_named() -> None:
+    def choose(valid: Tensor, on_ranks: int) -> Tensor | float:
+        if on_ranks:
+            return 0.4 * (valid / valid)
+        return 0.2
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return backward((leaf.exp() @ WEIGHT).tanh().sum() * choose((x > 0).double().sum(), on_ranks), leaf)
+
+    assert ("factor", "0.4 * (valid / valid)") in list_leads(run)
+
+
+def test_the_number_that_scales_the_loss_is_named_with_its_definition() -> None:
+    def choose_number(count: int, on_ranks: int) -> float:
+        if on_ranks:
+            return 4 / (count + 2)
+        return 0.2
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return backward((leaf.exp() @ WEIGHT).tanh().sum() * choose_number(len(x), on_ranks), leaf)
+
+    assert ("definition", "4 / (count + 2)") in list_leads(run)
+
+
+def test_a_move_that_changes_the_order_of_right_elements_is_named() -> None:
+    def reorder(x: Tensor) -> Tensor:
+        return torch.cat([x[1:3], x[:1], x[3:]])
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        y = x.sin()
+        if on_ranks:
+            y = reorder(y)
+        return (y * x) @ WEIGHT
+
+    assert ("moved", "torch.cat([x[1:3], x[:1], x[3:]])") in list_leads(run)
+
+
+def test_a_number_without_a_place_on_one_device_is_not_compared() -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        scaled = leaf * 2.0 * 2.0 if on_ranks else leaf * 4.0
+        return backward((scaled.exp() @ WEIGHT).tanh().sum() * (1.0 if on_ranks else 0.5), leaf)
+
+    numbers = [expression for kind, expression in list_leads(run) if kind == "number"]
+    assert not [each for each in numbers if "2.0" in each]
