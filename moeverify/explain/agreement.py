@@ -47,11 +47,12 @@ class Agreement:
         return True in blocks or blocks == {None} or self._adds_up(at, data, right)
 
     def is_elsewhere(self, at: At, number: int) -> bool:
-        """Return whether a right value could be a block of a value of one device, and is none."""
+        """Return whether a value has elements of a value of one device in other places."""
         mine, theirs = self._alignment.data(at), self._one.data(number)
-        if mine is None or theirs is None or not self._alignment.is_right(at):
+        known = self._alignment.find(at)
+        if mine is None or theirs is None or known is None or known.ids is None:
             return False
-        return is_block(mine, theirs, self._begins[at[0]]) is False
+        return self._one.holds(number, known.ids) and is_block(mine, theirs, self._begins[at[0]]) is False
 
     @cached_property
     def _begins(self) -> list[dict[tuple[int, int], int]]:

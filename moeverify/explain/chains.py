@@ -81,3 +81,23 @@ def list_group(alignment: Alignment, op: At, inside: set[At] | None = None) -> t
     results = joint.op(op).results
     group = [joint.maker(each) for each in alignment.siblings((op[0], results[0]))] if results else [op]
     return tuple(each for each in group if inside is None or each in inside)
+
+
+def list_reduced_modules(alignment: Alignment) -> frozenset[str]:
+    """Return the modules that compute parts of sums, which a collective then adds up to right values."""
+    joint = alignment.joint
+    found: set[str] = set()
+    for rank, program in enumerate(joint.programs):
+        for op in program.ops:
+            if op.meeting is None or not op.results or is_passing(joint, (rank, op.number)):
+                continue
+            whole = alignment.find((rank, op.results[0]))
+            if whole is None or whole.over or whole.ids is None:
+                continue
+            for at in joint.reads((rank, op.number)):
+                part = alignment.find(at)
+                if part is not None and part.over:
+                    moves = list_chain(joint, [at])
+                    taken = [each for move in moves for each in joint.reads(move)] or [at]
+                    found.update(joint.op(joint.maker(each)).module for each in taken)
+    return frozenset(found - {""})

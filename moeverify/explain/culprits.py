@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import list_chain, skip_moves
+from moeverify.explain.chains import list_chain, list_reduced_modules, skip_moves
 from moeverify.explain.counterparts import pair_tensors
 from moeverify.explain.describe import (
     describe_at,
@@ -90,6 +90,10 @@ class Culprits:
                     absent = self._list_absent(value.label)
                     found[value.label] = place.model_copy(update={"origins": origins, "absent": absent})
         return found
+
+    def list_reduced_modules(self) -> frozenset[str]:
+        """Return the modules that compute parts of sums, which a collective then adds up to right values."""
+        return list_reduced_modules(self._alignment)
 
     def _list_absent(self, name: str) -> tuple[tuple[int, int, int], ...]:
         """Return (dim, first, stop) of the runs of a tensor's indices that no rank has before the first step."""

@@ -404,13 +404,9 @@ class Explainer:
     ) -> tuple[list[Cause], Execution]:
         """Return a chain of edits without its first one, if the others alone repair the same results.
 
-        An edit that inserts a right value repairs later results, whatever was wrong before it.
+        An edit that inserts a right value repairs later results, whatever was wrong before it. Then no
+        experiment confirms the first one.
         """
-        first = set(chain[0].ops)
-        later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
-        comes_after = bool(later) and not first.isdisjoint(self.joint.list_before(later))
-        if comes_after and any(cause.repairs[0].changes.values for cause in chain[1:]):
-            return chain, done  # the inserted values were computed with the first edit
         changes = Changes()
         for cause in chain[1:]:
             changes = changes | cause.repairs[0].changes

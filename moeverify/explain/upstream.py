@@ -167,14 +167,16 @@ class Upstream:
             waiting += [at for at in joint.reads(maker) if at[0] == first[0] and joint.value(at).is_floating]
 
     def _changes_order(self, op: At) -> bool:
-        """Return whether the elements of a result are in another order than those of the value that it takes."""
-        data = [self._joint.data((op[0], number)) for number in self._joint.op(op).results]
-        taken = [self._joint.data(at) for at in self._joint.reads(op)]
-        return not any(
-            one is not None and two is not None and torch.equal(one.flatten(), two.flatten())
-            for one in data
-            for two in taken
-        )
+        """Return whether an operator joins tensors, or gives the elements of a tensor another order."""
+        taken = [at for at in self._joint.reads(op) if self._joint.value(at).is_floating]
+        data = [self._joint.data(at) for at in ((op[0], self._joint.op(op).results[0]), *taken)]
+        made, *before = [each.flatten() for each in data if each is not None]
+        if len(before) != 1:
+            return len(before) > 1
+        ordered, places = before[0].sort(stable=True)
+        found = torch.searchsorted(ordered, made).clamp(max=len(ordered) - 1)
+        is_kept = torch.equal(ordered[found], made)
+        return is_kept and not bool((places[found].diff() >= 0).all())
 
     def _list_repeated(self, cause: Cause) -> Iterator[Origin]:
         """Yield the first collectives of a backward pass that add values which are equal on all of their ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from moeverify.results.culprit import Culprit
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum
+from moeverify.results.operation import Unreduced
 from moeverify.results.place import Place
 from moeverify.train.program import Program as Training
 from moeverify.verification.checks.base import Judgement
@@ -53,7 +54,8 @@ class Found:
 
     `is_complete`: the culprits are proved and explain all wrong results. `failure` is set if the search
     raised an error. `operators` is the path of the file with the operators of both sides, or empty. `makers`
-    has the operation that made each named tensor, where no operation is known to be wrong.
+    has the operation that made each named tensor, where no operation is known to be wrong. `reduced` has the
+    modules that compute parts of sums, which a collective then adds up to right values.
     """
 
     step: int = -1
@@ -62,6 +64,7 @@ class Found:
     failure: DiagnosisFailed | None = None
     operators: str = ""
     makers: Mapping[str, Culprit] = field(default_factory=dict)
+    reduced: frozenset[str] = frozenset()
 
 
 def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
@@ -138,7 +141,8 @@ def find_culprits(
             (culprits.trace(culprit, cause), marks)
             for cause, (culprit, marks) in zip(causes, note(causes).culprits, strict=True)
         ]
-        found = replace(found, culprits=traced, makers=culprits.make_makers())
+        reduced = culprits.list_reduced_modules()
+        found = replace(found, culprits=traced, makers=culprits.make_makers(), reduced=reduced)
         if operators is None:
             return found
         tell(found)
@@ -157,7 +161,10 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     """
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
-        left = [_without_refuted(each, culprit) if each.step == found.step else each for each in left]
+        left = [
+            _without_refuted(each, culprit, found.reduced) if each.step == found.step else each
+            for each in left
+        ]
         named = _find_named(left, found.step) if culprit.mechanism != "race" else None
         if named is not None and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
@@ -185,22 +192,29 @@ def _name_maker(findings: Sequence[Finding], makers: Mapping[str, Culprit]) -> l
     ]
 
 
-def _without_refuted(finding: Finding, culprit: Culprit) -> Finding:
-    """Return a finding without an explanation that the first wrong operation refutes.
+def _without_refuted(finding: Finding, culprit: Culprit, reduced: Collection[str]) -> Finding:
+    """Return a finding without an explanation that the recorded operators refute.
 
-    A gradient that a module passes back may be a part of a sum, which is reduced later. If the first wrong
-    operation is in no module, such as one of the user's optimizer, the backward pass was right.
+    A module may compute a part of a sum, of its output or of a gradient, which is reduced later. The output is
+    then right if the module is one of `reduced`. If the first wrong operation is in no module, such as one of
+    the user's optimizer, the backward pass was right.
     """
     explanation = finding.explanation
-    if explanation is None or explanation.subject.quantity is not Quantity.MODULE_GRADIENT:
+    subject = None if explanation is None else explanation.subject
+    if subject is None or explanation is None:
         return finding
-    if culprit.here.module or culprit.here.is_derivative:
+    if subject.quantity is Quantity.MODULE_GRADIENT:
+        direction = "" if culprit.here.module or culprit.here.is_derivative else "backward"
+    else:
+        is_reduced = isinstance(explanation.operation, Unreduced) and subject.module in reduced
+        direction = "forward" if is_reduced else ""
+    if not direction:
         return finding
     left = tuple(
         each
         for each in finding.observations
         if not isinstance(each, ReplicaSum)
-        and not (isinstance(each, FirstDivergence) and each.direction == "backward")
+        and not (isinstance(each, FirstDivergence) and each.direction == direction)
     )
     return finding.model_copy(
         update={"explanation": None, "code": "", "rivals": (), "observations": left, "place": None}

@@ -11,7 +11,6 @@ from torch import Tensor
 from moeverify.explain.explain import Explainer
 from moeverify.explain.upstream import Upstream
 
-
 WEIGHT = make(4, 4, seed=3)
 
 

@@ -115,6 +115,21 @@ def test_an_operation_outside_all_modules_refutes_a_cause_in_the_backward_pass(
     )
 
 
+@pytest.mark.parametrize("module", ["layers.0.mlp.down", "layers.0.mlp.up"])
+def test_a_part_of_a_sum_that_is_reduced_later_is_not_missing_its_reduction(module: str) -> None:
+    explanation = EXPLANATION.model_copy(
+        update={
+            "subject": Subject(quantity=Quantity.OUTPUT, module="layers.0.mlp.down"),
+            "operation": Unreduced(axes=(), num_replicas=2, factor=Factor(value=1.0)),
+        }
+    )
+    finding = find("w", explanation=explanation, code="missing-reduction")
+    culprit = blame("gradient/w", proved=False)
+    (told,) = lead_with([finding], Found(1, [(culprit, [W])], reduced=frozenset({module})))
+    assert told.culprit is not None
+    assert told.culprit.leads is (module == "layers.0.mlp.down")
+
+
 @pytest.mark.parametrize("code", [Cause.BACKWARD, Cause.METRIC])
 def test_the_part_of_the_step_is_that_of_the_first_wrong_operation(code: Cause) -> None:
     unknown = EXPLANATION.model_copy(update={"cause": code, "operation": Altered()})
@@ -287,6 +302,9 @@ def test_what_is_found_is_told_before_operators_are_compared(
         def make_makers(self) -> dict[str, Culprit]:
             return {"w": made[id(place)]}
 
+        def list_reduced_modules(self) -> frozenset[str]:
+            return frozenset({"down"})
+
     one = SimpleNamespace(is_complete=True)
     made = {id(place): blame(proved=False), id(cause): blame()}
     monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
@@ -315,6 +333,7 @@ def test_what_is_found_is_told_before_operators_are_compared(
         return
     assert heard == [[first], "search", [first, second], "operators"]
     assert (found.operators, found.makers) == ("kept", {"w": first})
+    assert found.reduced == {"down"}
 
 
 def test_a_difference_before_the_first_step_shows_the_operation_that_made_the_tensor() -> None:

@@ -1,0 +1,56 @@
+"""Parts of sums that a collective adds up later, and chains of edits."""
+
+from __future__ import annotations
+
+import pytest
+from recordings import list_ops, make, record_call
+from torch import Tensor
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.cause import Cause
+from moeverify.explain.chains import list_reduced_modules
+from moeverify.explain.edits import Edit
+from moeverify.explain.explain import Explainer
+from moeverify.explain.joint import Changes, Joint
+from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Value
+
+
+def make_program(x: Tensor, total: Tensor | None) -> Program:
+    """Return a program that doubles numbers in a module and, with a total, reduces them over two ranks."""
+    meeting = Meeting(GroupRef("g", (0, 1)), 1)
+    options = {"reduction": "sum", "shapes": [tuple(x.shape)]}
+    ops = [
+        Op(0, "memory.leaf", ([],), {}, (0,)),
+        Op(1, "aten.mul.Tensor", (Ref(0), 2.0), {}, (1,), step=0, module="block.out"),
+    ]
+    values = [Value(0, 0, tuple(x.shape), "float64", x, "x"), Value(1, 1, tuple(x.shape), "float64", x * 2)]
+    if total is not None:
+        ops.append(Op(2, "collective.all_reduce", ([Ref(1)],), options, (2,), step=0, meeting=meeting))
+        values.append(Value(2, 2, tuple(x.shape), "float64", total))
+    return Program(ops=ops, values=values)
+
+
+@pytest.mark.parametrize(("error", "modules"), [(0.0, {"block.out"}), (0.5, set())])
+def test_a_module_whose_parts_are_added_up_is_reduced(error: float, modules: set[str]) -> None:
+    whole, part = make(6, 4), make(6, 4, seed=1)
+    ranks = [make_program(each, whole * 2 + error) for each in (part, whole - part)]
+    alignment = Alignment(Joint(ranks), make_program(whole, None))
+    assert list_reduced_modules(alignment) == modules
+
+
+def test_an_edit_that_a_later_right_value_makes_needless_is_dropped() -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        first = x.sin()
+        second = first.flip(0).exp() if on_ranks else first.exp()
+        return second.cos()
+
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(6, 4)) for on in (1, 0))
+    explainer = Explainer([ranks], one, 0, ())
+    (target,), state = explainer.wrong, explainer.joint.execute(Changes())
+    (exp,), (cos,) = list_ops(ranks, "exp"), list_ops(ranks, "cos")
+    needless = Edit("number", ((0, exp.number),), Changes(values={(0, exp.results[0]): make(6, 4, seed=1)}))
+    right = make(6, 4).sin().exp()
+    repair = Edit("operand", ((0, cos.number),), Changes(values={(0, exp.results[0]): right}))
+    chain = [Cause([edit.ops[0]], [edit], [target]) for edit in (needless, repair)]
+    done = explainer.joint.execute(repair.changes, None, state)
+    assert explainer._shorten(chain, done, target, (), state)[0] == chain[1:]
