@@ -89,10 +89,11 @@ def list_reduced_modules(alignment: Alignment) -> frozenset[str]:
     found: set[str] = set()
     for rank, program in enumerate(joint.programs):
         for op in program.ops:
-            if op.meeting is None or not op.results or is_passing(joint, (rank, op.number)):
+            if op.meeting is None or op.phase != "forward" or is_passing(joint, (rank, op.number)):
                 continue
             whole = alignment.find((rank, op.results[0]))
-            if whole is None or whole.over or whole.ids is None:
+            is_used = bool(joint.users.get((rank, op.results[0])))
+            if not is_used or whole is None or whole.over or whole.ids is None:
                 continue
             for at in joint.reads((rank, op.number)):
                 part = alignment.find(at)

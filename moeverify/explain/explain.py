@@ -405,8 +405,14 @@ class Explainer:
         """Return a chain of edits without its first one, if the others alone repair the same results.
 
         An edit that inserts a right value repairs later results, whatever was wrong before it. Then no
-        experiment confirms the first one.
+        experiment confirms a first one that inserts a value, too.
         """
+        first = set(chain[0].ops)
+        later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
+        comes_after = bool(later) and not first.isdisjoint(self.joint.list_before(later))
+        inserts = [cause.repairs[0].kind in _SUBSTITUTIONS and not cause.known for cause in chain]
+        if comes_after and any(cause.repairs[0].changes.values for cause in chain[1:]) and not all(inserts):
+            return chain, done  # the inserted values were computed with the first edit
         changes = Changes()
         for cause in chain[1:]:
             changes = changes | cause.repairs[0].changes

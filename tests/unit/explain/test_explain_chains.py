@@ -15,7 +15,7 @@ from moeverify.explain.joint import Changes, Joint
 from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Value
 
 
-def make_program(x: Tensor, total: Tensor | None) -> Program:
+def make_program(x: Tensor, total: Tensor | None, *, is_used: bool = True) -> Program:
     """Return a program that doubles numbers in a module and, with a total, reduces them over two ranks."""
     meeting = Meeting(GroupRef("g", (0, 1)), 1)
     options = {"reduction": "sum", "shapes": [tuple(x.shape)]}
@@ -26,14 +26,19 @@ def make_program(x: Tensor, total: Tensor | None) -> Program:
     values = [Value(0, 0, tuple(x.shape), "float64", x, "x"), Value(1, 1, tuple(x.shape), "float64", x * 2)]
     if total is not None:
         ops.append(Op(2, "collective.all_reduce", ([Ref(1)],), options, (2,), step=0, meeting=meeting))
+        ops.append(Op(3, "aten.exp.default", (Ref(2 if is_used else 1),), {}, (3,), step=0))
         values.append(Value(2, 2, tuple(x.shape), "float64", total))
+        values.append(Value(3, 3, tuple(x.shape), "float64", (total if is_used else x * 2).exp()))
     return Program(ops=ops, values=values)
 
 
-@pytest.mark.parametrize(("error", "modules"), [(0.0, {"block.out"}), (0.5, set())])
-def test_a_module_whose_parts_are_added_up_is_reduced(error: float, modules: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "is_used", "modules"),
+    [(0.0, True, {"block.out"}), (0.5, True, set()), (0.0, False, set())],
+)
+def test_a_module_whose_parts_are_added_up_is_reduced(error: float, is_used: bool, modules: set[str]) -> None:
     whole, part = make(6, 4), make(6, 4, seed=1)
-    ranks = [make_program(each, whole * 2 + error) for each in (part, whole - part)]
+    ranks = [make_program(each, whole * 2 + error, is_used=is_used) for each in (part, whole - part)]
     alignment = Alignment(Joint(ranks), make_program(whole, None))
     assert list_reduced_modules(alignment) == modules
 
@@ -48,7 +53,7 @@ def test_an_edit_that_a_later_right_value_makes_needless_is_dropped() -> None:
     explainer = Explainer([ranks], one, 0, ())
     (target,), state = explainer.wrong, explainer.joint.execute(Changes())
     (exp,), (cos,) = list_ops(ranks, "exp"), list_ops(ranks, "cos")
-    needless = Edit("number", ((0, exp.number),), Changes(values={(0, exp.results[0]): make(6, 4, seed=1)}))
+    needless = Edit("operand", ((0, exp.number),), Changes(values={(0, exp.results[0]): make(6, 4, seed=1)}))
     right = make(6, 4).sin().exp()
     repair = Edit("operand", ((0, cos.number),), Changes(values={(0, exp.results[0]): right}))
     chain = [Cause([edit.ops[0]], [edit], [target]) for edit in (needless, repair)]
