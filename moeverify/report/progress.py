@@ -27,6 +27,7 @@ _NUM_RECENT = 8
 _BAR_WIDTH = 30
 _NUM_NAMES = 3
 _SILENT = 2.0  # seconds of work without a line in a log
+_BETWEEN = 10.0  # seconds between estimates in a log
 _VERDICT = 9  # width of the verdict column
 
 
@@ -57,7 +58,7 @@ def open_progress(
         return Progress()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(console, durations=durations or {}, noun=noun)
-    return LineProgress(console)
+    return LineProgress(console, durations=durations or {})
 
 
 @contextmanager
@@ -80,14 +81,75 @@ def show_work(console: Console, text: str, *, quiet: bool = False) -> Iterator[N
             timer.cancel()
 
 
-class LineProgress(Progress):
-    """One self-contained line per event, so that a growing log is readable."""
+class Remaining:
+    """Estimate of the seconds that are left, from the cases that have ended, and from earlier runs of the others."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, durations: Mapping[str, float], now: float) -> None:
+        self._earlier = dict(durations)
+        self._ended: dict[str, float] = {}
+        self._num_done = self._num_total = 0
+        self._running = ""
+        self._since = now
+
+    def on_event(self, event: Event, now: float) -> None:
+        """Note the start or the end of a case."""
+        self._num_done = max(self._num_done, event.num_done)
+        self._num_total = max(self._num_total, event.num_total)
+        if event.kind == "case-end":
+            name = event.case or (event.result.name if event.result is not None else "")
+            self._ended[name] = now - self._since
+            self._earlier.pop(name, None)
+        if event.kind in ("case-start", "case-end"):
+            self._running = event.case if event.kind == "case-start" else ""
+            self._since = now
+
+    def estimate(self, now: float) -> float | None:
+        """Return the estimated seconds that are left, or None if too few cases have a known time.
+
+        A case has ended, or at least half of those that are left are known. Others take the mean time.
+        """
+        seconds = [*self._ended.values(), *self._earlier.values()]
+        num_left = self._num_total - self._num_done
+        if num_left <= 0 or not (self._ended or 2 * len(self._earlier) >= num_left):
+            return None
+        mean = sum(seconds) / len(seconds)
+        left = sum(self._earlier.values()) + mean * max(0, num_left - len(self._earlier))
+        if self._running:
+            left -= min(now - self._since, self._earlier.get(self._running, mean))
+        return left
+
+
+def _describe_left(seconds: float) -> str:
+    # Tenths of a second would suggest a precision that the estimate does not have.
+    about = f"{max(1.0, seconds):.0f} s" if seconds < 99.5 else format_seconds(seconds)
+    return f"about {about} left"
+
+
+class LineProgress(Progress):
+    """One self-contained line per event, so that a growing log is readable, and at times the time that is left."""
+
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        durations: Mapping[str, float] | None = None,
+    ) -> None:
         self._console = console
+        self._clock = clock
+        self._told = clock()
+        self._remaining = Remaining(durations or {}, self._told)
 
     def on_event(self, event: Event) -> None:
-        """Print one line."""
+        """Print one line, and sometimes another one."""
+        now = self._clock()
+        self._remaining.on_event(event, now)
+        self._print(event)
+        left = self._remaining.estimate(now) if event.kind == "case-end" else None
+        if left is not None and now - self._told >= _BETWEEN:
+            self._told = now
+            print_lines(self._console, Text(_describe_left(left)))
+
+    def _print(self, event: Event) -> None:
         if event.kind in ("up", "lost"):
             return  # the case that lost its ranks reports it
         if event.kind == "case-end":
@@ -111,14 +173,12 @@ class LiveProgress(Progress):
     ) -> None:
         self._console = console
         self._noun = noun
-        self._durations = durations or {}
-        self._done: set[str] = set()
-        self._running = ""
         self._ranks = ""
         self._clock = clock
         self._recent: deque[Event] = deque(maxlen=_NUM_RECENT)
         self._started = clock()
         self._since = self._started
+        self._remaining = Remaining(durations or {}, self._started)
         self._now = "starting"
         self._num_done = 0
         self._num_total = 0
@@ -140,9 +200,8 @@ class LiveProgress(Progress):
         """Update the state; the screen refreshes at its own rate."""
         self._num_done = max(self._num_done, event.num_done)
         self._num_total = max(self._num_total, event.num_total)
+        self._remaining.on_event(event, self._clock())
         if event.kind == "case-end":
-            self._running = ""
-            self._done.add(event.case or (event.result.name if event.result is not None else ""))
             self._recent.append(event)
             self._failed += event.result is not None and event.result.has_failed
             self._now = "between cases"
@@ -152,7 +211,6 @@ class LiveProgress(Progress):
             )
             return
         else:
-            self._running = event.case
             self._ranks = "" if event.kind == "launch" else self._ranks
             self._now = describe_event(event)
         self._since = self._clock()
@@ -166,11 +224,9 @@ class LiveProgress(Progress):
         if self._failed:
             count.append(f", {self._failed} failed", style="bold red")
         count.append(f", {format_seconds(now - self._started)}")
-        left = self._estimate(now)
+        left = self._remaining.estimate(now)
         if left is not None:
-            # Tenths of a second would suggest a precision that the estimate does not have.
-            about = f"{max(1.0, left):.0f} s" if left < 99.5 else format_seconds(left)
-            count.append(f", about {about} left")
+            count.append(f", {_describe_left(left)}")
         room = max(1, min(_BAR_WIDTH, width - len(count) - 2))
         bar = ProgressBar(total=max(self._num_total, 1), completed=self._num_done, width=room)
         state = Table.grid(padding=(0, 1))
@@ -181,21 +237,6 @@ class LiveProgress(Progress):
         lines: list[RenderableType] = [_fit(describe_end(event, width), width) for event in self._recent]
         counted = [state] if self._num_done or self._num_total else []
         return Group(*lines, *counted, Text(running, no_wrap=True, overflow="crop"))
-
-    def _estimate(self, now: float) -> float | None:
-        """Return the estimated remaining seconds; None if too few of the remaining cases have a known time.
-
-        At least half of them must be known. Each of the others is assumed to take the mean time.
-        """
-        num_left = self._num_total - self._num_done
-        known = {name: seconds for name, seconds in self._durations.items() if name not in self._done}
-        if num_left <= 0 or 2 * len(known) < num_left:
-            return None
-        mean = sum(self._durations.values()) / len(self._durations)
-        left = sum(known.values()) + mean * max(0, num_left - len(known))
-        if self._running:
-            left -= min(now - self._since, known.get(self._running, mean))
-        return left
 
 
 def _fit(line: Text, width: int) -> Text:

@@ -214,12 +214,30 @@ def test_live_progress_says_what_is_left_by_earlier_runs(make_case: Any) -> None
     now[0] = 14.0
     assert "about 70 s left" in view()  # it takes longer than before
     progress.on_event(Event(kind="case-end", case="a", num_done=1, num_total=4, result=make_case("a")))
-    assert "about 70 s left" in view()
+    assert "about 71 s left" in view()  # and so is the fourth one
     progress.on_event(Event(kind="lost"))
     assert "ranks lost" in view()
+    now[0] = 24.0
     progress.on_event(Event(kind="case-end", case="b", num_done=2, num_total=4, result=make_case("b")))
     progress.on_event(Event(kind="case-end", case="c", num_done=3, num_total=4, result=make_case("c")))
-    assert "left" not in view()  # nothing is known about the last case
+    assert "about 8 s left" in view()  # cases took 14, 10 and 0 s
+    progress.on_event(Event(kind="case-end", case="d", num_done=4, num_total=4, result=make_case("d")))
+    assert "left" not in view()
+
+
+def test_a_log_says_now_and_then_how_long_the_rest_takes(print_at: Any, make_case: Any) -> None:
+    now = [0.0]
+
+    def show(console: Console) -> None:
+        progress = LineProgress(console, clock=lambda: now[0])
+        for number in range(1, 5):
+            now[0] += 6.0
+            ended = Event(kind="case-end", num_done=number, num_total=4, result=make_case(f"case-{number}"))
+            progress.on_event(ended)
+
+    lines = print_at(show, terminal=False, width=120).splitlines()
+    assert [line for line in lines if not line.startswith("[")] == ["about 12 s left"]
+    assert lines[2] == "about 12 s left"
 
 
 @pytest.mark.parametrize("name", ["fsdp2-ep2", "moe-with-fsdp2-of-8-ranks-and-tp-2-ep-4"])
