@@ -22,7 +22,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 Seconds = Annotated[float, Field(gt=0.0, le=1e7)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Factor = Annotated[float, Field(ge=1.0)]
-Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 
 
 class Section(BaseModel):

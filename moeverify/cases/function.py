@@ -15,7 +15,7 @@ from moeverify.cases.suggest import suggest
 from moeverify.errors import Problem
 from moeverify.input_file import read_input
 
-_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def examine_function(target: str, folders: Sequence[str], path: str) -> Problem | None:
@@ -41,7 +41,7 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
         # The other exceptions mean nesting that is too deep, or null bytes.
         return Problem(where or f"{origin} cannot be parsed", path=path, remedy=f"mend it for `{target}`")
     names = set(_list_names(tree.body))
-    if name in names or "*" in names or "__getattr__" in names:
+    if name.partition(".")[0] in names or "*" in names or "__getattr__" in names:
         return None
     made = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     functions = [own for own in made if own[0] != "_"]

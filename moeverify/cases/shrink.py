@@ -21,6 +21,8 @@ _GUESSES = (
     (re.compile("vocab|num_tokens|n_tokens", re.IGNORECASE), _LARGE),
     (re.compile("kv_head|query_group", re.IGNORECASE), 2),
     (re.compile("seq|ctx|context|block_size|position|max_len", re.IGNORECASE), _LARGE),
+    (re.compile("image|img|class", re.IGNORECASE), _LARGE),
+    (re.compile("patch", re.IGNORECASE), _LEAST_EXPERTS),
     (re.compile("head_?(dim|size)|d_head|dim_head", re.IGNORECASE), _LEAST_WIDTH // 2),
     (re.compile("head|layer|depth|n_?blocks", re.IGNORECASE), 2),
     (re.compile("dim|width|emb|hidden|d_model|d_ff|intermediate|channel", re.IGNORECASE), _LARGE),

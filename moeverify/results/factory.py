@@ -17,9 +17,9 @@ class TriedModel(Record):
 
     `title` is the name of its class, and `framework` the package of a framework that its class is from.
     `changes` has the fields that were changed, as (before, after). `parameters` counts the elements of all
-    parameters before and after. `guessed` has the sizes that the code leaves open. `seconds` is the time of one
-    step. `parallelize` is the user's function, with
-    the names of further `arguments` that give a degree of expert parallelism.
+    parameters before and after. `guessed` has the sizes that the code leaves open, and the presets that are left
+    out for them as None. `seconds` is the time of one step. `parallelize` is the user's function, with the names
+    of further `arguments` that give a degree of expert parallelism.
     """
 
     title: str
@@ -28,8 +28,9 @@ class TriedModel(Record):
     arguments: dict[str, Any] = Field(default_factory=dict)
     loss: str = ""
     vocab_size: int
+    min_valid: float = 0.5
     changes: dict[str, tuple[int | float, int | float]] = Field(default_factory=dict)
-    guessed: dict[str, int] = Field(default_factory=dict)
+    guessed: dict[str, int | None] = Field(default_factory=dict)
     parameters: tuple[int, int]
     seconds: float
     notes: tuple[str, ...] = ()

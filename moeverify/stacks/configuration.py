@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +19,11 @@ from torch import nn
 from moeverify.cases.shrink import guess_size
 from moeverify.cases.suggest import suggest
 from moeverify.errors import CaseError, Problem
+from moeverify.train.custom_subject import call_factory
 from moeverify.train.target import describe_error, resolve
 
 _MAKE = "moeverify.stacks.configured:make"
-_DROPOUT = re.compile("drop", re.IGNORECASE)
+DROPOUT = re.compile("drop", re.IGNORECASE)
 _FACTORY = "recipe.model.factory"
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _SET = "give other values as `--set NAME=VALUE`, or name a function that makes the model on the CPU"
@@ -34,16 +36,16 @@ _MOST_UNSET = 6  # fields without a value; all of their subsets are tried
 class Configuration:
     """The changeable fields of a model.
 
-    `sizes` are its integers, and `rates` its dropout rates above zero. `guessed` are the sizes among them that
-    the code leaves open. `build(changes)` returns the model with changed fields, and `name(changes)` the
-    function and arguments with which a recipe builds it.
+    `sizes` are its integers, and `rates` its numbers between zero and one. `guessed` are the sizes that the code
+    leaves open, and None for the name of a preset that excludes them. `build(changes)` returns the model with
+    changed fields, and `name(changes)` the function and arguments with which a recipe builds it.
     """
 
     sizes: Mapping[str, int]
     rates: Mapping[str, float]
     build: Callable[[Mapping[str, Any]], nn.Module]
     name: Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
-    guessed: Mapping[str, int] = field(default_factory=dict)
+    guessed: Mapping[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class _Source:
 def find_configuration(target: str, given: Mapping[str, Any] | None = None) -> Configuration:
     """Return the configuration of the model that `target` makes; `given` are the values of some fields.
 
-    It is one of: the arguments of a function; a configuration object that the only required argument takes;
-    the configuration object that a model without arguments keeps. Sizes without a value are guessed.
+    It is one of: the arguments of a function; a configuration object that the only required argument without a
+    value takes; the configuration object that a model without arguments keeps. Sizes without a value are guessed.
 
     Raises: CaseError when the function needs other arguments, or fails.
     """
@@ -71,24 +73,27 @@ def find_configuration(target: str, given: Mapping[str, Any] | None = None) -> C
     missing = [each for each in parameters if each.default is each.empty and each.name not in given]
     guessed = _guess(missing)
     if guessed is None and len(missing) == 1:
-        for source in _list_sources(factory, missing[0].name, given):
-            return _of_object(target, factory, source, given)
-        for source in _list_sources(factory, missing[0].name, {}) if given else ():
-            raise _refuse_fields(source, given)
+        name = missing[0].name
+        own = {each.name: given[each.name] for each in parameters if each.name in given}
+        inner = {key: value for key, value in given.items() if key not in own}
+        for source in _list_sources(factory, name, inner):
+            return _of_object(target, factory, partial(_call_with, factory, own, name), source, inner, own)
+        for source in _list_sources(factory, name, {}) if inner else ():
+            raise _refuse_fields(source, inner)
     if guessed is None:
         raise _refuse(target, [each.name for each in missing if _guess([each]) is None])
     fields = {**given, **guessed}
     plain = {each.name: each.default for each in parameters if each.default is not each.empty}
     sizes, rates = _read_fields({**plain, **guessed}, given)
     if not sizes and not given.keys() & {each.name for each in parameters}:
-        built = build_on_meta(factory)
+        built = build_on_meta(lambda: call_factory(factory, {}))
         for config in filter(_is_config, vars(built).values()):
             source = _Source(config, partial(replace, config))
-            return _of_object(target, type(built), source, given, is_whole=True)
+            return _of_object(target, type(built), type(built), source, given, {}, is_whole=True)
     return Configuration(
         sizes,
         rates,
-        lambda changes: factory(**{**fields, **changes}),
+        lambda changes: call_factory(factory, {**fields, **changes}),
         lambda changes: (target, {**fields, **changes}),
         guessed,
     )
@@ -118,8 +123,8 @@ def _refuse(target: str, names: list[str]) -> CaseError:
     needed = " and ".join(f"`{name}`" for name in names)
     message = f"`{target}` needs {needed}, and neither a default nor a configuration with defaults was found"
     remedy = (
-        "give plain values as `--set NAME=VALUE`; for objects name a function that makes the model, or annotate "
-        "the argument with a dataclass"
+        "give plain values as `--set NAME=VALUE`; for objects put a function such as `def make(width=64): return "
+        f"{target.partition(':')[2]}({', '.join(f'{name}=...' for name in names)})` into a module, and name that"
     )
     return CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
 
@@ -135,15 +140,21 @@ def _refuse_fields(source: _Source, given: Mapping[str, Any]) -> CaseError:
     return CaseError([problem])
 
 
+def _call_with(factory: Callable[..., Any], own: Mapping[str, Any], name: str, config: Any) -> Any:
+    return call_factory(factory, {**own, name: config})
+
+
 def _of_object(
     target: str,
+    factory: Callable[..., Any],
     kind: Callable[[Any], nn.Module],
     source: _Source,
     given: Mapping[str, Any],
+    own: Mapping[str, Any],
     *,
     is_whole: bool = False,
 ) -> Configuration:
-    """Return the configuration of a model that `kind(config)` builds.
+    """Return the configuration of a model that `kind(config)` builds, by `factory` with the arguments `own`.
 
     With `is_whole`, `target` itself builds the unchanged model.
     """
@@ -151,7 +162,7 @@ def _of_object(
     fields = {**given, **guessed}
     config = source.change(**fields)
     sizes, rates = _read_fields({**vars(config), **guessed}, given)
-    built = kind if isinstance(kind, type) else type(build_on_meta(lambda: kind(config)))
+    built = factory if isinstance(factory, type) else type(build_on_meta(lambda: kind(config)))
     if built.__module__.startswith("transformers."):
         from moeverify.stacks import transformers
 
@@ -167,7 +178,7 @@ def _of_object(
     def name(changes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if is_whole and not changes and not fields:
             return target, {}
-        return _MAKE, {"model": target, "fields": {**fields, **changes}}
+        return _MAKE, {"model": target, "fields": {**own, **fields, **changes}}
 
     return Configuration(
         sizes, rates, lambda changes: kind(source.change(**{**fields, **changes})), name, guessed
@@ -176,23 +187,32 @@ def _of_object(
 
 def _find_unset(
     kind: Callable[[Any], nn.Module], source: _Source, given: Mapping[str, Any]
-) -> dict[str, int]:
-    """Return the fewest sizes without a value that a model needs; none if nothing helps."""
+) -> dict[str, int | None]:
+    """Return the fewest sizes without a value that a model needs; none if nothing helps.
+
+    The name of a preset may exclude sizes: all of them are tried without it, too.
+    """
     unset = {
         name: size
         for name, value in vars(source.config).items()
         if value in _UNSET and name not in given and (size := guess_size(name)) is not None
     }
     names = list(unset)[:_MOST_UNSET]
-    for count in range(len(names) + 1):
-        for chosen in itertools.combinations(names, count):
-            guessed = {name: unset[name] for name in chosen}
-            try:
-                with torch.device("meta"):
-                    kind(source.change(**{**source.guessed, **given, **guessed}))
-            except Exception:  # whatever the user's code raises without a value
-                continue
-            return guessed
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(names, count) for count in range(len(names) + 1)
+    )
+    presets = [
+        name for name, value in vars(source.config).items() if type(value) is str and name not in given
+    ]
+    candidates: list[dict[str, int | None]] = [{name: unset[name] for name in each} for each in subsets]
+    candidates += [{preset: None, **unset} for preset in presets if unset]
+    for guessed in candidates:
+        try:
+            with torch.device("meta"):
+                kind(source.change(**{**source.guessed, **given, **guessed}))
+        except Exception:  # whatever the user's code raises without a value
+            continue
+        return guessed
     return {}
 
 
@@ -219,15 +239,16 @@ def _describe_transformers(config: Any) -> dict[str, Any]:
 def _read_fields(
     values: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the positive integers of a configuration, and its dropout rates above zero, without given ones."""
+    """Return the positive integers of a configuration, and its rates between zero and one, without given ones."""
     plain = {name: value for name, value in values.items() if not name.startswith("_") and name not in given}
     sizes = {name: value for name, value in plain.items() if type(value) is int and value > 0}
-    rates = {
-        name: value
-        for name, value in plain.items()
-        if _DROPOUT.search(name) and type(value) in (int, float) and value > 0
-    }
+    rates = {name: value for name, value in plain.items() if _is_rate(name, value)}
     return {name: value for name, value in sizes.items() if name not in rates}, rates
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    most = 1 if not DROPOUT.search(name) else math.inf  # a rate of one is none of the usual fractions
+    return type(value) in (int, float) and 0 < value < most
 
 
 def _is_config(value: Any) -> bool:

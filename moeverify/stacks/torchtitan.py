@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +47,8 @@ from moeverify.train.wide_operators import multiply_groups
 LEAST = "0.3.0"
 LAYERS = 2
 """The layers that `moeverify init` keeps: a dense one and one of experts, where the model has both."""
+EXPERTS = 8
+_EXPERT_WIDTH = 64
 # The first one is the default. torchtitan's own default, `spmd_types`, marks plain tensors, which FSDP2 of
 # torch 2.13.0 rejects. `full_dtensor` requires inputs and targets as DTensors, which moeverify's loop does
 # not create.
@@ -77,8 +79,8 @@ class KeptPrecision(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def find_arguments(target: str) -> dict[str, Any]:
-    """Return arguments of `make` for the smallest model of a package of torchtitan.
+def find_arguments(target: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `make` for the smallest model of a package of torchtitan, and those `given`.
 
     `target` names anything in it, such as `torchtitan.models.qwen3.model:Qwen3Model`: the nearest package
     above with a `model_registry` gives the function, and its table of flavors the names to choose from.
@@ -95,7 +97,10 @@ def find_arguments(target: str) -> dict[str, Any]:
         if "model_registry" in package and tables:
             spec = f"{module}:model_registry"
             counts = {name: _count_parameters(package["model_registry"], name) for name in tables[0]}
-            return {"spec": spec, "flavor": min(counts, key=lambda name: counts[name]), "layers": LAYERS}
+            flavor = given.get("flavor") or min(counts, key=lambda name: counts[name])
+            layers = package["model_registry"](flavor).model.layers
+            few = {"experts": EXPERTS} if any(_find_experts(each) for each in layers) else {}
+            return {"spec": spec, "flavor": flavor, "layers": LAYERS, **few, **given}
         module = module.rpartition(".")[0]
     message = f"no package around `{target}` has a `model_registry`"
     raise CaseError(
@@ -113,14 +118,16 @@ def _count_parameters(registry: Callable[[str], Any], flavor: str) -> float:
     return float(sum(each.numel() for each in built.parameters()))
 
 
-def make(spec: str, *, layers: int | None = None, spread: float = 0.1, **arguments: Any) -> nn.Module:
+def make(
+    spec: str, *, layers: int | None = None, experts: int = 0, spread: float = 0.1, **arguments: Any
+) -> nn.Module:
     """Return the whole decoder of a ModelSpec, with its initial weights and its attention in plain torch.
 
     `spec` names a function that returns a ModelSpec for `arguments`, such as the `model_registry` of
-    torchtitan's models, which takes a `flavor`. Only the first `layers` layers are kept. Attention is
-    causal over whole rows: torchtitan's masks for packed documents need FlexAttention, which has no
-    backward pass on CPUs. Constant tensors, including saved buffers such as router biases, get random
-    offsets of scale `spread`.
+    torchtitan's models, which takes a `flavor`. Only the first `layers` layers are kept. With `experts`, a
+    layer has that many narrow experts, and a token a quarter of them. Attention is causal over whole rows:
+    torchtitan's masks for packed documents need FlexAttention, which has no backward pass on CPUs. Constant
+    tensors, including saved buffers such as router biases, get random offsets of scale `spread`.
 
     Raises: CaseError when the function does not return a ModelSpec of a decoder.
     """
@@ -138,12 +145,30 @@ def make(spec: str, *, layers: int | None = None, spread: float = 0.1, **argumen
     config.layers = config.layers[:layers]
     for layer in config.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        if experts and (found_experts := _find_experts(layer)):
+            _reduce_experts(found_experts, experts)
     model: nn.Module = config.build()
     with torch.no_grad():
         model.init_states()  # type: ignore[operator]  # defined by torchtitan's Module
     offset_constants([*model.parameters(), *_list_saved_buffers(model)], spread)
     model.parallelize_fn = found.parallelize_fn  # for `parallelize`, which has no spec
     return model
+
+
+def _find_experts(layer: Any) -> Any:
+    """Return the configuration of the experts in that of a layer, or None."""
+    return getattr(layer, "moe", None)
+
+
+def _reduce_experts(moe: Any, count: int) -> None:
+    """Change the configuration of a layer's experts to few narrow ones."""
+    inner, dispatcher = moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher
+    for part in (moe, moe.router, inner, dispatcher):
+        part.num_experts = count
+    for part in (moe.router, dispatcher):
+        part.top_k = max(1, count // 4)
+    moe.router.gate.out_features = count
+    inner.hidden_dim = _EXPERT_WIDTH
 
 
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -168,12 +193,13 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     make_optimizer: Callable[[nn.Module], Optimizer],
+    expert_parallel_degree: int = 1,
     **arguments: Any,
 ) -> ParallelizedCustomModel:
     """Return a decoder divided by its ModelSpec, with a loop that clips like torchtitan's trainer.
 
-    `arguments` are further fields of torchtitan's ParallelismConfig, such as `expert_parallel_degree`,
-    `spmd_backend` and `enable_sequence_parallel`. They override the sizes of the mesh. Collective: all
+    `arguments` are further fields of torchtitan's ParallelismConfig, such as `spmd_backend` and
+    `enable_sequence_parallel`. They override the sizes of the mesh. Collective: all
     ranks.
 
     Raises: CaseError when `make` did not create the model, an axis is not supported, or an argument is
@@ -183,6 +209,7 @@ def parallelize(
     from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import parallel_dims, utils
 
+    arguments["expert_parallel_degree"] = expert_parallel_degree
     _refuse(model, mesh, arguments)
     sizes = {field: mesh[axis].size() for axis, field in _SIZES.items()}
     parallelism = ParallelismConfig(**{"spmd_backend": BACKENDS[0]} | sizes | arguments)

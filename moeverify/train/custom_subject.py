@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
@@ -31,6 +31,12 @@ _REFUSED = re.compile(r"\b(c10::)?(double|float64)\b", re.IGNORECASE)
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.bfloat16: torch.complex64}
 
 
+def call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Return the result of a factory, or of the `build()` of a configuration that it returns."""
+    found = factory(**arguments)
+    return found.build() if hasattr(found, "build") and not isinstance(found, nn.Module) else found
+
+
 class CustomSubject:
     """A model built by `factory(**arguments)`; see `moeverify.train.subject.Subject`.
 
@@ -52,7 +58,7 @@ class CustomSubject:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
             try:
-                built = factory(**self.model.arguments)
+                built = call_factory(factory, self.model.arguments)
             except Exception as error:
                 message = f"`{self.model.factory}` failed: {describe_error(error)}"
                 raise CaseError([Problem(message, path="recipe.model.factory")]) from error

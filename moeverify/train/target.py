@@ -8,8 +8,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moeverify.cases.suggest import suggest
 from moeverify.errors import CaseError, Problem, read_message
@@ -32,7 +33,7 @@ def import_path(folders: Sequence[str]) -> Iterator[None]:
 
 
 def resolve(target: str, path: str) -> Callable[..., Any]:
-    """Return the function named by `package.module:function`.
+    """Return the function named by `package.module:function`, or by `package.module:Class.method`.
 
     Raises: CaseError for the field `path` when the module or function does not exist, when the import
     fails, or when another module of the same name was imported before.
@@ -43,14 +44,16 @@ def resolve(target: str, path: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if not _is_part_of(error.name, module_name):
             message = f"the import of `{module_name}` failed: {describe_error(error)}"
-            raise _failure(message, path, f"install `{error.name}` beside moeverify") from error
+            raise _failure(
+                message, path, f"install the package that has `{error.name}` beside moeverify"
+            ) from error
         message = f"there is no module `{error.name}` for `{target}`"
         raise _failure(message, path, f"looked in {_describe_path()}") from error
     except Exception as error:
         message = f"the import of `{module_name}` failed: {describe_error(error)}"
         raise _failure(message, path, _advise_import(error, module_name, name)) from error
     _check_origin(module_name, path)
-    found = getattr(module, name, None)
+    found = reduce(lambda owner, part: getattr(owner, part, None), name.split("."), cast(Any, module))
     if not callable(found):
         functions = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         kind = "no" if found is None else "no function but another value"

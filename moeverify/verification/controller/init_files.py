@@ -85,7 +85,7 @@ def write_recipe(model: TriedModel) -> str:
     made |= {"loss": model.loss} if model.loss else {}
     fields: dict[str, Any] = {
         "model": {**made, "vocab_size": model.vocab_size},
-        "data": {"batch": ROWS, "seq_len": POSITIONS, "min_valid": 0.5},
+        "data": {"batch": ROWS, "seq_len": POSITIONS, "min_valid": model.min_valid},
         "optimizer": {"name": "adamw", "lr": 0.01, "clip_norm": 1.0},
     }
     shrunk = [

@@ -11,7 +11,13 @@ from torch import nn
 
 from moeverify.errors import CaseError
 from moeverify.stacks.configuration import find_configuration
-from moeverify.stacks.configured import loss_of_first, loss_with_targets, make
+from moeverify.stacks.configured import (
+    loss_of_first,
+    loss_of_images,
+    loss_of_model,
+    loss_with_targets,
+    make,
+)
 from moeverify.verification.worker.probes.factory import try_model
 
 MODULE = """
@@ -107,6 +113,36 @@ class Narrow(nn.Module):
         assert found.dtype == torch.float32
         return found
 
+class Summing(nn.Module):
+    def __init__(self, vocab=8, noise=0.25, scale=0.5):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, 8)
+        self.noise, self.scale = noise, scale
+    def forward(self, tokens):
+        x = nn.functional.dropout(self.embed(tokens) * self.scale, self.noise)
+        return {"loss": (x @ self.embed.weight.T).logsumexp(-1).mean(), "width": 8}
+
+class Images(nn.Module):
+    def __init__(self, width, num_classes=10):
+        super().__init__()
+        self.conv = nn.Conv2d(2, width, 5, stride=4)
+        self.head = nn.Linear(width, num_classes)
+    def forward(self, images):
+        return self.head(self.conv(images).mean((2, 3)))
+
+class Built:
+    def __init__(self, sizes):
+        self.sizes = sizes
+    @classmethod
+    def wide(cls, vocab_size, d_model=512):
+        return cls(Sizes(d_model, vocab_size))
+    def build(self):
+        return Open(self.sizes)
+
+class Beside(Open):
+    def __init__(self, causal: bool, args: Sizes):
+        super().__init__(args)
+
 def broken():
     raise ValueError("no data")
 
@@ -167,9 +203,8 @@ def test_constant_tensors_get_offsets() -> None:
     ("target", "words"),
     [
         ("theirs:with_object", "`theirs:with_object` needs `net`,"),
-        ("theirs:Unset", "the factory failed: AssertionError"),
         ("theirs:Narrow", "the model computes in float32 only: AssertionError"),
-        ("theirs:broken", "ValueError"),
+        ("theirs:broken", "the factory failed: ValueError"),
         ("theirs:fixed", "no step of the model works"),
         ("theirs:nothing", "has no `nothing`"),
     ],
@@ -197,10 +232,12 @@ def test_a_model_with_logits_only_for_targets_gets_a_loss_and_becomes_small() ->
         ("theirs:two", {"width": 32}, {"vocab": 64}),
         ("theirs:Open", {"scale": 2.0}, {"d_model": 64, "vocab_size": 64}),
         ("theirs:Unset", {"kind": None}, {"vocab_size": 64, "n_layer": 2}),
+        ("theirs:Unset", {}, {"kind": None, "vocab_size": 64, "n_layer": 2, "n_head": 2}),
+        ("theirs:Beside", {"causal": True}, {"d_model": 64, "vocab_size": 64}),
     ],
 )
 def test_sizes_that_the_code_leaves_open_are_guessed(
-    target: str, given: dict[str, object], guessed: dict[str, int]
+    target: str, given: dict[str, object], guessed: dict[str, int | None]
 ) -> None:
     found = try_model(target, "", given)
     assert found.guessed == guessed
@@ -212,6 +249,37 @@ def test_a_layer_gets_an_embedding_and_a_head() -> None:
     assert found.arguments == {"model": "theirs:Layer", "fields": {"dim": 64}, "width": 64}
     built = make(**found.arguments)
     assert built(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 3, found.vocab_size)
+
+
+def test_a_model_that_returns_only_its_loss_keeps_every_target() -> None:
+    found = try_model("theirs:Summing", "", {})
+    assert found.loss == "moeverify.stacks.configured:loss_of_model"
+    assert found.min_valid == 1.0
+    model = make("theirs:Summing", {"noise": 0.0})
+    tokens = torch.arange(6).view(2, 3)
+    assert torch.equal(loss_of_model(model, tokens, tokens), 6 * model(tokens)["loss"])
+    with pytest.raises(CaseError, match="no output of the model is a loss"):
+        loss_of_model(make("theirs:Open", {}), tokens, tokens)
+
+
+def test_a_rate_of_any_name_is_zero_if_random_numbers_depend_on_it() -> None:
+    assert try_model("theirs:Summing", "", {}).changes == {"noise": (0.25, 0.0)}
+
+
+def test_a_classifier_of_images_gets_images() -> None:
+    found = try_model("theirs:Images", "", {})
+    assert (found.loss, found.guessed) == ("moeverify.stacks.configured:loss_of_images", {"width": 64})
+    tokens, targets = torch.arange(12).view(3, 4) % 5, torch.tensor([[1, 2, 3, -100]]).expand(3, 4)
+    loss = loss_of_images(make("theirs:Images", {"width": 4}), tokens, targets)
+    assert ((loss == 0) == (targets == -100)).all()
+    assert torch.equal(loss[:, 0], loss[:, 1])
+    assert loss[:, 0].unique().numel() == 3
+
+
+def test_a_configuration_builds_the_model() -> None:
+    found = try_model("theirs:Built.wide", "", {})
+    assert found.title == "Open"
+    assert (found.factory, found.arguments) == ("theirs:Built.wide", {"vocab_size": 64})
 
 
 def test_an_unknown_field_is_named() -> None:

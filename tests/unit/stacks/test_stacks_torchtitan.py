@@ -35,22 +35,23 @@ def model_registry(flavor: str) -> SimpleNamespace:
     """Return a spec like torchtitan's; one flavor cannot be made."""
     width = FLAVORS[flavor]
     assert width is not None
-    return SimpleNamespace(model=SimpleNamespace(build=lambda: nn.Linear(width, width)))
+    layers = [SimpleNamespace(), SimpleNamespace(moe="experts" if flavor == "wide" else None)]
+    return SimpleNamespace(model=SimpleNamespace(build=lambda: nn.Linear(width, width), layers=layers))
 
 
 @pytest.mark.usefixtures("_package")
-def test_the_smallest_flavor_of_the_package_is_chosen() -> None:
+def test_the_smallest_flavor_of_the_package_is_chosen_and_its_experts_are_few() -> None:
     expected = {"spec": "torchtitan.models.tiny:model_registry", "flavor": "debugmodel", "layers": 2}
-    assert find_arguments("torchtitan.models.tiny.model:Model") == expected
+    assert find_arguments("torchtitan.models.tiny.model:Model", {}) == expected
     factory, fields = adapt("torchtitan.models.tiny:Model", {"flavor": "wide"})
     assert factory == "moeverify.stacks.torchtitan:make"
-    assert fields == {**expected, "flavor": "wide"}
+    assert fields == {**expected, "flavor": "wide", "experts": 8}
 
 
 @pytest.mark.usefixtures("_package")
 def test_a_package_without_a_registry_is_refused() -> None:
     with pytest.raises(CaseError, match=r"no package around .* has a `model_registry`"):
-        find_arguments("torchtitan.models:x")
+        find_arguments("torchtitan.models:x", {})
 
 
 def test_other_factories_stay() -> None:

@@ -27,7 +27,7 @@ from moeverify.errors import CaseError, MoeverifyError, Problem
 from moeverify.parallel.regions.region import Region
 from moeverify.results.factory import POSITIONS, ROWS, Refused, TriedModel
 from moeverify.stacks import configured
-from moeverify.stacks.configuration import build_on_meta, find_configuration
+from moeverify.stacks.configuration import DROPOUT, build_on_meta, find_configuration
 from moeverify.stacks.configured import VOCABULARY, AroundLayer, find_logits, list_dropouts
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
@@ -47,6 +47,8 @@ _REMEDY = (
 _EXPERT_DEGREE = re.compile("ep$|ep_|expert_(model_)?parallel")
 _Wide = Literal["float64", "float32"]
 _WIDTH = re.compile("dim|width|embd|embed|hidden|d_model|channels", re.IGNORECASE)
+_LOSS_OF_IMAGES = f"{configured.__name__}:loss_of_images"
+_LOSS_OF_MODEL = f"{configured.__name__}:loss_of_model"
 _ONLY_NARROW = "a golden is made in float64: let the type of all tensors follow that of the weights"
 
 
@@ -61,6 +63,7 @@ def try_model(factory: str, parallelize: str, fields: Mapping[str, Any]) -> Trie
     if framework not in ("", "transformers") and not factory.startswith("moeverify."):
         raise _refuse_framework(type(trial.whole).__name__, framework)
     sizes, left = trial.shrink()
+    trial.find_rates(sizes)
     if left is None or left > _MOST_TRIED:
         if trial.error is None:
             raise _refuse_size(left or 0)
@@ -75,13 +78,14 @@ def try_model(factory: str, parallelize: str, fields: Mapping[str, Any]) -> Trie
         arguments=model.arguments,
         loss=model.loss or "",
         vocab_size=model.vocab_size,
+        min_valid=find_min_valid(model.loss),
         changes={name: (original[name], value) for name, value in {**trial.rates, **sizes}.items()},
         guessed={name: value for name, value in trial.configuration.guessed.items() if name not in sizes},
         parameters=(count_parameters(trial.whole), left),
         seconds=trial.seconds,
         notes=tuple(list_notes(trial, left)),
         parallelize=divides,
-        expert_degrees=tuple(list_expert_degrees(divides)),
+        expert_degrees=tuple(list_expert_degrees(divides, trial.whole)),
     )
 
 
@@ -90,7 +94,7 @@ def adapt(factory: str, fields: Mapping[str, Any]) -> tuple[str, Mapping[str, An
     if factory.partition(".")[0] != "torchtitan":
         return factory, fields
     adapter = importlib.import_module("moeverify.stacks.torchtitan")
-    return f"{adapter.__name__}:make", {**adapter.find_arguments(factory), **fields}
+    return f"{adapter.__name__}:make", adapter.find_arguments(factory, fields)
 
 
 class Trial:
@@ -103,21 +107,24 @@ class Trial:
     model: CustomModel
     seconds: float
     has_dropout: bool
+    draws = False
+    """Whether the last step drew random numbers."""
 
     def __init__(self, factory: str, fields: Mapping[str, Any]) -> None:
         self.target, self.fields = factory, fields
         self.configuration = find_configuration(factory, fields)
-        self.rates = dict.fromkeys(self.configuration.rates, 0.0)
+        self.rates = {name: 0.0 for name in self.configuration.rates if DROPOUT.search(name)}
         self.whole = build_on_meta(lambda: self.configuration.build({}))
         self.losses = [*list_losses(sys.modules[factory.partition(":")[0]])]
         self.error: CaseError | None = None
         self.last: Mapping[str, float] = {}
-        self.width = ""
+        self.width, self.has_images = "", False
 
     def shrink(self) -> tuple[dict[str, int], int | None]:
         """Return the changed sizes and the number of parameters that are left, or None if no step works.
 
-        A factory of which no step works is tried as that of a layer if it makes no embedding.
+        A factory of which no step works is tried as that of a layer, then as that of a classifier of images, if it
+        makes no embedding.
         """
         own = self.configuration.sizes
         open_sizes = {name: size for name, size in own.items() if name not in self.configuration.guessed}
@@ -126,15 +133,34 @@ class Trial:
         is_model = any(isinstance(each, nn.Embedding) for each in self.whole.modules())
         if left is not None or is_model:
             return sizes, left
-        error = self.error
-        for name in filter(_WIDTH.search, {**own, **self.fields}):
-            self.width = name
+        error, losses = self.error, self.losses
+        for name in [*filter(_WIDTH.search, {**own, **self.fields}), ""]:
+            self.width, self.has_images = name, not name
+            self.losses = losses if name else [_LOSS_OF_IMAGES]
             sizes = shrink(open_sizes, self.count, BUDGET)
             left = self.count(sizes)
             if left is not None:
                 return sizes, left
-        self.width, self.error = "", error
+        self.losses, self.has_images, self.error = losses, False, error
         return sizes, None
+
+    def find_rates(self, sizes: Mapping[str, int]) -> None:
+        """Set those rates to zero without which the model draws no random numbers, whatever their names."""
+        if not self.draws:
+            return
+        before = self.rates
+        self.rates = dict.fromkeys(self.configuration.rates, 0.0)
+        if not self._is_quiet(sizes):
+            self.rates = before
+        for name in [each for each in self.rates if each not in before]:
+            chosen = self.rates
+            self.rates = {other: rate for other, rate in chosen.items() if other != name}
+            if not self._is_quiet(sizes):
+                self.rates = chosen
+        self.count(sizes)
+
+    def _is_quiet(self, sizes: Mapping[str, int]) -> bool:
+        return self.count(sizes) is not None and not self.draws
 
     def count(self, sizes: Mapping[str, int]) -> int | None:
         """Return the number of parameters under changed sizes, or None if no step works.
@@ -187,21 +213,22 @@ class Trial:
             fields = {**self.fields, **self.configuration.guessed, **changes}
             width = {"width": self._find_width(changes)} if self.width else {}
             arguments = {"model": self.target, "fields": fields, **width}
-        vocab_size = VOCABULARY if self.width else find_vocabulary(built)
+        vocab_size = VOCABULARY if self.width or self.has_images else find_vocabulary(built)
         first: Exception | None = None
         for loss in self.losses:
             model = CustomModel(factory=factory, arguments=arguments, loss=loss, vocab_size=vocab_size)
-            data = Data(batch=ROWS, seq_len=POSITIONS, min_valid=0.5)
+            data = Data(batch=ROWS, seq_len=POSITIONS, min_valid=find_min_valid(loss))
             recipe = Recipe(name="init", model=model, data=data, precision=precision)
             try:
                 program = assemble_single(recipe, torch.device("cpu"))
-                begun = time.perf_counter()
+                begun, before = time.perf_counter(), torch.get_rng_state()
                 train(recipe, program, _Nothing(), num_steps=1)
             except Exception as error:
                 first = first or error
                 continue
             self.model, self.losses = model, [loss]
             self.seconds = time.perf_counter() - begun
+            self.draws = not torch.equal(before, torch.get_rng_state())
             return
         assert first is not None
         raise first
@@ -226,6 +253,12 @@ def list_losses(module: ModuleType) -> Iterator[str | None]:
                 yield f"{module.__name__}:{name}"
     yield None
     yield from (f"{configured.__name__}:{name}" for name in ("loss_of_first", "loss_with_targets"))
+    yield _LOSS_OF_MODEL
+
+
+def find_min_valid(loss: str | None) -> float:
+    """Return the least fraction of valid targets in a row for a loss: a model that computes its own needs all."""
+    return 1.0 if loss == _LOSS_OF_MODEL else 0.5
 
 
 def find_vocabulary(model: nn.Module) -> int:
@@ -279,9 +312,14 @@ def find_parallelize(module: ModuleType) -> str:
     return f"{module.__name__}:parallelize" if inspect.isfunction(vars(module).get("parallelize")) else ""
 
 
-def list_expert_degrees(parallelize: str) -> Iterator[str]:
-    """Yield the arguments of a user's `parallelize` that are degrees of expert parallelism, by their names."""
-    if parallelize:
+def list_expert_degrees(parallelize: str, model: nn.Module) -> Iterator[str]:
+    """Yield the arguments of a `parallelize` that are degrees of expert parallelism, by their names.
+
+    An adapter of a framework has them for models with and without experts.
+    """
+    is_adapter = parallelize.startswith("moeverify.")
+    has_experts = any("expert" in name.lower() for name, _ in model.named_modules())
+    if parallelize and (has_experts or not is_adapter):
         names = list(inspect.signature(resolve(parallelize, "layout.parallelize")).parameters)[2:]
         yield from (name for name in names if _EXPERT_DEGREE.match(name))
 
@@ -292,6 +330,10 @@ def list_notes(trial: Trial, parameters: int) -> Iterator[str]:
         yield "the dropout modules of the model are switched off"
     if (trial.model.loss or "").endswith("loss_of_first"):
         yield "only the logits are in the loss: for other outputs write a `loss(model, tokens, targets)` beside it"
+    if trial.model.loss == _LOSS_OF_MODEL:
+        yield "the loss is that of the model, which must be a mean over all tokens; every target is valid"
+    if trial.has_images:
+        yield "images are made of tokens, 64 by 64 pixels, with one class an image"
     if trial.width:
         yield f"it is a layer: an embedding is before it and a head behind it, as wide as `{trial.width}`"
     if parameters > BUDGET:
