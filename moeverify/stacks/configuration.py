@@ -81,7 +81,7 @@ def find_configuration(target: str, given: Mapping[str, Any] | None = None) -> C
         for source in _list_sources(factory, name, {}) if inner else ():
             raise _refuse_fields(source, inner)
     if guessed is None:
-        raise _refuse(target, [each.name for each in missing if _guess([each]) is None])
+        raise _refuse(target, missing)
     fields = {**given, **guessed}
     plain = {each.name: each.default for each in parameters if each.default is not each.empty}
     sizes, rates = _read_fields({**plain, **guessed}, given)
@@ -119,12 +119,13 @@ def build_on_meta(build: Callable[[], Any]) -> nn.Module:
     return built
 
 
-def _refuse(target: str, names: list[str]) -> CaseError:
-    needed = " and ".join(f"`{name}`" for name in names)
+def _refuse(target: str, missing: list[inspect.Parameter]) -> CaseError:
+    needed = " and ".join(f"`{each.name}`" for each in missing if _guess([each]) is None)
+    called = f"{target.partition(':')[2]}({', '.join(f'{each.name}=...' for each in missing)})"
     message = f"`{target}` needs {needed}, and neither a default nor a configuration with defaults was found"
     remedy = (
         "give plain values as `--set NAME=VALUE`; for objects put a function such as `def make(width=64): return "
-        f"{target.partition(':')[2]}({', '.join(f'{name}=...' for name in names)})` into a module, and name that"
+        f"{called}` into a module, and name that"
     )
     return CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
 

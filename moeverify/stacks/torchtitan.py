@@ -209,9 +209,9 @@ def parallelize(
     from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import parallel_dims, utils
 
-    arguments["expert_parallel_degree"] = expert_parallel_degree
     _refuse(model, mesh, arguments)
     sizes = {field: mesh[axis].size() for axis, field in _SIZES.items()}
+    sizes["expert_parallel_degree"] = expert_parallel_degree
     parallelism = ParallelismConfig(**{"spmd_backend": BACKENDS[0]} | sizes | arguments)
     parallel_dims.device_type = mesh.device_type  # torchtitan assumes that every machine has GPUs
     dims = parallel_dims.ParallelDims.from_config(parallelism, dist.get_world_size())
@@ -235,13 +235,11 @@ def parallelize(
             divided.init_states()
             _copy_values(model, divided)
     divided.parallel_dims = dims
-    num_data_ranks = dims.dp_replicate * dims.dp_shard
 
     def backward(total: Tensor) -> None:
         with _surround(dims):
-            # torchtitan divides by the tokens of all ranks and sums gradients. moeverify's loop expects
-            # means.
-            (total / num_data_ranks).backward()
+            # torchtitan sums the gradients of ranks; moeverify's loop expects means.
+            (total / (dims.dp_replicate * dims.dp_shard)).backward()
 
     def clip_by_norm(limit: float) -> Any:
         return utils.clip_grad_norm_(divided.parameters(), limit, foreach=True, ep_enabled=dims.ep_enabled)

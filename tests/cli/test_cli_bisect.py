@@ -95,8 +95,12 @@ def test_the_commit_is_found_and_the_case_made_smaller(
     assert passing.exit_code == 2
     assert "passes" in passing.output
     subprocess.run(["git", "checkout", "--quiet", "net.py"], check=True)
-    small = invoke("shrink", "verify/net.yaml", "--quiet")
+    small = invoke("shrink", "verify/net.yaml")
     assert small.exit_code == 0, small.output
+    counted = [line.split()[0] for line in small.output.splitlines() if line.startswith("[")]
+    assert counted == [
+        f"[{number}]" for number in range(1, len(counted) + 1)
+    ]  # of the search, not of a round
     text = (repository / "verify" / "net-small.yaml").read_text()
     assert "recipe.model.arguments.layers: 2 to 1" in text
     assert "steps: 1" in text

@@ -49,6 +49,7 @@ class SmallerCases:
     on_event: OnEvent
     cache: JudgementCache
     first: CommitJudgement | None = None
+    _num_ended: int = 0
     _loaded: dict[str, Case | None] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -129,7 +130,9 @@ class SmallerCases:
     def _show(self, event: Event, labels: dict[str, str]) -> None:
         """Pass an event on with the changed fields in place of the name of a case."""
         label = labels.get(event.case, event.case)
-        changes: dict[str, Any] = {"case": label, "recipes": ()}
+        self._num_ended += event.kind == "case-end"
+        # A round has a known number of cases, the search has none.
+        changes: dict[str, Any] = {"case": label, "recipes": (), "num_done": self._num_ended, "num_total": 0}
         if event.result is not None:
             found = judge(event.result)
             reason = found.summary

@@ -121,6 +121,8 @@ class Summing(nn.Module):
     def forward(self, tokens):
         x = nn.functional.dropout(self.embed(tokens) * self.scale, self.noise)
         return {"loss": (x @ self.embed.weight.T).logsumexp(-1).mean(), "width": 8}
+    def configure_optimizers(self):
+        raise NotImplementedError
 
 class Images(nn.Module):
     def __init__(self, width, num_classes=10):
@@ -255,6 +257,10 @@ def test_a_model_that_returns_only_its_loss_keeps_every_target() -> None:
     found = try_model("theirs:Summing", "", {})
     assert found.loss == "moeverify.stacks.configured:loss_of_model"
     assert found.min_valid == 1.0
+    assert found.notes == (
+        "the loss is that of the model, which must be a mean over all tokens; every target is valid",
+        "`configure_optimizers` is not called: the optimizer is that of the recipe",
+    )
     model = make("theirs:Summing", {"noise": 0.0})
     tokens = torch.arange(6).view(2, 3)
     assert torch.equal(loss_of_model(model, tokens, tokens), 6 * model(tokens)["loss"])

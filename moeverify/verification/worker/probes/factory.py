@@ -332,6 +332,8 @@ def list_notes(trial: Trial, parameters: int) -> Iterator[str]:
         yield "only the logits are in the loss: for other outputs write a `loss(model, tokens, targets)` beside it"
     if trial.model.loss == _LOSS_OF_MODEL:
         yield "the loss is that of the model, which must be a mean over all tokens; every target is valid"
+    if hasattr(trial.whole, "configure_optimizers"):
+        yield "`configure_optimizers` is not called: the optimizer is that of the recipe"
     if trial.has_images:
         yield "images are made of tokens, 64 by 64 pixels, with one class an image"
     if trial.width:
@@ -349,7 +351,8 @@ def main(factory: str, parallelize: str, fields: Mapping[str, Any], file: Path) 
         found = try_model(factory, parallelize, fields)
     except CaseError as error:
         problem = error.problems[0]
-        found = Refused(message=problem.message, remedy=problem.remedy or _REMEDY)
+        usual = _ONLY_NARROW if "dtype" in problem.message else _REMEDY
+        found = Refused(message=problem.message, remedy=problem.remedy or usual)
     except MoeverifyError as error:
         found = Refused(message=str(error))
     file.write_text(found.model_dump_json())
