@@ -117,6 +117,12 @@ def list_candidates(model: TriedModel) -> list[Candidate]:
                 {"tp": 2, **theirs, "arguments": {"ep_size": 2}},
             ),
         ]
+    fabric = {"parallelize": "moeverify.stacks.lightning:parallelize"}
+    if model.framework in ("lightning", "pytorch_lightning"):
+        found += [
+            Candidate("fabric-ddp", "DDP of Lightning Fabric", {"dp_replicate": 2, **fabric}),
+            Candidate("fabric-fsdp2", "FSDP2 of Lightning Fabric", {"dp_shard": 2, **fabric}),
+        ]
     own = {"parallelize": model.parallelize}
     if model.parallelize:
         found += [Candidate(f"own-{_dash(axis)}", f"over {axis}", {axis: 2, **own}) for axis in AXES]

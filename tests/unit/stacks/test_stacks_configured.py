@@ -145,6 +145,17 @@ class Beside(Open):
     def __init__(self, causal: bool, args: Sizes):
         super().__init__(args)
 
+class Foreign(Images):
+    def forward(self, tokens):
+        raise RuntimeError("no parallel state")
+
+Foreign.__module__ = "megatron.core.models"
+
+class Module(Images):
+    pass
+
+Module.__module__ = "lightning.pytorch"
+
 def broken():
     raise ValueError("no data")
 
@@ -280,6 +291,15 @@ def test_a_classifier_of_images_gets_images() -> None:
     assert ((loss == 0) == (targets == -100)).all()
     assert torch.equal(loss[:, 0], loss[:, 1])
     assert loss[:, 0].unique().numel() == 3
+
+
+def test_a_model_of_a_framework_is_refused_only_if_no_step_works() -> None:
+    with pytest.raises(CaseError, match="no parallel state") as caught:
+        try_model("theirs:Foreign", "", {})
+    assert caught.value.problems[0].remedy == (
+        "write its settings into a recipe like those of examples/stacks/megatron"
+    )
+    assert try_model("theirs:Module", "", {}).framework == "lightning"
 
 
 def test_a_configuration_builds_the_model() -> None:

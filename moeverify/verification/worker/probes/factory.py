@@ -60,14 +60,12 @@ def try_model(factory: str, parallelize: str, fields: Mapping[str, Any]) -> Trie
     factory, fields = adapt(factory, fields)
     trial = Trial(factory, fields)
     framework = find_framework(trial.whole)
-    if framework not in ("", "transformers") and not factory.startswith("moeverify."):
-        raise _refuse_framework(type(trial.whole).__name__, framework)
     sizes, left = trial.shrink()
     trial.find_rates(sizes)
     if left is None or left > _MOST_TRIED:
         if trial.error is None:
             raise _refuse_size(left or 0)
-        raise trial.explain_error(trial.error)
+        raise _advise(trial.explain_error(trial.error), framework)
     original = {**trial.configuration.sizes, **trial.configuration.rates}
     model, module = trial.model, sys.modules[factory.partition(":")[0]]
     divides = parallelize or find_parallelize(module)
@@ -295,11 +293,14 @@ def _refuse_size(parameters: int) -> CaseError:
     return CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
 
 
-def _refuse_framework(title: str, framework: str) -> CaseError:
-    remedy = "name the function that makes the plain model inside it"
+def _advise(error: CaseError, framework: str) -> CaseError:
+    """Return the error with the remedy for a model of a framework, which may need more than a factory."""
+    if framework in ("", "transformers", "torchtitan"):
+        return error
+    remedy = f"name the function that makes the plain model inside the model of {framework}"
     if framework == "megatron":
         remedy = "write its settings into a recipe like those of examples/stacks/megatron"
-    return CaseError([Problem(f"{title} is a model of {framework}", path=_FACTORY, remedy=remedy)])
+    return CaseError([replace(error.problems[0], remedy=remedy)])
 
 
 def count_parameters(model: nn.Module) -> int:
