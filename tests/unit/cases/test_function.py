@@ -20,7 +20,8 @@ first, second = made, made
 
 
 @pytest.mark.parametrize(
-    "name", ["joined", "json", "inside", "made", "Thing", "later", "second", "missing", "local"]
+    "name",
+    ["joined", "json", "inside", "made", "Thing", "later", "second", "Thing.small", "missing", "local"],
 )
 def test_names_at_the_top_of_a_module(tmp_path, name):
     (tmp_path / "own_functions.py").write_text(SOURCE + "def outer():\n    def local(): pass\n")

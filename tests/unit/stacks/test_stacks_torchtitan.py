@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from moeverify.errors import CaseError
-from moeverify.stacks.torchtitan import find_arguments
-from moeverify.verification.worker.probes.factory import adapt
+from moeverify.stacks.torchtitan import _reduce_experts, find_arguments
+from moeverify.verification.worker.probes.factory import adapt, list_expert_degrees
 
 
 @pytest.fixture
@@ -46,6 +46,27 @@ def test_the_smallest_flavor_of_the_package_is_chosen_and_its_experts_are_few() 
     factory, fields = adapt("torchtitan.models.tiny:Model", {"flavor": "wide"})
     assert factory == "moeverify.stacks.torchtitan:make"
     assert fields == {**expected, "flavor": "wide", "experts": 8}
+
+
+def test_a_layer_gets_few_narrow_experts_and_a_token_a_quarter_of_them() -> None:
+    parts = [SimpleNamespace(num_experts=64, top_k=8, hidden_dim=512) for _ in range(2)]
+    router = SimpleNamespace(num_experts=64, top_k=8, gate=SimpleNamespace(out_features=64))
+    moe = SimpleNamespace(
+        num_experts=64,
+        router=router,
+        routed_experts=SimpleNamespace(inner_experts=parts[0], token_dispatcher=parts[1]),
+    )
+    _reduce_experts(moe, 8)
+    assert [each.num_experts for each in (moe, router, *parts)] == [8, 8, 8, 8]
+    assert (router.top_k, parts[1].top_k, router.gate.out_features, parts[0].hidden_dim) == (2, 2, 8, 64)
+
+
+def test_an_adapter_has_degrees_of_experts_only_for_models_with_experts() -> None:
+    adapter = "moeverify.stacks.torchtitan:parallelize"
+    assert list(list_expert_degrees(adapter, nn.ModuleDict({"experts": nn.Linear(2, 2)}))) == [
+        "expert_parallel_degree"
+    ]
+    assert list(list_expert_degrees(adapter, nn.Linear(2, 2))) == []
 
 
 @pytest.mark.usefixtures("_package")
