@@ -89,11 +89,12 @@ def list_reduced_modules(alignment: Alignment) -> frozenset[str]:
     found: set[str] = set()
     for rank, program in enumerate(joint.programs):
         for op in program.ops:
-            if op.meeting is None or op.phase != "forward" or is_passing(joint, (rank, op.number)):
+            is_sum = op.meeting is not None and not is_passing(joint, (rank, op.number))
+            used = [(rank, each) for each in op.results if joint.users.get((rank, each))]
+            if not (is_sum and used) or op.phase != "forward":
                 continue
-            whole = alignment.find((rank, op.results[0]))
-            is_used = bool(joint.users.get((rank, op.results[0])))
-            if not is_used or whole is None or whole.over or whole.ids is None:
+            whole = alignment.find(used[0])
+            if whole is None or whole.over or whole.ids is None:
                 continue
             for at in joint.reads((rank, op.number)):
                 part = alignment.find(at)

@@ -59,6 +59,7 @@ class Upstream:
         sources = (
             self._list_cuts(cause),
             self._list_repeated(cause),
+            self._list_unused(cause),
             self._list_received(cause.ops[0]) if defines else (),
             self._scaling.find(cause, lineage) if cause.known == "scale" else (),
             self._list_moved(cause.ops[0]),
@@ -194,6 +195,20 @@ class Upstream:
             num_ranks = len(recorded.meeting.group.ranks)
             if any(_is_multiple(one, two, num_ranks) for one, two in zip(taken, made, strict=False)):
                 yield make_origin("repeated", self._lines.stack(op) or self._lines.sites(op))
+
+    def _list_unused(self, cause: Cause) -> Iterator[Origin]:
+        """Yield the collectives before an operation, in its step, whose results nothing uses."""
+        joint, (rank, number) = self._joint, cause.ops[0]
+        program = joint.programs[rank]
+        shown = {each.value for parts in program.marks.values() for each in parts}
+        for op in program.ops:
+            is_before = op.step == program.ops[number].step and op.number < number
+            if op.meeting is None or not (is_before and op.results):
+                continue
+            is_used = any(each in shown or joint.users.get((rank, each)) for each in op.results)
+            sites = self._lines.sites((rank, op.number))
+            if sites and not is_used and program.values[op.results[0]].is_floating:
+                yield make_origin("unused", sites)
 
     def _list_silent(self, cause: Cause) -> Iterator[Origin]:
         """Yield the lines of a step that only ranks execute and that run no operator, if there are few."""

@@ -102,6 +102,7 @@ OriginKind = Literal[
     "entered",
     "silent",
     "repeated",
+    "unused",
 ]
 """Relation of a line to the first wrong operation, which comes later:
 
@@ -118,6 +119,7 @@ OriginKind = Literal[
 - `definition`: it defines a number, group, index or flag of the operation in Python;
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
+- `unused`: it is a collective of the step whose result nothing uses;
 - `silent`: it runs no operator, and one device does not execute it in this step;
 - `entered`: it calls a function that one device runs too, from a line that one device does not run.
 """

@@ -86,6 +86,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "definition": "defines a value that the operation takes",
     "made": "makes the tensor, or a weight from which it comes, before the first step",
     "repeated": "adds values that are equal on all of its ranks",
+    "unused": "nothing uses the result of this collective",
     "silent": "runs no operator, and one device does not execute it",
     "entered": "calls this function from a line that one device does not run",
 }

@@ -1,4 +1,4 @@
-"""Parts of sums that a collective adds up later, and chains of edits."""
+"""Parts of sums that a collective adds up later, collectives without use, and chains of edits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from moeverify.explain.chains import list_reduced_modules
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
-from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Value
+from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Site, Value
+from moeverify.explain.upstream import Upstream
 
 
 def make_program(x: Tensor, total: Tensor | None, *, is_used: bool = True) -> Program:
@@ -30,6 +31,13 @@ def make_program(x: Tensor, total: Tensor | None, *, is_used: bool = True) -> Pr
         values.append(Value(2, 2, tuple(x.shape), "float64", total))
         values.append(Value(3, 3, tuple(x.shape), "float64", (total if is_used else x * 2).exp()))
     return Program(ops=ops, values=values)
+
+
+def test_what_a_rank_sends_has_no_result_here() -> None:
+    program = make_program(make(6, 4), None)
+    meeting = Meeting(GroupRef("g", (0, 1)), 1)
+    program.ops.append(Op(2, "collective.send", (Ref(1),), {}, (), step=0, meeting=meeting))
+    assert not list_reduced_modules(Alignment(Joint([program]), make_program(make(6, 4), None)))
 
 
 @pytest.mark.parametrize(
@@ -59,3 +67,16 @@ def test_an_edit_that_a_later_right_value_makes_needless_is_dropped() -> None:
     chain = [Cause([edit.ops[0]], [edit], [target]) for edit in (needless, repair)]
     done = explainer.joint.execute(repair.changes, None, state)
     assert explainer._shorten(chain, done, target, (), state)[0] == chain[1:]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_collective_whose_result_nothing_uses_is_named(is_used: bool) -> None:
+    whole, part = make(6, 4), make(6, 4, seed=1)
+    ranks = [make_program(each, whole * 2, is_used=is_used) for each in (part, whole - part)]
+    site = Site(__file__, 1, "run")
+    for program in ranks:
+        program.ops[2].sites = (site,)
+    explainer = Explainer(ranks, make_program(whole, None), 0, ())
+    upstream = Upstream(explainer.alignment, explainer.one, ())
+    found = list(upstream._list_unused(Cause([(0, 3)], [], [])))
+    assert [each.kind for each in found] == ([] if is_used else ["unused"])
