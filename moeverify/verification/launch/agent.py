@@ -123,7 +123,6 @@ def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
 
         from moeverify.verification.launch.logs import RankLogs
 
-        _name_methods_quickly()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -222,6 +221,7 @@ def preload(entry: str) -> None:
     # Imports leave hardly any garbage, and the searches for it take a quarter of their time.
     gc.disable()
     importlib.import_module("torch.distributed.launcher.api")
+    _name_methods_quickly()
     importlib.import_module("moeverify.verification.launch.rank")
     if not entry.endswith(".py"):
         with contextlib.suppress(Exception):
