@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -13,6 +14,30 @@ from moeverify.explain.sites import is_of_user
 
 Line = tuple[str, int]
 """(file, line)."""
+
+
+_PAUSES = sys.version_info < (3, 12)
+"""Whether tracing slows down all Python code, and a pause costs little. Later versions trace each function anew."""
+
+
+def untraced(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Pause `Lines` while a `__torch_dispatch__` handles an operator of `aten`, which runs no code of users."""
+
+    @functools.wraps(dispatch)
+    def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = sys.gettrace()
+        is_paused = (
+            _PAUSES and func.namespace == "aten" and isinstance(getattr(tracer, "__self__", None), Lines)
+        )
+        if not is_paused:
+            return dispatch(mode, func, types, args, kwargs)
+        sys.settrace(None)
+        try:
+            return dispatch(mode, func, types, args, kwargs)
+        finally:
+            sys.settrace(tracer)
+
+    return handle
 
 
 class Lines:

@@ -34,7 +34,7 @@ from moeverify.explain.arguments import (
 )
 from moeverify.explain.fused import list_decompositions, plain_attention
 from moeverify.explain.groups import follow_groups
-from moeverify.explain.lines import Lines
+from moeverify.explain.lines import Lines, untraced
 from moeverify.explain.meetings import Call, read_filling, read_returning
 from moeverify.explain.memory import Memory, Pending, Use
 from moeverify.explain.operators import NotExecutable, execute
@@ -170,6 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._step = step
         self._lines.begin(step)
 
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         is_fake = any(issubclass(each, FakeTensor) for each in types)
@@ -177,9 +178,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             return func(*args, **named)
         if any(map(has_operators, types)):
             return NotImplemented
-        call = None
-        if func.namespace in _READERS:
-            call = _READERS[func.namespace](func.overloadpacket.__name__, args)
+        read = _READERS.get(func.namespace)
+        call = None if read is None else read(func.overloadpacket.__name__, args)
         if call is not None:
             return self._meet(call, func, args, named)
         return func(*args, **named) if func.namespace == "c10d" else self._note(func, args, named)

@@ -23,11 +23,13 @@ COLOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def poll(condition, what, seconds=PATIENCE):
     """Return the first true result of `condition`, or fail after the timeout."""
     deadline = time.monotonic() + seconds
+    pause = 0.02
     while time.monotonic() < deadline:
         answer = condition()
         if answer:
             return answer
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.25)  # a condition may start a console, which slows down what it waits for
     pytest.fail(f"waited {seconds} s for {what}")
 
 

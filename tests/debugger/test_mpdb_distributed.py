@@ -54,6 +54,7 @@ def test_tensors_are_compared_in_place_and_ranks_chosen_by_mesh(site):
 
 def stay_stopped(site, seconds):
     """Keep a rank stopped for longer than the timeout of its group."""
+    site.await_ranks(1)  # a console that waits, and not one after another
     poll(lambda: "long stop" in site.ask("ls"), "the stop")
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:
@@ -103,6 +104,7 @@ def test_hold_saves_even_a_collective_in_flight(site):
 
 def test_a_collective_in_flight_is_said_with_a_countdown(site):
     start_torchrun(site, 2, "collective.py", "flight", "arm")
+    site.await_ranks(1)
     text = poll(
         lambda: next((t for t in [site.ask("ls")] if "all_reduce" in t), ""), "the collective in flight"
     )
@@ -115,6 +117,7 @@ def test_a_collective_in_flight_is_said_with_a_countdown(site):
 
 def test_peers_that_are_not_armed_are_said(site):
     start_torchrun(site, 2, "collective.py", "later", "plain")
+    site.await_ranks(1)
     text = poll(lambda: next((t for t in [site.ask("ls")] if "long stop" in t), ""), "the stop")
     assert "1 rank(s) neither stopped nor armed here" in text
     assert "ends after 00:06" in text

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import json
@@ -283,6 +284,7 @@ def main() -> None:
     found = sys.path.copy()
     client = sys.argv[3:-1]
     set_interpreter("cpu")
+    gc.disable()  # until `preload` has imported everything
     for name in _IMPORTS:
         importlib.import_module(name)
     preload(WORKER)

@@ -51,8 +51,6 @@ def prepare(entry: str, device: str, search_path: Sequence[str] = ()) -> None:
     """Set up this process and import everything that agents of an entry and a device, and their ranks, need."""
     _set_up(device, search_path)
     with contextlib.suppress(Exception):  # the launch itself reports the error
-        from torch.distributed.launcher import api  # noqa: F401
-
         preload(entry)
 
 
@@ -119,13 +117,12 @@ def _set_logging() -> None:
 def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
     """Run the ranks. Return a description of the failure, or an empty dict on success."""
     try:
+        preload(plan.entry)
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         from moeverify.verification.launch.logs import RankLogs
 
-        preload(plan.entry)
-        _name_methods_quickly()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -221,6 +218,10 @@ def _name_methods_quickly() -> None:
 
 def preload(entry: str) -> None:
     """Import the modules that every rank needs. An entry that fails to import fails again in the ranks."""
+    # Imports leave hardly any garbage, and the searches for it take a quarter of their time.
+    gc.disable()
+    importlib.import_module("torch.distributed.launcher.api")
+    _name_methods_quickly()
     importlib.import_module("moeverify.verification.launch.rank")
     if not entry.endswith(".py"):
         with contextlib.suppress(Exception):
@@ -228,9 +229,11 @@ def preload(entry: str) -> None:
     from moeverify.verification.launch.caches import find_imported
 
     find_imported()
-    # Freeze the imported objects: garbage collection in the ranks skips them, and their pages stay shared.
+    # Freeze the imported objects: garbage collection in the ranks skips them, and their pages stay shared. The
+    # number that this collection counts makes full collections in the ranks rare.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def run_entry(entry: str, plan_path: str, agent: str, gate: Gate) -> None:

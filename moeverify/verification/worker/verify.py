@@ -105,7 +105,7 @@ def verify_case(
             report(_make_result(observed, observed.judgement.findings, clock))
         extend()
         assemble = assemble_program.without_graphs()
-        evidence = gather_evidence(case, golden, judgement, assemble, trace)
+        evidence = gather_evidence(case, golden, judgement, assemble.again, trace)
         clock.end("second run")
     # From here on the single device computes the right values: without the fault, and with its own settings.
     assemble.settings.restore()
@@ -159,7 +159,7 @@ def _record(
     if step is None:
         return None
     with injected(fault):
-        return record_origin(case, golden, assemble, step)
+        return record_origin(case, golden, assemble.again, step)
 
 
 def name_source(finding: Finding) -> Finding:
@@ -237,8 +237,12 @@ class Assembly:
         layout = self.case.layout.model_copy(update={"graphs": "none"})
         return replace(self, case=self.case.model_copy(update={"layout": layout}))
 
+    def again(self) -> Program:
+        """Return the program of a further run, after the memory of the previous one is free."""
+        gc.collect()  # reference cycles would keep its model alive
+        return self()
+
     def __call__(self) -> Program:
-        gc.collect()  # reference cycles would keep the previous run's model alive
         self.settings.restore()
         return assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
 
@@ -271,7 +275,7 @@ def _observe(
     entries: list[Entry | SketchedEntry] = []
 
     def train_again(observer: Observer, num_steps: int) -> None:
-        _train(case, golden, assemble_program(), observer, checks, num_steps=num_steps)
+        _train(case, golden, assemble_program.again(), observer, checks, num_steps=num_steps)
 
     program = assemble_program()
     run = RankRun(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -133,6 +134,41 @@ def test_executed_lines_are_kept_by_step() -> None:
         SETUP: [1],
         0: [step.__code__.co_firstlineno + 1 - first],
     }
+
+
+def test_lines_are_kept_around_an_operator_and_inside_one_that_python_computes() -> None:
+    @torch.library.custom_op("moeverify_tests::doubled", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    def run(x: Tensor) -> Tensor:
+        y = x.sin().cos()
+        y = doubled(y)
+        return y.exp()
+
+    recorder = Recorder()
+    with recorder.recording():
+        run(torch.ones(2))
+    lines = {line for _, line in recorder.program.lines[SETUP]}
+    assert {run.__code__.co_firstlineno + line for line in (1, 2, 3)} <= lines
+    assert doubled._init_fn.__code__.co_firstlineno + 2 in lines
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="tracing is not paused there")
+def test_the_handling_of_an_operator_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def note(recorder: Recorder, func: Callable[..., Tensor], args: tuple[Tensor], named: object) -> Tensor:
+        seen.append(sys.gettrace())
+        return func(*args)
+
+    x = torch.ones(2)
+    monkeypatch.setattr(Recorder, "_note", note)
+    with Recorder().recording():
+        x.sin()
+        assert sys.gettrace() is not None
+    assert seen
+    assert not any(seen)
 
 
 def test_a_line_without_operators_that_only_ranks_execute_is_named() -> None:
