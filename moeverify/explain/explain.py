@@ -405,13 +405,13 @@ class Explainer:
         """Return a chain of edits without its first one, if the others alone repair the same results.
 
         An edit that inserts a right value repairs later results, whatever was wrong before it. Then no
-        experiment confirms a first one that inserts a value, too.
+        experiment confirms a first edit that inserts an operand of another module.
         """
         first = set(chain[0].ops)
         later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
         comes_after = bool(later) and not first.isdisjoint(self.joint.list_before(later))
-        inserts = [cause.repairs[0].kind in _SUBSTITUTIONS and not cause.known for cause in chain]
-        if comes_after and any(cause.repairs[0].changes.values for cause in chain[1:]) and not all(inserts):
+        inserts = any(cause.repairs[0].changes.values for cause in chain[1:])
+        if comes_after and inserts and not self._is_foreign(chain[0]):
             return chain, done  # the inserted values were computed with the first edit
         changes = Changes()
         for cause in chain[1:]:
@@ -420,6 +420,12 @@ class Explainer:
         without = Edit(last.kind, last.ops, changes, last.others, last.place)
         again = self._proof.repairs(without, target, unknown, state)
         return (chain, done) if again is None else (chain[1:], again)
+
+    def _is_foreign(self, cause: Cause) -> bool:
+        """Return whether an edit inserts an operand of an operator of another module."""
+        edit = cause.repairs[0]
+        module = self.joint.op(cause.ops[0]).module
+        return edit.kind in _SUBSTITUTIONS and edit.other is not None and edit.other.module != module
 
     def _drop_patches(self, chain: list[Cause]) -> list[Cause]:
         """Return a chain without edits of the training loop's own operators, if it also edits user code."""

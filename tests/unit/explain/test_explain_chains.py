@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from recordings import list_ops, make, record_call
 from torch import Tensor
@@ -51,7 +53,8 @@ def test_a_module_whose_parts_are_added_up_is_reduced(error: float, is_used: boo
     assert list_reduced_modules(alignment) == modules
 
 
-def test_an_edit_that_a_later_right_value_makes_needless_is_dropped() -> None:
+@pytest.mark.parametrize("module", ["", "other"])
+def test_an_operand_of_another_module_is_needless_before_a_later_right_value(module: str) -> None:
     def run(x: Tensor, on_ranks: int) -> Tensor:
         first = x.sin()
         second = first.flip(0).exp() if on_ranks else first.exp()
@@ -60,13 +63,14 @@ def test_an_edit_that_a_later_right_value_makes_needless_is_dropped() -> None:
     ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(6, 4)) for on in (1, 0))
     explainer = Explainer([ranks], one, 0, ())
     (target,), state = explainer.wrong, explainer.joint.execute(Changes())
-    (exp,), (cos,) = list_ops(ranks, "exp"), list_ops(ranks, "cos")
-    needless = Edit("operand", ((0, exp.number),), Changes(values={(0, exp.results[0]): make(6, 4, seed=1)}))
-    right = make(6, 4).sin().exp()
-    repair = Edit("operand", ((0, cos.number),), Changes(values={(0, exp.results[0]): right}))
-    chain = [Cause([edit.ops[0]], [edit], [target]) for edit in (needless, repair)]
+    ((exp,), (cos,)), (other,) = (list_ops(ranks, each) for each in ("exp", "cos")), list_ops(one, "exp")
+    taken, made = (0, next(exp.reads())), (0, exp.results[0])
+    others = {(0, exp.number): replace(other, module=module)}
+    first = Edit("operand", ((0, exp.number),), Changes(values={taken: make(6, 4, seed=1)}), others)
+    repair = Edit("operand", ((0, cos.number),), Changes(values={made: make(6, 4).sin().exp()}))
+    chain = [Cause([edit.ops[0]], [edit], [target]) for edit in (first, repair)]
     done = explainer.joint.execute(repair.changes, None, state)
-    assert explainer._shorten(chain, done, target, (), state)[0] == chain[1:]
+    assert explainer._shorten(chain, done, target, (), state)[0] == chain[bool(module) :]
 
 
 @pytest.mark.parametrize("is_used", [True, False])
