@@ -333,7 +333,8 @@ class Explainer:
         after it.
         """
         alignment, unknown = stretch.alignment, stretch.unknown
-        suspects = list(itertools.islice(self._list_suspects(stretch), _MOST_SUSPECTS))
+        found_ops = itertools.chain.from_iterable(map(self._with_makers, self._list_suspects(stretch)))
+        suspects = list(itertools.islice(found_ops, _MOST_SUSPECTS))
         counterparts = Counterparts(alignment, self.one)
         steps: list[tuple[Cause, Execution]] = []
         before: set[At] = set()
@@ -429,14 +430,10 @@ class Explainer:
 
     def _drop_patches(self, chain: list[Cause]) -> list[Cause]:
         """Return a chain without edits of the training loop's own operators, if it also edits user code."""
-        kept = [cause for cause in chain if not self._is_of_package(cause)] or chain
+        kept = [cause for cause in chain if not self._is_own(cause.ops[0])] or chain
         if len(kept) < len(chain):
             kept[0].is_local = True
         return kept
-
-    def _is_of_package(self, cause: Cause) -> bool:
-        rank = cause.ops[0][0]
-        return all(map(is_own, self.joint.programs[rank].sites_of(self.joint.op(cause.ops[0]))[:1]))
 
     def _list_suspects(self, stretch: _Stretch) -> Iterator[tuple[At, ...]]:
         """Yield operators of a stretch with right operands and wrong results, grouped by place.
@@ -458,6 +455,20 @@ class Explainer:
             group = [each for each in group if each in inside and self._takes_right(alignment, each)]
             seen.update(group)
             yield tuple(group) or (at,)
+
+    def _with_makers(self, ops: tuple[At, ...]) -> Iterator[tuple[At, ...]]:
+        """Yield suspects; before operators of this package, the user's operators that made their operands.
+
+        These may have returned a right value of another place, such as a tensor times 1.
+        """
+        own = [op for op in ops if self._is_own(op)]
+        makers = dict.fromkeys(self.joint.maker(at) for op in own for at in self.joint.reads(op))
+        users = tuple(op for op in makers if self.joint.op(op).step >= 0 and not self._is_own(op))
+        yield from filter(None, (users, ops))
+
+    def _is_own(self, op: At) -> bool:
+        """Return whether this package calls an operator itself."""
+        return all(map(is_own, self.joint.programs[op[0]].sites_of(self.joint.op(op))[:1]))
 
     def _is_rewritten(self, stretch: _Stretch, op: At, results: Sequence[At]) -> bool:
         """Return whether the phase of an operator, before that of the wrong results, has right values again."""

@@ -56,7 +56,9 @@ class Upstream:
         """
         lineage = self._list_lineage(cause)
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
+        is_number = bool(cause.repairs) and cause.repairs[0].kind == "number"
         sources = (
+            self._list_definitions(cause.ops[0]) if is_number else (),
             self._list_cuts(cause),
             self._list_repeated(cause),
             self._list_unused(cause),

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
-from recordings import make, record_call
+from recordings import list_ops, make, record_call
 from torch import Tensor
 
 from moeverify.explain.explain import Explainer
+from moeverify.explain.program import Site
 from moeverify.explain.upstream import Upstream
+from moeverify.explain.user_lines import make_origin
 
 WEIGHT = make(4, 4, seed=3)
 
 
-def list_leads(run: Callable[[Tensor, int], Tensor]) -> list[tuple[str, str]]:
-    """Return (kind, expression) of the lines before the first wrong operations, without proof by execution."""
+def list_leads(run: Callable[[Tensor, int], Tensor], *, proves: bool = False) -> list[tuple[str, str]]:
+    """Return (kind, expression) of the lines before the first wrong operations."""
     ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
     explainer = Explainer([ranks], one, 0, (2.0,))
-    causes = explainer.explain(20, proves=False)
+    causes = explainer.explain(20, proves=proves)
     assert causes
     upstream = Upstream(explainer.alignment, explainer.one, explainer.right)
     return [(each.kind, each.line.expression) for cause in causes for each in upstream.find(cause)]
@@ -87,3 +90,26 @@ def test_a_number_without_a_place_on_one_device_is_not_compared() -> None:
 
     numbers = [expression for kind, expression in list_leads(run) if kind == "number"]
     assert not [each for each in numbers if "2.0" in each]
+
+
+def test_the_definition_of_a_wrong_number_comes_before_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        rate = 3 / (4 + on_ranks)
+        return torch.tanh(x * rate) @ WEIGHT
+
+    received = make_origin("collective", [Site(__file__, 1, "run")])
+    monkeypatch.setattr(Upstream, "_list_received", lambda self, op: [received])
+    assert list_leads(run, proves=True)[0] == ("definition", "3 / (4 + on_ranks)")
+
+
+def test_a_number_before_an_operator_of_this_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        value = x.sin().mul(1.0 if on_ranks else 0.8)
+        return value.clone() @ WEIGHT
+
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    explainer = Explainer([ranks], one, 0, ())
+    (matrix,) = list_ops(ranks, "mm")
+    monkeypatch.setattr(explainer, "_is_own", lambda op: op == (0, matrix.number))
+    (cause,) = explainer.explain(20)
+    assert explainer.joint.op(cause.ops[0]).short == "mul"
