@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moeverify.cases.schema import Recipe
 from moeverify.cases.validation.load import build_case
-from moeverify.model.mixed_precision import Narrowed
+from moeverify.model.mixed_precision import narrow_model
 from moeverify.model.transformer import ModelOutput
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import make_batches
@@ -42,7 +45,6 @@ def test_forward_is_that_of_a_bfloat16_model_with_the_rounded_weights(preset: st
     recipe = make_recipe(preset)
     mixed = assemble_single(recipe, CPU)
     narrow = assemble_single(make_recipe(preset, "bfloat16"), CPU)
-    assert isinstance(mixed.model, Narrowed)
     for wide, other in zip(mixed.shards, narrow.shards, strict=True):
         assert wide.name == other.name
         other.local().copy_(wide.local().to(torch.bfloat16))
@@ -69,9 +71,9 @@ def test_gradients_are_those_of_the_bfloat16_model_in_float32(preset: str) -> No
 
 def test_micro_batches_add_up_in_float32() -> None:
     linear = nn.Linear(1, 1, bias=False)
-    narrowed = Narrowed(linear, torch.bfloat16)
+    narrow_model(linear, torch.bfloat16)
     for value in (1.0, 2.0**-10):  # bfloat16 would drop the second addend
-        narrowed(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+        linear(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
     assert linear.weight.grad is not None
     assert linear.weight.grad.item() == 1.0 + 2.0**-10
 
@@ -90,7 +92,7 @@ def test_parameters_hold_the_float32_values_and_buffers_stay() -> None:
 
 def test_golden_of_a_mixed_recipe_is_in_float64_at_values_of_float32() -> None:
     golden = assemble_single(make_recipe(), CPU, compute="float64")
-    assert not isinstance(golden.model, Narrowed)
+    assert run(make_recipe(), golden).logits.dtype == torch.float64
     for held in golden.shards:
         assert held.local().dtype == torch.float64
         assert torch.equal(held.local(), held.local().float().double())
@@ -100,3 +102,91 @@ def test_dtypes_of_a_precision() -> None:
     assert (dtype_of("mixed"), compute_dtype_of("mixed")) == (torch.float32, torch.bfloat16)
     for name in ("float64", "float32", "bfloat16"):
         assert dtype_of(name) == compute_dtype_of(name) == getattr(torch, name)
+
+
+class Decoder(nn.Module):
+    """A user's model: a plan for its step, a head tied to the embedding, and recomputed blocks."""
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.plan = {"steps": 3}
+        self.recomputes = recomputes
+        self.embed = nn.Embedding(8, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        self.seen: list[tuple[torch.dtype, bool]] = []
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return cast(
+            Tensor, checkpoint(self.block, x, use_reentrant=False) if self.recomputes else self.block(x)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.embed.weight
+        self.seen.append((weight.dtype, isinstance(weight, nn.Parameter)))
+        if tokens.numel() == 0:
+            raise ValueError("no tokens")
+        return nn.functional.linear(self.hidden(tokens), weight)
+
+
+def make_decoder(*, recomputes: bool = False) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(recomputes=recomputes)
+    narrow_model(model, torch.bfloat16)
+    return model
+
+
+TOKENS = torch.arange(6)[None]
+
+
+def test_outside_of_a_pass_the_model_is_the_users_own() -> None:
+    torch.manual_seed(0)
+    plain, model = Decoder(), make_decoder()
+    assert type(model) is Decoder
+    assert model.plan == {"steps": 3}
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    before = dict(model.named_parameters())
+    assert model(TOKENS).dtype == torch.bfloat16
+    assert model.seen == [(torch.bfloat16, True)]
+    for (name, mine), (other, theirs) in zip(
+        model.state_dict().items(), plain.state_dict().items(), strict=True
+    ):
+        assert name == other
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, theirs)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_methods_and_modules_that_a_step_calls_are_narrow_too() -> None:
+    model = make_decoder()
+    assert model.hidden(TOKENS).dtype == torch.bfloat16
+    assert model.block[0](torch.ones(4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_recomputed_blocks_compute_with_copies_again() -> None:
+    gradients = []
+    for recomputes in (False, True):
+        model = make_decoder(recomputes=recomputes)
+        model(TOKENS).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for expected, actual in zip(*gradients, strict=True):
+        assert expected is not None
+        assert actual is not None
+        assert torch.equal(actual, expected)
+
+
+def test_a_pass_that_fails_puts_the_parameters_back() -> None:
+    model = make_decoder()
+    with pytest.raises(ValueError, match="no tokens"):
+        model(TOKENS[:, :0])
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model(TOKENS).dtype == torch.bfloat16
+
+
+def test_a_copy_of_the_model_has_copies_of_its_own() -> None:
+    model = make_decoder()
+    other = copy.deepcopy(model)
+    nn.init.zeros_(other.embed.weight)
+    assert other(TOKENS).count_nonzero() == 0
+    assert model(TOKENS).count_nonzero() > 0
+    assert {parameter.dtype for parameter in other.parameters()} == {torch.float32}
