@@ -5,8 +5,25 @@ from unittest import mock
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from moeverify.model.mixed_precision import narrow_model
+
+
+def widen_partial_sums():
+    """Let FSDP2 widen gradients before it sums them over tensor parallelism (pytorch #190626, in torch 2.13).
+
+    Without it, parameters that are replicated over `tp` are a mismatch of `precision` in every stack.
+    """
+    take = FSDPParam._get_grad_inner_tensor
+
+    def take_wide(parameter, gradient):
+        return take(parameter, gradient.to(parameter.reduce_dtype or gradient.dtype))
+
+    FSDPParam._get_grad_inner_tensor = take_wide
+
+
+widen_partial_sums()
 
 
 def parallelize(model, mesh, *, stack, **arguments):
