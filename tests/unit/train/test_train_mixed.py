@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
@@ -173,6 +174,57 @@ def test_recomputed_blocks_compute_with_copies_again() -> None:
         assert expected is not None
         assert actual is not None
         assert torch.equal(actual, expected)
+
+
+class Tiled(torch.autograd.Function):
+    """A module's output, which the backward pass computes again by the module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, *weights: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return cast(Tensor, module(x))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        inside = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(inside)
+        found = torch.autograd.grad(y, [inside, *weights], gradients)
+        return found[0], None, *found[1:]
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class Recomputing(Decoder):
+    """A decoder with a block in `Tiled`, and an output whose tensors torch cannot list."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        return Output(self.block[1](Tiled.apply(x, self.block[0], *self.block[0].parameters())))
+
+
+def test_user_code_of_a_backward_pass_computes_with_the_copies_of_the_forward_pass() -> None:
+    torch.manual_seed(0)
+    plain, model = Decoder(), Recomputing()
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        narrow_model(each, torch.bfloat16)
+    before = dict(model.named_parameters())
+    expected = plain.hidden(TOKENS).float()
+    outputs = [model(TOKENS).logits for _ in range(2)]  # two micro-batches before the first backward pass
+    for output in outputs:
+        output.float().square().sum().backward()
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    (2 * expected.square().sum()).backward()
+    for name, parameter in plain.named_parameters():
+        assert before[name].grad is not None
+        assert torch.equal(before[name].grad, parameter.grad), name
 
 
 def test_a_pass_that_fails_puts_the_parameters_back() -> None:
