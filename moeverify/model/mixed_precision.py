@@ -16,10 +16,10 @@ def narrow_model(model: nn.Module, dtype: torch.dtype, ignored: Set[nn.Parameter
 
     The copies replace the parameters during a pass only. Outside of it the model is as before: its class,
     attributes, names and parameters. The outermost module that runs makes the copies. They replace the
-    parameters again in the backward pass, in which user code may compute with modules.
-    Gradients flow back through the copies to the dtype of the parameters.
-    A parameter that is used twice in a pass is copied once, so its partial gradients are summed in `dtype`, as
-    with FSDP2. `ignored` parameters, buffers, inputs and outputs are unchanged.
+    parameters again in the backward pass, in which user code may compute with modules. Gradients flow back
+    through the copies to the dtype of the parameters. A parameter that is used twice in a pass is copied once,
+    so its partial gradients are summed in `dtype`, as with FSDP2. `ignored` parameters, buffers, inputs and
+    outputs are unchanged.
     """
     copies = _Copies(dtype, ignored)
     for module in model.modules():
@@ -62,8 +62,8 @@ class _Pass:
 
     def begin_backward(self, gradient: Tensor) -> None:
         """Replace the parameters until the backward pass ends."""
-        if self._is_backward or not self._replacements:
-            return
+        if self._is_backward:
+            return  # a module inside of one whose hook has run
         self._is_backward = True
         self.begin()
         Variable._execution_engine.queue_callback(self.end)
@@ -91,7 +91,7 @@ class _Copies:
             return
         for part in tree_leaves(output):
             if isinstance(part, Tensor) and part.requires_grad:
-                part.register_hook(self._pass.begin_backward)
+                part.register_hook(self._pass.begin_backward)  # type: ignore[no-untyped-call]
         while self._running.pop() is not module:
             pass
         if not self._running:
@@ -103,14 +103,10 @@ class _Copies:
         made = []
         for owner in module.modules():
             for name, parameter in owner._parameters.items():
-                if parameter is None or parameter in self._ignored:
-                    continue
-                if not parameter.is_floating_point() or parameter.dtype == self._dtype:
+                if parameter is None or parameter in self._ignored or parameter.dtype == self._dtype:
                     continue
                 if parameter not in copies:
                     copies[parameter] = narrow(parameter, self._dtype)
                     copies[parameter]._is_param = True
                 made.append(_Replacement(owner, name, parameter, copies[parameter]))
         return made
-
-

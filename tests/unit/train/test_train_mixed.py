@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -130,9 +132,9 @@ class Decoder(nn.Module):
         return nn.functional.linear(self.hidden(tokens), weight)
 
 
-def make_decoder(*, recomputes: bool = False) -> Decoder:
+def make_decoder(make: Callable[[], Decoder] = Decoder) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(recomputes=recomputes)
+    model = make()
     narrow_model(model, torch.bfloat16)
     return model
 
@@ -158,6 +160,70 @@ def test_outside_of_a_pass_the_model_is_the_users_own() -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
+class Twice(nn.Module):
+    """Two modules that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(1, 1, bias=False) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x * 2.0**-10)
+
+
+def test_gradients_of_a_shared_parameter_add_up_in_the_narrow_dtype() -> None:
+    model = Twice()
+    narrow_model(model, torch.bfloat16)
+    model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    assert model.first.weight.grad is not None
+    assert model.first.weight.grad.item() == 1.0  # bfloat16 drops the second addend
+
+
+def test_ignored_parameters_stay() -> None:
+    model = Decoder()
+    narrow_model(model, torch.bfloat16, {model.embed.weight})
+    assert model.embed(TOKENS).dtype == torch.float32
+    assert model.block(torch.ones(4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_parameters_without_gradients_may_have_another_dtype() -> None:
+    model = nn.Module()
+    model.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    model.forward = lambda: model.table  # type: ignore[method-assign]
+    narrow_model(model, torch.bfloat16)
+    assert model().dtype == torch.int64
+
+
+def test_a_parameter_that_the_pass_sets_stays() -> None:
+    model = nn.Linear(2, 2)
+    new = nn.Parameter(torch.ones(2, 2))
+    model.register_forward_hook(lambda module, inputs, output: setattr(module, "weight", new))
+    narrow_model(model, torch.bfloat16)
+    model(torch.ones(2, dtype=torch.bfloat16))
+    assert model.weight is new
+
+
+def test_parameters_in_the_narrow_dtype_are_left_alone() -> None:
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    narrow_model(model, torch.bfloat16)
+    output = model(torch.ones(2, dtype=torch.bfloat16))
+    sharded = model.weight = nn.Parameter(torch.ones(2, 2))  # as FSDP2 does after the forward pass
+    output.sum().backward()
+    assert model.weight is sharded
+
+
+def test_copies_end_with_the_graph_of_their_pass() -> None:
+    model = Decoder()
+    kept = []
+    model.block.register_forward_hook(lambda module, inputs, output: kept.append(ref(module[0].weight)))
+    narrow_model(model, torch.bfloat16)
+    output = model(TOKENS)
+    assert kept[0]() is not None
+    del output
+    assert kept[0]() is None
+
+
 def test_methods_and_modules_that_a_step_calls_are_narrow_too() -> None:
     model = make_decoder()
     assert model.hidden(TOKENS).dtype == torch.bfloat16
@@ -167,7 +233,7 @@ def test_methods_and_modules_that_a_step_calls_are_narrow_too() -> None:
 def test_recomputed_blocks_compute_with_copies_again() -> None:
     gradients = []
     for recomputes in (False, True):
-        model = make_decoder(recomputes=recomputes)
+        model = make_decoder(partial(Decoder, recomputes=recomputes))
         model(TOKENS).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for expected, actual in zip(*gradients, strict=True):
@@ -210,11 +276,7 @@ class Recomputing(Decoder):
 
 
 def test_user_code_of_a_backward_pass_computes_with_the_copies_of_the_forward_pass() -> None:
-    torch.manual_seed(0)
-    plain, model = Decoder(), Recomputing()
-    model.load_state_dict(plain.state_dict())
-    for each in (plain, model):
-        narrow_model(each, torch.bfloat16)
+    plain, model = make_decoder(), make_decoder(Recomputing)
     before = dict(model.named_parameters())
     expected = plain.hidden(TOKENS).float()
     outputs = [model(TOKENS).logits for _ in range(2)]  # two micro-batches before the first backward pass
@@ -225,6 +287,24 @@ def test_user_code_of_a_backward_pass_computes_with_the_copies_of_the_forward_pa
     for name, parameter in plain.named_parameters():
         assert before[name].grad is not None
         assert torch.equal(before[name].grad, parameter.grad), name
+
+
+def test_a_backward_pass_through_two_passes_has_the_copies_of_each() -> None:
+    model = make_decoder(Recomputing)
+    sum(model(TOKENS).logits.float().square().sum() for _ in range(2)).backward()
+    together = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    for _ in range(2):
+        model(TOKENS).logits.float().square().sum().backward()
+    for expected, parameter in zip(together, model.parameters(), strict=True):
+        assert torch.equal(expected, parameter.grad)
+
+
+def test_a_graph_that_is_kept_has_its_copies_in_each_backward_pass() -> None:
+    model = make_decoder(Recomputing)
+    output = model(TOKENS).logits
+    for _ in range(2):
+        output.sum().backward(retain_graph=True)
 
 
 def test_a_pass_that_fails_puts_the_parameters_back() -> None:
