@@ -42,9 +42,10 @@ from tabulate import tabulate
 MARGIN = 90.0
 """Seconds that a command may take beside its cases: starting Python and ranks, and making goldens."""
 
-UNMIXED = ("heron.pipe:stages", "kestrel.pipe:stages", "heron.parallel:expert_fsdp")
-"""Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, or need
-a divisor of gradients, which FSDP2 cannot have with another dtype of reduction under gloo."""
+UNMIXED = ("heron.pipe:stages", "kestrel.pipe:stages", "kestrel.zero:grid", "heron.parallel:expert_fsdp")
+"""Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, gather
+shards that only they refer to, or need a divisor of gradients, which FSDP2 cannot have with another dtype of
+reduction under gloo."""
 
 PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
 
