@@ -3,6 +3,7 @@
     python benchmarks/draws/run.py --out runs/draws --workers 1
     python benchmarks/draws/run.py --out runs/draws --only 'p3*' --precision bfloat16
     python benchmarks/draws/run.py --out runs/draws --clean
+    python benchmarks/draws/run.py --out runs/draws --clean --every --precision mixed --seeds 10
 
 Every plant is verified by the command line: `moeverify run`, `reshard`, or `watch` and `compare`. Cases of one
 stack share a command, whose ranks serve them all; `--workers` commands run beside each other. In `--out` each plant
@@ -30,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ from tabulate import tabulate
 
 MARGIN = 90.0
 """Seconds that a command may take beside its cases: starting Python and ranks, and making goldens."""
+
+UNMIXED = ("heron.pipe:stages", "kestrel.pipe:stages", "kestrel.zero:grid", "heron.parallel:expert_fsdp")
+"""Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, gather
+shards that only they refer to, or need a divisor of gradients, which FSDP2 cannot have with another dtype of
+reduction under gloo."""
+
+PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
 
 _LEFT_OUT = ("timeline", "errors", "load", "mesh")
 """Keys of a case that are not scored. The gzipped JSON has them."""
@@ -151,6 +159,7 @@ class Runner:
         """Run a command and return its output. At its limit, stop it by SIGINT and then by SIGKILL."""
         log = self._work(job, "log")
         path = [str(ROOT), str(STACKS), str(PLANTS)]
+        path += {str(folder.parents[1]): None for plant in job.plants for folder in plant.recipes}
         full = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **{k: str(v) for k, v in env.items()}}
         full["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
         full.pop("CI", None)
@@ -241,6 +250,48 @@ def hash_sources(stack: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def read_case(path: Path) -> Plant:
+    """Return a case file, with the recipes beside it, as a clean case."""
+    folder = path.resolve().parent
+    case = YAML(typ="safe").load(path)
+    name = case.pop("name", path.stem)
+    return Plant(name, folder.name, case, precisions=PRECISIONS, recipes=(folder / "recipes",))
+
+
+def adapt(plant: Plant, precision: str) -> Plant | None:
+    """Return a plant for a precision that it need not name, or None if the precision does not apply.
+
+    Scripts have their own dtypes. In mixed precision, stacks that have none of their own run in `mixed`.
+    """
+    if plant.way == "watch" or (plant.way == "reshard" and precision == "mixed"):
+        return None
+    layout = dict(plant.case["layout"])
+    if precision != "mixed" or plant.precisions == ("mixed",):
+        return None if "in_float32" in layout and precision != "mixed" else plant
+    if layout.get("parallelize") in UNMIXED:
+        return None
+    if "parallelize" in layout:
+        layout["arguments"] = {"stack": layout["parallelize"], **layout.get("arguments", {})}
+        layout["parallelize"] = "mixed:parallelize"
+    elif not {"pp", "data_parallel"}.isdisjoint(layout) or {"dp_replicate", "dp_shard", "cp"}.isdisjoint(
+        layout
+    ):
+        return None
+    return replace(plant, case={**plant.case, "layout": layout})
+
+
+def vary_seed(plant: Plant, number: int) -> list[Plant]:
+    """Return a plant with seeds 1 to `number` of its recipe, or itself if that is 0."""
+    recipe = plant.case.get("recipe", {})
+    base = recipe if isinstance(recipe, dict) else {"base": recipe}
+    if not number or plant.way == "watch":
+        return [plant]
+    return [
+        replace(plant, id=f"{plant.id}-seed-{seed}", case={**plant.case, "recipe": {**base, "seed": seed}})
+        for seed in range(1, number + 1)
+    ]
+
+
 def result_path(out: Path, plant: Plant, precision: str) -> Path:
     """Return the path of a plant's result file."""
     return out / "results" / f"{plant.id}--{precision}.json"
@@ -262,8 +313,8 @@ def copy_recipes(plants: Sequence[Plant], out: Path) -> None:
     """Copy the recipes of all stacks, and the folders that they name, to the folder of their cases."""
     for stack in {plant.stack for plant in plants}:
         folder = out / "cases" / stack
-        sources = next(plant.recipes for plant in plants if plant.stack == stack)
-        for source in reversed(sources):  # the first one's files replace those of the others
+        sources = dict.fromkeys(path for plant in plants if plant.stack == stack for path in plant.recipes)
+        for source in reversed(list(sources)):  # the first one's files replace those of the others
             if source.is_dir():
                 shutil.copytree(source, folder / "recipes", dirs_exist_ok=True)
         weights = HERE / "stacks" / stack / "weights"
@@ -388,7 +439,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], metavar="ID", help="ids or globs of plants")
     parser.add_argument("--stack", nargs="*", default=[], help="stacks; all by default")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 3))
-    parser.add_argument("--precision", default="float64", choices=["float64", "float32", "bfloat16", "mixed"])
+    parser.add_argument("--precision", default="float64", choices=PRECISIONS)
+    parser.add_argument(
+        "--every", action="store_true", help="run plants that do not name the precision, where it applies"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", type=Path, metavar="FILE", help="run these clean cases in place of the stacks'"
+    )
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="run each case with N seeds")
     parser.add_argument("--clean", action="store_true", help="run the clean cases, and no plant")
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
@@ -404,7 +462,12 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only list the plants")
     options = parser.parse_args()
     plants = choose(load_plants(options.stack), options.only, clean=options.clean, group=options.group or "")
-    plants = [plant for plant in plants if options.precision in plant.precisions]
+    plants = plants if options.cases is None else list(map(read_case, options.cases))
+    if options.every:
+        plants = [changed for plant in plants if (changed := adapt(plant, options.precision))]
+    else:
+        plants = [plant for plant in plants if options.precision in plant.precisions]
+    plants = [seeded for plant in plants for seeded in vary_seed(plant, options.seeds)]
     if options.list:
         rows = [[plant.id, plant.stack, "held" if plant.held else "", plant.source] for plant in plants]
         print(tabulate(rows, ["plant", "stack", "", "source"], disable_numparse=True))
@@ -429,7 +492,7 @@ def main() -> int:
         for _ in pool.map(runner.run, jobs):
             pass
     print_table(out, plants, options.precision)
-    bad = ("mismatch", "error", "lost") if options.clean else ("pass", "lost")
+    bad = ("mismatch", "error", "lost") if options.clean or options.cases else ("pass", "lost")
     records = [result_path(out, plant, options.precision) for plant in plants]
     verdicts = [json.loads(path.read_text())["verdict"] if path.is_file() else "lost" for path in records]
     return int(any(verdict in bad for verdict in verdicts))

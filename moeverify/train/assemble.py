@@ -18,7 +18,7 @@ from moeverify.cases.axes.split import split_rows
 from moeverify.cases.schema import Layout, Precision, Recipe, ReferenceModel
 from moeverify.errors import CaseError, Problem
 from moeverify.model.init import initial_values
-from moeverify.model.mixed_precision import Narrowed
+from moeverify.model.mixed_precision import narrow_model
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.collectives import sum_over
 from moeverify.parallel.context_parallel import split_positions
@@ -61,7 +61,7 @@ def assemble_single(
     model = subject.build(device, dtype_of(precision))
     fill_initial(recipe, model)
     if compute_dtype_of(precision) != dtype_of(precision):
-        model = Narrowed(model, compute_dtype_of(precision))
+        narrow_model(model, compute_dtype_of(precision))
     return Program(
         subject=subject,
         model=model,

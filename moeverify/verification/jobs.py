@@ -88,6 +88,7 @@ class CaseFields(Record):
     explain_seconds: float = 60.0
     operators: Path | None = None
     without: tuple[str, ...] = ()
+    widened: bool = False
 
 
 class VerifyJob(CaseFields):

@@ -50,8 +50,8 @@ def describe_decision(precision: str, case: CaseResult) -> str:
 
 
 def describe_narrow_layout(precision: str) -> str:
-    """Return that the wider run of a layout with a mixed-precision policy of its own decides nothing."""
-    return f"in {precision} it differs, as a `parallelize` that always asks for mixed precision may"
+    """Return that the wider run of a layout that fixes a narrower dtype in its code decides nothing."""
+    return f"its run in {precision} decides nothing: `parallelize` narrows tensors there too, by a dtype in its code"
 
 
 def describe_own_dtypes(precision: str) -> str:

@@ -99,6 +99,7 @@ class ModulesWatch(Watch[ModuleReport]):
         self._share = repr(program.share)
         self._scale = program.scale
         self._recipe, self._device = recipe, program.device
+        self._unit = torch.finfo(compute_dtype_of(recipe.precision)).eps
         self._left_out, self._unsummed = left_out, unsummed
         self._counts_calls = counts_calls
         self._calls, self._num_micro_batches = calls or {}, program.num_micro_batches
@@ -149,10 +150,7 @@ class ModulesWatch(Watch[ModuleReport]):
     def list_mixing(self) -> list[str]:
         """Return the modules that mix positions, on one device after its run."""
         one = assemble_single(self._recipe, self._device)
-        dtype = compute_dtype_of(self._recipe.precision)
-        for parameter in one.model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        modules, unit = choose_modules(one.model), torch.finfo(dtype).eps
+        modules, unit = choose_modules(one.model), self._unit
         with one.subject.surround():
             return [
                 name
@@ -169,16 +167,13 @@ class ModulesWatch(Watch[ModuleReport]):
     def _replay(self, states: Sequence[Sequence[State]]) -> ModuleReport:
         narrow = assemble_single(self._recipe, self._device)
         wide = assemble_single(self._recipe, self._device, compute="float64")
-        dtype = compute_dtype_of(self._recipe.precision)
-        for parameter in narrow.model.parameters():
-            parameter.data = parameter.data.to(dtype)
         modules = {
             name: (each, wide_each)
             for (name, each), wide_each in zip(
                 choose_modules(narrow.model).items(), choose_modules(wide.model).values(), strict=True
             )
         }
-        left_out, unit = dict(self._left_out), torch.finfo(dtype).eps
+        left_out, unit = dict(self._left_out), self._unit
         found: list[Replayed] = []
         sums: list[StepSums] = []
         owners = find_owners(narrow.model, {name: each for name, (each, _) in modules.items()})

@@ -5,7 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from moeverify.report.words.wider import (
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.explanation import Quantity
-from moeverify.results.facts import OwnStep
+from moeverify.results.facts import DtypeFacts, OwnStep
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.results.upstream import OffUpstream
@@ -100,34 +100,44 @@ def escalate(
     if external_world() is not None:
         left_out = (_note_left_out(each, asked.get(each.name, ())) for each in result.cases)
         return result.model_copy(update={"cases": tuple(left_out)})
+    chosen = _widen(options, asked)
+    own = {name: _compute_dtype_of(by_name[name]) for name in asked}
+    passing = {
+        asked[each.name][0].name: each
+        for each in result.cases
+        if each.verdict in _CONFIRMED and each.name in asked
+    }
+    early = _confirm_early(passing, wanted, own, on_event, on_confirmed or on_event)
+    answers = run_cases(wanted, chosen, early)
+    assert answers is not None  # not an external launch
+    answers = _escalate_confirmed(passing, wanted, own, answers, chosen, on_event)
+    found = {answer.name: answer for answer in answers.cases}
+    merged = []
+    for each in result.cases:
+        wider = [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])]
+        is_confirmed = wider and each.verdict in _CONFIRMED
+        dtype = own.get(each.name, "")
+        merged.append(confirm(each, *wider[0], dtype) if is_confirmed else merge(each, wider, dtype))
+    return result.answered(tuple(merged), answers).model_copy(
+        update={"verdict": find_overall_verdict(merged)}
+    )
+
+
+def _widen(options: RunOptions, asked: Mapping[str, Sequence[Case]]) -> RunOptions:
+    """Return the options of the wider cases, which are under the faults of the case that asked for them."""
     faults = {
         wide.name: fault
         for name, wides in asked.items()
         for wide in wides
         if (fault := options.case_faults.get(name, options.fault)) is not None
     }
-    folder = options.folder / "wider" if options.folder is not None else None
-    # No golden is recorded for these recipes.
-    chosen = replace(options, folder=folder, fault=None, case_faults=faults, require_goldens=False)
-    keeping = {name for name in asked if keeps_dtypes(by_name[name])}
-    passing = {
-        asked[each.name][0].name: each
-        for each in result.cases
-        if each.verdict in _CONFIRMED and each.name in asked
-    }
-    early = _confirm_early(passing, wanted, keeping, on_event, on_confirmed or on_event)
-    answers = run_cases(wanted, chosen, early)
-    assert answers is not None  # not an external launch
-    answers = _escalate_confirmed(passing, wanted, keeping, answers, chosen, on_event)
-    found = {answer.name: answer for answer in answers.cases}
-    merged = []
-    for each in result.cases:
-        wider = [(wide.recipe.precision, found[wide.name]) for wide in asked.get(each.name, [])]
-        is_confirmed = wider and each.verdict in _CONFIRMED
-        keeps = each.name in keeping
-        merged.append(confirm(each, *wider[0], keeps_dtypes=keeps) if is_confirmed else merge(each, wider))
-    return result.answered(tuple(merged), answers).model_copy(
-        update={"verdict": find_overall_verdict(merged)}
+    return replace(
+        options,
+        folder=options.folder / "wider" if options.folder is not None else None,
+        fault=None,
+        case_faults=faults,
+        require_goldens=False,  # no golden is recorded for these recipes
+        widened=True,
     )
 
 
@@ -236,9 +246,14 @@ def choose_confirming(case: Case, result: CaseResult, confirming: Mapping[str, C
     return wider[0] if case.recipe.float8 == "none" else wider[-1]
 
 
-def keeps_dtypes(case: Case) -> bool:
-    """Return whether the user's parallel code asks for mixed precision and may do so in a wider run too."""
-    return case.recipe.precision == "mixed" and case.layout.parallelize is not None
+def _compute_dtype_of(case: Case) -> str:
+    return "bfloat16" if case.recipe.precision == "mixed" else case.recipe.precision
+
+
+def _keeps_dtype(answer: CaseResult, dtype: str) -> bool:
+    """Return whether a wider run has computed in the dtype of the case itself, as user code may that fixes it."""
+    facts = [finding.facts for finding in answer.findings]
+    return any(isinstance(each, DtypeFacts) and each.dtype == dtype for each in facts)
 
 
 def has_own_results(result: CaseResult) -> bool:
@@ -289,13 +304,13 @@ def count_unasked(cases: Sequence[Case], results: Mapping[str, CaseResult]) -> i
 def _confirm_early(
     passing: Mapping[str, CaseResult],
     wides: Sequence[Case],
-    keeping: Collection[str],
+    own: Mapping[str, str],
     on_event: Callable[[Event], None],
     on_confirmed: Callable[[Event], None],
 ) -> Callable[[Event], None]:
     """Return a handler for the events of wider runs. `passing` is keyed by the names of the wider cases.
 
-    `keeping` are the names of the cases with `keeps_dtypes`.
+    `own` has the dtype in which each case computes, by its name.
     """
     precisions = {wide.name: wide.recipe.precision for wide in wides}
 
@@ -305,7 +320,7 @@ def _confirm_early(
             on_event(event)
             return
         case = passing[answer.name]
-        confirmed = confirm(case, precisions[answer.name], answer, keeps_dtypes=case.name in keeping)
+        confirmed = confirm(case, precisions[answer.name], answer, own[case.name])
         on_confirmed(event.model_copy(update={"result": confirmed}))
 
     return handle
@@ -314,7 +329,7 @@ def _confirm_early(
 def _escalate_confirmed(
     passing: Mapping[str, CaseResult],
     wides: Sequence[Case],
-    keeping: Collection[str],
+    own: Mapping[str, str],
     answers: RunResult,
     options: RunOptions,
     on_event: Callable[[Event], None],
@@ -328,7 +343,7 @@ def _escalate_confirmed(
         answer
         for answer in answers.cases
         if (case := passing.get(answer.name)) is not None
-        and confirm(case, precisions[answer.name], answer, keeps_dtypes=case.name in keeping).findings
+        and confirm(case, precisions[answer.name], answer, own[case.name]).findings
     ]
     if not mismatches:
         return answers
@@ -339,20 +354,18 @@ def _escalate_confirmed(
     return deeper.model_copy(update={"cases": tuple(named.get(each.name, each) for each in answers.cases)})
 
 
-def confirm(
-    case: CaseResult, precision: Precision, answer: CaseResult, *, keeps_dtypes: bool = False
-) -> CaseResult:
+def confirm(case: CaseResult, precision: Precision, answer: CaseResult, own: str = "") -> CaseResult:
     """Return a passing or undecided case with the outcome of its run in a wider precision.
 
     If nothing differs there, the case gets a note; if that run is decided, an undecided case passes.
     Otherwise the result is that of the wider run as a whole, since the passing checks of the case say nothing
     about these findings. User code may legitimately round. With a step function of the user the wider run
-    counts only if the gradients agree and the results of the step differ, and with `keeps_dtypes` no
-    difference of the wider run counts.
+    counts only if the gradients agree and the results of the step differ. No difference of a wider run counts
+    that computes in `own`, the dtype of the case.
     """
     if answer.verdict == "mismatch" and has_own_results(case) and not _is_of_step_alone(answer):
         return case.model_copy(update={"notes": (*case.notes, describe_own_dtypes(precision))})
-    if answer.verdict == "mismatch" and keeps_dtypes:
+    if answer.verdict == "mismatch" and _keeps_dtype(answer, own):
         return case.model_copy(update={"notes": (*case.notes, describe_narrow_layout(precision))})
     if answer.verdict == "pass" and case.verdict == "undecided":
         notes = (*case.notes, describe_decision(precision, case))
@@ -383,13 +396,18 @@ def _is_of_step_alone(answer: CaseResult) -> bool:
     return all(finding.kind in _OF_STEP for finding in answer.findings if finding.step == first)
 
 
-def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]]) -> CaseResult:
+def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]], own: str = "") -> CaseResult:
     """Return a case merged with its results in wider precisions, given from narrow to wide.
 
     The leading finding of a wider precision leads if it rates higher than that of the case. The less
     certain findings of the case then follow from it. Among equal ratings the widest precision wins. The
-    operators are from the widest precision that has any.
+    operators are from the widest precision that has any. A wider run that computes in `own`, the dtype of the
+    case, only adds a note.
     """
+    narrow = [precision for precision, answer in answers if _keeps_dtype(answer, own)]
+    answers = [each for each in answers if each[0] not in narrow]
+    notes = (*case.notes, *map(describe_narrow_layout, narrow))
+    case = case.model_copy(update={"notes": notes})
     if not answers:
         return case
     known = _rate(case.lead)

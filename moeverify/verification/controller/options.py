@@ -20,7 +20,8 @@ class RunOptions:
     before it builds the layout; `case_faults` overrides it by case name. `without` names hypotheses that
     are not tried. With `must_decide`, a case that decides too few tensors is undecided instead of a pass.
     `sketch` says when cases are judged by goldens of sketches: never, if only such a golden is stored
-    (`found`), or always.
+    (`found`), or always. With `widened`, policies of mixed precision have no effect: the run is one of a
+    narrower case.
 
     Units: `timeout` in seconds, for each golden and for each case instead of its own timeout;
     `explain_seconds` in seconds, for the search for the first wrong operation of a case (0 disables it).
@@ -40,3 +41,4 @@ class RunOptions:
     without: tuple[str, ...] = ()
     must_decide: bool = False
     sketch: Literal["never", "found", "always"] = "never"
+    widened: bool = False

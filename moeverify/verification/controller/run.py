@@ -262,6 +262,7 @@ class CaseRun:
             explain_seconds=self.options.explain_seconds,
             operators=None if folder is None else name_file(folder.resolve(), case.name),
             without=self.options.without,
+            widened=self.options.widened,
         )
         timeout = self.options.timeout if self.options.timeout is not None else case.checks.timeout
         return make_job(case.name, case.layout.world_size, timeout, asked)

@@ -183,7 +183,7 @@ class StreamedRun:
     def _pass(self, unit: Unit, batch: Batch, x: Tensor, step: int) -> ModelOutput:
         if self.ids is not None:
             replay(self.recipe, unit.program.routers, batch, self.ids, step, self.device)
-        output: ModelOutput = unit.body(x, batch.positions, batch.valid)
+        output: ModelOutput = unit.stage(x, batch.positions, batch.valid)
         return output
 
     def _embed(self, visit: Visit) -> Results:
@@ -216,7 +216,7 @@ class StreamedRun:
         rows = []
         for number, batch in enumerate(self._batches(visit.step)):
             x = self._read(self._input(visit), "x", number).requires_grad_()
-            token_loss = cross_entropy(unit.head()(x).logits, batch.targets)
+            token_loss = cross_entropy(unit.stage(x).logits, batch.targets)
             loss = token_loss.sum() / normalizers.num_valid
             torch.autograd.backward(loss)
             assert x.grad is not None
@@ -259,7 +259,7 @@ class StreamedRun:
         normalizers = self._normalizers(visit.step)
         for number, batch in enumerate(self._batches(visit.step)):
             x = self._read(self._input(visit), "x", number)
-            loss = cross_entropy(unit.head()(x).logits, batch.targets).sum() / normalizers.num_valid
+            loss = cross_entropy(unit.stage(x).logits, batch.targets).sum() / normalizers.num_valid
             torch.autograd.backward(loss)
             embedded = unit.embedding()(batch.tokens).logits
             embedded.backward(self._read(self._output(visit), "dx", number))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moeverify.cases.schema import Precision, Recipe, ReferenceModel
 from moeverify.hashing import hash_counter, key_of
 from moeverify.model.init import fill
-from moeverify.model.mixed_precision import Narrowed
+from moeverify.model.mixed_precision import narrow_model
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.regions.local_shard import buffers, parameters
 from moeverify.parallel.regions.observer import Observer
@@ -60,8 +60,8 @@ class Unit:
         stage.to_empty(device=device)
         _fill(recipe, spec, stage, numerics.nudge)
         self.stage = stage
-        self._compute = compute_dtype_of(numerics.compute)
-        self.body = self._narrow(stage)
+        if compute_dtype_of(numerics.compute) != dtype:
+            narrow_model(stage, compute_dtype_of(numerics.compute))
         self.program = Program(
             subject=subject_of(recipe),
             model=stage,
@@ -76,15 +76,7 @@ class Unit:
 
     def embedding(self) -> nn.Module:
         """Return the module from tokens to hidden states, with the parameters of this unit."""
-        return self._narrow(_without(self.stage, "norm", "lm_head"))
-
-    def head(self) -> nn.Module:
-        """Return the module from hidden states to logits, with the parameters of this unit."""
-        return self._narrow(self.stage)
-
-    def _narrow(self, module: nn.Module) -> nn.Module:
-        is_wide = self._compute == next(self.stage.parameters()).dtype
-        return module if is_wide else Narrowed(module, self._compute)
+        return _without(self.stage, "norm", "lm_head")
 
     def show_initial(self, observer: Observer, step: int) -> None:
         """Show the parameters and buffers before the first step."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moeverify.errors import CaseError
 from moeverify.explain.fitting.order import leaving_out
 from moeverify.faults.injection import check_fault
 from moeverify.faults.mutation.coverage import executed_spans, write_spans
+from moeverify.parallel.policies import without_policies
 from moeverify.tools.bench.measure import measure_case
 from moeverify.train.target import import_path, resolve
 from moeverify.verification.golden.store import StoredGolden, is_stored
@@ -92,7 +94,8 @@ def _run(context: RankContext, asked: RankJob, state: ProcessState | None) -> Ra
 
 
 def _run_case(context: RankContext, job: CaseJob, state: ProcessState | None) -> RankResult | None:
-    with import_path(job.search_path), leaving_out(job.without):
+    policies = without_policies() if job.widened else nullcontext()
+    with import_path(job.search_path), leaving_out(job.without), policies:
         problems: list[str] = [""] * context.world_size
         dist.all_gather_object(problems, _prepare(context, job))
         problem = next(filter(None, problems), "")

@@ -1,4 +1,4 @@
-"""A user's model in bfloat16: its own bounds decide too little, and a run in float32 decides the case."""
+"""A user's model below float32: its own bounds decide too little, and a run in a wider precision decides."""
 
 from __future__ import annotations
 
@@ -30,3 +30,26 @@ def test_a_case_that_decides_too_little_passes_only_if_float32_decides_it(tmp_pa
     told = escalate(cases, alone, options, lambda event: None)
     (case,) = told.cases
     assert (told.verdict, case.verdict, case.decided_in, case.reason) == ("pass", "pass", "float32", "")
+
+
+def test_a_wider_run_decides_unless_the_users_code_narrows_there_too(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "programs" / "mixed_models.py"
+    (tmp_path / program.name).write_text(program.read_text())
+    for way, wide in (("right", ""), ("autocast", ", in_float32: ['layers.*.norm', embed]")):
+        (tmp_path / f"{way}.yaml").write_text(
+            "recipe:\n  name: mixture\n  model: {factory: 'mixed_models:Mixture', vocab_size: 32}\n"
+            "  data: {batch: 8, seq_len: 8, min_valid: 0.5}\n  precision: mixed\n"
+            f"  optimizer: {{name: sgd, lr: 0.1}}\n"
+            f"layout: {{dp_shard: 2, parallelize: 'mixed_models:{way}'{wide}}}\n"
+        )
+    cases = load_cases([tmp_path])
+    options = RunOptions(device="cpu", golden_folder=tmp_path / "golden", cache_folder=tmp_path / "cache")
+    alone = run_cases(cases, options, lambda event: None)
+    assert alone is not None
+    assert alone.verdict == "pass"
+    undecided = tuple(case.model_copy(update={"verdict": "undecided"}) for case in alone.cases)
+    told = escalate(cases, alone.model_copy(update={"cases": undecided}), options, lambda event: None)
+    policy, fixed = sorted(told.cases, key=lambda case: case.name, reverse=True)
+    assert (policy.verdict, policy.decided_in, policy.findings) == ("pass", "float32", ())
+    assert (fixed.verdict, fixed.findings) == ("undecided", ())
+    assert "its run in float32 decides nothing" in fixed.notes[-1]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from moeverify.cases.schema import Case
-from moeverify.cases.validation.load import build_case
 from moeverify.faults.setting import make_case
 from moeverify.report.words.note import describe_undecided
 from moeverify.results.decided import Decided, count_decided
+from moeverify.results.facts import DtypeFacts, Use
 from moeverify.results.finding import CheckResult, Finding, find_undecided
 from moeverify.results.run import CaseResult
 from moeverify.verification.checks.base import Outcome
@@ -22,7 +22,6 @@ from moeverify.verification.controller.escalation import (
     choose_confirming,
     confirm,
     find_confirming,
-    keeps_dtypes,
     merge,
 )
 from moeverify.verification.controller.run import find_overall_verdict
@@ -143,14 +142,32 @@ def test_a_wider_run_without_a_verdict_decides_nothing(verdict: str) -> None:
     assert "why" in told.notes[-1]
 
 
-def test_a_layout_that_asks_for_mixed_precision_by_itself_may_differ_in_a_wider_run() -> None:
-    model = {"factory": "own:make", "vocab_size": 8}
-    fields = {"name": "c", "recipe": {"name": "r", "model": model, "precision": "mixed"}}
-    assert keeps_dtypes(build_case(fields | {"layout": {"dp_shard": 2, "parallelize": "own:shard"}}))
-    assert not keeps_dtypes(in_precision("bfloat16", "own:shard"))
-    told = confirm(UNDECIDED, "float32", judge("mismatch", DIFFERENT), keeps_dtypes=True)
+def make_narrow(dtype: str) -> Finding:
+    facts = DtypeFacts(
+        use=Use.COMPUTES,
+        module="head",
+        dtype=dtype,
+        wanted="float32",
+        parameters=("head.weight",),
+        num_known=2,
+    )
+    return DIFFERENT.model_copy(update={"check": "precision", "tensor": "head", "facts": facts})
+
+
+def test_a_wider_run_that_computes_in_the_dtype_of_the_case_decides_nothing() -> None:
+    told = confirm(UNDECIDED, "float32", judge("mismatch", DIFFERENT, make_narrow("bfloat16")), "bfloat16")
     assert (told.verdict, told.findings) == ("undecided", ())
-    assert "always asks for mixed precision" in told.notes[-1]
+    assert "float32 decides nothing" in told.notes[-1]
+    told = confirm(UNDECIDED, "float32", judge("mismatch", DIFFERENT, make_narrow("float16")), "bfloat16")
+    assert told.verdict == "mismatch"
+
+
+def test_a_wider_run_that_computes_in_the_dtype_of_the_case_names_no_cause() -> None:
+    answer = judge("mismatch", make_narrow("bfloat16"))
+    told = merge(judge("mismatch", DIFFERENT), [("float32", answer)], "bfloat16")
+    assert told.findings == (DIFFERENT,)
+    assert "float32 decides nothing" in told.notes[-1]
+    assert merge(judge("mismatch", DIFFERENT), [("float32", answer)], "float16").findings != (DIFFERENT,)
 
 
 def test_a_finding_that_an_undecided_wider_run_lacks_is_a_matter_of_precision() -> None:

@@ -1,0 +1,78 @@
+"""Plants of the draws in a precision that they do not name, with seeds, and cases of other files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+run: Any = pytest.importorskip("run")
+
+
+def make_plant(layout: dict[str, Any], **fields: Any) -> Any:
+    return run.Plant("p1", "heron", {"recipe": "small", "layout": layout}, **fields)
+
+
+def test_a_stack_without_mixed_precision_gets_it_around_its_own_function() -> None:
+    layout = {"dp_shard": 2, "parallelize": "heron.parallel:parallelize", "arguments": {"mode": "wrong"}}
+    changed = run.adapt(make_plant(layout), "mixed")
+    assert changed is not None
+    assert changed.case["layout"] == {
+        "dp_shard": 2,
+        "parallelize": "mixed:parallelize",
+        "arguments": {"stack": "heron.parallel:parallelize", "mode": "wrong"},
+    }
+    assert layout["parallelize"] == "heron.parallel:parallelize"
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "precision"),
+    [
+        ({"parallelize": "heron.parallel:parallelize"}, {"precisions": ("mixed",)}, "mixed"),
+        ({"parallelize": "heron.parallel:parallelize"}, {}, "bfloat16"),
+        ({"dp_shard": 2}, {}, "mixed"),
+    ],
+)
+def test_plants_to_which_a_precision_applies_as_they_are(
+    layout: dict[str, Any], fields: dict[str, Any], precision: str
+) -> None:
+    plant = make_plant(layout, **fields)
+    changed = run.adapt(plant, precision)
+    assert changed is not None
+    assert changed.case == plant.case
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "precision"),
+    [
+        ({"dp_shard": 2}, {"way": "watch"}, "bfloat16"),
+        ({"dp_shard": 2}, {"way": "reshard"}, "mixed"),
+        ({"tp": 2}, {}, "mixed"),
+        ({"dp_shard": 2, "pp": 2}, {}, "mixed"),
+        ({"parallelize": "heron.pipe:stages"}, {}, "mixed"),
+        ({"parallelize": "x:y", "in_float32": ["norm"]}, {"precisions": ("mixed",)}, "bfloat16"),
+    ],
+)
+def test_plants_to_which_a_precision_does_not_apply(
+    layout: dict[str, Any], fields: dict[str, Any], precision: str
+) -> None:
+    assert run.adapt(make_plant(layout, **fields), precision) is None
+
+
+def test_each_seed_is_a_plant_of_its_own() -> None:
+    first, second = run.vary_seed(make_plant({"dp_shard": 2}), 2)
+    assert (first.id, second.id) == ("p1-seed-1", "p1-seed-2")
+    assert second.case["recipe"] == {"base": "small", "seed": 2}
+    assert run.vary_seed(first, 0) == [first]
+    assert run.vary_seed(second, 1)[0].case["recipe"] == {"base": "small", "seed": 1}
+
+
+def test_a_case_of_a_file_is_a_clean_plant_with_the_recipes_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "stack" / "tp.yaml"
+    path.parent.mkdir()
+    path.write_text("name: my-tp\nrecipe: small\nlayout: {tp: 2}\n")
+    plant = run.read_case(path)
+    assert (plant.id, plant.stack) == ("my-tp", "stack")
+    assert plant.case == {"recipe": "small", "layout": {"tp": 2}}
+    assert plant.recipes == (tmp_path / "stack" / "recipes",)
