@@ -95,7 +95,7 @@ def test_a_number_without_a_place_on_one_device_is_not_compared() -> None:
 def test_the_definition_of_a_wrong_number_comes_before_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(x: Tensor, on_ranks: int) -> Tensor:
         rate = 3 / (4 + on_ranks)
-        return torch.tanh(x * rate) @ WEIGHT
+        return torch.tanh(x + rate) @ WEIGHT
 
     received = make_origin("collective", [Site(__file__, 1, "run")])
     monkeypatch.setattr(Upstream, "_list_received", lambda self, op: [received])
