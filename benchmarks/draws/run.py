@@ -271,7 +271,7 @@ def adapt(plant: Plant, precision: str) -> Plant | None:
     if layout.get("parallelize") in UNMIXED:
         return None
     if "parallelize" in layout:
-        layout["arguments"] = {"stack": layout["parallelize"], **layout.get("arguments", {})}
+        layout["arguments"] = {"narrows": layout["parallelize"], **layout.get("arguments", {})}
         layout["parallelize"] = "mixed:parallelize"
     elif not {"pp", "data_parallel"}.isdisjoint(layout) or {"dp_replicate", "dp_shard", "cp"}.isdisjoint(
         layout

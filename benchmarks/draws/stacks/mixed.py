@@ -26,9 +26,9 @@ def widen_partial_sums():
 widen_partial_sums()
 
 
-def parallelize(model, mesh, *, stack, **arguments):
-    """Parallelize by the function `stack`, whose FSDP2 gets a policy; narrow the parameters that it leaves."""
-    path, _, name = stack.partition(":")
+def parallelize(model, mesh, *, narrows, **arguments):
+    """Parallelize by the function `narrows`, whose FSDP2 gets a policy; narrow the parameters that it leaves."""
+    path, _, name = narrows.partition(":")
     module = importlib.import_module(path)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     sharded = set()

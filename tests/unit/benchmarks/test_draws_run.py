@@ -21,7 +21,7 @@ def test_a_stack_without_mixed_precision_gets_it_around_its_own_function() -> No
     assert changed.case["layout"] == {
         "dp_shard": 2,
         "parallelize": "mixed:parallelize",
-        "arguments": {"stack": "heron.parallel:parallelize", "mode": "wrong"},
+        "arguments": {"narrows": "heron.parallel:parallelize", "mode": "wrong"},
     }
     assert layout["parallelize"] == "heron.parallel:parallelize"
 
